@@ -1,0 +1,542 @@
+"""RunConfig: every choice of a run, read from TOML, validated once, frozen, saved as JSON.
+
+Defaults < file < command line. `load_config` reports everything wrong at once: unknown keys, bad
+values, and every law between sections whose sections could be read. The docstring under a field is
+its `--help`, its text in the Prefect form and its line in the README's table.
+
+This module imports neither torch nor mpi4py: the flow starts fast, and where there is no GPU stack.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from trainer.errors import ConfigError
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, closed to unknown keys, documented field by field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The ONNX file to train and the loss that is put on it."""
+
+    path: Path
+    """The ONNX file to train. Relative to the config file; on the command line, to the working directory."""
+    loss: Literal["cross_entropy", "mse", "l1", "bce_with_logits", "output"] = "cross_entropy"
+    """Cross-entropy (classes on the last axis), mean squared or absolute error, binary cross-entropy on
+    logits, or `output`: the graph computes its own scalar loss."""
+    output: str = ""
+    """The graph output that the loss reads (or that is the loss); empty = the first."""
+    ignore_index: int = -100
+    """Labels with this value do not count, neither in the loss nor in its average (cross-entropy only)."""
+    train: tuple[str, ...] = ("*",)
+    """Glob patterns of the initializers to train; what no pattern matches stays frozen."""
+    freeze: tuple[str, ...] = ()
+    """Glob patterns of the initializers to freeze; stronger than `train`."""
+
+
+class DataConfig(Section):
+    """Where samples come from, and which column feeds which input of the model."""
+
+    source: str
+    """A file, a directory or a glob; or `digits` (scikit-learn's 1,797 images), or `stdlib` (the text of
+    Python's standard library). Relative to the config file; on the command line, to the working directory."""
+    format: Literal["auto", "csv", "parquet", "jsonl", "npz", "text", "digits", "arrow", "pb"] = "auto"
+    """The format of the source; `auto` goes by its name. `arrow` and `pb` are Onward's and the
+    predecessor's own shards."""
+    evaluation_source: str = ""
+    """Samples to evaluate on; empty = set aside `evaluation_fraction` of the source."""
+    evaluation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    """The share of rows (of files, for text) set aside for evaluation; which ones depends on the row
+    (or the file's name) alone."""
+    inputs: dict[str, str | tuple[str, ...]] = {}
+    """Graph input -> its column, or several columns stacked into one vector. Inputs not named here read
+    the column of their own name."""
+    label: str | tuple[str, ...] = "label"
+    """The column (or columns) the loss compares with; unused when the loss is a graph output."""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What a row that cannot be read does: stop with file and line, or be left out and counted."""
+    shard_format: Literal["arrow", "pb"] = "arrow"
+    """The format of the shards: Arrow IPC, or the predecessor's length-prefixed TensorProtos."""
+    rows_per_shard: PositiveInt = 65536
+    """Rows in one shard file; memory while sharding is a small multiple of one shard's chunk."""
+    pad_values: dict[str, float] = {}
+    """Column -> value that fills its short rows when a variable-length column is made a batch (0 if not
+    named here; for labels, `model.ignore_index`)."""
+    image_size: PositiveInt = 32
+    """Digits only: side in pixels the 8x8 images are resized to."""
+    image_channels: PositiveInt = 3
+    """Digits only: the grey image is repeated this many times."""
+    sequence_length: PositiveInt = 128
+    """Text only: bytes in one sample; the label of each byte is the byte that follows it."""
+    text_files: str = "*.py"
+    """Text only: which files of the directory are read."""
+
+
+class TrainConfig(Section):
+    """How long to train, on how much at a time, and when to look."""
+
+    global_batch_size: PositiveInt = 32
+    """Samples in one step (one weight update), over all replicas and micro-batches."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Micro-batches one replica runs in one step; saves memory, changes nothing else."""
+    num_steps: NonNegativeInt = 0
+    """Weight updates to make; 0 = as many as `num_epochs` takes."""
+    num_epochs: NonNegativeFloat = 0.0
+    """Passes over the training data (a fraction is allowed); 0 = `num_steps` decides."""
+    shuffle: bool = True
+    """Draw each epoch's samples in an order of its own; false = the order of the shards."""
+    seed: NonNegativeInt = 0
+    """Decides the sample order and the dropout masks; together with the step and nothing else."""
+    clip_norm: NonNegativeFloat = 1.0
+    """The global L2 norm gradients are clipped to; 0 = no clipping."""
+    evaluation_period: NonNegativeInt = 0
+    """Steps between evaluations; 0 = only before the first and after the last step."""
+    evaluation_batch_size: NonNegativeInt = 0
+    """Samples one replica evaluates at a time; 0 = the size of a micro-batch."""
+    log_period: PositiveInt = 1
+    """Steps between two lines of metrics in the event log."""
+
+
+class PrecisionConfig(Section):
+    """The arithmetic of forward and backward. Weights and optimizer state are always fp32."""
+
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The type of the matrix products and convolutions."""
+    loss_scale: NonNegativeFloat = 0.0
+    """fp16 only: a static loss scale; 0 = dynamic."""
+    initial_scale: PositiveFloat = 65536.0
+    """Dynamic scale: where it starts."""
+    growth_interval: PositiveInt = 2000
+    """Dynamic scale: finite steps after which it doubles; an overflow halves it and skips the step."""
+    max_scale: PositiveFloat = 16777216.0
+    """Dynamic scale: what it never exceeds; its floor is 1."""
+
+
+class WeightAttributes(Section):
+    """Settings of their own for the weights whose names match."""
+
+    pattern: str
+    """Glob pattern over initializer names; of several that match, the last one counts for each setting."""
+    learning_rate_scale: Annotated[float, Field(ge=0.0)] | None = None
+    """Multiplies the learning rate."""
+    weight_decay: Annotated[float, Field(ge=0.0)] | None = None
+    """Replaces `optimizer.weight_decay`."""
+
+
+class OptimizerConfig(Section):
+    """The update rule. Formulas: the docstrings of trainer/optim.py."""
+
+    name: Literal["adam", "adamw", "lamb", "sgd"] = "adamw"
+    """Adam (see `weight_decay_mode`), AdamW, LAMB, or SGD with momentum."""
+    learning_rate: PositiveFloat = 1e-3
+    """The rate that the schedule's factor multiplies."""
+    alpha: Decay = 0.9
+    """Decay of the first moment (beta1)."""
+    beta: Decay = 0.999
+    """Decay of the second moment (beta2)."""
+    epsilon: NonNegativeFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Lambda; decoupled in Adam, AdamW and LAMB, added to the gradient in SGD."""
+    weight_decay_mode: Literal["pytorch", "huggingface"] = "pytorch"
+    """Adam only: decay together with the update (the predecessor's mode 0) or after it (mode 1)."""
+    bias_correction: bool = True
+    """Adam and LAMB only: divide the moments by 1 - alpha^t and 1 - beta^t."""
+    ratio_min: NonNegativeFloat = 0.0
+    """LAMB only: least trust ratio."""
+    ratio_max: PositiveFloat = 1e30
+    """LAMB only: greatest trust ratio."""
+    momentum: Decay = 0.0
+    """SGD only: velocity kept from the step before."""
+    nesterov: bool = False
+    """SGD only: look ahead along the velocity."""
+    no_decay: tuple[str, ...] = ("*bias*", "*gamma*", "*beta*", "*LayerNorm*")
+    """Glob patterns of weights that never decay (the predecessor's rule)."""
+    weights: tuple[WeightAttributes, ...] = ()
+    """Attributes by name pattern, stronger than the settings above."""
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a function of the step. Tables: tests/trainer/test_optim.py."""
+
+    mode: Literal["none", "constant", "cosine", "linear", "poly"] = "none"
+    """The shape after warm-up; `none` is 1 always, without warm-up."""
+    warmup_ratio: Fraction = 0.0
+    """The share of all steps over which the rate grows linearly from 0."""
+    shape: Literal["continuous", "compatible"] = "continuous"
+    """`continuous` starts its descent where warm-up ends; `compatible` gives the predecessor's numbers,
+    which jump there in cosine and poly."""
+    floor: Fraction = 0.0
+    """Continuous only: the share of the rate that remains at the end."""
+
+
+class ParallelConfig(Section):
+    """How the ranks divide the work."""
+
+    data: PositiveInt = 1
+    """Replicas of the model, each with its share of every batch."""
+
+
+class LaunchConfig(Section):
+    """How the ranks are started and what is done when they fail."""
+
+    num_ranks: NonNegativeInt = 0
+    """Processes mpirun starts; 0 = as many as [parallel] needs."""
+    hostfile: str = ""
+    """An MPI hostfile; empty = this machine."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` = one GPU per rank if the machine has any, else the CPU."""
+    threads_per_rank: NonNegativeInt = 0
+    """CPU threads of one rank; 0 = the machine's cores over its ranks. Part of what makes runs bit-identical."""
+    retries: NonNegativeInt = 2
+    """Times a job that died is started again from its newest checkpoint."""
+    retry_delay_s: NonNegativeFloat = 2.0
+    """Pause before a retry."""
+    start_timeout_s: PositiveFloat = 180.0
+    """Longest a job may take until its first heartbeat."""
+    heartbeat_timeout_s: PositiveFloat = 120.0
+    """Longest silence of a running job before it is stopped and retried."""
+    collective_timeout_s: PositiveFloat = 100.0
+    """Longest wait of one rank for the others inside a collective."""
+    stop_grace_s: PositiveFloat = 20.0
+    """Time a job gets to save and leave when asked to stop, before it is killed."""
+
+
+class CheckpointConfig(Section):
+    """When to save, what to keep, where to start from."""
+
+    period: NonNegativeInt = 0
+    """Steps between checkpoints; 0 = only after the last step (and when asked to stop)."""
+    keep_newest: PositiveInt = 3
+    """Checkpoints kept besides the best."""
+    best_metric: str = "evaluation/loss"
+    """The metric that decides which checkpoint is the best."""
+    best_is: Literal["least", "greatest"] = "least"
+    """Whether small or large values of it are good."""
+    load: str = ""
+    """A checkpoint directory to start from: weights, optimizer and position; empty = the ONNX file's weights."""
+
+
+class MonitorConfig(Section):
+    """What is recorded, and where."""
+
+    experiment: str = "onward"
+    """The MLflow experiment."""
+    tracking_uri: str = ""
+    """The MLflow store; empty = MLFLOW_TRACKING_URI, else Onward's own under its home directory."""
+    tensorboard: bool = True
+    """Write TensorBoard files beside the event log."""
+    histograms: tuple[str, ...] = ()
+    """Glob patterns of weights whose values and gradients are recorded as histograms."""
+    norms: tuple[str, ...] = ()
+    """Glob patterns of weights whose L2 norm and gradient norm are recorded."""
+    summary_period: PositiveInt = 100
+    """Steps between histograms and norms."""
+
+
+class ExportConfig(Section):
+    """Which weights are written back, and what the file must pass before it is registered."""
+
+    checkpoint: Literal["best", "last"] = "best"
+    """Which checkpoint's weights are exported."""
+    path: str = ""
+    """Also copy the exported file here; empty = only the run directory keeps it."""
+    tolerance: PositiveFloat = 1e-3
+    """Greatest difference of onnxruntime from the trained module, relative to the output's largest value."""
+    parity_batches: PositiveInt = 4
+    """Evaluation batches on which the two are compared."""
+    register_as: str = ""
+    """The name in MLflow's model registry; empty = the run's name."""
+    alias: str = "champion"
+    """The alias given to the new version; empty = none."""
+
+
+class RunConfig(Section):
+    """One run, whole: what the ranks read, and all they read."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "onward"
+    """The run's name in Prefect, MLflow and the run list."""
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    launch: LaunchConfig = LaunchConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    export: ExportConfig = ExportConfig()
+
+    @model_validator(mode="after")
+    def _obeys_the_laws(self) -> RunConfig:
+        if problems := broken_laws(dict(self)):
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job: the product of the parallel sizes."""
+        return self.parallel.data
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples one replica runs through the graph at a time."""
+        return self.train.global_batch_size // (self.parallel.data * self.train.gradient_accumulation_steps)
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Samples one replica evaluates at a time."""
+        return self.train.evaluation_batch_size or self.micro_batch_size
+
+    def total_samples(self, num_rows: int) -> int:
+        """Samples the run learns from, given the rows of the training data."""
+        if self.train.num_steps:
+            return self.train.num_steps * self.train.global_batch_size
+        return round(self.train.num_epochs * num_rows)
+
+    def num_steps(self, num_rows: int) -> int:
+        """Weight updates of the run; with epochs, the last one may be smaller than a whole batch."""
+        return math.ceil(self.total_samples(num_rows) / self.train.global_batch_size)
+
+
+# -- laws between settings: each reads only the sections it names, and yields its problems
+
+Sections = Mapping[str, Any]
+
+
+def _world_size(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
+    if launch.num_ranks not in (0, parallel.data):
+        yield (
+            f"data {parallel.data} x horizontal 1 x pipeline 1 needs {parallel.data} ranks, but launch.num_ranks "
+            f"is {launch.num_ranks}; change parallel.data or launch.num_ranks (0 = as many as needed)"
+        )
+
+
+def _accumulation(train: TrainConfig, parallel: ParallelConfig) -> Iterable[str]:
+    share = parallel.data * train.gradient_accumulation_steps
+    if train.global_batch_size % share:
+        near = [size for size in (train.global_batch_size // share * share, -(-train.global_batch_size // share) * share) if size]
+        yield (
+            f"train.global_batch_size {train.global_batch_size} does not divide over {parallel.data} replicas x "
+            f"{train.gradient_accumulation_steps} micro-batches = {share}; the nearest that do: "
+            + " and ".join(map(str, near))
+        )
+
+
+def _length(train: TrainConfig) -> Iterable[str]:
+    if bool(train.num_steps) == bool(train.num_epochs):
+        yield (
+            f"train.num_steps is {train.num_steps} and train.num_epochs is {train.num_epochs:g}; "
+            "set exactly one of them above 0"
+        )
+
+
+def _loss_scale(precision: PrecisionConfig) -> Iterable[str]:
+    if precision.loss_scale and precision.compute != "fp16":
+        yield (
+            f"precision.loss_scale {precision.loss_scale:g} has no meaning in {precision.compute}; "
+            "only fp16 gradients underflow: set precision.compute = 'fp16' or remove it"
+        )
+    if precision.initial_scale > precision.max_scale:
+        yield f"precision.initial_scale {precision.initial_scale:g} is above precision.max_scale {precision.max_scale:g}"
+
+
+def _optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
+    if optimizer.ratio_min > optimizer.ratio_max:
+        yield f"optimizer.ratio_min {optimizer.ratio_min:g} is above optimizer.ratio_max {optimizer.ratio_max:g}"
+    if optimizer.nesterov and not optimizer.momentum:
+        yield "optimizer.nesterov needs optimizer.momentum above 0"
+    if optimizer.momentum and optimizer.name != "sgd":
+        yield f"optimizer.momentum {optimizer.momentum:g} is for sgd; {optimizer.name} has alpha and beta"
+    if optimizer.weight_decay_mode == "huggingface" and optimizer.name != "adam":
+        yield f"optimizer.weight_decay_mode 'huggingface' is for adam, not {optimizer.name}"
+
+
+def _schedule(schedule: ScheduleConfig) -> Iterable[str]:
+    if schedule.floor and schedule.shape == "compatible":
+        yield f"schedule.floor {schedule.floor:g} needs schedule.shape = 'continuous'; the predecessor ends at 0"
+    if schedule.mode == "none" and schedule.warmup_ratio:
+        yield f"schedule.warmup_ratio {schedule.warmup_ratio:g} has no effect with mode 'none'; use mode 'constant'"
+
+
+def _timeouts(launch: LaunchConfig) -> Iterable[str]:
+    if launch.collective_timeout_s >= launch.heartbeat_timeout_s:
+        yield (
+            f"launch.collective_timeout_s {launch.collective_timeout_s:g} must be below "
+            f"launch.heartbeat_timeout_s {launch.heartbeat_timeout_s:g}, so that a rank can say who was silent"
+        )
+
+
+def _weights(model: ModelConfig) -> Iterable[str]:
+    if not model.train:
+        yield "model.train is empty: nothing would be trained; ['*'] trains every weight"
+
+
+LAWS: tuple[tuple[tuple[str, ...], Callable[..., Iterable[str]]], ...] = (
+    (("parallel", "launch"), _world_size),
+    (("train", "parallel"), _accumulation),
+    (("train",), _length),
+    (("precision",), _loss_scale),
+    (("optimizer",), _optimizer),
+    (("schedule",), _schedule),
+    (("launch",), _timeouts),
+    (("model",), _weights),
+)
+
+
+def broken_laws(sections: Sections) -> list[str]:
+    """One sentence for each contradiction among the sections at hand; absent sections are not judged."""
+    return [
+        problem
+        for needs, law in LAWS
+        if all(name in sections for name in needs)
+        for problem in law(*(sections[name] for name in needs))
+    ]
+
+
+# -- reading
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file, apply `section.key=value` lines (each value is TOML), validate everything.
+
+    Paths in the file become absolute against the file's directory, those of overrides against the
+    working directory. Raises ConfigError with every problem found.
+    """
+    try:
+        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}; the examples are in flows/configs/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    _anchor(raw, path.resolve().parent)
+    raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
+    problems: list[str] = []
+    for line in overrides:
+        try:
+            _override(raw, line)
+        except ConfigError as error:
+            problems += error.problems
+    return build_config(raw, problems)
+
+
+def build_config(raw: Mapping[str, Any], problems: Iterable[str] = ()) -> RunConfig:
+    """Validate a nested mapping of settings; raises ConfigError with `problems` and all found here."""
+    found = list(problems)
+    read: dict[str, Any] = {}
+    for key in raw:
+        if key not in RunConfig.model_fields:
+            found.append(_unknown(key, RunConfig.model_fields, "section"))
+    for name, field in RunConfig.model_fields.items():
+        section = field.annotation
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            continue
+        value = raw.get(name, {})
+        if isinstance(value, section):
+            read[name] = value
+        elif not isinstance(value, Mapping):
+            found.append(f"[{name}] must be a table, not {value!r}")
+        else:
+            try:
+                read[name] = section.model_validate(dict(value))
+            except ValidationError as error:
+                found += _explain(error, name, section)
+    found += broken_laws(read)
+    if found:
+        raise ConfigError(found)
+    try:
+        return RunConfig(**({"name": raw["name"]} if "name" in raw else {}), **read)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, "", RunConfig)) from None
+
+
+def _anchor(raw: dict[str, Any], base: Path) -> None:
+    """Make the paths of a settings mapping absolute, in place."""
+    for section, key in (
+        ("model", "path"),
+        ("data", "source"),
+        ("data", "evaluation_source"),
+        ("launch", "hostfile"),
+        ("checkpoint", "load"),
+        ("export", "path"),
+    ):
+        table = raw.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(value, str) and value and not (section == "data" and value in BUNDLED_SOURCES):
+            table[key] = str(base / Path(value).expanduser())  # type: ignore[index]
+
+
+BUNDLED_SOURCES = ("digits", "stdlib")
+"""Data sources that every machine has: names, not paths."""
+
+
+def _override(raw: dict[str, Any], line: str) -> None:
+    key, equals, text = line.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {line!r} is not section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string: model.loss=mse
+    patch: dict[str, Any] = {parts[-1]: value}
+    for part in reversed(parts[:-1]):
+        patch = {part: patch}
+    _anchor(patch, Path.cwd())
+    target = raw
+    for part in parts[:-1]:
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"override {line!r}: {part} is not a table")
+        patch = patch[part]
+    target[parts[-1]] = patch[parts[-1]]
+
+
+def _explain(error: ValidationError, section: str, model: type[Section]) -> list[str]:
+    """Pydantic's findings as sentences: where, what, and the nearest known key for an unknown one."""
+    sentences = []
+    for finding in error.errors():
+        where = ".".join(str(part) for part in (section, *finding["loc"]) if part != "")
+        if finding["type"] == "extra_forbidden" and len(finding["loc"]) == 1:
+            sentences.append(_unknown(where, [f"{section}.{name}" for name in model.model_fields], "key"))
+        elif finding["type"] == "missing":
+            sentences.append(f"{where} is missing; set it")
+        else:
+            message = finding["msg"].removeprefix("Value error, ")
+            given = finding.get("input")
+            shown = f", not {given!r}" if isinstance(given, str | int | float | bool) else ""
+            sentences.append(f"{where}: {message}{shown}" if where else message)
+    return sentences
+
+
+def _unknown(key: str, known: Iterable[str], kind: str) -> str:
+    near = difflib.get_close_matches(key, list(known), n=1)
+    return f"unknown {kind} {key}" + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}")

@@ -1,0 +1,127 @@
+"""The event log: one JSON line for each thing that happened, appended by rank 0, followed by anybody.
+
+The log is the truth; MLflow, TensorBoard and the progress bar are views of it. A line is
+
+    {"at_ms": 1767225600000, "attempt": 1, "step": 12, "kind": "scalars", "values": {"train/loss": 0.5}}
+
+Kinds: `start` (an attempt begins at `step`; `num_steps`, `num_samples`, `num_parameters`), `scalars` (`values`),
+`evaluation` (`values`), `histogram` (`name`, `counts`, `edges`), `checkpoint` (`path`), `end` (`status`).
+A resumed attempt repeats the steps after its checkpoint: readers keep the first line of each
+(key, step). A line cut off by a crash is removed when the next attempt opens the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the log."""
+
+    at_ms: int
+    attempt: int
+    step: int
+    kind: str
+    fields: dict[str, Any]
+
+
+class EventWriter:
+    """Appends to the log on rank 0; on every other rank the same calls do nothing."""
+
+    def __init__(self, path: Path, *, attempt: int, rank: int) -> None:
+        self._attempt = attempt
+        self._file: IO[bytes] | None = _open_whole(path) if rank == 0 else None
+
+    def emit(self, kind: str, step: int, **fields: Any) -> None:
+        """Append one event; the line is handed to the kernel before this returns."""
+        if self._file is not None:
+            line = {"at_ms": time.time_ns() // 1_000_000, "attempt": self._attempt, "step": step, "kind": kind, **fields}
+            self._file.write(json.dumps(line, separators=(",", ":"), default=float).encode() + b"\n")
+            self._file.flush()
+
+    def scalars(self, step: int, **values: float) -> None:
+        """Append training metrics of one step; each becomes `train/<name>`."""
+        self.emit("scalars", step, values={f"train/{name}": float(value) for name, value in values.items()})
+
+    def histogram(self, step: int, name: str, counts: Sequence[int], edges: Sequence[float]) -> None:
+        """Append one histogram: `len(edges) == len(counts) + 1`."""
+        self.emit("histogram", step, name=name, counts=list(counts), edges=list(edges))
+
+    def close(self) -> None:
+        """Flush to the disk and close."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def _open_whole(path: Path) -> IO[bytes]:
+    """Open for appending, after cutting off a last line that a crash left unfinished."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab+")
+    size = file.seek(0, os.SEEK_END)
+    position = size
+    while position:  # look for the last newline, from the end
+        start = max(0, position - 65536)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            position = start + found + 1
+            break
+        position = start
+    if position != size:
+        file.truncate(position)
+    return file
+
+
+def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
+    """Yield each whole line from byte `offset` on, with the offset after it; ends at the last whole line.
+
+    Call again with the last offset to follow a growing log. A line that is not an event is skipped.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(offset)
+        while (line := file.readline()).endswith(b"\n"):
+            offset += len(line)
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                raw = json.loads(line)
+                yield (
+                    Event(raw.pop("at_ms"), raw.pop("attempt"), raw.pop("step"), raw.pop("kind"), raw),
+                    offset,
+                )
+
+
+class Heartbeat:
+    """Says "still moving": touches a file (rank 0) and puts this rank's watchdog off (all ranks).
+
+    When no beat comes for `timeout_s`, the watchdog writes every thread's traceback to stderr and ends
+    the process, even one that is stuck inside a C call holding the interpreter's lock.
+    """
+
+    def __init__(self, path: Path, *, rank: int, timeout_s: float) -> None:
+        self._path = path if rank == 0 else None
+        self._timeout_s = timeout_s
+        self._touched_at = -math.inf
+
+    def beat(self) -> None:
+        """Call at least once in every step, evaluation batch and checkpoint file."""
+        if (now := time.monotonic()) - self._touched_at < 0.2:
+            return
+        self._touched_at = now
+        faulthandler.dump_traceback_later(self._timeout_s, exit=True)
+        if self._path is not None:
+            self._path.touch()
+
+    def stop(self) -> None:
+        """Disarm the watchdog."""
+        faulthandler.cancel_dump_traceback_later()

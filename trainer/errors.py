@@ -7,6 +7,7 @@
     ├── RuntimeUnavailable       3   no MPI, wrong world, no device, not enough memory or disk
     ├── CheckpointError          4   a checkpoint is damaged, absent or of another model
     ├── ExportRefused            5   the trained file failed one of its checks
+    ├── Diverged                 6   the loss or a gradient is not finite; a retry would do the same again
     ├── TrainingFailed          70   the job died; a retry resumes from the newest checkpoint
     ├── Fenced                  72   a newer attempt owns the run directory
     └── Stopped                 75   asked to stop; a checkpoint was kept (EX_TEMPFAIL)
@@ -63,6 +64,12 @@ class ExportRefused(Refused):
     """The trained file failed a check; each problem says which, and by how much."""
 
     exit_code = 5
+
+
+class Diverged(OnwardError):
+    """The loss or a gradient is not finite and no loss scale can mend it; retrying would repeat it."""
+
+    exit_code = 6
 
 
 class TrainingFailed(OnwardError):

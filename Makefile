@@ -1,0 +1,40 @@
+# make demo: the main job, from nothing.   make test: the tests, from nothing.   make slow: the long proofs.
+PYTHON ?= python3
+BIN := .venv/bin
+MODELS := models/squeezenet-digits.onnx models/gpt2-stdlib.onnx
+
+.PHONY: demo test slow check bench clean
+
+demo: .venv/ready models/squeezenet-digits.onnx
+	$(BIN)/onward run flows/configs/squeezenet-digits.toml
+
+test: .venv/ready check
+	$(BIN)/python -m pytest -m "not slow"
+
+slow: .venv/ready
+	$(BIN)/python -m pytest -m slow
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/ready
+	$(BIN)/python -m tests.bench.update_time
+
+models/squeezenet-digits.onnx: | .venv/ready
+	$(BIN)/onward reference squeezenet --num-classes 10 --image-size 32 -o $@
+
+models/gpt2-stdlib.onnx: | .venv/ready
+	$(BIN)/onward reference gpt2 --vocab-size 256 --sequence-length 256 --num-layers 4 --num-heads 4 --width 192 --dropout 0 -o $@
+
+# one pip call, so that torch, torchvision and the rest are resolved together
+.venv/ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)) and "Onward needs Python 3.11 or 3.12: make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[torch,mpi,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build models *.egg-info

@@ -89,6 +89,7 @@ def _rank(folder: Path, function: str, arguments: list[Any]) -> None:
 
     try:
         module, _, name = function.partition(":")
+        size = int(os.environ["OMPI_COMM_WORLD_SIZE"])
         mpi = connect(expected_world_size=size, timeout_s=30, device="cpu", threads=1)
         result = getattr(importlib.import_module(module), name)(mpi, *arguments)
         partial = folder / f"{mpi.rank}.partial"

@@ -30,7 +30,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -217,12 +217,12 @@ def _choose_device(world: MPI.Comm, wanted: str, *, local_rank: int, local_size:
 # -- how ranks find each other
 
 
-def _open_store(world: MPI.Comm, *, single_host: bool, timeout: datetime.timedelta) -> dist.Store:
+def _open_store(world: MPI.Comm, *, single_host: bool, timeout: datetime.timedelta) -> Store:
     """The meeting point: rank 0 listens on a free port and broadcasts its address, as five numbers."""
     other = _other_host(world)
     address = "127.0.0.1" if single_host else _own_address_towards(other) if world.rank == 0 else ""
     where = np.zeros(5, dtype=np.int64)
-    store: dist.Store | None = None
+    store: Store | None = None
     if world.rank == 0:
         store = TCPStore(address, 0, world.size, is_master=True, wait_for_workers=False, timeout=timeout)
         where[:] = [*socket.inet_aton(address), store.port]

@@ -43,11 +43,7 @@ class GraphWriter:
     def weight(self, name: str, value: Array | Sequence[int] | float) -> str:
         """Store an initializer (fp32 unless `value` has a type of its own); the same name is stored once."""
         if name not in {tensor.name for tensor in self._graph.initializer}:
-            array = (
-                value
-                if isinstance(value, np.ndarray)
-                else np.array(value, np.float32 if isinstance(value, float) else np.int64)
-            )
+            array = np.array(value, np.float32) if isinstance(value, float) else np.asarray(value)
             self._graph.initializer.append(numpy_helper.from_array(array, name))
         return name
 
@@ -150,9 +146,9 @@ def build_gpt2(
 ) -> onnx.ModelProto:
     """GPT-2: `input_ids` int64 [batch, sequence] -> `logits` [batch, sequence, vocab_size].
 
-    The defaults are the 124M model. Weights are N(0, 0.02), the projections back into the residual stream scaled by 1/sqrt(2 num_layers); the
-    output layer is the token embedding. `sequence` is at most `sequence_length`. Raises ConfigError when the
-    heads do not divide the width.
+    The defaults are the 124M model. Weights are N(0, 0.02), the projections back into the residual stream scaled by
+    1/sqrt(2 num_layers); the output layer is the token embedding. `sequence` is at most `sequence_length`. Raises
+    ConfigError when the heads do not divide the width.
     """
     if width % num_heads:
         raise ConfigError(f"width {width} does not divide over {num_heads} heads; the remainder is {width % num_heads}")

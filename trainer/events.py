@@ -108,20 +108,30 @@ class Heartbeat:
     the process, even one that is stuck inside a C call holding the interpreter's lock.
     """
 
-    def __init__(self, path: Path, *, rank: int, timeout_s: float) -> None:
-        self._path = path if rank == 0 else None
-        self._timeout_s = timeout_s
+    def __init__(self, path: Path) -> None:
+        self.step = 0
+        """The step this rank is in, for its error record."""
+        self._path = path
+        self._writes = False
+        self._timeout_s = 0.0
         self._touched_at = -math.inf
 
-    def beat(self) -> None:
+    def start(self, *, rank: int, timeout_s: float) -> None:
+        """Arm the watchdog; rank 0 also begins to touch the file."""
+        self._writes, self._timeout_s = rank == 0, timeout_s
+        self.beat()
+
+    def beat(self, step: int | None = None) -> None:
         """Call at least once in every step, evaluation batch and checkpoint file."""
-        if (now := time.monotonic()) - self._touched_at < 0.2:
+        self.step = self.step if step is None else step
+        if (now := time.monotonic()) - self._touched_at < 0.2 or not self._timeout_s:
             return
         self._touched_at = now
         faulthandler.dump_traceback_later(self._timeout_s, exit=True)
-        if self._path is not None:
+        if self._writes:
             self._path.touch()
 
     def stop(self) -> None:
         """Disarm the watchdog."""
+        self._timeout_s = 0.0
         faulthandler.cancel_dump_traceback_later()

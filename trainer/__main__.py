@@ -1,0 +1,73 @@
+"""One rank, from the shell: `python -m trainer {preflight,train} RUN_DIR`, or one process that exports.
+
+    mpirun -n 2 python -m trainer preflight RUN_DIR     report host, device, versions; check one all-reduce
+    mpirun -n 2 python -m trainer train RUN_DIR         train, or go on from the newest whole checkpoint
+    python -m trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and prove it
+
+Everything else is in RUN_DIR/config.json. Exit status: 0 done, 75 stopped with a checkpoint, 70 failed
+(RUN_DIR/errors says why), 72 fenced off by a newer attempt, 78 refused: trying again would not help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from trainer.distributed import StopSignal, connect, disconnect, install_excepthook, run_preflight
+from trainer.errors import Stopped
+from trainer.events import Heartbeat
+from trainer.run import RunDir, read_config, write_record
+
+
+def train_rank(run: RunDir) -> int:
+    """Train as one rank of the attempt that owns the run directory."""
+    attempt = run.current_attempt or run.begin_attempt()
+    stop = StopSignal()
+    heartbeat = Heartbeat(run.heartbeat)
+    install_excepthook(run, attempt=attempt, step=lambda: heartbeat.step)
+    config = read_config(run)
+    mpi = connect(
+        expected_world_size=config.world_size,
+        timeout_s=config.launch.collective_timeout_s,
+        device=config.launch.device,
+        threads=config.launch.threads_per_rank,
+    )
+    heartbeat.start(rank=mpi.rank, timeout_s=config.launch.heartbeat_timeout_s)
+
+    from trainer.loop import train  # after the world is known to be right: imports take seconds
+
+    result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=lambda: stop.requested)
+    if mpi.rank == 0:  # the writer of the result, and the only proof of success
+        write_record(run.result(attempt), result)
+    disconnect()
+    return 0 if result.status == "done" else Stopped.exit_code
+
+
+def export_file(run: RunDir, checkpoint: Path) -> int:
+    """Write the checkpoint's weights back into the ONNX file, and prove the result."""
+    raise NotImplementedError
+
+
+def main() -> int:
+    """Parse the command line and be that process."""
+    parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__.splitlines()[0] if __doc__ else "")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, does in (("preflight", "check the machine"), ("train", "train as one rank"), ("export", "export")):
+        command = commands.add_parser(name, help=does)
+        command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
+        if name == "export":
+            command.add_argument("checkpoint", type=Path)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if arguments.command == "preflight":
+        run_preflight(arguments.run)
+        return 0
+    if arguments.command == "export":
+        return export_file(arguments.run, arguments.checkpoint)
+    return train_rank(arguments.run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""THE TRAINING LOOP: one function, read from top to bottom.
+
+Run by every rank. Rank 0 alone writes the event log and the result; every other file has one writer
+per rank. A *step* is one weight update. The sample stream, the dropout masks and the learning rate are
+functions of the seed and the position alone, so a run that was killed and resumed ends with the bits of
+one that never was.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from trainer import graph
+from trainer.checkpoint import TrainState, load, newest_whole, save
+from trainer.config import RunConfig
+from trainer.data import Batches, evaluation_batches
+from trainer.distributed import MPIContext, ParallelDims, make_mesh
+from trainer.errors import Diverged
+from trainer.events import EventWriter, Heartbeat
+from trainer.loss import Evaluation, Loss
+from trainer.optim import (
+    build_optimizer,
+    clip_factor,
+    learning_rate,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+)
+from trainer.pipeline import Pipeline
+from trainer.precision import LossScaler, autocast
+from trainer.reduce import Reducer
+from trainer.run import AttemptResult, RunDir
+from trainer.shards import open_shards
+from trainer.summary import summarise
+
+
+def train(
+    config: RunConfig,
+    run: RunDir,
+    mpi: MPIContext,
+    *,
+    attempt: int,
+    heartbeat: Heartbeat,
+    stop_requested: Callable[[], bool],
+) -> AttemptResult:
+    """Train until the configured end, or until any rank is asked to stop. Collective: every rank.
+
+    Raises Diverged when the loss or a gradient is not finite and no loss scale can mend it; any other
+    error of one rank ends the job. Either way what was saved stays saved.
+    """
+    started_at = time.monotonic()
+
+    # -- 1. Ranks: who computes what
+    dims = ParallelDims(data=config.parallel.data)
+    dims.check(mpi.world_size)
+    mesh = make_mesh(mpi, dims, timeout_s=config.launch.collective_timeout_s)
+    replicas = mesh.get_group("data")
+    _, replica, _ = dims.coordinate(mpi.rank)
+    events = EventWriter(run.events, attempt=attempt, rank=mpi.rank)
+
+    # -- 2. Model: the ONNX graph becomes a module whose parameters are its initializers
+    module = graph.to_module(graph.load_model(config.model.path))
+    graph.trainable(module, train=config.model.train, freeze=config.model.freeze)
+    module.to(mpi.device)
+    weights = graph.weights(module)  # initializer name -> tensor, frozen ones and running statistics included
+    trained = {name: tensor for name, tensor in weights.items() if tensor.requires_grad}
+    loss_of = Loss(config.model, module.output_names)
+    pipeline = Pipeline(
+        module, loss_of, autocast=partial(autocast, config.precision, mpi.device), device=mpi.device, group=replicas
+    )
+
+    # -- 3. What changes the weights
+    optimizer = build_optimizer(config.optimizer, trained.items())
+    scaler = LossScaler(config.precision)
+    reducer = Reducer(trained.values(), graph.running_statistics(module).values(), replicas)
+
+    # -- 4. Data: this replica's share
+    share = {"replica": replica, "num_replicas": dims.data, "device": mpi.device}
+    batches = Batches(open_shards(run.shards, "train"), config, **share)
+    held_out = open_shards(run.shards, "evaluation")
+    num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
+
+    def evaluate(step: int) -> dict[str, float]:
+        totals = Evaluation(loss_of, ignore_index=config.model.ignore_index, device=mpi.device)
+        values = pipeline.evaluate(evaluation_batches(held_out, config, **share), totals, heartbeat.beat)
+        metrics = {f"evaluation/{name}": value for name, value in values.items()}
+        events.emit("evaluation", step, values=metrics)
+        return metrics
+
+    def save_checkpoint() -> None:
+        reducer.check_agreement(weights)
+        tensors = {f"model/{name}": tensor for name, tensor in weights.items()}
+        tensors |= optimizer_tensors(optimizer, trained.items())
+        path = save(run, attempt=attempt, state=state, tensors=tensors, mpi=mpi, beat=heartbeat.beat)
+        events.emit("checkpoint", state.step, path=path.name)
+
+    # -- 5. Resume, or start at zero
+    state = TrainState(step=0, samples_seen=0, scaler=scaler.state(), metrics={})
+    if checkpoint := newest_whole(run) or (config.checkpoint.load and Path(config.checkpoint.load)):
+        state, tensors = load(checkpoint)
+        graph.load_weights(module, {n.removeprefix("model/"): t for n, t in tensors.items() if n.startswith("model/")})
+        load_optimizer_tensors(optimizer, trained.items(), tensors)
+        scaler.restore(state.scaler)
+    num_parameters = sum(tensor.numel() for tensor in trained.values())
+    events.emit("start", state.step, num_steps=num_steps, num_samples=num_samples, num_parameters=num_parameters)
+    if state.step == 0:
+        state = state.evaluated(evaluate(0))
+
+    # -- 6. One iteration is one weight update; after an overflow the same step is tried at half the scale
+    stopping, timed_from, timed_samples = False, time.monotonic(), 0
+    while state.step < num_steps and not stopping:
+        step = state.step + 1
+        heartbeat.beat(step)
+        size = min(config.train.global_batch_size, num_samples - state.samples_seen)
+        torch.manual_seed(dropout_seed(config.train.seed, step, mpi.rank))
+        rate = learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=num_steps)
+        set_learning_rate(optimizer, rate)
+
+        part = pipeline.run(batches.take(state.samples_seen, size), reducer, scale=scaler.scale)
+        norm = float(reducer.reduce()) / scaler.scale  # whatever overlap did not already do
+        loss, overflows, stops = reducer.sum(part, not math.isfinite(norm), stop_requested())
+        stopping = stops > 0
+
+        if overflows:
+            if not scaler.back_off():
+                raise Diverged(
+                    f"step {step}: loss {loss:g}, gradient norm {norm:g} at learning rate {rate:g} and loss scale "
+                    f"{scaler.scale:g}; lower the learning rate, lengthen the warm-up, or compute in bf16 or fp32"
+                )
+            events.scalars(step, skipped=1, loss_scale=scaler.scale)
+            continue
+
+        reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
+        summarise(events, step, trained, config=config.monitor)
+        optimizer.step()
+        scaler.grow()
+        state = state.advance(size, scaler.state())
+        last = stopping or step == num_steps
+
+        timed_samples += size
+        if every(config.train.log_period, step) or last:
+            speed = timed_samples / (time.monotonic() - timed_from)
+            events.scalars(
+                step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, samples_per_s=speed
+            )
+        if every(config.train.evaluation_period, step) or step == num_steps:
+            state = state.evaluated(evaluate(step))
+        if every(config.checkpoint.period, step) or last:
+            save_checkpoint()
+        if every(config.train.log_period, step):
+            timed_from, timed_samples = time.monotonic(), 0
+
+    # -- 7. Leave nothing half-written
+    batches.close()
+    heartbeat.stop()
+    events.emit("end", state.step, status="done" if state.step == num_steps else "stopped")
+    events.close()
+    return AttemptResult(
+        attempt=attempt,
+        status="done" if state.step == num_steps else "stopped",
+        step=state.step,
+        samples_seen=state.samples_seen,
+        metrics=state.metrics,
+        elapsed_s=time.monotonic() - started_at,
+    )
+
+
+def every(period: int, step: int) -> bool:
+    """Whether a periodic act falls on this step; a period of 0 is never."""
+    return period > 0 and step % period == 0
+
+
+def dropout_seed(seed: int, step: int, rank: int) -> int:
+    """Seed of one rank's dropout masks in one step: nothing to save, and a repeated step repeats them."""
+    return zlib.crc32(f"{seed} {step} {rank}".encode())

@@ -1,0 +1,196 @@
+"""One weight update of Onward beside a hand-written PyTorch loop: the same model, batch and machine.
+
+    python -m tests.bench.update_time [--rounds 7] [--json]
+
+Both sides run in one process, turn and turn about, so that whatever else the machine does hits both.
+A round is a few updates of one side, then of the other; the figure is the median over the rounds of the
+ratio of their wall times (below 1: Onward is faster). With 2 ranks the hand-written side is
+DistributedDataParallel. Hand-written means: the module in plain torch (torchvision's SqueezeNet v1.1; a
+GPT-2 with scaled_dot_product_attention), AdamW, clip_grad_norm_, cross-entropy - what one would write
+without Onward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import run_ranks
+from trainer import graph
+from trainer.config import ModelConfig, OptimizerConfig
+from trainer.distributed import MPIContext, ParallelDims, make_mesh
+from trainer.loss import Loss
+from trainer.optim import build_optimizer, clip_factor
+from trainer.pipeline import Pipeline
+from trainer.reduce import Reducer
+from trainer.reference import build_gpt2, build_squeezenet
+
+UPDATES = 5
+GPT2 = {"vocab_size": 256, "sequence_length": 256, "num_layers": 4, "num_heads": 4, "width": 192, "dropout": 0.0}
+
+
+@dataclass(frozen=True)
+class OneBatch:
+    """A micro-batch as the pipeline takes it."""
+
+    inputs: tuple[Tensor, ...]
+    labels: Tensor
+    size: int
+
+
+class HandwrittenGPT2(nn.Module):
+    """GPT-2 as one writes it: pre-LN blocks, fused QKV, SDPA, tanh GELU, tied head."""
+
+    def __init__(self, *, vocab_size: int, sequence_length: int, num_layers: int, num_heads: int, width: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(sequence_length, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm_1": nn.LayerNorm(width),
+                    "qkv": nn.Linear(width, 3 * width),
+                    "out": nn.Linear(width, width),
+                    "norm_2": nn.LayerNorm(width),
+                    "up": nn.Linear(width, 4 * width),
+                    "down": nn.Linear(4 * width, width),
+                }
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.tokens.weight.data.mul_(0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] int64 -> [B, T, vocabulary]."""
+        batch, length = tokens.shape
+        x = self.tokens(tokens) + self.positions.weight[:length]
+        for block in self.blocks:
+            qkv = block["qkv"](block["norm_1"](x)).view(batch, length, 3, self.num_heads, -1)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + block["out"](attended.transpose(1, 2).reshape(batch, length, -1))
+            x = x + block["down"](F.gelu(block["up"](block["norm_2"](x)), approximate="tanh"))
+        return self.norm(x) @ self.tokens.weight.T
+
+
+def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, OneBatch]:
+    """(imported, hand-written, batch)."""
+    from torchvision.models import squeezenet1_1
+
+    imported = graph.to_module(build_squeezenet(num_classes=10, image_size=32))
+    batch = OneBatch((torch.randn(batch_size, 3, 32, 32),), torch.randint(0, 10, (batch_size,)), batch_size)
+    return imported, squeezenet1_1(num_classes=10), batch
+
+
+def gpt2(batch_size: int) -> tuple[nn.Module, nn.Module, OneBatch]:
+    """(imported, hand-written, batch)."""
+    imported = graph.to_module(build_gpt2(**GPT2))  # type: ignore[arg-type]
+    sizes = {name: int(value) for name, value in GPT2.items() if name != "dropout"}
+    shape = (batch_size, sizes["sequence_length"])
+    batch = OneBatch((torch.randint(0, 256, shape),), torch.randint(0, 256, shape), batch_size)
+    return imported, HandwrittenGPT2(**sizes), batch
+
+
+MODELS = {"squeezenet": (squeezenet, 32), "gpt2": (gpt2, 8)}
+
+
+def onward_update(module: nn.Module, batch: OneBatch, mpi: MPIContext) -> Callable[[], float]:
+    """One update with the nouns of the loop."""
+    group = make_mesh(mpi, ParallelDims(data=mpi.world_size), timeout_s=60).get_group("data")
+    pipeline = Pipeline(
+        module, Loss(ModelConfig(path="-"), ["output"]), autocast=nullcontext, device=mpi.device, group=group
+    )
+    weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    optimizer = build_optimizer(OptimizerConfig(), weights.items())
+    reducer = Reducer(weights.values(), (), group)
+
+    def update() -> float:
+        part = pipeline.run([batch], reducer, scale=1.0)
+        norm = float(reducer.reduce())
+        loss, _, _ = reducer.sum(part, not math.isfinite(norm), False)
+        reducer.multiply(clip_factor(norm, 1.0))
+        optimizer.step()
+        return loss
+
+    return update
+
+
+def handwritten_update(module: nn.Module, batch: OneBatch, mpi: MPIContext) -> Callable[[], float]:
+    """One update as one writes it; DDP when there are several ranks."""
+    module.train()
+    model = DistributedDataParallel(module) if mpi.world_size > 1 else module
+    optimizer = torch.optim.AdamW(module.parameters(), weight_decay=0.0)
+
+    def update() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        outputs = model(*batch.inputs)
+        loss = F.cross_entropy(outputs.flatten(0, -2), batch.labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        return float(loss)
+
+    return update
+
+
+def compare(mpi: MPIContext, name: str, rounds: int) -> dict[str, float]:
+    """Medians in ms of both sides, and the median of the rounds' ratios. Collective: every rank."""
+    torch.manual_seed(mpi.rank)
+    build, batch_size = MODELS[name]
+    imported, handwritten, batch = build(batch_size)
+    sides = {
+        "onward": onward_update(imported, batch, mpi),
+        "handwritten": handwritten_update(handwritten, batch, mpi),
+    }
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(rounds + 1):
+        for side, update in sides.items():
+            started_at = time.perf_counter()
+            for _ in range(UPDATES):
+                update()
+            if turn:  # the first turn warms up
+                times[side].append((time.perf_counter() - started_at) / UPDATES)
+    ratios = [ours / theirs for ours, theirs in zip(times["onward"], times["handwritten"], strict=True)]
+    medians = {f"{side}_ms": 1e3 * statistics.median(values) for side, values in times.items()}
+    return medians | {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
+
+
+def main() -> None:
+    """Run every comparison and print a table (or JSON)."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    results = {
+        f"{name}, {ranks} rank{'s' * (ranks > 1)}": run_ranks(
+            ranks, "tests.bench.update_time:compare", name, arguments.rounds, timeout_s=600
+        )[0]
+        for name in MODELS
+        for ranks in (1, 2)
+    }
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+        return
+    print(f"{'':24}{'Onward':>12}{'by hand':>12}{'ratio':>8}   (least .. greatest round)")
+    for label, row in results.items():
+        print(
+            f"{label:24}{row['onward_ms']:>9.1f} ms{row['handwritten_ms']:>9.1f} ms{row['ratio']:>8.2f}   "
+            f"({row['ratio_min']:.2f} .. {row['ratio_max']:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Tiny ONNX models built in code: one for each kind of graph, deterministic from a seed, trained in no time.
+
+`MODELS` names them all; `feed` makes inputs of any batch size for any of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from trainer.reference import GraphWriter, build_gpt2
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def tiny_conv_net(*, num_classes: int = 4, image_size: int = 8, channels: int = 3, seed: int = 0) -> onnx.ModelProto:
+    """Two convolutions, a pool, a Gemm: `image` [batch, channels, size, size] -> `logits` [batch, num_classes]."""
+    g = GraphWriter("tiny_conv_net", seed=seed)
+    x = g.input("image", ("batch", channels, image_size, image_size))
+    x = g.op("Relu", _conv(g, x, "features.0", (8, channels, 3, 3)))
+    x = g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2])
+    x = g.op("Relu", _conv(g, x, "features.3", (8, 8, 3, 3)))
+    return _classify(g, g.op("Flatten", x), 8 * (image_size // 2) ** 2, num_classes)
+
+
+def tiny_conv_net_with_batch_norm(*, num_classes: int = 4, image_size: int = 8, seed: int = 0) -> onnx.ModelProto:
+    """As `tiny_conv_net`, with a BatchNormalization (inference form) after each convolution."""
+    g = GraphWriter("tiny_conv_net_with_batch_norm", seed=seed)
+    x = g.input("image", ("batch", 3, image_size, image_size))
+    x = g.op("Relu", _batch_norm(g, _conv(g, x, "features.0", (8, 3, 3, 3), bias=False), "features.1", 8))
+    x = g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2])
+    x = g.op("Relu", _batch_norm(g, _conv(g, x, "features.4", (8, 8, 3, 3), bias=False), "features.5", 8))
+    return _classify(g, g.op("Flatten", x), 8 * (image_size // 2) ** 2, num_classes)
+
+
+def tiny_resnet(*, num_classes: int = 4, seed: int = 0) -> onnx.ModelProto:
+    """Stem, an identity block, a strided block with a projection, global pooling; BatchNormalization throughout."""
+    g = GraphWriter("tiny_resnet", seed=seed)
+    x = g.input("image", ("batch", 3, 8, 8))
+    x = g.op("Relu", _batch_norm(g, _conv(g, x, "conv1", (8, 3, 3, 3), bias=False), "bn1", 8))
+    x = _residual_block(g, x, "layer1.0", 8, 8)
+    x = _residual_block(g, x, "layer2.0", 8, 16, strides=[2, 2])
+    return _classify(g, g.op("Flatten", g.op("GlobalAveragePool", x)), 16, num_classes)
+
+
+def tiny_transformer(
+    *, vocab_size: int = 32, sequence_length: int = 16, width: int = 32, dropout: float = 0.0, seed: int = 0
+) -> onnx.ModelProto:
+    """GPT-2 with 2 layers of 2 heads: `input_ids` [batch, sequence] -> `logits` [batch, sequence, vocab_size]."""
+    return build_gpt2(
+        vocab_size=vocab_size,
+        sequence_length=sequence_length,
+        num_layers=2,
+        num_heads=2,
+        width=width,
+        dropout=dropout,
+        seed=seed,
+    )
+
+
+def tiny_mlp(*, inputs: int = 4, outputs: int = 1, hidden: int = 16, seed: int = 0) -> onnx.ModelProto:
+    """For tables: `features` [batch, inputs] -> `prediction` [batch, outputs]."""
+    g = GraphWriter("tiny_mlp", seed=seed)
+    x = g.op("Relu", _gemm(g, g.input("features", ("batch", inputs)), "fc1", inputs, hidden))
+    _gemm(g, x, "fc2", hidden, outputs, result="prediction")
+    g.output("prediction", ("batch", outputs))
+    return g.model()
+
+
+def tiny_bert(*, vocab_size: int = 32, width: int = 16, num_heads: int = 2, num_classes: int = 3) -> onnx.ModelProto:
+    """An encoder as opset 14 exporters write it: `input_ids`, `attention_mask` [batch, sequence] -> `logits`.
+
+    Layer norm and erf-GELU are spelled out, shapes are computed in the graph, padding is masked by an addition.
+    """
+    g = GraphWriter("tiny_bert", seed=0, opset=14)
+    ids = g.input("input_ids", ("batch", "sequence"), TensorProto.INT64)
+    mask = g.op("Cast", g.input("attention_mask", ("batch", "sequence"), TensorProto.INT64), to=TensorProto.FLOAT)
+    mask = g.op("Unsqueeze", mask, g.weight("mask_axes", [1, 2]))
+    mask = g.op("Mul", g.op("Sub", g.weight("one", 1.0), mask), g.weight("masked", -10000.0))
+    shape = g.op("Shape", ids)
+    length = g.op("Gather", shape, g.weight("index_1", np.array(1)))
+    span = g.op("Unsqueeze", length, g.weight("axes_0", [0]))
+    positions = g.op(
+        "Slice", g.weight("position_ids", np.arange(16)[None]), g.weight("start", [0]), span, g.weight("axes_1", [1])
+    )
+    x = g.op("Gather", g.weight("embeddings.word.weight", g.normal(0.5, vocab_size, width)), ids)
+    x = g.op("Add", x, g.op("Gather", g.weight("embeddings.position.weight", g.normal(0.5, 16, width)), positions))
+    x = _spelled_layer_norm(g, x, "embeddings.LayerNorm", width)
+    for layer in range(2):
+        name = f"encoder.layer.{layer}"
+        x = _spelled_layer_norm(
+            g, g.op("Add", x, _encoder_attention(g, x, mask, name, num_heads)), f"{name}.ln1", width
+        )
+        h = _linear(g, _erf_gelu(g, _linear(g, x, f"{name}.up", width, 2 * width)), f"{name}.down", 2 * width, width)
+        x = _spelled_layer_norm(g, g.op("Add", x, h), f"{name}.ln2", width)
+    first = g.op("Gather", x, g.weight("index_0", np.array(0)), axis=1)
+    return _classify(g, g.op("Tanh", _gemm(g, first, "pooler", width, width)), width, num_classes)
+
+
+def tiny_loss_model(*, inputs: int = 4, num_classes: int = 3, seed: int = 0) -> onnx.ModelProto:
+    """Computes its own loss: `features` [batch, inputs], `labels` [batch] -> scalar `loss`."""
+    g = GraphWriter("tiny_loss_model", seed=seed)
+    x = g.input("features", ("batch", inputs))
+    labels = g.input("labels", ("batch",), TensorProto.INT64)
+    x = _gemm(g, g.op("Relu", _gemm(g, x, "fc1", inputs, 8)), "fc2", 8, num_classes)
+    g.op("SoftmaxCrossEntropyLoss", x, labels, outputs="loss", reduction="mean")
+    g.output("loss", ())
+    return g.model()
+
+
+def tiny_two_outputs(*, seed: int = 0) -> onnx.ModelProto:
+    """Outputs out of order: `features` [batch, 4] -> `late` [batch, 2], `early` [batch, 6], which is computed first."""
+    g = GraphWriter("tiny_two_outputs", seed=seed)
+    x = _gemm(g, g.input("features", ("batch", 4)), "fc", 4, 8)
+    g.op("Split", x, g.weight("sizes", [6, 2]), outputs=["early", "rest"], axis=-1)
+    g.op("Tanh", "rest", outputs="late")
+    g.output("late", ("batch", 2))
+    g.output("early", ("batch", 6))
+    return g.model()
+
+
+MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
+    build.__name__: build
+    for build in (
+        tiny_conv_net,
+        tiny_conv_net_with_batch_norm,
+        tiny_resnet,
+        tiny_transformer,
+        tiny_mlp,
+        tiny_bert,
+        tiny_loss_model,
+        tiny_two_outputs,
+    )
+}
+
+
+def feed(model: onnx.ModelProto, batch: int, seed: int = 0) -> dict[str, Array]:
+    """Inputs for one of these models: lengths other than the batch are 7, integers below 3, masks hold both values."""
+    random = np.random.default_rng(seed)
+    arrays: dict[str, Array] = {}
+    for value in model.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        shape = [dim.dim_value or {"batch": batch}.get(dim.dim_param, 7) for dim in dims]
+        if value.type.tensor_type.elem_type == TensorProto.INT64:
+            arrays[value.name] = random.integers(0, 2 if value.name.endswith("mask") else 3, shape)
+        else:
+            arrays[value.name] = random.standard_normal(shape, np.float32)
+        if value.name.endswith("mask"):
+            arrays[value.name][:, 0] = 1  # a row that masks everything has no defined attention
+    return arrays
+
+
+# -- layers
+
+
+def _conv(g: GraphWriter, x: str, name: str, shape: tuple[int, ...], *, bias: bool = True, **attributes: Any) -> str:
+    weights = [g.weight(f"{name}.weight", g.kaiming_uniform(*shape))]
+    if bias:
+        weights.append(g.weight(f"{name}.bias", g.normal(0.1, shape[0])))
+    pad = shape[-1] // 2
+    return g.op("Conv", x, *weights, kernel_shape=list(shape[2:]), pads=[pad] * 4, **attributes)
+
+
+def _batch_norm(g: GraphWriter, x: str, name: str, channels: int) -> str:
+    scale = g.weight(f"{name}.weight", 1 + g.normal(0.1, channels))
+    bias = g.weight(f"{name}.bias", g.normal(0.1, channels))
+    mean = g.weight(f"{name}.running_mean", g.normal(0.1, channels))
+    variance = g.weight(f"{name}.running_var", 1 + np.abs(g.normal(0.1, channels)))
+    return g.op("BatchNormalization", x, scale, bias, mean, variance, epsilon=1e-5, momentum=0.9)
+
+
+def _residual_block(g: GraphWriter, x: str, name: str, inputs: int, outputs: int, **attributes: Any) -> str:
+    h = _conv(g, x, f"{name}.conv1", (outputs, inputs, 3, 3), bias=False, **attributes)
+    h = g.op("Relu", _batch_norm(g, h, f"{name}.bn1", outputs))
+    h = _batch_norm(g, _conv(g, h, f"{name}.conv2", (outputs, outputs, 3, 3), bias=False), f"{name}.bn2", outputs)
+    if inputs != outputs:
+        x = _conv(g, x, f"{name}.downsample.0", (outputs, inputs, 1, 1), bias=False, **attributes)
+        x = _batch_norm(g, x, f"{name}.downsample.1", outputs)
+    return g.op("Relu", g.op("Add", h, x))
+
+
+def _gemm(g: GraphWriter, x: str, name: str, inputs: int, outputs: int, *, result: str = "") -> str:
+    weight = g.weight(f"{name}.weight", g.normal(1 / math.sqrt(inputs), outputs, inputs))
+    bias = g.weight(f"{name}.bias", g.normal(0.1, outputs))
+    return g.op("Gemm", x, weight, bias, transB=1, outputs=result)
+
+
+def _classify(g: GraphWriter, x: str, width: int, num_classes: int) -> onnx.ModelProto:
+    _gemm(g, x, "classifier", width, num_classes, result="logits")
+    g.output("logits", ("batch", num_classes))
+    return g.model()
+
+
+def _linear(g: GraphWriter, x: str, name: str, inputs: int, outputs: int) -> str:
+    product = g.op("MatMul", x, g.weight(f"{name}.weight", g.normal(1 / math.sqrt(inputs), inputs, outputs)))
+    return g.op("Add", g.weight(f"{name}.bias", g.normal(0.1, outputs)), product)
+
+
+def _encoder_attention(g: GraphWriter, x: str, mask: str, name: str, num_heads: int) -> str:
+    """Attention with shapes computed from the input, as exporters before opset 18 wrote it."""
+    width = 16
+    shape = g.op("Shape", x)
+    axes = g.weight("axes_0", [0])
+    batch = g.op("Unsqueeze", g.op("Gather", shape, g.weight("index_0", np.array(0))), axes)
+    length = g.op("Unsqueeze", g.op("Gather", shape, g.weight("index_1", np.array(1))), axes)
+    heads, head_width = g.weight("heads", [num_heads]), g.weight("head_width", [width // num_heads])
+    split = g.op("Concat", batch, length, heads, head_width, axis=0)
+
+    def project(part: str, perm: list[int]) -> str:
+        return g.op("Transpose", g.op("Reshape", _linear(g, x, f"{name}.{part}", width, width), split), perm=perm)
+
+    scores = g.op("MatMul", project("query", [0, 2, 1, 3]), project("key", [0, 2, 3, 1]))
+    scores = g.op("Add", g.op("Div", scores, g.weight("scale", math.sqrt(width / num_heads))), mask)
+    mixed = g.op("MatMul", g.op("Softmax", scores, axis=-1), project("value", [0, 2, 1, 3]))
+    joined = g.op("Concat", batch, length, g.weight("width", [width]), axis=0)
+    mixed = g.op("Reshape", g.op("Transpose", mixed, perm=[0, 2, 1, 3]), joined)
+    return _linear(g, mixed, f"{name}.output", width, width)
+
+
+def _spelled_layer_norm(g: GraphWriter, x: str, name: str, width: int) -> str:
+    centred = g.op("Sub", x, g.op("ReduceMean", x, axes=[-1]))
+    variance = g.op("ReduceMean", g.op("Pow", centred, g.weight("two", 2.0)), axes=[-1])
+    normal = g.op("Div", centred, g.op("Sqrt", g.op("Add", variance, g.weight("epsilon", 1e-12))))
+    scale = g.weight(f"{name}.weight", 1 + g.normal(0.1, width))
+    return g.op("Add", g.op("Mul", normal, scale), g.weight(f"{name}.bias", g.normal(0.1, width)))
+
+
+def _erf_gelu(g: GraphWriter, x: str) -> str:
+    erf = g.op("Erf", g.op("Div", x, g.weight("sqrt_2", math.sqrt(2.0))))
+    half = g.op("Mul", x, g.op("Add", erf, g.weight("one", 1.0)))
+    return g.op("Mul", half, g.weight("half", 0.5))

@@ -341,7 +341,8 @@ def _world_size(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]
 def _accumulation(train: TrainConfig, parallel: ParallelConfig) -> Iterable[str]:
     share = parallel.data * train.gradient_accumulation_steps
     if train.global_batch_size % share:
-        near = [size for size in (train.global_batch_size // share * share, -(-train.global_batch_size // share) * share) if size]
+        below = train.global_batch_size // share * share
+        near = [size for size in (below, below + share) if size]
         yield (
             f"train.global_batch_size {train.global_batch_size} does not divide over {parallel.data} replicas x "
             f"{train.gradient_accumulation_steps} micro-batches = {share}; the nearest that do: "
@@ -364,7 +365,8 @@ def _loss_scale(precision: PrecisionConfig) -> Iterable[str]:
             "only fp16 gradients underflow: set precision.compute = 'fp16' or remove it"
         )
     if precision.initial_scale > precision.max_scale:
-        yield f"precision.initial_scale {precision.initial_scale:g} is above precision.max_scale {precision.max_scale:g}"
+        scale, most = precision.initial_scale, precision.max_scale
+        yield f"precision.initial_scale {scale:g} is above precision.max_scale {most:g}"
 
 
 def _optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
@@ -422,12 +424,15 @@ def broken_laws(sections: Sections) -> list[str]:
 
 # -- reading
 
+Check = Callable[[Sections], Iterable[str]]
+"""A further source of problems, asked together with the laws: of the sections that could be read."""
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, check: Check = lambda sections: ()) -> RunConfig:
     """Read a TOML file, apply `section.key=value` lines (each value is TOML), validate everything.
 
     Paths in the file become absolute against the file's directory, those of overrides against the
-    working directory. Raises ConfigError with every problem found.
+    working directory. Raises ConfigError with every problem found, those of `check` included.
     """
     try:
         raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -445,10 +450,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             _override(raw, line)
         except ConfigError as error:
             problems += error.problems
-    return build_config(raw, problems)
+    return build_config(raw, problems, check=check)
 
 
-def build_config(raw: Mapping[str, Any], problems: Iterable[str] = ()) -> RunConfig:
+def build_config(
+    raw: Mapping[str, Any], problems: Iterable[str] = (), *, check: Check = lambda sections: ()
+) -> RunConfig:
     """Validate a nested mapping of settings; raises ConfigError with `problems` and all found here."""
     found = list(problems)
     read: dict[str, Any] = {}
@@ -469,7 +476,7 @@ def build_config(raw: Mapping[str, Any], problems: Iterable[str] = ()) -> RunCon
                 read[name] = section.model_validate(dict(value))
             except ValidationError as error:
                 found += _explain(error, name, section)
-    found += broken_laws(read)
+    found += [*broken_laws(read), *check(read)]
     if found:
         raise ConfigError(found)
     try:

@@ -174,6 +174,11 @@ class ExportedModel(Record):
 R = TypeVar("R", bound=BaseModel)
 
 
+def onward_home() -> Path:
+    """Where runs, caches and local servers live: ONWARD_HOME, else ~/.onward."""
+    return Path(os.environ.get("ONWARD_HOME") or "~/.onward").expanduser().resolve()
+
+
 @dataclass(frozen=True)
 class RunDir:
     """A run directory: the paths of one run, and nothing else."""

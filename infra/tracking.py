@@ -1,0 +1,367 @@
+"""MLflow: the only module that imports it, with explicit run ids and one error for an outage.
+
+Everything here may be repeated: a run is found again by its tag, equal metric points are stored once, a
+checkpoint is recorded once for each step, a model file is registered once. So whoever was cut off in the
+middle calls again. `log_batch` is the exception for file stores, which MLflow itself has retired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import os
+import posixpath
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel
+
+SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the default blocks a call for minutes; callers retry themselves
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+}
+"""Environment that MLflow reads when it is imported; what the user has set stays."""
+
+RUN_KEY = "onward.run_id"
+"""The tag that ties an MLflow run to its run directory."""
+BATCH = 1000
+"""Most metric points MLflow takes at once."""
+REQUIREMENTS = ("mlflow", "onnx", "onnxruntime", "numpy")
+"""What loading a registered model needs; given, because inferring it would load and run the model."""
+
+Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound="Tracker")
+
+
+class TrackingError(Exception):
+    """MLflow refused a call; repeating it would not help."""
+
+
+class TrackingUnavailable(TrackingError):  # noqa: N818
+    """MLflow cannot be reached or is out of order for now; the same call may be repeated later."""
+
+
+class Point(NamedTuple):
+    """One value of one metric. Equal points are stored once, however often they are sent."""
+
+    key: str
+    value: float
+    at_ms: int
+    step: int
+
+
+class Port(NamedTuple):
+    """An input or output of a model: numpy's name of its dtype, -1 for each dimension that is free."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """An ONNX file on its way into the registry."""
+
+    path: Path
+    sha256: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    step: int = 0
+    example: Mapping[str, Any] = field(default_factory=dict)
+    """Input name -> array: one small batch."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+def local_store(home: Path) -> str:
+    """The tracking URI of Onward's own store: SQLite under its home, the artifacts beside it."""
+    return f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
+
+
+def metric_name(key: str) -> str:
+    """The name MLflow accepts for a metric: weights may be called `/h.0/c@attn`, its metrics may not."""
+    return posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", key)).lstrip("/.")[:250] or "_"
+
+
+def _translated(
+    method: Callable[Concatenate[T, P], R],
+) -> Callable[Concatenate[T, P], R]:
+    """Let a method raise TrackingUnavailable for an outage of any kind, and TrackingError for a refusal."""
+
+    @wraps(method)
+    def call(tracker: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import OperationalError
+
+        try:
+            return method(tracker, *args, **kwargs)
+        except MlflowException as error:
+            status = error.get_http_status_code()  # type: ignore[no-untyped-call]
+            if status >= 500 or status == 429:
+                raise TrackingUnavailable(f"MLflow at {tracker.tracking_uri} does not answer: {error}") from error
+            raise TrackingError(f"MLflow at {tracker.tracking_uri} refused: {error}") from error
+        except FileNotFoundError:
+            raise  # the caller's file
+        except (OSError, OperationalError) as error:  # every error of the HTTP client is an OSError
+            raise TrackingUnavailable(f"MLflow at {tracker.tracking_uri} cannot be reached: {error}") from error
+
+    return call
+
+
+class Tracker:
+    """One MLflow run, in the store at `tracking_uri`. Threads and processes may share the store.
+
+    tracking_uri: `http://...`, or a database such as `sqlite:////home/me/mlflow.db`, whose artifacts
+    then lie in `artifacts` beside it.
+    """
+
+    def __init__(self, tracking_uri: str, run_id: str = "") -> None:
+        self.tracking_uri = tracking_uri
+        self.run_id = run_id
+        self._connected: MlflowClient | None = None
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+
+    @property
+    def _client(self) -> MlflowClient:
+        if self._connected is None:
+            from mlflow import MlflowClient
+
+            with _only_one(self._database):
+                self._connected = MlflowClient(self.tracking_uri, self.tracking_uri)
+                if self._database:
+                    self._connected.search_experiments(max_results=1)  # makes the tables of a new database
+        return self._connected
+
+    @property
+    def _database(self) -> Path | None:
+        """The SQLite file of the store, if it is one."""
+        path = self.tracking_uri.removeprefix("sqlite:///")
+        return Path(path).absolute() if path != self.tracking_uri else None
+
+    # -- the run
+
+    @_translated
+    def start_run(
+        self, experiment: str, *, key: str, name: str, tags: Mapping[str, str], params: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """Find the run tagged with `key` (the Onward run id) or create it; it is RUNNING afterwards.
+
+        Tags are set anew; of the parameters, those it has keep their first value. Returns the MLflow run id
+        and the address of its page ("" for a store without a server).
+        """
+        experiment_id = self._experiment(experiment)
+        found = self._client.search_runs([experiment_id], f"tags.`{RUN_KEY}` = '{key}'", max_results=1)
+        if found:
+            run = found[0]
+        else:
+            with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
+                tags = {"mlflow.user": getpass.getuser(), **tags}
+            run = self._client.create_run(
+                experiment_id, run_name=name, tags={RUN_KEY: key, "mlflow.source.name": "onward", **tags}
+            )
+        self.run_id = run.info.run_id
+        if found:
+            self._client.update_run(self.run_id, status="RUNNING")
+            self.set_tags(tags)
+        self._log_params({name: value for name, value in params.items() if name not in run.data.params})
+        page = f"{self.tracking_uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{self.run_id}"
+        return self.run_id, page if self.tracking_uri.startswith("http") else ""
+
+    def _experiment(self, name: str) -> str:
+        """The id of an experiment, created or brought back if need be."""
+        if (known := self._client.get_experiment_by_name(name)) is None:
+            beside = self._database and (self._database.parent / "artifacts").as_uri()
+            try:
+                return self._client.create_experiment(name, artifact_location=beside or None)
+            except Exception:
+                if (known := self._client.get_experiment_by_name(name)) is None:  # else somebody else was faster
+                    raise
+        if known.lifecycle_stage == "deleted":
+            self._client.restore_experiment(known.experiment_id)
+        return str(known.experiment_id)
+
+    def _log_params(self, params: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        entries = [Param(name, str(value)[:6000]) for name, value in params.items()]
+        for start in range(0, len(entries), 100):
+            self._client.log_batch(self.run_id, params=entries[start : start + 100], synchronous=True)
+
+    @_translated
+    def log_batch(self, points: Iterable[Point]) -> None:
+        """Store metric points, all of them or - after an outage in the middle - a first part of them."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(metric_name(p.key), p.value, p.at_ms, p.step) for p in points]
+        for start in range(0, len(metrics), BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + BATCH], synchronous=True)
+
+    @_translated
+    def set_status(self, status: Status) -> None:
+        """Say how the run ended, or that it is RUNNING again."""
+        if status == "RUNNING":
+            self._client.update_run(self.run_id, status=status)
+        else:
+            self._client.set_terminated(self.run_id, status)
+
+    @_translated
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags; `mlflow.note.content` is the description on the run's page, in Markdown."""
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self.run_id, tags=[RunTag(k, str(v)) for k, v in tags.items()], synchronous=True)
+
+    @_translated
+    def log_file(self, path: Path, folder: str = "") -> None:
+        """Upload one small file to the run's artifacts."""
+        if not path.exists():
+            raise FileNotFoundError(path)
+        self._client.log_artifact(self.run_id, str(path), folder or None)
+
+    @_translated
+    def log_dataset(self, name: str, *, digest: str, source: Path, rows: Mapping[str, int]) -> None:
+        """Record the data by its digest. rows: split, such as `train` or `evaluation`, -> number of rows."""
+        import json
+
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        location = json.dumps({"uri": source.absolute().as_uri()})
+        inputs = [
+            DatasetInput(
+                # 36 characters are all MLflow has room for
+                Dataset(f"{name}/{split}", digest[:36], "local", location, profile=json.dumps({"num_rows": count})),
+                [InputTag("mlflow.data.context", split)],
+            )
+            for split, count in rows.items()
+        ]
+        self._client.log_inputs(self.run_id, datasets=inputs)
+
+    # -- models
+
+    @_translated
+    def record_checkpoint(
+        self, step: int, *, path: Path, bytes: int, digest: str, metrics: Mapping[str, float], best: bool
+    ) -> str:
+        """Record a checkpoint by reference, without uploading it; returns the id of the LoggedModel.
+
+        Its metrics appear in the run as `checkpoint/...`: under their own names they would be second points
+        beside those of the event log.
+        """
+        tags = {"path": str(path), "sha256": digest, "bytes": str(bytes), "step": str(step)}
+        model = self._logged_model(path.name, "checkpoint", tags)
+        if best:
+            for former in self._models("tags.best = 'true'"):
+                if former.model_id != model.model_id:
+                    self._client.set_logged_model_tags(former.model_id, {"best": "false"})
+            self.set_tags({"onward.best_checkpoint": path.name})
+        self._client.set_logged_model_tags(model.model_id, {**tags, "best": str(best).lower()})
+        self._finish(model, step, {f"checkpoint/{key}": value for key, value in metrics.items()})
+        return str(model.model_id)
+
+    @_translated
+    def register_model(self, model: ModelFile, *, name: str, alias: str = "") -> str:
+        """Upload an ONNX file with signature and example, and register it; returns the version.
+
+        Registering the same file (by `sha256`) of the same run again returns the version it has.
+        """
+        version = self._version(name, model.sha256)
+        if not version:
+            tags = {**model.tags, "sha256": model.sha256}
+            logged = self._logged_model(model.path.stem, "onnx", tags)
+            with tempfile.TemporaryDirectory() as folder:
+                _package(model, Path(folder) / "model", model_id=logged.model_id, run_id=self.run_id)
+                self._client.log_model_artifacts(logged.model_id, f"{folder}/model")
+            self._finish(logged, model.step, {f"exported/{key}": value for key, value in model.metrics.items()})
+            # a server takes no local path; a database looks the other form up in the process-wide default store
+            source = logged.artifact_location if self._database else f"models:/{logged.model_id}"
+            created = self._client.create_model_version(name, source, self.run_id, tags=tags, model_id=logged.model_id)
+            version = str(created.version)
+        if alias:
+            self._client.set_registered_model_alias(name, alias, version)
+        return version
+
+    def _version(self, name: str, digest: str) -> str:
+        """The version that this run's file has in the registry already, or ""; makes the registered model."""
+        if not self._client.search_registered_models(f"name = '{name}'", max_results=1):
+            self._client.create_registered_model(name)
+        known = self._client.search_model_versions(f"name = '{name}' and run_id = '{self.run_id}'")
+        return next((str(version.version) for version in known if version.tags.get("sha256") == digest), "")
+
+    def _models(self, condition: str) -> list[LoggedModel]:
+        """The LoggedModels of this run that meet a condition."""
+        experiment = self._client.get_run(self.run_id).info.experiment_id
+        condition = f"source_run_id = '{self.run_id}' AND {condition}"
+        return list(self._client.search_logged_models([experiment], condition))
+
+    def _logged_model(self, name: str, kind: str, tags: Mapping[str, str]) -> LoggedModel:
+        """Find this run's LoggedModel of that name and digest, or create it."""
+        if found := self._models(f"name = '{name}' AND tags.sha256 = '{tags['sha256']}'"):
+            return found[0]
+        experiment = self._client.get_run(self.run_id).info.experiment_id
+        return self._client.create_logged_model(experiment, name, self.run_id, dict(tags), model_type=kind)
+
+    def _finish(self, model: LoggedModel, step: int, metrics: Mapping[str, float]) -> None:
+        """Attach metrics and the run to a LoggedModel and call it ready; nothing if it is so already."""
+        from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
+
+        if model.status == LoggedModelStatus.READY:
+            return
+        at_ms = model.creation_timestamp  # the same for every repetition
+        entries = [
+            Metric(metric_name(key), value, at_ms, step, model_id=model.model_id) for key, value in metrics.items()
+        ]
+        self._client.log_batch(self.run_id, metrics=entries, synchronous=True)
+        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step)])
+        self._client.finalize_logged_model(model.model_id, "READY")
+
+
+def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> None:
+    """Lay out an MLflow model directory around an ONNX file, whose bytes stay what they are."""
+    from importlib.metadata import version
+
+    import mlflow.onnx
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import Schema, TensorSpec
+    from numpy import dtype
+
+    def schema(ports: tuple[Port, ...]) -> Schema:
+        return Schema([TensorSpec(dtype(port.dtype), port.shape, port.name) for port in ports])
+
+    mlflow.onnx.save_model(
+        model.path.read_bytes(),
+        folder,
+        mlflow_model=Model(run_id=run_id, model_uuid=model_id, model_id=model_id),
+        signature=ModelSignature(schema(model.inputs), schema(model.outputs)),
+        input_example=dict(model.example) or None,
+        pip_requirements=[f"{package}=={version(package)}" for package in REQUIREMENTS],
+        onnx_execution_providers=["CPUExecutionProvider"],
+        save_as_external_data=False,
+    )
+    shutil.copyfile(model.path, folder / "model.onnx")
+
+
+@contextlib.contextmanager
+def _only_one(database: Path | None) -> Iterator[None]:
+    """Hold a lock while a new database gets its tables: two makers at once would both fail."""
+    if database is None:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

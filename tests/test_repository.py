@@ -92,8 +92,14 @@ def test_what_crosses_the_process_boundary_imports_no_torch_and_no_mpi() -> None
 
 
 def test_nothing_is_unpickled() -> None:
-    suspicious = re.compile(r"^\s*(import|from) (c?pickle|dill|cloudpickle|joblib)\b|torch\.load\(|all_gather_object|"
-                            r"broadcast_object_list|weights_only=False", re.M)
-    guilty = [path for path in tracked() if path.startswith(PACKAGES) and path.endswith(".py")
-              and suspicious.search((ROOT / path).read_text())]
+    suspicious = re.compile(
+        r"^\s*(import|from) (c?pickle|dill|cloudpickle|joblib)\b|torch\.load\(|all_gather_object|"
+        r"broadcast_object_list|weights_only=False",
+        re.M,
+    )
+    guilty = [
+        path
+        for path in tracked()
+        if path.startswith(PACKAGES) and path.endswith(".py") and suspicious.search((ROOT / path).read_text())
+    ]
     assert not guilty

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import ModelConfig
 from trainer.errors import ConfigError
+from trainer.vision import import_torchvision
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -86,6 +87,7 @@ class Evaluation:
 
     def __init__(self, loss: Loss, *, ignore_index: int, device: torch.device) -> None:
         # imported here: it takes as long as torch itself, and not every rank program evaluates
+        import_torchvision()
         from torchmetrics import MeanMetric
         from torchmetrics.classification import BinaryAccuracy
         from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError

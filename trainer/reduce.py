@@ -31,9 +31,7 @@ class Reducer:
     over the replicas at each step so that all of them evaluate and save the same.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._alone = group.size() == 1

@@ -1,0 +1,97 @@
+"""Losses are sums beside counts, so that means over any partition are the mean over the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trainer.config import ModelConfig
+from trainer.errors import ConfigError
+from trainer.loss import Evaluation, Loss
+
+CPU = torch.device("cpu")
+
+
+def loss_named(name: str, **settings: object) -> Loss:
+    return Loss(ModelConfig.model_validate({"path": "-", "loss": name, **settings}), ["logits", "hidden"])
+
+
+REFERENCE = {
+    "cross_entropy": (torch.randn(6, 5), torch.randint(0, 5, (6,)), F.cross_entropy),
+    "mse": (torch.randn(6, 1), torch.randn(6), lambda o, t: F.mse_loss(o, t[:, None])),
+    "l1": (torch.randn(6, 2), torch.randn(6, 2), F.l1_loss),
+    "bce_with_logits": (
+        torch.randn(6),
+        torch.randint(0, 2, (6,)),
+        lambda o, t: F.binary_cross_entropy_with_logits(o, t.float()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_sum_over_count_is_torchs_mean(name: str) -> None:
+    output, labels, reference = REFERENCE[name]
+    loss = loss_named(name)
+    mean = loss(output, labels, 6) / loss.count(labels, 6)
+    torch.testing.assert_close(mean, reference(output, labels))
+
+
+def test_ignored_labels_count_neither_above_nor_below_the_line() -> None:
+    loss = loss_named("cross_entropy", ignore_index=-1)
+    output, labels = torch.randn(2, 4, 7), torch.randint(0, 7, (2, 4))
+    labels[0, 1:] = -1
+    assert loss.count(labels, 2) == 5
+    torch.testing.assert_close(
+        loss(output, labels, 2) / 5, F.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=-1)
+    )
+
+
+def test_a_column_of_labels_does_not_broadcast_against_a_column_of_outputs() -> None:
+    assert loss_named("mse")(torch.zeros(4, 1), torch.ones(4), 4) == 4.0  # broadcast to [4, 4] it would be 16
+
+
+def test_the_graphs_own_loss_is_weighted_by_its_samples() -> None:
+    loss = loss_named("output", output="hidden")
+    assert loss((torch.zeros(3), torch.tensor(2.0)), None, 5) == 10.0
+    assert loss.count(None, 5) == 5
+
+
+def test_half_precision_outputs_are_summed_in_fp32() -> None:
+    assert loss_named("mse")(torch.ones(70000, dtype=torch.float16), torch.zeros(70000), 1) == 70000.0
+
+
+def test_an_unknown_output_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="logits, hidden"):
+        loss_named("mse", output="logit")
+
+
+@pytest.mark.parametrize("sizes", [[6], [1, 5], [2, 2, 2]])
+def test_evaluation_does_not_depend_on_how_the_samples_are_batched(sizes: list[int]) -> None:
+    output, labels, reference = REFERENCE["cross_entropy"]
+    totals = Evaluation(loss_named("cross_entropy"), ignore_index=-100, device=CPU)
+    for out, lab in zip(output.split(sizes), labels.split(sizes), strict=True):
+        totals.update(out, lab, len(lab))
+    values = totals.compute()
+    assert values["loss"] == pytest.approx(float(reference(output, labels)), rel=1e-6)
+    assert values["accuracy"] == pytest.approx(float((output.argmax(-1) == labels).float().mean()))
+
+
+def test_regression_and_binary_tasks_have_their_metrics() -> None:
+    output, labels, _ = REFERENCE["l1"]
+    totals = Evaluation(loss_named("l1"), ignore_index=-100, device=CPU)
+    totals.update(output, labels, 6)
+    values = totals.compute()
+    assert values["mae"] == pytest.approx(values["loss"], rel=1e-6)
+    assert values["mse"] == pytest.approx(float(((output - labels) ** 2).mean()), rel=1e-5)
+    output, labels, _ = REFERENCE["bce_with_logits"]
+    totals = Evaluation(loss_named("bce_with_logits"), ignore_index=-100, device=CPU)
+    totals.update(output, labels, 6)
+    assert totals.compute()["accuracy"] == pytest.approx(float(((output > 0) == (labels > 0)).float().mean()))
+
+
+def test_evaluating_nothing_gives_nan_not_a_good_score() -> None:
+    totals = Evaluation(loss_named("mse"), ignore_index=-100, device=CPU)
+    assert math.isnan(totals.compute()["loss"])

@@ -27,7 +27,7 @@ models/squeezenet-digits.onnx: | .venv/ready
 	$(BIN)/onward reference squeezenet --num-classes 10 --image-size 32 -o $@
 
 models/gpt2-stdlib.onnx: | .venv/ready
-	$(BIN)/onward reference gpt2 --vocab-size 256 --sequence-length 256 --num-layers 4 --num-heads 4 --width 192 --dropout 0 -o $@
+	$(BIN)/onward reference gpt2 --vocab-size 256 --sequence-length 256 --num-layers 4 --num-heads 4 --width 128 --dropout 0 -o $@
 
 # one pip call, so that torch, torchvision and the rest are resolved together
 .venv/ready: pyproject.toml

@@ -37,7 +37,7 @@ from trainer.reduce import Reducer
 from trainer.reference import build_gpt2, build_squeezenet
 
 UPDATES = 5
-GPT2 = {"vocab_size": 256, "sequence_length": 256, "num_layers": 4, "num_heads": 4, "width": 192, "dropout": 0.0}
+GPT2 = {"vocab_size": 256, "sequence_length": 256, "num_layers": 4, "num_heads": 4, "width": 128, "dropout": 0.0}
 
 
 @dataclass(frozen=True)

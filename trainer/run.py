@@ -12,6 +12,7 @@ Flow, tasks and ranks meet in this directory and nowhere else:
         errors/001-rank-00003.json   RankError                 a rank that failed
         heartbeat               touched by rank 0 as long as the job moves
         events.jsonl            the append-only event log      rank 0
+        closed                  there while nothing more will be written to it  the flow
         checkpoints/step-000000100/   manifest.json, rank-00000.safetensors     all ranks
         checkpoints/announced.json    CheckpointInfo of each verified one       checkpoint
         train.json              TrainResult                    train
@@ -226,6 +227,10 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @property
+    def closed(self) -> Path:
+        return self.root / "closed"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -271,6 +276,16 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:09d}"
+
+    # -- the log: those who follow it must know when nothing more will come
+
+    def open_log(self) -> None:
+        """Before training: more will be written, follow."""
+        self.closed.unlink(missing_ok=True)
+
+    def close_log(self) -> None:
+        """After training, however it ended: nothing more will be written."""
+        self.closed.touch()
 
     # -- the fence: one attempt owns the directory
 

@@ -1,0 +1,321 @@
+"""`onward`: the command line. Thin: each command reads its arguments, calls one function, prints.
+
+Exit status: that of the error (trainer/errors.py); 130 after Ctrl-C. Heavy imports are inside the commands.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainer.errors import OnwardError, Refused
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
+    from trainer.run import ExportedModel, RunDir
+
+app = typer.Typer(
+    help="ONNX in, trained ONNX out, at scale.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+reference = typer.Typer(help="Write a reference model as an ONNX file, untrained.", no_args_is_help=True)
+app.add_typer(reference, name="reference")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; everything else to stderr.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; examples: flows/configs/.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Lines of TOML, stronger than the file.")
+]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A name, the beginning of an id, a directory, or last.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="The ONNX file to write.")]
+
+
+@app.command()
+def run(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Train a model: check everything, then run the flow here and show how it ended."""
+    _train(_load(config, overrides), as_json=as_json)
+
+
+@app.command()
+def resume(run: RunName, as_json: Json = False) -> None:
+    """Go on with a run that was killed, stopped or failed, from its newest whole checkpoint."""
+    from flows.runs import find_run
+    from trainer.check import check_sections
+    from trainer.config import build_config
+    from trainer.run import read_config
+
+    found = find_run(run)
+    config = build_config(dict(read_config(found)), check=check_sections)
+    _train(config, resume=found.root.name, as_json=as_json)
+
+
+@app.command()
+def status(run: RunName = "last", as_json: Json = False) -> None:
+    """Say how a run stands, or why it died."""
+    from flows.report import table
+    from flows.runs import describe, find_run
+
+    facts = describe(find_run(run))
+    if as_json:
+        _print_json(facts)
+    else:
+        values = facts.pop("values")
+        shown = [(key.replace("_", " "), str(value)) for key, value in facts.items() if value not in ("", 0)]
+        table([*shown, *((key, f"{value:.6g}") for key, value in values.items())])
+
+
+@app.command()
+def runs(as_json: Json = False) -> None:
+    """List what ran, the newest first."""
+    from flows.report import table
+    from flows.runs import all_runs, describe
+
+    found = [describe(run) for run in all_runs()]
+    if as_json:
+        _print_json({"runs": found})
+        return
+    rows = [
+        (f["run_id"][:8], f["name"], f["state"], f"{f['step']}/{f['num_steps']}", f["created_at"], f["directory"])
+        for f in found
+    ]
+    table(rows, heads=("run", "name", "state", "step", "created", "directory"))
+
+
+@app.command()
+def config(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Print the resolved configuration, every setting with its meaning; the output is a config file."""
+    from flows.report import config_lines, meanings
+    from trainer.config import load_config
+
+    resolved = load_config(config, overrides or ())
+    if as_json:
+        _print_json({"config": resolved.model_dump(mode="json"), "meanings": meanings()})
+    else:
+        print("\n".join(config_lines(resolved)))
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A checkpoint directory, or a run.")],
+    output: Output,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint's weights back into its ONNX file, and prove the result."""
+    raise NotImplementedError
+
+
+@reference.command()
+def squeezenet(
+    output: Output,
+    num_classes: Annotated[int, typer.Option(min=1)] = 1000,
+    image_size: Annotated[int, typer.Option(min=17, help="Side in pixels.")] = 224,
+    channels: Annotated[int, typer.Option(min=1)] = 3,
+    dropout: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.5,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """SqueezeNet v1.1: `image` -> `logits`."""
+    from trainer.reference import build_squeezenet
+
+    model = build_squeezenet(
+        num_classes=num_classes, image_size=image_size, channels=channels, dropout=dropout, seed=seed
+    )
+    _write_model(model, output, as_json=as_json)
+
+
+@reference.command()
+def gpt2(
+    output: Output,
+    vocab_size: Annotated[int, typer.Option(min=2, help="256 = bytes.")] = 50257,
+    sequence_length: Annotated[int, typer.Option(min=1, help="The longest.")] = 1024,
+    num_layers: Annotated[int, typer.Option(min=1)] = 12,
+    num_heads: Annotated[int, typer.Option(min=1)] = 12,
+    width: Annotated[int, typer.Option(min=1)] = 768,
+    dropout: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """GPT-2: `input_ids` -> `logits`; the defaults are the 124M model."""
+    from trainer.reference import build_gpt2
+
+    model = build_gpt2(
+        vocab_size=vocab_size,
+        sequence_length=sequence_length,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        width=width,
+        dropout=dropout,
+        seed=seed,
+    )
+    _write_model(model, output, as_json=as_json)
+
+
+@app.command()
+def up(as_json: Json = False) -> None:
+    """Start Prefect, MLflow and the worker that runs deployments, to stay until `onward down`."""
+    _serve(("prefect", "mlflow", "worker"), as_json=as_json)
+
+
+@app.command()
+def ui(as_json: Json = False) -> None:
+    """Print the links to Prefect and MLflow, starting both if need be; `onward down` ends them."""
+    _serve(("prefect", "mlflow"), as_json=as_json)
+
+
+@app.command()
+def down(as_json: Json = False) -> None:
+    """Stop Onward's servers; deployed runs save a checkpoint first."""
+    from infra import services
+    from trainer.run import onward_home
+
+    stopped, left = services.down(onward_home())
+    if as_json:
+        _print_json({"stopped": stopped, "left": left})
+        return
+    print("stopped: " + (", ".join(stopped) or "nothing was running"))
+    if left:
+        print(f"{', '.join(left)} leaves with the `onward run` that still uses it")
+
+
+@app.command()
+def deploy(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    name: Annotated[str, typer.Option(help="The deployment becomes train-onnx/NAME.")] = "default",
+    cron: Annotated[str, typer.Option(help="When to run, as a cron expression: '0 2 * * *'.")] = "",
+    interval: Annotated[float, typer.Option(min=0.0, help="Seconds between runs, instead of --cron.")] = 0.0,
+    timezone: Annotated[str, typer.Option(help="The time zone of --cron.")] = "UTC",
+    as_json: Json = False,
+) -> None:
+    """Make a Prefect deployment of a configuration, with a schedule; needs `onward up`."""
+    resolved = _load(config, overrides)
+    from flows.direct import prefect_server
+
+    with prefect_server(start=False) as url:
+        from flows.deploy import deploy as make_deployment
+
+        deployment_id = make_deployment(resolved, name, cron=cron, interval_s=interval, timezone=timezone)
+    facts = {
+        "deployment": f"train-onnx/{name}",
+        "deployment_id": deployment_id,
+        "url": f"{url.removesuffix('/api')}/v2/deployments/deployment/{deployment_id}",
+    }
+    _print(facts, as_json=as_json)
+
+
+# -- what the commands share
+
+
+def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+    """The configuration, checked against the files it names: all that can be refused is refused here."""
+    from trainer.check import check_sections
+    from trainer.config import load_config
+
+    return load_config(path, overrides or (), check=check_sections)
+
+
+def _train(config: RunConfig, *, resume: str = "", as_json: bool) -> None:
+    from flows.direct import announce, prefect_server, readable_log, run_here
+
+    with prefect_server():
+        from flows.progress import live_progress
+
+        run, flow_run = announce(config, resume=resume)
+        try:
+            with readable_log(run), live_progress(run):
+                exported = run_here(flow_run, config, resume=resume)
+        except BaseException:
+            if run.identity.exists():
+                print(f"onward: to go on from the newest checkpoint: onward resume {run.root.name}", file=sys.stderr)
+            raise
+    facts = _facts(config, run, exported)
+    if as_json:
+        _print_json(facts)
+    else:
+        from flows.report import outcome, table
+
+        table(outcome(facts))
+
+
+def _facts(config: RunConfig, run: RunDir, exported: ExportedModel) -> dict[str, Any]:
+    """What is known of a finished run, as JSON-able values."""
+    from flows.runs import describe
+    from trainer.run import TrainResult, read_record
+
+    trained = read_record(run.train, TrainResult)
+    return {
+        **describe(run),
+        "before": exported.before,
+        "after": exported.after,
+        "parity": exported.parity,
+        "sha256": exported.sha256,
+        "registered": f"{exported.registered_as} version {exported.version}" if exported.registered_as else "",
+        "elapsed_s": trained.elapsed_s,
+        "attempts": trained.attempts,
+        "step": trained.step,
+    }
+
+
+def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
+    from trainer.run import sha256, write_durably
+
+    write_durably(output, model.SerializeToString())
+    inputs = [value.name for value in model.graph.input]
+    outputs = [value.name for value in model.graph.output]
+    facts = {"path": str(output), "bytes": output.stat().st_size, "sha256": sha256(output)}
+    _print({**facts, "inputs": inputs, "outputs": outputs}, as_json=as_json)
+
+
+def _serve(names: tuple[str, ...], *, as_json: bool) -> None:
+    from infra import services
+    from trainer.errors import RuntimeUnavailable
+    from trainer.run import onward_home
+
+    try:
+        urls = services.up(onward_home(), names)
+    except services.ServiceError as error:
+        raise RuntimeUnavailable(str(error)) from None
+    links = {
+        "prefect": f"{urls['prefect']}/v2/runs",
+        "mlflow": f"{urls['mlflow']}/?workflowType=machine_learning",
+        "home": str(onward_home()),
+    }
+    _print(links, as_json=as_json)
+
+
+def _print(facts: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        _print_json(facts)
+        return
+    from flows.report import table
+
+    table((key.replace("_", " "), str(value)) for key, value in facts.items())
+
+
+def _print_json(facts: dict[str, Any]) -> None:
+    print(json.dumps(facts, indent=2, default=str))
+
+
+def main() -> None:
+    """Run a command; an error Onward raises on purpose becomes a list on stderr and its exit status."""
+    try:
+        app()
+    except OnwardError as error:
+        problems = error.problems if isinstance(error, Refused) else (str(error),)
+        for problem in problems:
+            print(f"  - {problem}", file=sys.stderr)
+        if "--json" in sys.argv:
+            _print_json({"error": type(error).__name__, "problems": list(problems), "exit_code": error.exit_code})
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A configuration as a Prefect deployment: scheduled, retried from the UI, one run at a time."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+from infra.services import POOL, QUIET
+from trainer.config import RunConfig
+from trainer.errors import ConfigError
+from trainer.run import onward_home
+
+HOW_TO = """\
+Trains `{model}` on `{data}` with {ranks} ranks, and gives back the same ONNX file with better weights.
+
+- **Run** starts it now; the form is the configuration, with the meaning of every setting.
+- **Retry** on a failed run goes on from its newest checkpoint, in the same run directory and MLflow run.
+- **Cancel** saves a checkpoint and stops; `onward resume RUN` goes on.
+- A scheduled run that could not start within an hour is skipped. One run at a time; others wait.
+- Runs are kept under `{home}/runs`; `onward ui` prints the links.
+"""
+
+
+def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 0.0, timezone: str = "UTC") -> str:
+    """Make or replace the deployment `train-onnx/NAME`; returns its id. Needs a reachable Prefect server."""
+    from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+    from prefect.deployments.runner import EntrypointType
+    from prefect.schedules import Cron, Interval, Schedule
+
+    from flows.train_onnx import train_onnx
+
+    schedules: list[Schedule] = []
+    if cron:
+        try:
+            schedules.append(Cron(cron, timezone=timezone, slug="cron"))
+        except ValueError as error:
+            raise ConfigError(f"--cron {cron!r} is not a cron expression: {error}") from None
+    if interval_s:
+        schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
+    parameters: dict[str, Any] = config.model_dump(mode="json")
+    deployment = train_onnx.to_deployment(
+        name,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+        work_pool_name=POOL,
+        schedules=schedules,
+        parameters=parameters,
+        tags=["onward", config.model.path.stem],
+        description=HOW_TO.format(
+            model=config.model.path.name, data=config.data.source, ranks=config.world_size, home=onward_home()
+        ),
+        concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
+        job_variables={"env": {**QUIET, "ONWARD_HOME": str(onward_home()), **_tracking()}},
+    )
+    return str(deployment.apply())
+
+
+def _tracking() -> dict[str, str]:
+    """Where the deployer's MLflow is, if it was configured by environment."""
+    return {name: os.environ[name] for name in ("MLFLOW_TRACKING_URI",) if name in os.environ}

@@ -1,0 +1,111 @@
+"""A flow run in this process, as a terminal wants it: its server, its log lines, its end.
+
+Prefect reads its environment when it is imported, so the imports of Prefect here are inside functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infra import services
+from trainer.config import RunConfig
+from trainer.errors import RuntimeUnavailable, Stopped
+from trainer.run import ExportedModel, RunDir, onward_home
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
+PACKAGES = ("flows", "tasks", "infra", "trainer")
+
+
+@contextlib.contextmanager
+def prefect_server(*, start: bool = True) -> Iterator[str]:
+    """The Prefect API to use inside: the configured one, else that of Onward's own server, held by a lease.
+
+    Sets the environment that Prefect and MLflow read. Raises RuntimeUnavailable, also when Onward's own
+    server does not run and may not be started.
+    """
+    home = onward_home()
+    with contextlib.ExitStack() as held:
+        try:
+            if url := services.configured_prefect():
+                services.check_reachable(url)
+                told = {**services.QUIET, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
+            else:
+                held.enter_context(services.lease(home))
+                if not start and "prefect" not in services.running(home):
+                    raise services.ServiceError("no Prefect server is running: start it with `onward up`")
+                server = services.ensure(home, ["prefect"])["prefect"]
+                told = services.environment(home, prefect_url=server)
+        except services.ServiceError as error:
+            raise RuntimeUnavailable(str(error)) from None
+        os.environ.update(told)
+        yield told["PREFECT_API_URL"]
+
+
+def announce(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
+    """Tell Prefect of a flow run that is about to start; returns its run directory too.
+
+    Known beforehand, so that a terminal can follow the directory while the flow holds the main thread.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.states import Pending
+
+    from flows.train_onnx import train_onnx
+
+    with get_client(sync_client=True) as client:
+        flow_run = client.create_flow_run(
+            train_onnx,
+            name=config.name,
+            parameters={**dict(config), "resume": resume},
+            tags=[config.model.path.stem, Path(config.data.source).name],
+            state=Pending(),
+        )
+    return RunDir(onward_home() / "runs" / (resume or str(flow_run.id))), flow_run
+
+
+def run_here(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> ExportedModel:
+    """Run an announced flow run to its end, in this process's main thread.
+
+    Raises Stopped when it was asked to stop, and whatever made it fail.
+    """
+    from prefect.flow_engine import run_flow
+
+    from flows.train_onnx import train_onnx
+
+    parameters = {**dict(config), "resume": resume}
+    state = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
+    if state.is_cancelled():
+        raise Stopped(state.message or "stopped as asked")
+    exported = state.result()
+    assert isinstance(exported, ExportedModel)
+    return exported
+
+
+@contextlib.contextmanager
+def readable_log(run: RunDir) -> Iterator[None]:
+    """Onward's own lines to stderr; everything, Prefect's chatter and tracebacks too, to RUN_DIR/flow.log."""
+    import prefect.main  # noqa: F401  its import sets up the loggers that are changed here
+
+    run.root.mkdir(parents=True, exist_ok=True)
+    everything = logging.FileHandler(run.root / "flow.log")
+    everything.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    terminal = logging.StreamHandler()
+    terminal.setFormatter(logging.Formatter("%(message)s"))
+    terminal.addFilter(lambda record: Path(record.pathname).parent.name in PACKAGES)
+    loggers = [logging.getLogger(name) for name in ("prefect", *PACKAGES)]
+    before = [logger.handlers for logger in loggers]
+    for logger in loggers:
+        sinks = [handler for handler in logger.handlers if "Console" not in type(handler).__name__]
+        logger.handlers = [*sinks, everything, terminal]
+    try:
+        yield
+    finally:
+        for logger, handlers in zip(loggers, before, strict=True):
+            logger.handlers = handlers
+        everything.close()

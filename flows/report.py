@@ -1,0 +1,95 @@
+"""What the commands print: tables for people, TOML with its meanings, the comparison with gzip and xz."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer.config import RunConfig, Section
+
+
+def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> None:
+    """Print rows as a table on stdout; long paths are broken, never cut."""
+    grid = Table(*heads, show_header=bool(heads), box=None, pad_edge=False)
+    for _ in () if heads else range(2):
+        grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    Console().print(grid)
+
+
+def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The rows of the table that `onward run` ends with, from the facts it prints as JSON."""
+    before, after = facts["before"], facts["after"]
+    rows = [
+        (name.removeprefix("evaluation/"), f"{before[name]:.4f} -> {after[name]:.4f}")
+        for name in sorted(after)
+        if name in before
+    ]
+    if bits := facts.get("bits_per_byte"):
+        rows.append(("bits per byte", "  ".join(f"{name} {value:.3f}" for name, value in bits.items())))
+    return [
+        *rows,
+        ("onnxruntime parity", f"{facts['parity']:.2g} of the largest output"),
+        ("trained model", str(facts["model"])),
+        ("run directory", str(facts["directory"])),
+        ("MLflow", f"run {facts['mlflow_run_id']}" + (f", {facts['registered']}" if facts["registered"] else "")),
+        ("Prefect", str(facts["prefect_url"])),
+        ("steps", f"{facts['step']} in {facts['elapsed_s']:.1f} s, {facts['attempts']} attempt(s)"),
+        ("to look at it", "onward ui"),
+    ]
+
+
+def config_lines(config: RunConfig) -> Iterable[str]:
+    """A resolved configuration as TOML that loads again, each setting under its meaning."""
+    yield f"name = {_toml(config.name)}"
+    for name, section in config:
+        if isinstance(section, Section):
+            yield from ("", f"# {(type(section).__doc__ or '').splitlines()[0]}", f"[{name}]")
+            values = section.model_dump(mode="json", exclude_none=True)
+            for key, field in type(section).model_fields.items():
+                yield from (f"# {line}" for line in (field.description or "").splitlines())
+                yield f"{key} = {_toml(values[key])}"
+
+
+def meanings() -> dict[str, str]:
+    """`section.key` -> its meaning."""
+    return {
+        f"{name}.{key}": " ".join((field.description or "").split())
+        for name, section in RunConfig.model_fields.items()
+        if isinstance(section.annotation, type) and issubclass(section.annotation, Section)
+        for key, field in section.annotation.model_fields.items()
+    }
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def bits_per_byte(loss: float, held_out: bytes) -> dict[str, float]:
+    """Bits per byte of the model (loss in nats) and of two compressors at their best on the same bytes."""
+    bits = 8 / len(held_out)
+    return {
+        "model": loss / math.log(2),
+        "gzip -9": bits * len(gzip.compress(held_out, 9)),
+        "xz -9": bits * len(lzma.compress(held_out, preset=9)),
+    }
+
+
+def refusal(problems: Iterable[str], *, title: str) -> None:
+    """Print problems on stderr, one line each."""
+    print(f"onward: {title}", file=sys.stderr)
+    for problem in problems:
+        print("  - " + problem.replace("\n", "\n    "), file=sys.stderr)

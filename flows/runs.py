@@ -1,0 +1,95 @@
+"""The run directories under Onward's home: finding one by what a person types, and saying how it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from infra.mpirun import running_job
+from trainer.errors import ConfigError
+from trainer.events import read_events
+from trainer.run import (
+    AttemptResult,
+    ExportedModel,
+    RunDir,
+    RunIdentity,
+    TrainResult,
+    onward_home,
+    read_record,
+)
+
+TAIL_BYTES = 1 << 16
+"""How much of the event log's end is read for the last values."""
+
+
+def all_runs() -> list[RunDir]:
+    """Every run under the home directory, the newest first."""
+    found = [RunDir(path.parent) for path in (onward_home() / "runs").glob("*/identity.json")]
+    return sorted(found, key=lambda run: read_record(run.identity, RunIdentity).created_at, reverse=True)
+
+
+def find_run(text: str) -> RunDir:
+    """The run meant by a directory, `last`, the beginning of an id, or a name (then its newest run).
+
+    Raises ConfigError with the runs there are.
+    """
+    if (path := Path(text)).is_dir() and RunDir(path).config.exists():
+        return RunDir(path.resolve())
+    runs = all_runs()
+    if text == "last" and runs:
+        return runs[0]
+    if len(by_id := [run for run in runs if run.root.name.startswith(text)]) == 1:
+        return by_id[0]
+    if by_name := [run for run in runs if read_record(run.identity, RunIdentity).name == text]:
+        return by_name[0]
+    some = ", ".join(f"{run.root.name[:8]} ({read_record(run.identity, RunIdentity).name})" for run in runs[:5])
+    what = f"{len(by_id)} runs begin with {text!r}" if by_id else f"no run is called {text!r}"
+    raise ConfigError(f"{what}; " + (f"the newest are {some}" if some else f"there are none under {onward_home()}"))
+
+
+def describe(run: RunDir) -> dict[str, Any]:
+    """How a run stands, as JSON-able values; read from its files alone."""
+    identity = read_record(run.identity, RunIdentity)
+    error = run.first_error(run.current_attempt)
+    step, num_steps, values = _progress(run)
+    return {
+        "run_id": identity.run_id,
+        "name": identity.name,
+        "state": _state(run),
+        "created_at": identity.created_at,
+        "attempts": run.current_attempt,
+        "step": step,
+        "num_steps": num_steps,
+        "values": values,
+        "error": f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}" if error else "",
+        "directory": str(run.root),
+        "model": str(read_record(run.exported, ExportedModel).path) if run.exported.exists() else "",
+        "mlflow_run_id": identity.mlflow_run_id,
+        "tracking_uri": identity.tracking_uri,
+        "prefect_url": identity.prefect_url,
+    }
+
+
+def _state(run: RunDir) -> str:
+    """exported, running, trained, stopped, failed, or interrupted (killed; `onward resume` goes on)."""
+    if run.exported.exists():
+        return "exported"
+    if running_job(run.root) is not None:
+        return "running"
+    if run.train.exists():
+        return "trained" if read_record(run.train, TrainResult).status == "done" else "stopped"
+    if run.current_attempt and run.result(run.current_attempt).exists():
+        return "trained" if read_record(run.result(run.current_attempt), AttemptResult).status == "done" else "stopped"
+    return "failed" if run.first_error(run.current_attempt) else "interrupted"
+
+
+def _progress(run: RunDir) -> tuple[int, int, dict[str, float]]:
+    """(last step, steps in all, the last value of each metric), from the end of the event log."""
+    step, num_steps, values = 0, 0, {}
+    if not run.events.exists():
+        return step, num_steps, values
+    for event, _ in read_events(run.events, max(0, run.events.stat().st_size - TAIL_BYTES)):
+        step = event.step
+        num_steps = event.fields.get("num_steps", num_steps)
+        values |= event.fields.get("values", {})
+    return step, num_steps, values

@@ -1,0 +1,139 @@
+"""train-onnx: the whole job, seven tasks in order. Read this file first.
+
+Each task takes the run directory, does one thing, and leaves one record there for the next; what flows
+through Prefect is paths and small records. Any task can be repeated: the run directory knows what is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+from typing import Any
+
+from prefect import State, flow, runtime
+from prefect.client.schemas.objects import FlowRun
+from prefect.flows import Flow
+from prefect.futures import wait
+from prefect.states import Cancelled
+from prefect.task_runners import ThreadPoolTaskRunner
+from tasks.checkpoint import checkpoint as keep_checkpoints
+from tasks.export import export as export_model
+from tasks.init_runtime import init_runtime
+from tasks.shard_data import shard_data
+from tasks.train import train as train_model
+
+from infra.tracking import Status, Tracker
+from tasks.configure import configure
+from tasks.monitor import monitor as watch
+from trainer.config import (
+    CheckpointConfig,
+    DataConfig,
+    ExportConfig,
+    LaunchConfig,
+    ModelConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from trainer.run import ExportedModel, RunDir, RunIdentity, onward_home, read_record
+
+log = logging.getLogger(__name__)
+
+MISSED_AFTER = datetime.timedelta(hours=1)
+"""A scheduled run that starts later than this is skipped: after a night without power one run is enough."""
+
+
+def close_mlflow(status: Status) -> Any:
+    """A hook that says in MLflow how the flow run ended when nothing in the flow was left to say it."""
+
+    def close(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+        run = RunDir(onward_home() / "runs" / (flow_run.parameters.get("resume") or str(flow_run.id)))
+        if run.identity.exists():
+            identity = read_record(run.identity, RunIdentity)
+            with contextlib.suppress(Exception):  # Prefect has the state already; MLflow may be down
+                Tracker(identity.tracking_uri, identity.mlflow_run_id).set_status(status)
+
+    return close
+
+
+@flow(
+    name="train-onnx",
+    flow_run_name="{name}",
+    task_runner=ThreadPoolTaskRunner(max_workers=4),
+    on_failure=[close_mlflow("FAILED")],
+    on_crashed=[close_mlflow("FAILED")],
+    on_cancellation=[close_mlflow("KILLED")],
+)
+def train_onnx(
+    model: ModelConfig,
+    data: DataConfig,
+    train: TrainConfig,
+    precision: PrecisionConfig = PrecisionConfig(),
+    optimizer: OptimizerConfig = OptimizerConfig(),
+    schedule: ScheduleConfig = ScheduleConfig(),
+    parallel: ParallelConfig = ParallelConfig(),
+    launch: LaunchConfig = LaunchConfig(),
+    checkpoint: CheckpointConfig = CheckpointConfig(),
+    monitor: MonitorConfig = MonitorConfig(),
+    export: ExportConfig = ExportConfig(),
+    name: str = "onward",
+    resume: str = "",
+) -> ExportedModel | State[Any]:
+    """Train an ONNX model on MPI ranks and give back the same file with better weights, proven.
+
+    Args:
+        model: The ONNX file and its loss.
+        data: Where samples come from, and which column feeds which input.
+        train: How long, and how much at a time.
+        precision: The arithmetic of forward and backward.
+        optimizer: The update rule.
+        schedule: The learning rate over the steps.
+        parallel: How the ranks divide the work.
+        launch: How the ranks are started, and what is done when they fail.
+        checkpoint: When to save, what to keep.
+        monitor: What is recorded, and where.
+        export: Which weights are written back, and what the file must pass.
+        name: The run's name in Prefect, MLflow and the run list.
+        resume: The id of a run to go on with, unchanged; empty = a new run.
+    """
+    if missed(runtime.flow_run.get_scheduled_start_time(), tags=runtime.flow_run.get_tags()):
+        return Cancelled(message=f"missed: it should have started over {MISSED_AFTER} ago")
+    sections = {
+        "model": model,
+        "data": data,
+        "train": train,
+        "precision": precision,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "parallel": parallel,
+        "launch": launch,
+        "checkpoint": checkpoint,
+        "monitor": monitor,
+        "export": export,
+    }
+    run = configure(name, sections, resume=resume)
+    init_runtime(run)
+    shard_data(run)
+    watching = [watch.submit(run), keep_checkpoints.submit(run)]  # beside the training
+    try:
+        # here, in the main thread: the one that gets Ctrl-C, SIGTERM and Prefect's cancellation
+        trained = train_model.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay_s)(
+            run, return_state=True
+        )
+    finally:
+        run.close_log()  # however training ended, the watchers end too
+        wait(watching)
+    if trained.is_cancelled():
+        return Cancelled(message=f"stopped as asked; the checkpoint is kept: onward resume {run.root.name}")
+    return export_model(run, trained.result(), watching[1].result())
+
+
+def missed(scheduled_at: datetime.datetime, *, tags: list[str]) -> bool:
+    """Whether a schedule made this run and its time is long past; a retry of a run that began is not missed."""
+    began = (onward_home() / "runs" / str(runtime.flow_run.get_id())).exists()
+    late = datetime.datetime.now(datetime.UTC) - scheduled_at > MISSED_AFTER
+    return "auto-scheduled" in tags and late and not began

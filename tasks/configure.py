@@ -1,0 +1,134 @@
+"""configure: refuse what can be refused before anything starts; make the run directory, or find it again.
+
+The directory is named after the Prefect flow run, so that a Retry from the UI (same flow run, new process)
+finds it; `onward resume` is a new flow run that names the old directory. The saved configuration never
+changes: parameters that differ from it are refused, each by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from prefect import runtime, task
+from prefect.artifacts import create_link_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.settings import get_current_settings
+
+from infra import tracking
+from trainer.check import check_sections
+from trainer.config import RunConfig, Section, build_config
+from trainer.errors import ConfigError, RuntimeUnavailable
+from trainer.run import RunDir, RunIdentity, onward_home, read_config, read_record, sha256, write_record
+
+log = logging.getLogger(__name__)
+
+
+@task(name="configure", task_run_name="configure", cache_policy=NO_CACHE)
+def configure(name: str, sections: Mapping[str, Section], *, resume: str = "") -> RunDir:
+    """Validate everything, then make the run directory and the MLflow run, or find both again.
+
+    `resume` is the id of an existing run to go on with. Raises ConfigError with every problem at once.
+    """
+    config = build_config({"name": name, **sections}, check=check_sections)
+    run = RunDir(onward_home() / "runs" / (resume or runtime.flow_run.get_id() or str(uuid.uuid4())))
+    if run.config.exists():
+        refuse_changes(read_config(run), config)
+    elif resume:
+        raise ConfigError(f"there is no run {resume} under {run.root.parent}; `onward runs` lists them")
+    else:
+        write_record(run.config, config)
+    identity = identify(run, config)
+    write_record(run.identity, identity)
+    run.open_log()
+    _show_links(identity)
+    return run
+
+
+def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
+    """Raises ConfigError, naming every setting that differs: a run keeps the configuration it began with."""
+    before, now = _settings(saved), _settings(given)
+    if changed := [key for key in before if before[key] != now[key]]:
+        raise ConfigError(
+            [f"{key} was {before[key]!r} when the run began, now {now[key]!r}" for key in changed]
+            + ["a run keeps the configuration it began with; start a new run, or resume without changes"]
+        )
+
+
+def identify(run: RunDir, config: RunConfig) -> RunIdentity:
+    """Who the run is, in every system that shows it; makes or finds its MLflow run.
+
+    Raises ConfigError when the ONNX file is no longer the one the run began with, RuntimeUnavailable when a
+    new run finds no MLflow. A run that was known before goes on without: its events are shipped later.
+    """
+    digest = sha256(config.model.path)
+    known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
+    if known and known.model_sha256 != digest:
+        raise ConfigError(
+            f"{config.model.path} changed since the run began (SHA-256 {known.model_sha256[:12]}, now "
+            f"{digest[:12]}); put the file back, or start a new run"
+        )
+    identity = RunIdentity(
+        run_id=run.root.name,
+        name=config.name,
+        created_at=known.created_at if known else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        model_sha256=digest,
+        prefect_url=_prefect_url(),
+        tracking_uri=known.tracking_uri if known else _tracking_uri(config),
+    )
+    try:
+        mlflow_run_id, mlflow_url = tracking.Tracker(identity.tracking_uri).start_run(
+            config.monitor.experiment,
+            key=identity.run_id,
+            name=config.name,
+            tags=_tags(run, config, identity),
+            params=_settings(config),
+        )
+    except tracking.TrackingUnavailable as error:
+        if known is None:
+            raise RuntimeUnavailable(
+                f"{error}; start it, or set MLFLOW_TRACKING_URI or monitor.tracking_uri (empty = Onward's own store)"
+            ) from None
+        log.warning("going on without MLflow, which gets everything later: %s", error)
+        mlflow_run_id, mlflow_url = known.mlflow_run_id, known.mlflow_url
+    return identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": mlflow_url})
+
+
+def _tracking_uri(config: RunConfig) -> str:
+    return config.monitor.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or tracking.local_store(onward_home())
+
+
+def _tags(run: RunDir, config: RunConfig, identity: RunIdentity) -> dict[str, str]:
+    note = f"`{config.model.path.name}` on `{config.data.source}`; run directory `{run.root}`"
+    return {
+        "onward.run_dir": str(run.root),
+        "onward.model": config.model.path.name,
+        "onward.data": config.data.source,
+        "prefect.flow_run_id": runtime.flow_run.get_id() or "",
+        "mlflow.note.content": note + (f" · [in Prefect]({identity.prefect_url})" if identity.prefect_url else ""),
+    }
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """`section.key` -> value."""
+    sections = config.model_dump(mode="json")
+    flat = {"name": sections.pop("name")}
+    return flat | {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def _prefect_url() -> str:
+    """The flow run's page; empty outside of a flow."""
+    flow_run_id, ui = runtime.flow_run.get_id(), get_current_settings().ui_url
+    return f"{ui}/v2/runs/flow-run/{flow_run_id}" if flow_run_id and ui else ""
+
+
+def _show_links(identity: RunIdentity) -> None:
+    """Put the MLflow run's address on the flow run's page."""
+    if identity.prefect_url and identity.mlflow_url:
+        with contextlib.suppress(Exception):  # a link is not worth a run
+            create_link_artifact(key="mlflow", link=identity.mlflow_url, link_text=f"{identity.name} in MLflow")

@@ -1,0 +1,101 @@
+"""What a configuration names in the world: model file, data, directories, room on the disk.
+
+Asked by the command line before anything is started, and by the configure task; without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from trainer.config import BUNDLED_SOURCES, DataConfig, ModelConfig, RunConfig, Sections
+from trainer.errors import Refused
+from trainer.run import onward_home
+from trainer.shards import peek
+from trainer.signature import misfits
+
+WEIGHT_COPIES = 3
+"""A checkpoint holds about this many times the ONNX file: the weights and two optimizer tensors for each."""
+
+
+def check_sections(sections: Sections) -> list[str]:
+    """One sentence for everything the sections name that is absent or does not fit; [] when all is well.
+
+    Judges what can be judged: sections that could not be read may be missing.
+    """
+    model, data = sections.get("model"), sections.get("data")
+    model_problems = _model(model) if model else []
+    data_problems = _data(data) if data else []
+    problems = [*model_problems, *data_problems, *_paths(sections), *_room(sections)]
+    if model and data and not model_problems and not data_problems:
+        try:
+            problems += misfits(RunConfig.model_construct(**dict(sections)), peek(data))
+        except Refused as error:
+            problems += error.problems
+    return problems
+
+
+def _model(model: ModelConfig) -> list[str]:
+    if model.path.is_file():
+        return []
+    return [
+        f"model.path: there is no file {model.path}; `onward reference squeezenet -o {model.path}` makes a model to try"
+    ]
+
+
+def _data(data: DataConfig) -> list[str]:
+    problems = []
+    for key, source in (("source", data.source), ("evaluation_source", data.evaluation_source)):
+        if source and source not in BUNDLED_SOURCES and not _matches(source):
+            problems.append(f"data.{key}: there is no file, directory or glob match {source}")
+    return problems
+
+
+def _matches(source: str) -> bool:
+    path = Path(source)
+    if path.exists():
+        return True
+    fixed = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
+    return any(True for _ in fixed.glob(str(path.relative_to(fixed)))) if path != fixed else False
+
+
+def _paths(sections: Sections) -> list[str]:
+    named = {
+        "launch.hostfile": getattr(sections.get("launch"), "hostfile", ""),
+        "checkpoint.load": getattr(sections.get("checkpoint"), "load", ""),
+    }
+    problems = [f"{key}: {path} does not exist" for key, path in named.items() if path and not Path(path).exists()]
+    wanted = getattr(sections.get("export"), "path", "")
+    if wanted and not _writable(Path(wanted).parent):
+        problems.append(f"export.path: cannot write to {Path(wanted).parent}")
+    return problems
+
+
+def _room(sections: Sections) -> list[str]:
+    """The run directory must be writable and have room for the checkpoints that will be kept."""
+    home = onward_home()
+    if not _writable(home):
+        return [f"cannot write to {home}, where runs are kept; set ONWARD_HOME to a directory of yours"]
+    model, checkpoint = sections.get("model"), sections.get("checkpoint")
+    if model is None or checkpoint is None or not model.path.is_file():
+        return []
+    kept = checkpoint.keep_newest + 2  # the best, and the one being written
+    needed = kept * WEIGHT_COPIES * model.path.stat().st_size
+    free = shutil.disk_usage(_existing(home)).free
+    if free >= needed:
+        return []
+    return [
+        f"{kept} checkpoints of {model.path.name} need about {needed / 1e9:.3g} GB, but {home} has "
+        f"{free / 1e9:.3g} GB free; lower checkpoint.keep_newest or set ONWARD_HOME to a larger disk"
+    ]
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
+def _writable(directory: Path) -> bool:
+    """Whether files can be made there, or the directory itself can."""
+    nearest = _existing(directory)
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

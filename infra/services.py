@@ -410,7 +410,7 @@ def _ensured(home: Path, name: str) -> str:
             break
         time.sleep(0.1)
     raise ServiceError(
-        f"the {name} service did not become healthy within {START_S:g} s; its log "
+        f"the {name} server does not start (it has {START_S:g} s); its log "
         f"{_directory(home) / name}.log ends:\n{_log_tail(home, name, 2000)}"
     )
 

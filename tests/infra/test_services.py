@@ -1,0 +1,144 @@
+"""Real servers in a home of their own: who keeps them alive, who ends them, what is said when they fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra import services
+
+USER = """
+import sys, time
+from pathlib import Path
+from infra import services
+with services.lease(Path(sys.argv[1])):
+    print(services.ensure(Path(sys.argv[1]), ["prefect"])["prefect"], flush=True)
+    sys.stdin.read()
+"""
+"""A process that needs the Prefect server until its stdin closes."""
+
+
+def until(claim: Callable[[], bool], *, limit_s: float) -> bool:
+    """Whether the claim came true within the limit."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if claim():
+            return True
+        time.sleep(0.05)
+    return claim()
+
+
+def of_home(home: Path) -> list[psutil.Process]:
+    """Every living process that belongs to a home directory, by its environment or its command line."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mine = process.environ().get("ONWARD_HOME") == str(home) or str(home) in process.cmdline()
+            if mine and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                found.append(process)
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    home = tmp_path_factory.mktemp("home")
+    yield home
+    services.down(home)
+    assert until(lambda: not of_home(home), limit_s=15), of_home(home)
+
+
+@contextlib.contextmanager
+def user(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", USER, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_two_users_share_one_server_that_outlives_a_killed_user_and_leaves_with_the_last(shared_home: Path) -> None:
+    with user(shared_home) as (_, second_url):
+        with user(shared_home) as (first, first_url):
+            assert first_url == second_url == services.running(shared_home)["prefect"]
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+        still_there = not until(lambda: "prefect" not in services.running(shared_home), limit_s=2 * services.LINGER_S)
+        assert still_there
+    assert until(lambda: not of_home(shared_home), limit_s=15), of_home(shared_home)
+
+
+@pytest.mark.slow
+def test_a_server_ends_with_its_killed_keeper_and_the_next_user_gets_a_new_one(shared_home: Path) -> None:
+    with user(shared_home):
+        keeper = psutil.Process(services._read_state(shared_home, "prefect")["pid"])
+        (server,) = keeper.children()
+        keeper.kill()
+        assert until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, limit_s=10)
+        with user(shared_home) as (_, url):
+            assert services.running(shared_home) == {"prefect": url}
+
+
+def test_a_taken_port_is_exchanged_for_another() -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        taken = stranger.getsockname()[1]
+        assert services._free_port(taken) != taken
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_start_says_what_its_log_ends_with(tmp_path: Path) -> None:
+    (tmp_path / "prefect").write_text("a file where the server's directory should be")
+    with services.lease(tmp_path), pytest.raises(services.ServiceError, match=r"(?s)prefect .*log .*unable to open database"):
+        services.ensure(tmp_path, ["prefect"])
+
+
+def test_a_configured_server_that_does_not_answer_is_an_error_that_says_what_to_do() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, not listening: refused
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/api"
+        with pytest.raises(services.ServiceError, match=r"does not answer.*unset PREFECT_API_URL"):
+            services.check_reachable(url)
+
+
+@pytest.mark.parametrize(
+    ("variable", "profiles", "expected"),
+    [
+        ("", "", ""),
+        ("http://a/api/", "", "http://a/api"),
+        ("", 'active = "x"\n[profiles.x]\nPREFECT_API_URL = "http://b/api"\n', "http://b/api"),
+        ("http://a/api", 'active = "x"\n[profiles.x]\nPREFECT_API_URL = "http://b/api"\n', "http://a/api"),
+    ],
+)
+def test_the_configured_server_is_the_environments_else_the_active_profiles(
+    variable: str, profiles: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT_API_URL", variable)
+    if not variable:
+        monkeypatch.delenv("PREFECT_API_URL")
+    if profiles:
+        (tmp_path / "profiles.toml").write_text(profiles)
+    assert services.configured_prefect() == expected
+
+
+def test_servers_hear_no_other_origin_and_send_no_telemetry(tmp_path: Path) -> None:
+    told = services.environment(tmp_path, prefect_url="http://127.0.0.1:4200")
+    assert told["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4200"
+    assert told["DO_NOT_TRACK"] == told["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert told["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,43 +19,29 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import psutil
+from infra.mpirun import MpiJob
 
 ROOT = Path(__file__).resolve().parent.parent
-SETTINGS = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_pml": "ob1",
-    "OMPI_MCA_btl": "^ofi,uct,openib,usnic",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float = 60) -> list[Any]:
     """Call `module:function(mpi, *arguments)` on every rank; returns the results in the order of ranks.
 
     Raises AssertionError with the traceback of the rank that failed first, or the output after `timeout_s`.
+    Leaves no process.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, (Path(folder) / "log").open("w+") as log:
-        rank = [sys.executable, "-m", "tests.ranks", folder, function, json.dumps(arguments)]
-        job = subprocess.Popen(
-            [str(Path(sys.prefix) / "bin" / "mpirun"), "-n", str(num_ranks), "--bind-to", "none", *rank],
-            env=os.environ | SETTINGS,
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        job = MpiJob(
+            module=("tests.ranks", name, function, json.dumps(arguments)),
+            num_ranks=num_ranks,
+            run_dir=folder,
+            log=folder / "log",
+            start_timeout_s=timeout_s,
             cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
-        try:
-            job.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            late = job.poll() is None
-            _sweep(job)
-        return [_result(Path(folder), number, late=late) for number in range(num_ranks)]
+        late = job.run().reason == "start_timeout"
+        return [_result(folder, rank, late=late) for rank in range(num_ranks)]
 
 
 def _result(folder: Path, rank: int, *, late: bool) -> Any:
@@ -68,23 +53,8 @@ def _result(folder: Path, rank: int, *, late: bool) -> Any:
     return json.loads(result.read_text())
 
 
-def _sweep(job: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the session, and wait until it is gone."""
-    members = [process for process in psutil.process_iter() if _session(process.pid) == job.pid]
-    for process in members:
-        process.kill()
-    psutil.wait_procs(members, timeout=10)
-    job.wait(10)
-
-
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return -1
-
-
 def _rank(folder: Path, function: str, arguments: list[Any]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     from trainer.distributed import PEER_DELAY_S, connect, disconnect, launched_rank, lost_a_peer
 
     try:
@@ -92,17 +62,20 @@ def _rank(folder: Path, function: str, arguments: list[Any]) -> None:
         size = int(os.environ["OMPI_COMM_WORLD_SIZE"])
         mpi = connect(expected_world_size=size, timeout_s=30, device="cpu", threads=1)
         result = getattr(importlib.import_module(module), name)(mpi, *arguments)
-        partial = folder / f"{mpi.rank}.partial"
-        partial.write_text(json.dumps(result))
-        partial.rename(folder / f"{mpi.rank}.json")
+        _write(folder / f"{mpi.rank}.json", result)
         disconnect()
     except BaseException as error:
         peer = lost_a_peer(error)
-        report = [peer, time.time(), launched_rank(), traceback.format_exc()]
-        (folder / f"{launched_rank()}.error").write_text(json.dumps(report))
+        _write(folder / f"{launched_rank()}.error", [peer, time.time(), launched_rank(), traceback.format_exc()])
         if peer:  # let the rank that is to blame speak first
             time.sleep(PEER_DELAY_S)
         os._exit(70)
+
+
+def _write(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value))
+    partial.rename(path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,219 @@
+"""A job is watched, stopped and swept: real mpirun, real processes, real kills."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from infra import mpirun
+from infra.mpirun import LaunchError, MpiJob, Outcome, running_job, stop_running
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def job(folder: Path, program: str, **limits: Any) -> MpiJob:
+    """Two ranks of a program from rank_programs.py."""
+    return MpiJob(
+        module=("tests.infra.rank_programs", program, str(folder)),
+        num_ranks=2,
+        run_dir=folder,
+        log=folder / "train.log",
+        heartbeat=folder / "heartbeat",
+        cwd=ROOT,
+        **limits,
+    )
+
+
+def processes(folder: Path) -> list[psutil.Process]:
+    """mpirun and ranks of a test: whoever has its folder on the command line. Knows nothing of tags."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
+
+
+def leader(folder: Path) -> psutil.Process:
+    """The mpirun of a test."""
+    return next(p for p in processes(folder) if os.getsid(p.pid) == p.pid)
+
+
+def until(condition: Callable[[], Any], limit_s: float = 15.0) -> Any:
+    """Wait for something to become true, a bounded time."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        time.sleep(0.02)
+    return value
+
+
+def both_up(folder: Path) -> bool:
+    return (folder / "up-0").exists() and (folder / "up-1").exists()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., Future[Outcome]]]:
+    """Starts a job with little grace in a thread, and waits until both ranks are up. Nothing may be left of it."""
+    with ThreadPoolExecutor() as threads:
+
+        def start(program: str, **limits: Any) -> Future[Outcome]:
+            running = threads.submit(job(tmp_path, program, **{"grace_s": 3.0, **limits}).run)
+            until(lambda: both_up(tmp_path) or running.done())
+            return running
+
+        yield start
+        stop_running(tmp_path)
+    assert processes(tmp_path) == []
+    assert psutil.Process().children() == []  # the guard has gone, too
+
+
+# -- what is started
+
+
+def test_the_command_line_is_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: Path("/venv/bin/mpirun"))
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
+    alone = MpiJob(module=("trainer", "train", "/run"), num_ranks=2, run_dir=tmp_path, log=tmp_path / "log")
+    assert shlex.join(alone.argv({"HOME": "/root", "NCCL_DEBUG": "INFO"})) == (
+        "/venv/bin/mpirun -n 2 --bind-to none --map-by :OVERSUBSCRIBE /venv/bin/python -m trainer train /run"
+    )
+
+
+def test_other_hosts_get_what_they_need_of_the_environment_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: Path("/venv/bin/mpirun"))
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
+    wide = MpiJob(module=("trainer",), num_ranks=8, run_dir=tmp_path, log=tmp_path / "log", hostfile="/etc/hosts.mpi")
+    assert shlex.join(wide.argv({"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "NCCL_DEBUG": "INFO"})) == (
+        "/venv/bin/mpirun -n 8 --bind-to none --hostfile /etc/hosts.mpi -x NCCL_DEBUG -x ONWARD_RUN_TAG "
+        "-x PYTHONFAULTHANDLER -x PYTHONUNBUFFERED /venv/bin/python -m trainer"
+    )
+
+
+def test_without_mpirun_it_says_where_it_looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=rf"neither {tmp_path}/bin/mpirun nor in PATH; install one"):
+        mpirun.find_mpirun()
+
+
+# -- how it ends
+
+
+@pytest.mark.mpi
+def test_a_job_that_ends_has_its_output_in_the_log(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
+    outcome = started("ends").result(10)
+    assert (outcome.returncode, outcome.reason) == (0, "exited")
+    assert sorted((tmp_path / "train.log").read_text().splitlines()) == ["rank 0 was here", "rank 1 was here"]
+
+
+@pytest.mark.mpi
+def test_a_rank_that_dies_takes_the_others_with_it(started: Callable[..., Future[Outcome]]) -> None:
+    outcome = started("dies").result(10)
+    assert outcome.reason == "exited"
+    assert outcome.returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.mpi
+def test_a_job_asked_to_stop_saves_and_leaves(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
+    running = started("behaved")
+    assert running_job(tmp_path) is not None
+    assert stop_running(tmp_path)
+    outcome = running.result(10)
+    assert (outcome.returncode, outcome.reason) == (75, "stopped")
+    assert (tmp_path / "saved-0").exists()
+    assert (tmp_path / "saved-1").exists()
+    assert running_job(tmp_path) is None
+    assert not stop_running(tmp_path)
+
+
+@pytest.mark.mpi
+def test_a_job_that_will_not_stop_is_killed_after_its_grace(
+    started: Callable[..., Future[Outcome]], tmp_path: Path
+) -> None:
+    running = started("deaf", grace_s=0.5)
+    stop_running(tmp_path)
+    asked_at = time.monotonic()
+    assert running.result(15).reason == "stopped"
+    assert time.monotonic() - asked_at > 0.5
+
+
+@pytest.mark.mpi
+def test_a_job_that_stands_still_is_noticed_and_killed(started: Callable[..., Future[Outcome]]) -> None:
+    running = started("stands_still", silence_timeout_s=0.5)
+    assert running.result(15).reason == "silent"
+
+
+@pytest.mark.mpi
+def test_a_job_that_never_moves_is_killed_after_its_start_time(started: Callable[..., Future[Outcome]]) -> None:
+    running = started("never_moves", start_timeout_s=1.5, silence_timeout_s=0.1)
+    outcome = running.result(15)
+    assert outcome.reason == "start_timeout"
+    assert outcome.elapsed_s > 1.5
+
+
+@pytest.mark.mpi
+def test_killing_mpirun_leaves_no_orphans(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
+    running = started("deaf")
+    leader(tmp_path).kill()
+    assert running.result(15).returncode == -signal.SIGKILL
+
+
+@pytest.mark.mpi
+def test_a_frozen_mpirun_cannot_hold_the_supervisor_up(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
+    running = started("behaved", grace_s=0.3)
+    leader(tmp_path).suspend()
+    stop_running(tmp_path)
+    assert running.result(15).returncode == -signal.SIGKILL
+
+
+@pytest.mark.mpi
+def test_an_exception_in_the_supervising_thread_lets_the_job_save_first(tmp_path: Path) -> None:
+    """As Prefect's cancellation and Ctrl-C do: a signal handler of the main thread that raises."""
+
+    class Cancelled(BaseException):
+        pass
+
+    def cancel(*_: object) -> None:
+        raise Cancelled
+
+    before = signal.signal(signal.SIGTERM, cancel)
+
+    def cancel_when_up() -> None:
+        until(lambda: both_up(tmp_path))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    helper = threading.Thread(target=cancel_when_up)
+    helper.start()
+    try:
+        with pytest.raises(Cancelled):
+            job(tmp_path, "behaved").run()
+    finally:
+        helper.join()
+        signal.signal(signal.SIGTERM, before)
+    assert (tmp_path / "saved-0").exists()
+    assert processes(tmp_path) == []
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("program", "saves"), [("behaved", True), ("deaf", False)])
+def test_killing_the_supervisor_ends_the_job_within_15_s(tmp_path: Path, program: str, saves: bool) -> None:
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "tests.infra.rank_programs", "supervise", str(tmp_path), program], cwd=ROOT
+    )
+    until(lambda: both_up(tmp_path))
+    assert running_job(tmp_path) is not None
+    supervisor.kill()
+    supervisor.wait()
+    until(lambda: not processes(tmp_path), 15)
+    assert (tmp_path / "saved-0").exists() == saves
+    assert running_job(tmp_path) is None

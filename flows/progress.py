@@ -1,0 +1,83 @@
+"""The live view of a run in the terminal: a bar with loss, samples/s and the time left.
+
+It reads the event log and nothing else, so it shows any run that writes one. Where there is no terminal
+there is no bar: the monitor's log lines say the same every ten seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TextIO, cast
+
+from rich.console import Console
+from rich.file_proxy import FileProxy
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from tasks.monitor import Progress
+from trainer.events import read_events
+from trainer.run import RunDir
+
+
+@contextlib.contextmanager
+def live_progress(run: RunDir, *, stream: TextIO | None = None, tick_s: float = 0.2) -> Iterator[None]:
+    """Show how far the training is while the body runs: a bar on `stream` (stderr) if it is a terminal."""
+    stream = stream or sys.stderr
+    if not stream.isatty():
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_show, args=(run, stream, done, tick_s), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _show(run: RunDir, stream: TextIO, done: threading.Event, tick_s: float) -> None:
+    console = Console(file=stream)
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    bar = Bar(*columns, console=console, transient=True)
+    task = bar.add_task("", total=None)
+    with _logs_above(console, stream):
+        for progress in _follow(run, done, tick_s):
+            bar.update(task, completed=progress.step, total=progress.num_steps or None, description=progress.pace())
+            if progress.num_steps and not done.is_set():
+                bar.start()  # not before there is something to show; once started, again does nothing
+        bar.stop()
+
+
+def _follow(run: RunDir, done: threading.Event, tick_s: float) -> Iterator[Progress]:
+    """Yield the state of the training every `tick_s`, and once more when `done` is set."""
+    progress, offset, last = Progress(), 0, False
+    while not last:
+        last = done.wait(tick_s)
+        for event, after in read_events(run.events, offset):
+            progress.add(event)
+            offset = after
+        yield progress
+
+
+@contextlib.contextmanager
+def _logs_above(console: Console, stream: TextIO) -> Iterator[None]:
+    """Let what logs to `stream` print above the bar instead of into it."""
+    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    handlers = {
+        handler
+        for logger in loggers
+        for handler in logger.handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stream
+    }
+    try:
+        for handler in handlers:
+            handler.setStream(cast(TextIO, FileProxy(console, stream)))
+        yield
+    finally:
+        for handler in handlers:
+            handler.setStream(stream)

@@ -1,0 +1,76 @@
+"""The loss scaler keeps the predecessor's rule; autocast computes in the configured type, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.config import PrecisionConfig
+from trainer.precision import LossScaler, autocast
+
+
+def grown(scaler: LossScaler, updates: int) -> LossScaler:
+    for _ in range(updates):
+        scaler.grow()
+    return scaler
+
+
+def test_2000_finite_updates_double_the_scale_and_one_overflow_halves_it() -> None:
+    scaler = LossScaler(PrecisionConfig(compute="fp16"))
+    assert grown(scaler, 1999).scale == 65536
+    assert grown(scaler, 1).scale == 131072
+    assert scaler.back_off()
+    assert scaler.scale == 65536
+
+
+def test_an_overflow_starts_the_count_anew() -> None:
+    scaler = grown(LossScaler(PrecisionConfig(compute="fp16")), 1999)
+    scaler.back_off()
+    assert grown(scaler, 1999).scale == 32768
+    assert grown(scaler, 1).scale == 65536
+
+
+def test_the_scale_stays_between_1_and_its_cap() -> None:
+    scaler = LossScaler(PrecisionConfig(compute="fp16", growth_interval=1))
+    assert grown(scaler, 20).scale == 2**24
+    assert [scaler.back_off() for _ in range(26)] == [True] * 24 + [False] * 2
+    assert scaler.scale == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        (PrecisionConfig(compute="fp32"), 1.0),
+        (PrecisionConfig(compute="bf16"), 1.0),
+        (PrecisionConfig(compute="fp16", loss_scale=128), 128.0),
+    ],
+    ids=["fp32", "bf16", "static"],
+)
+def test_a_scale_that_is_not_dynamic_never_moves(config: PrecisionConfig, scale: float) -> None:
+    scaler = LossScaler(config)
+    assert not scaler.back_off()
+    assert grown(scaler, 4001).scale == scale
+    scaler.restore({"scale": 7.0, "finite_updates": 3.0})
+    assert scaler.scale == scale
+
+
+def test_a_restored_scaler_goes_on_counting() -> None:
+    first = LossScaler(PrecisionConfig(compute="fp16"))
+    first.back_off()
+    second = LossScaler(PrecisionConfig(compute="fp16"))
+    second.restore(grown(first, 1500).state())
+    assert second.state() == {"scale": 32768.0, "finite_updates": 1500.0}
+    assert grown(second, 500).scale == 65536
+
+
+@pytest.mark.parametrize(
+    ("compute", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_matrix_products_are_computed_in_the_configured_type(compute: str, dtype: torch.dtype) -> None:
+    weight = torch.ones(4, 4, requires_grad=True)
+    with autocast(PrecisionConfig.model_validate({"compute": compute}), torch.device("cpu")):
+        product = torch.ones(2, 4) @ weight
+    assert product.dtype == dtype
+    product.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32

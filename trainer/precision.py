@@ -1,0 +1,61 @@
+"""Arithmetic below fp32: which type the forward pass computes in, and the scale that keeps fp16 gradients alive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from trainer.config import PrecisionConfig
+
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
+    """The context of a forward pass: matrix products and convolutions in `precision.compute`; fp32: nothing."""
+    if config.compute == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=COMPUTE[config.compute])
+
+
+class LossScaler:
+    """What the loss is multiplied by before the backward pass; a 1 that never moves unless compute is fp16.
+
+    The predecessor's rule (orttraining, core/framework/loss_scaler): start at 2^16; after 2000 finite
+    updates in a row double, up to 2^24; after an overflow halve, down to 1, and count anew. A static scale
+    never moves. All ranks must call the same methods, so the loop lets them agree on the overflow first.
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self._config = config
+        self._dynamic = config.compute == "fp16" and not config.loss_scale
+        self.scale = 1.0
+        self._finite_updates = 0
+        if config.compute == "fp16":
+            self.scale = config.loss_scale or config.initial_scale
+
+    def grow(self) -> None:
+        """A finite update was made."""
+        self._finite_updates += self._dynamic
+        if self._finite_updates == self._config.growth_interval:
+            self.scale = min(2.0 * self.scale, self._config.max_scale)
+            self._finite_updates = 0
+
+    def back_off(self) -> bool:
+        """A gradient overflowed and its update was skipped. False when a smaller scale is not to be had."""
+        self._finite_updates = 0
+        before = self.scale
+        if self._dynamic:
+            self.scale = max(0.5 * self.scale, 1.0)
+        return self.scale < before
+
+    def state(self) -> dict[str, float]:
+        """For the checkpoint: JSON-able."""
+        return {"scale": self.scale, "finite_updates": float(self._finite_updates)}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on where `state` was taken; a scale that this configuration fixes stays."""
+        if self._dynamic:
+            self.scale = state["scale"]
+            self._finite_updates = int(state["finite_updates"])

@@ -56,7 +56,7 @@ CARRIED = ("NCCL_", "GLOO_", "TORCH_", "MPI4PY_", "OMP_", "PYTHONUNBUFFERED", "P
 
 
 class LaunchError(Exception):
-    """There is no mpirun on this machine."""
+    """A job cannot be started: there is no mpirun, or its run directory has a living job."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class MpiJob:
     cwd: Path = Path()
 
     def argv(self, environment: Mapping[str, str] = os.environ) -> list[str]:
-        """The command line. Raises LaunchError."""
+        """The command line. Raises LaunchError without a mpirun."""
         hosts = ["--hostfile", self.hostfile] if self.hostfile else ["--map-by", ":OVERSUBSCRIBE"]
         names = sorted({*environment, *SETTINGS, TAG}) if self.hostfile else []  # ssh logins start with nothing
         exports = [word for name in names if name.startswith(CARRIED) for word in ("-x", name)]
@@ -113,6 +113,7 @@ class MpiJob:
         An exception that a signal raises here (Ctrl-C, Prefect's cancellation) stops the job, which gets
         its grace to save, and goes on. Raises LaunchError.
         """
+        wait_until_free(self.run_dir)
         argv, tag, started_at = self.argv(), uuid.uuid4().hex, time.monotonic()
         stop = threading.Event()
         with _guard(tag, min(self.grace_s, GUARD_GRACE_S)), self.log.open("ab") as log:
@@ -189,6 +190,18 @@ def running_job(run_dir: Path) -> RunningJob | None:
     except (FileNotFoundError, ValueError, TypeError):
         return None
     return job if job.boot == _boot() and _members(job.tag) else None
+
+
+def wait_until_free(run_dir: Path, limit_s: float = GUARD_GRACE_S + 5.0) -> None:
+    """Wait for the ranks of a supervisor that died: they may still be saving. Raises LaunchError if they stay."""
+    deadline = time.monotonic() + limit_s
+    while (job := running_job(run_dir)) is not None:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"{run_dir} has a living job, started at {job.started_at} (processes {_members(job.tag)}); "
+                "stop that one first, or wait for its end"
+            )
+        time.sleep(POLL_S)
 
 
 def _record(run_dir: Path, tag: str, argv: list[str]) -> None:

@@ -1,0 +1,173 @@
+"""train: what counts as success, what is retried, what is raised. Real mpirun, ranks without a model."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import State
+from prefect.states import Failed
+
+import tasks.train
+from infra import mpirun
+from tasks.train import train, worth_retrying
+from trainer.config import build_config
+from trainer.errors import ConfigError, DataError, Diverged, OnwardError, RuntimeUnavailable, TrainingFailed
+from trainer.run import RunDir, TrainResult, read_record, write_record
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A configured run of two ranks, with little patience."""
+    run = RunDir(tmp_path)
+    config = build_config(
+        {
+            "model": {"path": str(tmp_path / "model.onnx")},
+            "data": {"source": "digits"},
+            "train": {"num_steps": 8, "global_batch_size": 4},
+            "parallel": {"data": 2},
+            "launch": {"start_timeout_s": 20, "stop_grace_s": 2},
+        }
+    )
+    write_record(run.config, config)
+    return run
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Chooses what the ranks do: a habit of attempts.py."""
+    return lambda habit: monkeypatch.setattr(tasks.train, "RANK", ("tests.tasks.attempts", habit))
+
+
+def test_a_result_of_this_attempt_is_success(run: RunDir, ranks: Any) -> None:
+    ranks("finishes")
+    result = train.fn(run)
+    assert isinstance(result, TrainResult)
+    assert (result.status, result.attempts, result.step, result.samples_seen) == ("done", 1, 8, 32)
+    assert read_record(run.train, TrainResult) == result
+
+
+def test_exit_status_0_without_a_result_is_a_failure(run: RunDir, ranks: Any) -> None:
+    ranks("lies")
+    with pytest.raises(TrainingFailed) as failed:
+        train.fn(run)
+    assert "attempt 1: mpirun ended with status 0, without a result" in str(failed.value)
+    assert "all is well" in str(failed.value)  # the end of the log
+    assert not run.train.exists()
+
+
+def test_the_result_of_the_attempt_before_is_not_success(run: RunDir, ranks: Any) -> None:
+    ranks("waits")
+    _stop_when_moving(run)
+    ranks("lies")
+    with pytest.raises(TrainingFailed, match="attempt 2: mpirun ended with status 0"):
+        train.fn(run)
+
+
+def test_the_rank_that_is_to_blame_is_named_not_the_one_that_noticed(run: RunDir, ranks: Any) -> None:
+    ranks("fails")
+    with pytest.raises(TrainingFailed, match="attempt 1: rank 1 on here, step 3: ValueError: a NaN in row 17"):
+        train.fn(run)
+
+
+@pytest.mark.parametrize(
+    ("habit", "kind", "sentence"),
+    [
+        ("is_refused", ConfigError, "no weight matches 'conv*'\nno column 'pixels'"),
+        ("diverges", Diverged, "rank 0 on here, step 3: step 3: loss nan"),
+    ],
+)
+def test_what_a_retry_cannot_mend_is_raised_as_what_it_is(
+    run: RunDir, ranks: Any, habit: str, kind: type[OnwardError], sentence: str
+) -> None:
+    ranks(habit)
+    with pytest.raises(kind) as refused:
+        train.fn(run)
+    assert str(refused.value) == sentence
+
+
+def test_a_job_that_died_goes_on_in_the_next_attempt(run: RunDir, ranks: Any) -> None:
+    ranks("dies_once")
+    with pytest.raises(TrainingFailed, match=r"status 137"):
+        train.fn(run)
+    result = train.fn(run)
+    assert isinstance(result, TrainResult)
+    assert (result.status, result.attempts) == ("done", 2)
+
+
+def test_a_run_that_is_done_is_not_trained_again(run: RunDir, ranks: Any) -> None:
+    ranks("finishes")
+    first = train.fn(run)
+    ranks("fails")
+    assert train.fn(run) == first
+
+
+def test_a_stopped_job_is_cancelled_not_failed_and_can_go_on(run: RunDir, ranks: Any) -> None:
+    ranks("waits")
+    state = _stop_when_moving(run)
+    assert state.is_cancelled()
+    assert state.message == "stopped after step 5, which is saved"
+    assert read_record(run.train, TrainResult).status == "stopped"
+    ranks("finishes")
+    result = train.fn(run)
+    assert isinstance(result, TrainResult)
+    assert (result.status, result.attempts, result.elapsed_s) == ("done", 2, 4.0)
+
+
+def test_a_job_stopped_before_it_could_save_is_not_retried_either(run: RunDir, ranks: Any) -> None:
+    ranks("does_not_save")
+    state = _stop_when_moving(run)
+    assert state.is_cancelled()
+    assert state.message == "stopped before it could save (launch.stop_grace_s = 2); the checkpoints before are kept"
+
+
+def test_without_mpirun_it_is_unavailable(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeUnavailable, match="there is no mpirun"):
+        train.fn(run)
+
+
+def test_a_second_job_in_the_same_run_is_refused(run: RunDir, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks("waits")
+    monkeypatch.setattr(mpirun.wait_until_free, "__defaults__", (0.2,))
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(train.fn, run)
+        _until_moving(run)
+        try:
+            with pytest.raises(RuntimeUnavailable, match="has a living job, started at"):
+                train.fn(run)
+            assert run.current_attempt == 1  # the first one still owns the directory
+        finally:
+            mpirun.stop_running(run.root)
+        assert first.result(15).is_cancelled()
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [(TrainingFailed("died"), True), (ConfigError("x"), False), (DataError("x"), False), (KeyError("bug"), False)],
+)
+def test_only_a_job_that_died_is_retried(error: Exception, again: bool) -> None:
+    assert worth_retrying(train, None, Failed(data=error)) == again  # type: ignore[arg-type]
+
+
+def _until_moving(run: RunDir) -> None:
+    deadline = time.monotonic() + 15
+    while not run.heartbeat.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _stop_when_moving(run: RunDir) -> State[Any]:
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(train.fn, run)
+        _until_moving(run)
+        assert mpirun.stop_running(run.root)
+        state = running.result(15)
+    assert isinstance(state, State)
+    return state

@@ -15,6 +15,7 @@ import posixpath
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -310,6 +311,7 @@ class Tracker:
 
     def _logged_model(self, name: str, kind: str, tags: Mapping[str, str]) -> LoggedModel:
         """Find this run's LoggedModel of that name and digest, or create it."""
+        name = re.sub(r"[/:.%\"']", "-", name)  # what MLflow does not take
         if found := self._models(f"name = '{name}' AND tags.sha256 = '{tags['sha256']}'"):
             return found[0]
         experiment = self._client.get_run(self.run_id).info.experiment_id
@@ -334,24 +336,26 @@ def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> N
     """Lay out an MLflow model directory around an ONNX file, whose bytes stay what they are."""
     from importlib.metadata import version
 
-    import mlflow.onnx
-    from mlflow.models import Model, ModelSignature
-    from mlflow.types import Schema, TensorSpec
-    from numpy import dtype
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of MLflow's own code about itself
+        import mlflow.onnx
+        from mlflow.models import Model, ModelSignature
+        from mlflow.types import Schema, TensorSpec
+        from numpy import dtype
 
-    def schema(ports: tuple[Port, ...]) -> Schema:
-        return Schema([TensorSpec(dtype(port.dtype), port.shape, port.name) for port in ports])
+        def schema(ports: tuple[Port, ...]) -> Schema:
+            return Schema([TensorSpec(dtype(port.dtype), port.shape, port.name) for port in ports])
 
-    mlflow.onnx.save_model(
-        model.path.read_bytes(),
-        folder,
-        mlflow_model=Model(run_id=run_id, model_uuid=model_id, model_id=model_id),
-        signature=ModelSignature(schema(model.inputs), schema(model.outputs)),
-        input_example=dict(model.example) or None,
-        pip_requirements=[f"{package}=={version(package)}" for package in REQUIREMENTS],
-        onnx_execution_providers=["CPUExecutionProvider"],
-        save_as_external_data=False,
-    )
+        mlflow.onnx.save_model(
+            model.path.read_bytes(),
+            folder,
+            mlflow_model=Model(run_id=run_id, model_uuid=model_id, model_id=model_id),
+            signature=ModelSignature(schema(model.inputs), schema(model.outputs)),
+            input_example=dict(model.example) or None,
+            pip_requirements=[f"{package}=={version(package)}" for package in REQUIREMENTS],
+            onnx_execution_providers=["CPUExecutionProvider"],
+            save_as_external_data=False,
+        )
     shutil.copyfile(model.path, folder / "model.onnx")
 
 

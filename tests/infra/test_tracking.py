@@ -1,0 +1,259 @@
+"""MLflow through infra.tracking, against real stores: each test asks the store what it has."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from infra.tracking import (
+    ModelFile,
+    Point,
+    Port,
+    Tracker,
+    TrackingError,
+    TrackingUnavailable,
+    local_store,
+    metric_name,
+)
+from tests.stores import client, free_port, new_run, points, tracking_store
+
+
+def test_importing_it_does_not_import_mlflow() -> None:
+    subprocess.run([sys.executable, "-c", "import infra.tracking, sys; assert 'mlflow' not in sys.modules"], check=True)
+
+
+def test_a_run_is_found_again_by_its_key_and_runs_again() -> None:
+    first = new_run(key="the-key")
+    first.set_status("KILLED")
+    assert client(first).get_run(first.run_id).info.status == "KILLED"
+
+    again = Tracker(tracking_store())
+    run_id, page = again.start_run(
+        "tests/all", key="the-key", name="other", tags={"attempt": "2"}, params={"learning_rate": 0.5}
+    )
+    run = client(again).get_run(run_id)
+    assert run_id == first.run_id
+    assert page == ""
+    assert run.info.status == "RUNNING"
+    assert run.info.run_name == "a-run"
+    assert run.data.tags["attempt"] == "2"
+    assert run.data.params == {"learning_rate": "0.5"}
+    again.start_run("tests/all", key="the-key", name="", tags={}, params={"learning_rate": 0.25, "seed": 3})
+    assert client(again).get_run(run_id).data.params == {"learning_rate": "0.5", "seed": "3"}
+
+
+def test_a_run_of_another_key_is_another_run() -> None:
+    assert new_run().run_id != new_run().run_id
+
+
+def test_a_deleted_experiment_is_brought_back() -> None:
+    tracker = Tracker(tracking_store())
+    tracker.start_run("tests/deleted", key="a", name="a", tags={}, params={})
+    client(tracker).delete_experiment(client(tracker).get_run(tracker.run_id).info.experiment_id)
+    tracker.start_run("tests/deleted", key="b", name="b", tags={}, params={})
+    assert client(tracker).get_run(tracker.run_id).data.tags["onward.run_id"] == "b"
+
+
+def test_hundreds_of_long_parameters_are_kept_to_their_first_6000_characters() -> None:
+    tracker = new_run()
+    params = {f"weights.{index}": "x" * 7000 for index in range(250)}
+    key = client(tracker).get_run(tracker.run_id).data.tags["onward.run_id"]
+    tracker.start_run("tests/all", key=key, name="", tags={}, params=params)
+    stored = client(tracker).get_run(tracker.run_id).data.params
+    assert {name: len(value) for name, value in stored.items()} == dict.fromkeys(params, 6000)
+
+
+def test_points_sent_again_are_stored_once_and_more_than_a_batch_is_split() -> None:
+    tracker = new_run()
+    sent = [Point("train/loss", 1.0 / step, 1_700_000_000_000 + step, step) for step in range(1, 2501)]
+    for _ in range(3):
+        tracker.log_batch(sent)
+    tracker.log_batch(sent[700:1300])  # a batch cut otherwise
+    assert points(tracker, "train/loss") == [(point.step, point.value) for point in sent]
+
+
+def test_values_that_are_not_finite_are_kept() -> None:
+    tracker = new_run()
+    sent = [Point("loss", math.nan, 1, 1), Point("loss", math.inf, 2, 2), Point("loss", -math.inf, 3, 3)]
+    for _ in range(2):
+        tracker.log_batch(sent)
+    stored = [value for _, value in points(tracker, "loss")]
+    assert [math.isnan(stored[0]), stored[1] > 1e308, stored[2] < -1e308, len(stored)] == [True, True, True, 3]
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("train/loss", "train/loss"),
+        ("train/weight_norm//h.0/attn/c_attn", "train/weight_norm/h.0/attn/c_attn"),
+        ("/embedding@table[0]", "embedding_table_0_"),
+        ("onnx::MatMul_12", "onnx::MatMul_12"),
+        ("a/../b", "b"),
+        ("../../up", "up"),
+        ("...", "_"),
+        ("", "_"),
+        ("größe (mm)", "größe _mm_"),
+        ("k" * 300, "k" * 250),
+    ],
+)
+def test_every_key_becomes_a_name_that_mlflow_takes(key: str, name: str) -> None:
+    assert metric_name(key) == name
+    tracker = new_run()
+    tracker.log_batch([Point(key, 0.5, 1, 1)])
+    assert points(tracker, name) == [(1, 0.5)]
+
+
+def test_a_checkpoint_is_recorded_once_and_the_newest_best_is_the_only_best() -> None:
+    tracker = new_run()
+    for step, best in ((100, True), (100, True), (200, True), (300, False), (200, True)):
+        tracker.record_checkpoint(
+            step,
+            path=Path(f"/runs/one/checkpoints/step-{step:09d}"),
+            bytes=step * 10,
+            digest=f"digest-{step}",
+            metrics={"evaluation/loss": 1.0 / step},
+            best=best,
+        )
+    run = client(tracker).get_run(tracker.run_id)
+    found = client(tracker).search_logged_models([run.info.experiment_id], f"source_run_id = '{tracker.run_id}'")
+    kept = {model.name: model for model in found}
+    assert len(found) == 3
+    assert kept["step-000000200"].tags == {
+        "path": "/runs/one/checkpoints/step-000000200",
+        "sha256": "digest-200",
+        "bytes": "2000",
+        "step": "200",
+        "best": "true",
+    }
+    assert [kept[f"step-000000{step}"].tags["best"] for step in (100, 200, 300)] == ["false", "true", "false"]
+    assert all(model.status == "READY" for model in found)
+    assert run.data.tags["onward.best_checkpoint"] == "step-000000200"
+    assert points(tracker, "checkpoint/evaluation/loss") == [(100, 0.01), (200, 0.005), (300, 1 / 300)]
+    assert points(tracker, "evaluation/loss") == []  # those come from the event log
+
+
+def test_the_data_is_recorded_by_its_digest_once() -> None:
+    tracker = new_run()
+    for _ in range(2):
+        tracker.log_dataset("digits", digest="f" * 64, source=Path("shards"), rows={"train": 1617, "evaluation": 180})
+    inputs = client(tracker).get_run(tracker.run_id).inputs.dataset_inputs
+    assert {item.dataset.name: item.dataset.profile for item in inputs} == {
+        "digits/train": '{"num_rows": 1617}',
+        "digits/evaluation": '{"num_rows": 180}',
+    }
+    assert {item.dataset.digest for item in inputs} == {"f" * 36}
+
+
+def adder(folder: Path, *, by: float) -> ModelFile:
+    """y = x + by, as an ONNX file."""
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in "xy"]
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [2], [by, by])
+    graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "adder", ports[:1], ports[1:], [weight])
+    path = folder / f"adder-{by}.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return ModelFile(
+        path,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        inputs=(Port("x", "float32", (-1, 2)),),
+        outputs=(Port("y", "float32", (-1, 2)),),
+        step=7,
+        example={"x": np.zeros((1, 2), np.float32)},
+        metrics={"evaluation/loss": 0.25},
+        tags={"parity": "1e-7"},
+    )
+
+
+def load(folder: Path) -> Any:
+    """A model directory, as MLflow serves it."""
+    import mlflow.pyfunc
+
+    return mlflow.pyfunc.load_model(str(folder))
+
+
+def test_a_registered_model_is_the_file_itself_and_answers_under_its_alias(tmp_path: Path) -> None:
+    tracker, name = new_run(), "adders"
+    one, two = adder(tmp_path, by=1.0), adder(tmp_path, by=2.0)
+    assert tracker.register_model(one, name=name, alias="champion") == "1"
+    assert tracker.register_model(one, name=name, alias="champion") == "1"  # done already
+    assert tracker.register_model(two, name=name, alias="champion") == "2"
+
+    version = client(tracker).get_model_version_by_alias(name, "champion")
+    folder = Path(version.source.removeprefix("file://"))
+    loaded = load(folder)
+    assert version.tags == {"parity": "1e-7", "sha256": two.sha256}
+    assert version.run_id == tracker.run_id
+    assert (folder / "model.onnx").read_bytes() == two.path.read_bytes()
+    assert loaded.predict({"x": np.ones((3, 2), np.float32)})["y"].tolist() == [[3.0, 3.0]] * 3
+    assert [(port.name, port.type.name, port.shape) for port in loaded.metadata.signature.inputs] == [
+        ("x", "float32", (-1, 2))
+    ]
+    assert points(tracker, "exported/evaluation/loss") == [(7, 0.25), (7, 0.25)]  # one of each file
+    other = new_run()
+    assert other.register_model(replace(one, step=9), name=name) == "3"  # another run's file is another version
+
+
+def test_nothing_lands_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    tracker = new_run()
+    (tmp_path / "note.txt").write_text("note")
+    tracker.log_file(tmp_path / "note.txt", "notes")
+    tracker.register_model(adder(tmp_path, by=3.0), name="adders")
+    assert list(Path().iterdir()) == []
+    beside = Path(tracking_store().removeprefix("sqlite:///")).parent / "artifacts"
+    assert {"note.txt", "model.onnx"} <= {path.name for path in beside.rglob("*.*")}
+
+
+def test_a_file_that_is_not_there_is_the_callers_mistake(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"absent\.txt"):
+        new_run().log_file(tmp_path / "absent.txt")
+
+
+def test_a_store_that_does_not_answer_is_said_to_be_unavailable_within_seconds() -> None:
+    port = free_port()
+    tracker = Tracker(f"http://127.0.0.1:{port}", "some-run")
+    began_at = time.monotonic()
+    with pytest.raises(TrackingUnavailable, match=f"127.0.0.1:{port}"):
+        tracker.log_batch([Point("loss", 1.0, 1, 1)])
+    with pytest.raises(TrackingUnavailable):
+        tracker.start_run("any", key="k", name="n", tags={}, params={})
+    assert time.monotonic() - began_at < 20
+
+
+def test_a_database_that_cannot_be_opened_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "mlflow").write_text("a file where the folder should be")
+    with pytest.raises(TrackingUnavailable):
+        Tracker(local_store(tmp_path), "some-run").set_status("FINISHED")
+
+
+def test_a_refusal_is_not_called_an_outage() -> None:
+    with pytest.raises(TrackingError, match="no-such-run") as caught:
+        Tracker(tracking_store(), "no-such-run").set_status("FINISHED")
+    assert not isinstance(caught.value, TrackingUnavailable)
+
+
+def test_two_processes_may_make_the_tables_of_one_database_at_once(tmp_path: Path) -> None:
+    code = (
+        "import sys; from infra.tracking import Tracker; tracker = Tracker(sys.argv[1])\n"
+        "print(tracker.start_run('race', key=sys.argv[2], name='n', tags={}, params={})[0])"
+    )
+    makers = [
+        subprocess.Popen([sys.executable, "-c", code, local_store(tmp_path), key], stdout=subprocess.PIPE)
+        for key in ("a", "b")
+    ]
+    made = [maker.communicate()[0].decode().strip() for maker in makers]
+    assert [maker.returncode for maker in makers] == [0, 0]
+    store = client(Tracker(local_store(tmp_path)))
+    experiment = store.get_experiment_by_name("race")
+    assert sorted(run.info.run_id for run in store.search_runs([experiment.experiment_id])) == sorted(made)

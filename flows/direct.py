@@ -98,14 +98,12 @@ def readable_log(run: RunDir) -> Iterator[None]:
     terminal = logging.StreamHandler()
     terminal.setFormatter(logging.Formatter("%(message)s"))
     terminal.addFilter(lambda record: Path(record.pathname).parent.name in PACKAGES)
-    loggers = [logging.getLogger(name) for name in ("prefect", *PACKAGES)]
-    before = [logger.handlers for logger in loggers]
-    for logger in loggers:
-        sinks = [handler for handler in logger.handlers if "Console" not in type(handler).__name__]
-        logger.handlers = [*sinks, everything, terminal]
+    root = logging.getLogger()
+    before, root.handlers = root.handlers, [everything, terminal]  # Prefect's console handler is on the root
+    for name in PACKAGES:
+        logging.getLogger(name).setLevel(logging.INFO)
     try:
         yield
     finally:
-        for logger, handlers in zip(loggers, before, strict=True):
-            logger.handlers = handlers
+        root.handlers = before
         everything.close()

@@ -10,20 +10,15 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from trainer.config import RunConfig, Section
 
 
 def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> None:
-    """Print rows as a table on stdout; long paths are broken, never cut."""
-    grid = Table(*heads, show_header=bool(heads), box=None, pad_edge=False)
-    for _ in () if heads else range(2):
-        grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
-    Console().print(grid)
+    """Print rows in columns on stdout; nothing is cut or broken, so that paths can be copied."""
+    lines = [*([heads] if heads else []), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

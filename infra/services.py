@@ -63,8 +63,8 @@ class Service:
     """(home, port) -> what to run."""
     port: int
     """The port to prefer; 0 = it listens nowhere."""
-    health: str = ""
-    """Path that answers 200 when the server is ready."""
+    health: str
+    """The path that answers 200 when the server is ready; without a port, what its log says then."""
 
 
 def _prefect_command(home: Path, port: int) -> list[str]:
@@ -91,7 +91,7 @@ def _worker_command(home: Path, port: int) -> list[str]:
 SERVICES: Mapping[str, Service] = {
     "prefect": Service(_prefect_command, port=4200, health="/api/health"),
     "mlflow": Service(_mlflow_command, port=5000, health="/health"),
-    "worker": Service(_worker_command, port=0),
+    "worker": Service(_worker_command, port=0, health="started!"),
 }
 
 
@@ -142,17 +142,12 @@ def down(home: Path) -> tuple[list[str], list[str]]:
     The worker goes first and gives its runs time to save. Takes at most about a minute.
     """
     (_directory(home) / "pinned").unlink(missing_ok=True)
-    stopped: list[str] = []
-    left: list[str] = []
-    for name in ("worker", "mlflow", "prefect"):
-        if not _kept(home, name):
-            continue
-        if name == "prefect" and _leased(home):
-            left.append(name)
-            continue
-        _stop_keeper(home, name)
-        stopped.append(name)
-    return stopped, left
+    kept = [name for name in ("worker", "mlflow", "prefect") if _kept(home, name)]
+    for name in kept:
+        if name != "prefect" or not _leased(home):
+            _stop_keeper(home, name)
+    left = [name for name in kept if _kept(home, name)]
+    return [name for name in kept if name not in left], left
 
 
 def environment(home: Path, *, prefect_url: str = "") -> dict[str, str]:
@@ -179,6 +174,7 @@ QUIET: Mapping[str, str] = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,infra,trainer",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -246,7 +242,7 @@ def _started(home: Path, name: str, *, stop: Callable[[], bool]) -> tuple[psutil
         process = _launch(home, name, port)
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and process.poll() is None and not stop():
-            if _serves(process, port, service.health):
+            if _serves(process, port, service.health) if port else service.health in _log_tail(home, name, 65536):
                 return process, f"http://127.0.0.1:{port}" if port else ""
             time.sleep(0.1)
         died_by_itself = process.poll() is not None
@@ -258,7 +254,7 @@ def _started(home: Path, name: str, *, stop: Callable[[], bool]) -> tuple[psutil
 
 def _launch(home: Path, name: str, port: int) -> psutil.Popen:
     own_url = f"http://127.0.0.1:{port}" if name == "prefect" else (_healthy(home, "prefect") or "")
-    with (_directory(home) / f"{name}.log").open("ab" if name == "worker" else "wb") as log:
+    with (_directory(home) / f"{name}.log").open("wb") as log:
         return psutil.Popen(
             SERVICES[name].command(home, port),
             env={**os.environ, **environment(home, prefect_url=own_url)},
@@ -281,8 +277,6 @@ def _die_with_parent() -> None:
 
 def _serves(process: psutil.Popen, port: int, health: str) -> bool:
     """Whether it is this process (not a stranger on the same port) that answers."""
-    if not port:
-        return True
     with contextlib.suppress(psutil.Error):
         family = [process, *process.children(recursive=True)]
         listening = any(

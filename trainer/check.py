@@ -1,4 +1,4 @@
-"""What a configuration names in the world: model file, data, directories, room on the disk.
+"""What a configuration names in the world: the model file, the data, directories to write to.
 
 Asked by the command line before anything is started, and by the configure task; without torch.
 """
@@ -6,7 +6,6 @@ Asked by the command line before anything is started, and by the configure task;
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from trainer.config import BUNDLED_SOURCES, DataConfig, ModelConfig, RunConfig, Sections
@@ -14,9 +13,6 @@ from trainer.errors import Refused
 from trainer.run import onward_home
 from trainer.shards import peek
 from trainer.signature import misfits
-
-WEIGHT_COPIES = 3
-"""A checkpoint holds about this many times the ONNX file: the weights and two optimizer tensors for each."""
 
 
 def check_sections(sections: Sections) -> list[str]:
@@ -27,7 +23,7 @@ def check_sections(sections: Sections) -> list[str]:
     model, data = sections.get("model"), sections.get("data")
     model_problems = _model(model) if model else []
     data_problems = _data(data) if data else []
-    problems = [*model_problems, *data_problems, *_paths(sections), *_room(sections)]
+    problems = [*model_problems, *data_problems, *_paths(sections)]
     if model and data and not model_problems and not data_problems:
         try:
             problems += misfits(RunConfig.model_construct(**dict(sections)), peek(data))
@@ -69,33 +65,14 @@ def _paths(sections: Sections) -> list[str]:
     wanted = getattr(sections.get("export"), "path", "")
     if wanted and not _writable(Path(wanted).parent):
         problems.append(f"export.path: cannot write to {Path(wanted).parent}")
+    if not _writable(onward_home()):
+        problems.append(
+            f"cannot write to {onward_home()}, where runs are kept; set ONWARD_HOME to a directory of yours"
+        )
     return problems
-
-
-def _room(sections: Sections) -> list[str]:
-    """The run directory must be writable and have room for the checkpoints that will be kept."""
-    home = onward_home()
-    if not _writable(home):
-        return [f"cannot write to {home}, where runs are kept; set ONWARD_HOME to a directory of yours"]
-    model, checkpoint = sections.get("model"), sections.get("checkpoint")
-    if model is None or checkpoint is None or not model.path.is_file():
-        return []
-    kept = checkpoint.keep_newest + 2  # the best, and the one being written
-    needed = kept * WEIGHT_COPIES * model.path.stat().st_size
-    free = shutil.disk_usage(_existing(home)).free
-    if free >= needed:
-        return []
-    return [
-        f"{kept} checkpoints of {model.path.name} need about {needed / 1e9:.3g} GB, but {home} has "
-        f"{free / 1e9:.3g} GB free; lower checkpoint.keep_newest or set ONWARD_HOME to a larger disk"
-    ]
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def _writable(directory: Path) -> bool:
     """Whether files can be made there, or the directory itself can."""
-    nearest = _existing(directory)
+    nearest = next(parent for parent in (directory, *directory.parents) if parent.exists())
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

@@ -1,0 +1,172 @@
+"""The command line: quick, one JSON object where asked, names that people type."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from flows import cli
+from flows.report import bits_per_byte, config_lines, meanings, outcome, table
+from flows.runs import all_runs, describe, find_run
+from trainer.config import RunConfig, build_config, load_config
+from trainer.errors import ConfigError
+from trainer.events import EventWriter
+from trainer.run import AttemptResult, RankError, RunDir, RunIdentity, write_record
+
+CONFIGS = sorted((Path(cli.__file__).parent / "configs").glob("*.toml"))
+
+
+def onward(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run a command in this process; what it printed."""
+    with pytest.raises(SystemExit) as end:
+        cli.app(list(words))
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+def make_run(home: Path, run_id: str, name: str, created_at: str = "2026-01-01T00:00:00+00:00") -> RunDir:
+    run = RunDir(home / "runs" / run_id)
+    config = build_config(
+        {"name": name, "model": {"path": "m.onnx"}, "data": {"source": "d"}, "train": {"num_steps": 9}}
+    )
+    write_record(run.config, config)
+    write_record(run.identity, RunIdentity(run_id=run_id, name=name, created_at=created_at, model_sha256="0"))
+    return run
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_help_answers_in_under_half_a_second() -> None:
+    def once() -> float:
+        started_at = time.monotonic()
+        subprocess.run([sys.executable, "-m", "flows.cli", "--help"], check=True, capture_output=True)
+        return time.monotonic() - started_at
+
+    assert min(once() for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_resolved_configuration_is_a_configuration_again(path: Path, tmp_path: Path) -> None:
+    config = load_config(path, ["optimizer.weights=[{pattern='*bias*', weight_decay=0}]", "data.inputs={a=['b','c']}"])
+    (tmp_path / "again.toml").write_text("\n".join(config_lines(config)))
+    assert load_config(tmp_path / "again.toml") == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_an_example_opens_with_its_command(path: Path) -> None:
+    opening = path.read_text().split("\n\n[")[0]
+    assert f"onward run flows/configs/{path.name}" in opening
+
+
+def test_every_setting_has_a_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = json.loads(onward(capsys, "config", str(CONFIGS[0]), "--json"))
+    settings = {f"{section}.{key}" for section, keys in printed["config"].items() if section != "name" for key in keys}
+    assert settings == set(meanings()) == set(printed["meanings"])
+    assert all(printed["meanings"].values())
+
+
+def test_a_reference_model_is_written_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "new" / "gpt2.onnx"
+    sizes = ["--vocab-size", "16", "--sequence-length", "8", "--num-layers", "1", "--num-heads", "1", "--width", "8"]
+    facts = json.loads(onward(capsys, "reference", "gpt2", *sizes, "-o", str(target), "--json"))
+    assert facts["inputs"] == ["input_ids"]
+    assert facts["bytes"] == target.stat().st_size
+
+
+def test_a_run_is_found_by_id_name_directory_and_last(home: Path) -> None:
+    older = make_run(home, "aaaa-1", "digits")
+    newer = make_run(home, "aabb-2", "digits", "2026-01-02T00:00:00+00:00")
+    for text, expected in [("aaaa", older), ("aabb-2", newer), ("digits", newer), ("last", newer)]:
+        assert find_run(text) == expected
+    assert find_run(str(older.root)) == older
+
+
+def test_an_ambiguous_or_unknown_run_is_refused_with_those_there_are(home: Path) -> None:
+    with pytest.raises(ConfigError, match="there are none under"):
+        find_run("last")
+    make_run(home, "aaaa-1", "digits")
+    make_run(home, "aabb-2", "text")
+    with pytest.raises(ConfigError, match="2 runs begin with 'aa'"):
+        find_run("aa")
+    with pytest.raises(ConfigError, match=r"no run is called 'zz'; the newest are aa.*digits"):
+        find_run("zz")
+
+
+def test_a_state_is_read_from_the_files_alone(home: Path) -> None:
+    run = make_run(home, "aaaa-1", "digits")
+    assert describe(run)["state"] == "interrupted"
+    attempt = run.begin_attempt()
+    events = EventWriter(run.events, attempt=attempt, rank=0)
+    events.emit("start", 0, num_steps=9)
+    events.scalars(3, loss=0.5)
+    events.close()
+    error = RankError(attempt=1, rank=1, host="h", step=3, cause="ValueError: bad", traceback="", at_ms=1)
+    write_record(run.rank_error(attempt, 1), error)
+    described = describe(run)
+    assert (described["state"], described["step"], described["num_steps"]) == ("failed", 3, 9)
+    assert described["values"] == {"train/loss": 0.5}
+    assert described["error"] == "rank 1 on h, step 3: ValueError: bad"
+    stopped = AttemptResult(attempt=1, status="stopped", step=3, samples_seen=1, metrics={}, elapsed_s=1.0)
+    write_record(run.result(attempt), stopped)
+    assert describe(run)["state"] == "stopped"
+
+
+def test_runs_lists_the_newest_first(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(home, "aaaa-1", "digits")
+    make_run(home, "bbbb-2", "text", "2026-01-02T00:00:00+00:00")
+    assert [run["name"] for run in json.loads(onward(capsys, "runs", "--json"))["runs"]] == ["text", "digits"]
+    assert onward(capsys, "runs").splitlines()[1].startswith("bbbb-2")
+    assert len(all_runs()) == 2
+
+
+def test_a_table_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    table([("a", "x" * 300), ("long name", "y")])
+    assert capsys.readouterr().out == "a          " + "x" * 300 + "\nlong name  y\n"
+
+
+def test_the_table_of_a_run_shows_before_and_after() -> None:
+    facts = {
+        "before": {"evaluation/accuracy": 0.1},
+        "after": {"evaluation/accuracy": 0.98},
+        "parity": 1e-6,
+        "model": "/m.onnx",
+        "directory": "/run",
+        "mlflow_run_id": "abc",
+        "registered": "digits version 1",
+        "prefect_url": "http://p",
+        "step": 5,
+        "elapsed_s": 2.0,
+        "attempts": 1,
+    }
+    rows = dict(outcome(facts))
+    assert rows["accuracy"] == "0.1000 -> 0.9800"
+    assert rows["MLflow"] == "run abc, digits version 1"
+    assert rows["to look at it"] == "onward ui"
+
+
+def test_a_uniform_guess_costs_8_bits_per_byte_and_compressors_beat_it_on_repetition() -> None:
+    bits = bits_per_byte(math.log(256), b"abcd" * 1000)
+    assert bits["model"] == pytest.approx(8.0)
+    assert bits["xz -9"] < bits["model"]
+    assert bits["gzip -9"] < 1.0
+
+
+def test_config_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = tomllib.loads(onward(capsys, "config", str(CONFIGS[0]), "train.num_steps=7", "train.num_epochs=0"))
+    assert printed["train"]["num_steps"] == 7
+    assert set(printed) == set(RunConfig.model_fields)
+
+
+def test_down_says_when_nothing_runs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(onward(capsys, "down", "--json")) == {"stopped": [], "left": []}

@@ -1,0 +1,126 @@
+"""A wrong configuration is refused by the real command: what is said, exit status 2, in under 3 s, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.graphs import tiny_conv_net
+
+CONFIG = """
+[model]
+path = "model.onnx"
+[data]
+source = "data.npz"
+[train]
+global_batch_size = 8
+num_steps = 4
+[parallel]
+data = 2
+"""
+
+ONWARD = """
+import sys
+from flows.cli import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+"""`onward`, with a last line on stderr that says whether torch was imported."""
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Path:
+    """A directory with a model, data that fits it, and a configuration that is right."""
+    onnx.save_model(tiny_conv_net(num_classes=4), tmp_path / "model.onnx")
+    images = np.zeros((20, 3, 8, 8), np.float32)
+    np.savez(tmp_path / "data.npz", image=images, label=np.arange(20) % 4)
+    (tmp_path / "config.toml").write_text(CONFIG)
+    return tmp_path
+
+
+def refused(workshop: Path, *overrides: str) -> list[str]:
+    """Run `onward run` on the workshop's configuration; the problems it names."""
+    started_at = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", ONWARD, "run", str(workshop / "config.toml"), *overrides, "--json"],
+        capture_output=True,
+        text=True,
+        cwd=workshop,
+        env={**ENVIRONMENT, "ONWARD_HOME": str(workshop / "home")},
+    )
+    elapsed_s = time.monotonic() - started_at
+    assert process.returncode == 2, process.stderr
+    assert elapsed_s < 3.0
+    lines = process.stderr.splitlines()
+    assert lines[-1] == "False", "torch was imported"
+    problems: list[str] = json.loads(process.stdout)["problems"]
+    assert lines[:-1] == [line for problem in problems for line in f"  - {problem}".splitlines()]
+    assert not (workshop / "home").exists(), "something was started or written"
+    return problems
+
+
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["launch.num_ranks=3"], "data 2 x horizontal 1 x pipeline 1 needs 2 ranks, but launch.num_ranks is 3"),
+        (["train.gradient_accumulation_steps=3"], "global_batch_size 8 does not divide over 2 replicas x 3"),
+        (["train.num_setps=7"], "unknown key train.num_setps; did you mean train.num_steps?"),
+        (["optimiser.name=adam"], "unknown section optimiser; did you mean optimizer?"),
+        (["train.global_batch_size=-1"], "train.global_batch_size: Input should be greater than 0, not -1"),
+        (["model.path=absent.onnx"], "there is no file"),
+        (["data.source=absent.csv"], "there is no file, directory or glob match"),
+        (["data.inputs={image='picture'}"], "picture"),
+        (["model.output=absent"], "absent"),
+        (["data.label=absent"], "absent"),
+        (["checkpoint.load=absent"], "checkpoint.load"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_setting_that_cannot_work_is_named(workshop: Path, overrides: list[str], sentence: str) -> None:
+    (problem,) = refused(workshop, *overrides)
+    assert sentence in problem
+
+
+def test_data_of_another_dtype_is_named(workshop: Path) -> None:
+    np.savez(workshop / "data.npz", image=np.full((20, 3, 8, 8), "x"), label=np.zeros(20, np.int64))
+    assert any("image" in problem for problem in refused(workshop))
+
+
+def test_data_of_another_shape_is_named_with_both_shapes(workshop: Path) -> None:
+    np.savez(workshop / "data.npz", image=np.zeros((20, 3, 9, 8), np.float32), label=np.zeros(20, np.int64))
+    (problem,) = refused(workshop)
+    assert "image" in problem
+    assert "9" in problem
+
+
+def test_labels_beyond_the_outputs_width_are_named(workshop: Path) -> None:
+    np.savez(workshop / "data.npz", image=np.zeros((20, 3, 8, 8), np.float32), label=np.arange(20))
+    (problem,) = refused(workshop)
+    assert "19" in problem
+    assert "4" in problem
+
+
+def test_a_file_that_is_not_toml_is_named_with_its_line(workshop: Path) -> None:
+    (workshop / "config.toml").write_text("[model\n")
+    (problem,) = refused(workshop)
+    assert "is not TOML" in problem
+    assert "line 1" in problem
+
+
+def test_everything_wrong_is_said_at_once(workshop: Path) -> None:
+    problems = refused(
+        workshop, "launch.num_ranks=3", "train.num_setps=7", "model.path=absent.onnx", "data.source=absent.csv"
+    )
+    assert len(problems) == 4

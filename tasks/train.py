@@ -69,9 +69,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         return Cancelled(message=f"stopped after step {record.step}, which is saved")
     if outcome.reason == "stopped":
         grace_s = config.launch.stop_grace_s
-        return Cancelled(
-            message=f"stopped before it could save (launch.stop_grace_s = {grace_s:g}); the checkpoints before are kept"
-        )
+        return Cancelled(message=f"stopped before it could save within {grace_s:g} s; what was saved before is kept")
     raise failure(run, attempt, ending=describe(outcome, config))
 
 

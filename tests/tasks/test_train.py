@@ -123,7 +123,7 @@ def test_a_job_stopped_before_it_could_save_is_not_retried_either(run: RunDir, r
     ranks("does_not_save")
     state = _stop_when_moving(run)
     assert state.is_cancelled()
-    assert state.message == "stopped before it could save (launch.stop_grace_s = 2); the checkpoints before are kept"
+    assert state.message == "stopped before it could save within 2 s; what was saved before is kept"
 
 
 def test_without_mpirun_it_is_unavailable(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

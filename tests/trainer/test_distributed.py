@@ -1,0 +1,195 @@
+"""The world as ranks find it, and how they leave it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from infra import mpirun
+from tests.ranks import run_ranks
+from trainer.distributed import (
+    AXES,
+    MPIContext,
+    ParallelDims,
+    _exit_status,
+    install_excepthook,
+    lost_a_peer,
+    make_mesh,
+    preflight,
+)
+from trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
+from trainer.run import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# -- tables
+
+
+@pytest.mark.parametrize(
+    ("rank", "coordinate"),
+    [(0, (0, 0, 0)), (1, (0, 0, 1)), (2, (0, 1, 0)), (3, (0, 1, 1)), (5, (0, 2, 1)), (6, (1, 0, 0)), (11, (1, 2, 1))],
+)
+def test_coordinates_count_horizontal_first_then_data_then_pipeline(rank: int, coordinate: tuple[int, ...]) -> None:
+    assert ParallelDims(data=3, horizontal=2, pipeline=2).coordinate(rank) == coordinate
+
+
+def test_a_division_that_does_not_fit_the_world_is_refused_with_all_four_numbers() -> None:
+    ParallelDims(data=2, horizontal=2, pipeline=2).check(8)
+    with pytest.raises(RuntimeUnavailable, match=r"data 2 x horizontal 3 x pipeline 2 needs 12 ranks, .* started 8"):
+        ParallelDims(data=2, horizontal=3, pipeline=2).check(8)
+
+
+@pytest.mark.parametrize(
+    ("error", "secondary"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:3219"), True),
+        (RuntimeError("Read error [127.0.0.1]:9: Connection reset by peer"), True),
+        (RuntimeError("Timed out waiting 6000ms for recv operation to complete"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 5x2)"), False),
+        (ConnectionResetError("Connection reset by peer"), False),  # a file or a server, not a rank
+    ],
+)
+def test_losing_a_peer_is_not_a_root_cause(error: Exception, secondary: bool) -> None:
+    assert lost_a_peer(error) == secondary
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError(), 70), (TrainingFailed(), 70), (Fenced(), 72), (Stopped(), 75), (ConfigError(""), 78)],
+)
+def test_exit_status_says_whether_to_try_again(error: Exception, status: int) -> None:
+    assert _exit_status(error) == status
+
+
+# -- real ranks
+
+
+def find_each_other(mpi: MPIContext) -> dict[str, Any]:
+    dims = ParallelDims(data=2)
+    mesh = make_mesh(mpi, dims, timeout_s=7)
+    total = torch.tensor([mpi.rank + 1.0])
+    dist.all_reduce(total, group=mesh.get_group("data"))
+    timeouts = {mesh.get_group(axis)._get_backend(torch.device("cpu")).options._timeout for axis in AXES}
+    return {
+        "rank": (mpi.rank, mpi.world_size, mpi.local_rank, mpi.local_size, str(mpi.device)),
+        "coordinate": [*mesh.get_coordinate()] == [*dims.coordinate(mpi.rank)],
+        "sum": float(total),
+        "timeouts": [timeout / timedelta(seconds=1) for timeout in timeouts],
+        "threads": torch.get_num_threads(),
+        "interface": os.environ["GLOO_SOCKET_IFNAME"],
+        "report": preflight(mpi, 2).model_dump(mode="json"),
+    }
+
+
+@pytest.mark.mpi
+def test_two_ranks_find_each_other() -> None:
+    first, second = run_ranks(2, "tests.trainer.test_distributed:find_each_other")
+    assert first["rank"] == [0, 2, 0, 2, "cpu"]
+    assert second["rank"] == [1, 2, 1, 2, "cpu"]
+    for rank in (first, second):
+        assert rank["coordinate"]
+        assert rank["sum"] == 3.0
+        assert rank["timeouts"] == [7.0]  # not the 30 minutes that new groups come with
+        assert rank["threads"] == 1
+        assert rank["interface"] == "lo"
+        assert rank["report"]["all_reduce"] == rank["report"]["all_reduce_expected"] == 3.0
+        assert rank["report"]["memory_bytes"] > 1e6
+    assert first["report"]["pid"] != second["report"]["pid"]
+
+
+def fail_on_one(mpi: MPIContext) -> None:
+    if mpi.rank == 1:
+        raise ValueError("the root cause")
+    dist.barrier()
+
+
+@pytest.mark.mpi
+def test_run_ranks_raises_the_root_cause_not_the_echo() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 failed:(.|\n)*ValueError: the root cause"):
+        run_ranks(2, "tests.trainer.test_distributed:fail_on_one")
+
+
+def fail_with_hook(mpi: MPIContext, root: str) -> None:
+    install_excepthook(RunDir(Path(root)), attempt=4, step=lambda: 12)
+    try:
+        fail_on_one(mpi)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+@pytest.mark.mpi
+def test_a_failing_rank_leaves_its_error_as_data_and_the_echo_does_not_mask_it(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(2, "tests.trainer.test_distributed:fail_with_hook", str(tmp_path))
+    error = RunDir(tmp_path).first_error(4)
+    assert error is not None
+    assert (error.rank, error.step, error.cause, error.secondary) == (1, 12, "ValueError: the root cause", False)
+    assert "fail_on_one" in error.traceback
+
+
+def wait_to_be_orphaned(mpi: MPIContext, folder: str) -> None:
+    (Path(folder) / f"{mpi.rank}.pid").write_text(str(os.getpid()))
+    signal.pause()
+
+
+@pytest.mark.mpi
+def test_ranks_die_with_mpirun_even_when_nobody_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpirun, "sweep", lambda tag: None)
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(run_ranks, 2, "tests.trainer.test_distributed:wait_to_be_orphaned", str(tmp_path))
+        while len(list(tmp_path.glob("*.pid"))) < 2:
+            assert not running.done()
+            time.sleep(0.02)
+        ranks = [psutil.Process(int(path.read_text())) for path in tmp_path.glob("*.pid")]
+        ranks[0].parent().kill()
+        assert psutil.wait_procs(ranks, timeout=5)[1] == []
+        with pytest.raises(AssertionError, match="died without a word"):
+            running.result(30)
+
+
+JOIN = "from trainer.distributed import connect; connect(expected_world_size={}, timeout_s=5, device='{}')"
+
+
+def start_alone(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**mpirun.SETTINGS, **os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.mpi
+def test_a_process_started_alone_is_a_world_of_one() -> None:
+    program = JOIN.format(1, "auto") + "; from trainer.distributed import disconnect; disconnect(); print('left')"
+    assert start_alone(program, CUDA_VISIBLE_DEVICES="").stdout == "left\n"
+
+
+@pytest.mark.mpi
+def test_the_library_of_another_launcher_is_noticed_before_anything_else() -> None:
+    refused = start_alone(JOIN.format(2, "cpu"), PMI_RANK="1")
+    assert (
+        "RuntimeUnavailable: the job needs 2 ranks, but MPI sees a world of 1 in the process launched as rank 1: "
+        "launcher and MPI library do not belong together" in refused.stderr
+    )
+
+
+@pytest.mark.mpi
+def test_a_rank_without_its_gpu_says_so_with_the_numbers() -> None:
+    refused = start_alone(JOIN.format(1, "cuda"), CUDA_VISIBLE_DEVICES="")
+    assert "no GPU for rank 0: it is local rank 0 of 1 on its host, which has 0 GPUs" in refused.stderr

@@ -1,0 +1,308 @@
+"""The monitor task against real MLflow stores and real event files; no training, only its log."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.util.tensor_util import make_ndarray
+
+from infra.tracking import Tracker
+from tasks.monitor import Cursor, Progress, Shipper, monitor
+from tests.stores import client, free_port, new_run, points
+from trainer.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from trainer.events import Event, EventWriter
+from trainer.run import AttemptResult, MetricsSummary, RunDir, RunIdentity, read_record, write_record
+
+
+def make_run(root: Path, tracker: Tracker) -> RunDir:
+    """A run directory as configure leaves it."""
+    run = RunDir(root)
+    model, data = ModelConfig(path=root / "m.onnx"), DataConfig(source="digits")
+    write_record(run.config, RunConfig(model=model, data=data, train=TrainConfig(num_steps=10)))
+    identify(run, tracker)
+    return run
+
+
+def identify(run: RunDir, tracker: Tracker) -> None:
+    identity = RunIdentity(run_id="r", name="r", created_at="", model_sha256="")
+    where = {"mlflow_run_id": tracker.run_id, "tracking_uri": tracker.tracking_uri}
+    write_record(run.identity, identity.model_copy(update=where))
+
+
+def attempt(run: RunDir, *, first: int, last: int, status: str = "") -> None:
+    """Log steps first..last as the loop does; with a status the attempt ends, without one it is killed."""
+    number = run.begin_attempt()
+    events = EventWriter(run.events, attempt=number, rank=0)
+    events.emit("start", first - 1, num_steps=10, num_samples=320, num_parameters=7)
+    if first == 1:
+        events.emit("evaluation", 0, values={"evaluation/loss": 2.0})
+    for step in range(first, last + 1):
+        events.scalars(step, loss=1 / step + number / 1000, samples_per_s=100.0 + step)
+        if step % 5 == 0:
+            events.emit("evaluation", step, values={"evaluation/loss": 1 / step})
+            events.histogram(step, "weight/w", counts=[1, 2, 3], edges=[-1.0, 0.0, 1.0, 2.0])
+            events.emit("checkpoint", step, path=f"step-{step:09d}")
+    events.close()
+    if status:
+        result = AttemptResult.model_validate(
+            {"attempt": number, "status": status, "step": last, "samples_seen": 1, "metrics": {}, "elapsed_s": 1}
+        )
+        write_record(run.result(number), result)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < give_up_at, "it never became true"
+        time.sleep(0.02)
+
+
+def loss(step: int, number: int) -> tuple[int, float]:
+    return step, 1 / step + number / 1000
+
+
+# -- the task
+
+
+def test_a_resumed_run_is_one_curve_in_mlflow_and_its_summary_says_how_it_went(tmp_path: Path) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    attempt(run, first=1, last=7)
+    attempt(run, first=6, last=10, status="done")
+    run.close_log()
+
+    summary = monitor.fn(run)
+
+    assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 8)] + [
+        loss(step, 2) for step in range(8, 11)
+    ]
+    assert points(tracker, "evaluation/loss") == [(0, 2.0), (5, 0.2), (10, 0.1)]
+    assert client(tracker).get_run(tracker.run_id).info.status == "FINISHED"
+    assert summary == read_record(run.metrics, MetricsSummary)
+    assert (summary.status, summary.step, summary.first, summary.last, summary.samples_per_s) == (
+        *("FINISHED", 10, {"evaluation/loss": 2.0}, {"evaluation/loss": 0.1}),
+        106.0,  # the median of 101..107 and 106..110
+    )
+
+
+@pytest.mark.parametrize(("ended", "status"), [("done", "FINISHED"), ("stopped", "KILLED"), ("", "FAILED")])
+def test_mlflow_learns_how_the_newest_attempt_ended(tmp_path: Path, ended: str, status: str) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    attempt(run, first=1, last=3, status="stopped")
+    attempt(run, first=4, last=5, status=ended)
+    run.close_log()
+    assert monitor.fn(run).status == status
+    assert client(tracker).get_run(tracker.run_id).info.status == status
+
+
+def test_beside_a_training_points_arrive_while_it_runs_and_the_run_is_running_again(tmp_path: Path) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    tracker.set_status("FAILED")  # the attempt before
+    watching = threading.Thread(target=monitor.fn, args=(run,), kwargs={"tick_s": 0.02})
+    watching.start()
+    attempt(run, first=1, last=4)
+    wait_until(lambda: len(points(tracker, "train/loss")) == 4)
+    assert client(tracker).get_run(tracker.run_id).info.status == "RUNNING"
+    attempt(run, first=5, last=10, status="done")
+    run.close_log()  # at once: what was just written is still shipped
+    watching.join()
+    assert len(points(tracker, "train/loss")) == 10
+    assert client(tracker).get_run(tracker.run_id).info.status == "FINISHED"
+
+
+def test_an_outage_to_the_end_is_said_and_the_next_monitor_ships_everything(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path, Tracker(f"http://127.0.0.1:{free_port()}", "unknown"))
+    attempt(run, first=1, last=10, status="done")
+    run.close_log()
+    with caplog.at_level(logging.WARNING, "tasks.monitor"):
+        summary = monitor.fn(run, patience_s=0.1)
+    assert summary.last == {"evaluation/loss": 0.1}  # which needs no MLflow
+    assert "metrics wait in the event log" in caplog.text
+    assert "`onward resume` of this run sends the rest" in caplog.text
+
+    tracker = new_run()
+    identify(run, tracker)
+    monitor.fn(run)
+    assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]
+
+
+# -- shipping
+
+
+def test_a_log_that_lost_its_end_in_a_power_cut_is_read_from_the_beginning_and_nothing_is_sent_twice(
+    tmp_path: Path,
+) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    attempt(run, first=1, last=8)
+    assert Shipper(run, tracker).ship() == 18  # loss and speed of 8 steps, 2 evaluations
+    lines = run.events.read_bytes().splitlines(keepends=True)
+    run.events.write_bytes(b"".join(lines[:6]))  # the disk kept steps 1 to 4, the cursor says 8
+    attempt(run, first=5, last=10)
+    assert run.events.stat().st_size > read_record(run.cursor, Cursor).offset  # so the size does not tell
+    Shipper(run, tracker).ship()
+    assert [step for step, _ in points(tracker, "train/loss")] == list(range(1, 11))
+    assert points(tracker, "train/loss")[4] == loss(5, 1)
+
+
+def test_a_run_that_moved_to_another_mlflow_run_is_shipped_whole(tmp_path: Path) -> None:
+    first, second = new_run(), new_run()
+    run = make_run(tmp_path, first)
+    attempt(run, first=1, last=10)
+    Shipper(run, first).ship()
+    Shipper(run, second).ship()
+    assert points(first, "train/loss") == points(second, "train/loss") == [loss(step, 1) for step in range(1, 11)]
+
+
+def test_many_more_points_than_one_batch_arrive_in_order_of_the_log(tmp_path: Path) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    events = EventWriter(run.events, attempt=1, rank=0)
+    for step in range(1, 601):
+        events.scalars(step, loss=float(step), rate=0.5, norm=1.5)
+    events.close()
+    assert Shipper(run, tracker).ship() == 1800
+    assert Shipper(run, tracker).ship() == 0
+    for key, value in (("loss", None), ("rate", 0.5), ("norm", 1.5)):
+        assert points(tracker, f"train/{key}") == [(step, value or float(step)) for step in range(1, 601)]
+
+
+def test_what_is_not_a_number_is_left_out_and_stops_nothing(tmp_path: Path) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    events = EventWriter(run.events, attempt=1, rank=0)
+    events.emit("scalars", 1, values={"a": None, "b": "text", "c": 1.0, "@/d": math.nan})
+    events.close()
+    with run.events.open("ab") as file:
+        file.write(b'{"at_ms": 1, "torn\n')
+    assert Shipper(run, tracker).ship() == 2
+    assert points(tracker, "c") == [(1, 1.0)]
+    assert math.isnan(points(tracker, "_/d")[0][1])
+
+
+# -- TensorBoard
+
+
+def test_tensorboard_has_every_step_once_after_two_attempts_and_two_monitors(tmp_path: Path) -> None:
+    run = make_run(tmp_path, new_run())
+    attempt(run, first=1, last=7)
+    run.close_log()
+    monitor.fn(run)
+    attempt(run, first=6, last=10, status="done")
+    monitor.fn(run)
+
+    entries = [entry for path in run.tensorboard.iterdir() for entry in EventFileLoader(str(path)).Load()]
+    losses = [(entry.step, entry.wall_time) for entry in entries for v in entry.summary.value if v.tag == "train/loss"]
+    shapes = [
+        (entry.step, make_ndarray(v.tensor).tolist())
+        for entry in entries
+        for v in entry.summary.value
+        if v.tag == "weight/w"
+    ]
+    assert [step for step, _ in losses] == list(range(1, 11))
+    assert all(abs(wall_time - time.time()) < 600 for _, wall_time in losses)
+    buckets = [[-1.0, 0.0, 1.0], [0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]  # from, to, count
+    assert shapes == [(5, buckets), (10, buckets)]
+
+
+def test_no_tensorboard_files_when_none_are_wanted(tmp_path: Path) -> None:
+    run = make_run(tmp_path, new_run())
+    config = RunConfig.model_validate_json(run.config.read_bytes())
+    write_record(
+        run.config, config.model_copy(update={"monitor": config.monitor.model_copy(update={"tensorboard": False})})
+    )
+    attempt(run, first=1, last=2, status="done")
+    run.close_log()
+    monitor.fn(run)
+    assert not run.tensorboard.exists()
+
+
+# -- how far it is
+
+
+def events_of(*lines: tuple[int, str, dict[str, object]]) -> Progress:
+    progress = Progress()
+    for step, kind, fields in lines:
+        progress.add(Event(at_ms=0, attempt=1, step=step, kind=kind, fields=fields))
+    return progress
+
+
+START = (0, "start", {"num_steps": 100, "num_samples": 6400})
+
+
+@pytest.mark.parametrize(
+    ("progress", "text", "percent"),
+    [
+        (events_of(), "step 0/0, starting", 0.0),
+        (events_of(START), "step 0/100, starting", 0.0),
+        (
+            events_of(START, (25, "scalars", {"values": {"train/loss": 0.123456, "train/samples_per_s": 640.0}})),
+            "step 25/100, loss 0.1235, 640 samples/s, 0:00:08 left",
+            25.0,
+        ),
+        (
+            events_of(START, (1, "scalars", {"values": {"train/samples_per_s": 0.5}})),
+            "step 1/100, 0.5 samples/s, 3:31:12 left",
+            1.0,
+        ),
+        (  # a resumed attempt begins behind where the last one died
+            events_of(START, (30, "scalars", {"values": {"train/loss": 1.0}}), (20, "start", {"num_steps": 100})),
+            "step 30/100, loss 1",
+            30.0,
+        ),
+    ],
+)
+def test_progress_in_words(progress: Progress, text: str, percent: float) -> None:
+    assert str(progress) == text
+    assert progress.percent == percent
+
+
+# -- Prefect
+
+
+def test_cancelling_in_prefect_stops_the_job_and_the_artifact_shows_how_far_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import flow_run
+    from prefect.states import Cancelling
+    from prefect.testing.utilities import prefect_test_harness
+
+    run = make_run(tmp_path, new_run())
+    attempt(run, first=1, last=5)
+    stopped: list[Path] = []
+
+    def stop_running(root: Path) -> bool:  # what the supervisor does: the job ends, then its log
+        stopped.append(root)
+        attempt(run, first=6, last=6, status="stopped")
+        run.close_log()
+        return True
+
+    monkeypatch.setattr("infra.mpirun.stop_running", stop_running)
+
+    @flow(name=f"cancelled-{uuid.uuid4().hex[:6]}")
+    def cancelled() -> str:
+        identity = uuid.UUID(str(flow_run.get_id()))
+        with get_client(sync_client=True) as prefect:
+            prefect.set_flow_run_state(identity, Cancelling(), force=True)
+        return monitor(run).status
+
+    with prefect_test_harness(server_startup_timeout=120):
+        assert cancelled() == "KILLED"
+        with get_client(sync_client=True) as prefect:
+            artifacts = prefect.read_artifacts()
+    assert stopped == [run.root]
+    assert [(artifact.key, artifact.data) for artifact in artifacts] == [("training", 60.0)]

@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -119,7 +120,7 @@ class MpiJob:
         with _guard(tag, min(self.grace_s, GUARD_GRACE_S)), self.log.open("ab") as log:
             mpirun = subprocess.Popen(
                 argv,
-                env={**SETTINGS, **os.environ, TAG: tag},
+                env={**SETTINGS, **os.environ, **self._scratch(tag), TAG: tag},
                 cwd=self.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -137,6 +138,16 @@ class MpiJob:
                 del _running[self.run_dir]
                 _end(mpirun, tag)
         return Outcome(mpirun.returncode, reason, time.monotonic() - started_at)
+
+    def _scratch(self, tag: str) -> dict[str, str]:
+        """Makes the job's own temporary directory: Open MPI leaves files behind when it is killed.
+
+        Not with other hosts, which would be sent the name of a directory they do not have.
+        """
+        if self.hostfile:
+            return {}
+        scratch(tag).mkdir()
+        return {"TMPDIR": str(scratch(tag)), "OMPI_MCA_btl_sm_backing_directory": str(scratch(tag))}
 
     def _watch(
         self, mpirun: subprocess.Popen[bytes], stop: threading.Event
@@ -240,8 +251,14 @@ def _end(mpirun: subprocess.Popen[bytes], tag: str) -> None:
 
 
 def sweep(tag: str) -> None:
-    """SIGKILL every process of the job on this host and wait, a bounded time, until they are gone."""
+    """SIGKILL every process of the job on this host, wait, a bounded time, until they are gone; then its files."""
     _until_gone(tag, signal.SIGKILL, limit_s=5.0)
+    shutil.rmtree(scratch(tag), ignore_errors=True)
+
+
+def scratch(tag: str) -> Path:
+    """Temporary files of the job."""
+    return Path(tempfile.gettempdir()) / f"onward-{tag}"
 
 
 def _until_gone(tag: str, number: int, *, limit_s: float, which: Callable[[int], bool] = lambda pid: True) -> None:

@@ -162,10 +162,14 @@ def test_a_job_that_never_moves_is_killed_after_its_start_time(started: Callable
 
 
 @pytest.mark.mpi
-def test_killing_mpirun_leaves_no_orphans(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
+def test_killing_mpirun_leaves_nothing_behind(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
     running = started("deaf")
+    record = running_job(tmp_path)
+    assert record is not None
+    assert list(mpirun.scratch(record.tag).iterdir()) != []
     leader(tmp_path).kill()
     assert running.result(15).returncode == -signal.SIGKILL
+    assert not mpirun.scratch(record.tag).exists()
 
 
 @pytest.mark.mpi

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -163,10 +164,16 @@ def test_ranks_die_with_mpirun_even_when_nobody_sweeps(tmp_path: Path, monkeypat
 JOIN = "from trainer.distributed import connect; connect(expected_world_size={}, timeout_s=5, device='{}')"
 
 
-def start_alone(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+Alone = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def start_alone(tmp_path: Path) -> Alone:
+    """Runs a program without mpirun; what MPI leaves of it goes to the test's directory."""
+    settings = {**mpirun.SETTINGS, **os.environ, "OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    return lambda program, **environment: subprocess.run(
         [sys.executable, "-c", program],
-        env={**mpirun.SETTINGS, **os.environ, **environment},
+        env=settings | environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -175,13 +182,13 @@ def start_alone(program: str, **environment: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.mpi
-def test_a_process_started_alone_is_a_world_of_one() -> None:
+def test_a_process_started_alone_is_a_world_of_one(start_alone: Alone) -> None:
     program = JOIN.format(1, "auto") + "; from trainer.distributed import disconnect; disconnect(); print('left')"
     assert start_alone(program, CUDA_VISIBLE_DEVICES="").stdout == "left\n"
 
 
 @pytest.mark.mpi
-def test_the_library_of_another_launcher_is_noticed_before_anything_else() -> None:
+def test_the_library_of_another_launcher_is_noticed_before_anything_else(start_alone: Alone) -> None:
     refused = start_alone(JOIN.format(2, "cpu"), PMI_RANK="1")
     assert (
         "RuntimeUnavailable: the job needs 2 ranks, but MPI sees a world of 1 in the process launched as rank 1: "
@@ -190,6 +197,6 @@ def test_the_library_of_another_launcher_is_noticed_before_anything_else() -> No
 
 
 @pytest.mark.mpi
-def test_a_rank_without_its_gpu_says_so_with_the_numbers() -> None:
+def test_a_rank_without_its_gpu_says_so_with_the_numbers(start_alone: Alone) -> None:
     refused = start_alone(JOIN.format(1, "cuda"), CUDA_VISIBLE_DEVICES="")
     assert "no GPU for rank 0: it is local rank 0 of 1 on its host, which has 0 GPUs" in refused.stderr

@@ -1,0 +1,155 @@
+"""init runtime: the real preflight under the real launcher, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra import mpirun
+from tasks.init_runtime import init_runtime, problems
+from trainer.config import RunConfig, build_config
+from trainer.errors import RuntimeUnavailable
+from trainer.run import RankReport, RunDir, RuntimeReport, read_record, write_record
+
+MODEL_BYTES = 1_000_000
+PLENTY = 10**12
+
+
+def config(model: Path, **launch: Any) -> RunConfig:
+    return build_config(
+        {
+            "model": {"path": str(model)},
+            "data": {"source": "digits"},
+            "train": {"num_steps": 8, "global_batch_size": 4},
+            "parallel": {"data": 2},
+            "launch": {"device": "cpu", "start_timeout_s": 60, **launch},
+        }
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A configured run of two ranks; the model is only looked at for its size."""
+    model = tmp_path / "model.onnx"
+    model.write_bytes(bytes(MODEL_BYTES))
+    run = RunDir(tmp_path)
+    write_record(run.config, config(model))
+    return run
+
+
+# -- real launches
+
+
+@pytest.mark.mpi
+def test_every_rank_reports_what_it_found(run: RunDir) -> None:
+    report = init_runtime.fn(run)
+    assert [(rank.rank, rank.world_size, rank.device, rank.all_reduce) for rank in report.ranks] == [
+        (0, 2, "cpu", 3.0),
+        (1, 2, "cpu", 3.0),
+    ]
+    assert report.ranks[0].pid != report.ranks[1].pid
+    assert {"torch", "mpi4py", "MPI", "Python"} <= set(report.ranks[0].versions)
+    assert report.disk_free_bytes > MODEL_BYTES
+    assert read_record(run.runtime, RuntimeReport) == report
+
+
+@pytest.mark.mpi
+def test_a_rank_without_a_gpu_is_refused_by_name(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write_record(run.config, config(run.root / "model.onnx", device="cuda"))
+    with pytest.raises(RuntimeUnavailable) as refused:
+        init_runtime.fn(run)
+    assert "no GPU for rank 0: it is local rank 0 of 2 on its host, which has 0 GPUs" in str(refused.value)
+    assert "no GPU for rank 1: it is local rank 1 of 2 on its host, which has 0 GPUs" in str(refused.value)
+    assert not run.runtime.exists()
+
+
+@pytest.mark.mpi
+def test_a_launcher_that_starts_another_number_of_ranks_is_refused(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A script in place of mpirun, which starts one rank whatever it is asked for."""
+    real = mpirun.find_mpirun()
+    _put_mpirun(tmp_path, monkeypatch, f'#!/bin/sh\nshift 2\nexec {real} -n 1 "$@"\n')
+    with pytest.raises(RuntimeUnavailable, match=r"rank 0 on \S+: the job needs 2 ranks, but MPI sees a world of 1"):
+        init_runtime.fn(run)
+
+
+@pytest.mark.mpi
+def test_what_a_launcher_says_that_cannot_start_is_passed_on(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _put_mpirun(tmp_path, monkeypatch, "#!/bin/sh\necho no route to host h1\nexit 213\n")
+    with pytest.raises(RuntimeUnavailable, match=r"2 ranks did not start: .* status 213\n  \| no route to host h1"):
+        init_runtime.fn(run)
+
+
+def test_a_machine_without_mpirun_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeUnavailable, match=r"no MPI: there is no mpirun, .*; install one"):
+        init_runtime.fn(run)
+
+
+def _put_mpirun(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = folder / "bin" / "mpirun"
+    program.parent.mkdir()
+    program.write_text(script)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(folder))
+
+
+# -- judging the reports
+
+
+def reported(*changes: dict[str, Any], disk: int = PLENTY) -> RuntimeReport:
+    """Two good ranks on one host, but for the changes to each."""
+    good: dict[str, Any] = {
+        "world_size": 2,
+        "expected_world_size": 2,
+        "host": "h0",
+        "pid": 1,
+        "device": "cpu",
+        "versions": {},
+        "memory_bytes": PLENTY,
+        "all_reduce": 3.0,
+        "all_reduce_expected": 3.0,
+    }
+    ranks = tuple(RankReport(**{**good, "rank": rank, **change}) for rank, change in enumerate(changes))
+    return RuntimeReport(ranks=ranks, launch_s=1.0, disk_free_bytes=disk)
+
+
+@pytest.mark.parametrize(
+    ("report", "sentences"),
+    [
+        (reported({}, {}), []),
+        (reported({}), ["the job needs 2 ranks; there is no report of rank 1"]),
+        (
+            reported({}, {"world_size": 1, "all_reduce": 1.0}),
+            [
+                "rank 1 on h0 sees a world of 1, but the job needs 2 ranks",
+                "rank 1 on h0 got 1 for a sum over all ranks that is 3",
+            ],
+        ),
+        (
+            reported({"memory_bytes": 11_000_000}, {"memory_bytes": 11_000_000}),
+            [
+                "11 MB of memory are free on h0 (cpu), but its 2 ranks need at least 6 MB each, 12 MB together; "
+                "free some or start fewer ranks per host"
+            ],
+        ),
+        (  # each on a host, or a GPU, of its own
+            reported({"memory_bytes": 11_000_000, "device": "cuda:0"}, {"memory_bytes": 11_000_000, "host": "h1"}),
+            [],
+        ),
+        (
+            reported({}, {}, disk=14_000_000),
+            ["14 MB of disk are free, but 5 checkpoints of 3 MB need 15 MB; make room or lower checkpoint.keep_newest"],
+        ),
+    ],
+)
+def test_everything_wrong_is_said_with_the_numbers(report: RuntimeReport, sentences: list[str]) -> None:
+    assert [*problems(report, config(Path("model.onnx")), model_bytes=MODEL_BYTES)] == sentences

@@ -6,6 +6,8 @@ Flow, tasks and ranks meet in this directory and nowhere else:
         config.json             RunConfig                      configure
         identity.json           RunIdentity                    configure
         runtime.json            RuntimeReport                  init runtime
+        preflight/              preflight.log, a RankReport of each rank        init runtime
+        job.json                the job started last: its tag, command and start (infra/mpirun.py)
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
         attempt                 the number of the attempt that owns the directory (the fence)   train
         attempts/001/           train.log, result.json (AttemptResult)          train, rank 0
@@ -168,6 +170,8 @@ class ExportedModel(Record):
     """Evaluation of the file that goes out, by onnxruntime, over the whole evaluation data."""
     changed: int
     """Initializers whose bytes differ from the file that came in."""
+    removed: dict[str, int] = {}
+    """What only training needs and the file has no more: kind -> number of nodes."""
     registered_as: str = ""
     version: str = ""
 

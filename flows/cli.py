@@ -6,6 +6,7 @@ Exit status: that of the error (trainer/errors.py); 130 after Ctrl-C. Heavy impo
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -223,10 +224,13 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 def _train(config: RunConfig, *, resume: str = "", as_json: bool) -> None:
     from flows.direct import announce, prefect_server, readable_log, run_here
 
+    # Prefect stops the job softly, then hands the signal on to whoever was there before: to this
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with prefect_server():
         from flows.progress import live_progress
 
         run, flow_run = announce(config, resume=resume)
+        print(f"onward: run {run.root}", file=sys.stderr)
         try:
             with readable_log(run), live_progress(run):
                 exported = run_here(flow_run, config, resume=resume)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from typing import Any
+from typing import Any, cast
 
 from infra.services import POOL, QUIET
 from trainer.config import RunConfig
@@ -25,8 +25,9 @@ Trains `{model}` on `{data}` with {ranks} ranks, and gives back the same ONNX fi
 def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 0.0, timezone: str = "UTC") -> str:
     """Make or replace the deployment `train-onnx/NAME`; returns its id. Needs a reachable Prefect server."""
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
-    from prefect.deployments.runner import EntrypointType
+    from prefect.deployments.runner import RunnerDeployment
     from prefect.schedules import Cron, Interval, Schedule
+    from prefect.types.entrypoint import EntrypointType
 
     from flows.train_onnx import train_onnx
 
@@ -52,7 +53,7 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
         concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
         job_variables={"env": {**QUIET, "ONWARD_HOME": str(onward_home()), **_tracking()}},
     )
-    return str(deployment.apply())
+    return str(cast(RunnerDeployment, deployment).apply())
 
 
 def _tracking() -> dict[str, str]:

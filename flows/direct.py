@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from infra import services
 from trainer.config import RunConfig
@@ -18,7 +19,7 @@ from trainer.errors import RuntimeUnavailable, Stopped
 from trainer.run import ExportedModel, RunDir, onward_home
 
 if TYPE_CHECKING:
-    from prefect.client.schemas.objects import FlowRun
+    from prefect.client.schemas.objects import FlowRun, State
 
 PACKAGES = ("flows", "tasks", "infra", "trainer")
 
@@ -40,6 +41,8 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
                 held.enter_context(services.lease(home))
                 if not start and "prefect" not in services.running(home):
                     raise services.ServiceError("no Prefect server is running: start it with `onward up`")
+                if "prefect" not in services.running(home):
+                    print("onward: starting a Prefect server of its own", file=sys.stderr)
                 server = services.ensure(home, ["prefect"])["prefect"]
                 told = services.environment(home, prefect_url=server)
         except services.ServiceError as error:
@@ -79,12 +82,11 @@ def run_here(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Expor
     from flows.train_onnx import train_onnx
 
     parameters = {**dict(config), "resume": resume}
-    state = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
+    ending = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
+    state = cast("State[ExportedModel]", ending)
     if state.is_cancelled():
         raise Stopped(state.message or "stopped as asked")
-    exported = state.result()
-    assert isinstance(exported, ExportedModel)
-    return exported
+    return state.result()
 
 
 @contextlib.contextmanager

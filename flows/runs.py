@@ -85,7 +85,8 @@ def _state(run: RunDir) -> str:
 
 def _progress(run: RunDir) -> tuple[int, int, dict[str, float]]:
     """(last step, steps in all, the last value of each metric), from the end of the event log."""
-    step, num_steps, values = 0, 0, {}
+    step, num_steps = 0, 0
+    values: dict[str, float] = {}
     if not run.events.exists():
         return step, num_steps, values
     for event, _ in read_events(run.events, max(0, run.events.stat().st_size - TAIL_BYTES)):

@@ -19,13 +19,13 @@ from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
 from tasks.checkpoint import checkpoint as keep_checkpoints
 from tasks.export import export as export_model
-from tasks.init_runtime import init_runtime
 from tasks.shard_data import shard_data
-from tasks.train import train as train_model
 
 from infra.tracking import Status, Tracker
 from tasks.configure import configure
+from tasks.init_runtime import init_runtime
 from tasks.monitor import monitor as watch
+from tasks.train import train as train_model
 from trainer.config import (
     CheckpointConfig,
     DataConfig,
@@ -63,7 +63,7 @@ def close_mlflow(status: Status) -> Any:
 @flow(
     name="train-onnx",
     flow_run_name="{name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=4),
+    task_runner=ThreadPoolTaskRunner(max_workers=4),  # type: ignore[arg-type]  # of whatever futures
     on_failure=[close_mlflow("FAILED")],
     on_crashed=[close_mlflow("FAILED")],
     on_cancellation=[close_mlflow("KILLED")],

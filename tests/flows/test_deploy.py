@@ -1,0 +1,82 @@
+"""Deployments on real servers: schedules whose runs appear and run, failed runs that a retry mends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.flows.workshop import Workshop, api, ranks_of, reached, until
+from trainer.run import RunDir, RunIdentity, read_record
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    """A workshop whose servers are up; afterwards `onward down` leaves no process."""
+    workshop = Workshop.made(tmp_path_factory.mktemp("workshop"))
+    workshop.onward("up")
+    yield workshop
+    assert workshop.onward("down")["left"] == []
+    until(lambda: not workshop.processes(), limit_s=15)
+
+
+@pytest.fixture(scope="module")
+def server(workshop: Workshop) -> str:
+    """The Prefect server's address."""
+    return str(workshop.onward("up")["prefect"]).removesuffix("/v2/runs")
+
+
+def flow_runs(server: str, deployment: str, *states: str) -> list[dict[str, Any]]:
+    """The deployment's runs in one of the states, the earliest first."""
+    asked = {
+        "deployments": {"id": {"any_": [deployment]}},
+        "flow_runs": {"state": {"type": {"any_": list(states)}}},
+        "sort": "START_TIME_ASC",
+    }
+    found: list[dict[str, Any]] = api(server, "/flow_runs/filter", asked)
+    return found
+
+
+def state_of(server: str, flow_run: str) -> str:
+    return str(api(server, f"/flow_runs/{flow_run}")["state"]["type"])
+
+
+def test_a_schedule_makes_runs_that_run(workshop: Workshop, server: str) -> None:
+    made = workshop.onward(
+        "deploy", str(workshop.root / "config.toml"), "train.num_steps=20", "--name", "often", "--interval", "20"
+    )
+    deployment = made["deployment_id"]
+    try:
+        until(lambda: flow_runs(server, deployment, "SCHEDULED"), limit_s=30)
+        (ran, *_) = until(lambda: flow_runs(server, deployment, "COMPLETED", "FAILED", "CRASHED"), limit_s=120)
+    finally:
+        api(server, f"/deployments/{deployment}", method="DELETE")
+    assert ran["state"]["type"] == "COMPLETED", ran["state"]
+    assert "auto-scheduled" in ran["tags"]
+    run = RunDir(workshop.home / "runs" / ran["id"])
+    assert run.exported.exists()
+
+
+def test_a_failed_run_set_to_retry_goes_on_in_its_directory_and_its_mlflow_run(workshop: Workshop, server: str) -> None:
+    made = workshop.onward(
+        "deploy", str(workshop.root / "config.toml"), "launch.retries=0", "--name", "fragile", "--cron", "0 2 1 1 *"
+    )
+    begun = api(server, f"/deployments/{made['deployment_id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
+    run = RunDir(workshop.home / "runs" / begun)
+    until(lambda: reached(run, 100), limit_s=90)
+    before = read_record(run.identity, RunIdentity)
+    ranks_of(run)[1].kill()
+    until(lambda: state_of(server, begun) == "FAILED", limit_s=60)
+    assert [found.info.status for found in workshop.mlflow_runs(run)] == ["FAILED"]
+
+    retry = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}}  # what the UI's Retry button sends
+    assert api(server, f"/flow_runs/{begun}/set_state", retry)["status"] == "ACCEPT"
+    until(lambda: state_of(server, begun) in ("COMPLETED", "FAILED", "CRASHED"), limit_s=120)
+    assert state_of(server, begun) == "COMPLETED"
+    assert run.current_attempt == 2
+    assert read_record(run.identity, RunIdentity).created_at == before.created_at
+    (mlflow_run,) = workshop.mlflow_runs(run)
+    assert (mlflow_run.info.run_id, mlflow_run.info.status) == (before.mlflow_run_id, "FINISHED")

@@ -1,0 +1,119 @@
+"""Whole runs, started as people start them, and killed as machines kill them."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from flows.train_onnx import MISSED_AFTER, missed
+from tests.flows.workshop import Workshop, finished, ranks_of, reached, until
+from trainer.run import RunDir
+
+
+def whole(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test of whole runs."""
+    return pytest.mark.mpi(pytest.mark.slow(test))
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop.made(tmp_path_factory.mktemp("workshop"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workshop: Workshop) -> dict[str, Any]:
+    """What a run prints that nobody disturbs."""
+    return workshop.onward("run", str(workshop.root / "config.toml"))
+
+
+def gone(workshop: Workshop) -> bool:
+    return not workshop.processes()
+
+
+@whole
+def test_a_run_gives_back_the_same_file_with_better_weights(workshop: Workshop, undisturbed: dict[str, Any]) -> None:
+    given, trained = onnx.load_model(workshop.root / "model.onnx"), onnx.load_model(undisturbed["model"])
+    assert [node.op_type for node in trained.graph.node] == [node.op_type for node in given.graph.node]
+    assert trained.graph.input == given.graph.input
+    assert trained.graph.output == given.graph.output
+    assert undisturbed["after"]["evaluation/accuracy"] > undisturbed["before"]["evaluation/accuracy"]
+    assert undisturbed["parity"] < 1e-3
+    assert (undisturbed["state"], undisturbed["attempts"]) == ("exported", 1)
+    (run,) = workshop.mlflow_runs(RunDir(Path(undisturbed["directory"])))
+    assert run.info.status == "FINISHED"
+    until(lambda: gone(workshop), limit_s=15)
+
+
+@whole
+@pytest.mark.parametrize("victim", ["rank", "mpirun"])
+def test_a_killed_rank_or_mpirun_is_retried_and_the_file_has_the_bits_of_an_undisturbed_run(
+    victim: str, workshop: Workshop, undisturbed: dict[str, Any]
+) -> None:
+    process = workshop.start("run", str(workshop.root / "config.toml"))
+    run = workshop.new_run()
+    until(lambda: reached(run, 100), limit_s=60)
+    rank = ranks_of(run)[1]
+    killed = rank if victim == "rank" else next(p for p in rank.parents() if "mpirun" in Path(p.cmdline()[0]).name)
+    killed.kill()
+    facts = finished(process)
+    assert facts["attempts"] == 2
+    assert facts["sha256"] == undisturbed["sha256"]
+    assert len(workshop.mlflow_runs(run)) == 1
+    until(lambda: gone(workshop), limit_s=15)
+
+
+@whole
+def test_after_the_flow_was_killed_nothing_is_left_and_resume_ends_with_the_same_bits(
+    workshop: Workshop, undisturbed: dict[str, Any]
+) -> None:
+    process = workshop.start("run", str(workshop.root / "config.toml"))
+    run = workshop.new_run()
+    until(lambda: reached(run, 100), limit_s=60)
+    process.kill()
+    process.communicate()
+    until(lambda: gone(workshop), limit_s=15)
+    assert workshop.onward("status", run.root.name)["state"] in ("stopped", "interrupted")
+    facts = workshop.onward("resume", run.root.name[:8])
+    assert Path(facts["directory"]) == run.root
+    assert facts["sha256"] == undisturbed["sha256"]
+    (mlflow_run,) = workshop.mlflow_runs(run)
+    assert mlflow_run.info.status == "FINISHED"
+    until(lambda: gone(workshop), limit_s=15)
+
+
+@whole
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_asked_to_end_saves_says_how_to_go_on_and_does(
+    number: signal.Signals, status: int, workshop: Workshop, undisturbed: dict[str, Any]
+) -> None:
+    process = workshop.start("run", str(workshop.root / "config.toml"))
+    run = workshop.new_run()
+    until(lambda: reached(run, 50), limit_s=60)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == status, error[-3000:]
+    assert f"onward resume {run.root.name}" in error
+    described = workshop.onward("status", run.root.name)
+    assert described["state"] == "stopped"
+    assert run.checkpoint(described["step"]).is_dir()
+    assert workshop.onward("resume", "last")["sha256"] == undisturbed["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("late", "tags", "expected"),
+    [
+        (2 * MISSED_AFTER, ["auto-scheduled"], True),
+        (MISSED_AFTER / 2, ["auto-scheduled"], False),
+        (2 * MISSED_AFTER, [], False),
+    ],
+)
+def test_only_a_scheduled_run_that_is_long_late_is_missed(
+    late: datetime.timedelta, tags: list[str], expected: bool
+) -> None:
+    assert missed(datetime.datetime.now(datetime.UTC) - late, tags=tags) is expected

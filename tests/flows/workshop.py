@@ -1,0 +1,156 @@
+"""What the tests of whole runs share: a tiny model with its data, the command line, and a way to watch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import psutil
+
+from infra.tracking import Tracker
+from tests.graphs import tiny_conv_net
+from trainer.events import read_events
+from trainer.run import RunDir, RunIdentity, read_record
+
+CONFIG = """
+[model]
+path = "model.onnx"
+[data]
+source = "data.npz"
+[train]
+global_batch_size = 8
+num_steps = 600
+evaluation_period = 200
+[optimizer]
+learning_rate = 1e-3
+[parallel]
+data = 2
+[launch]
+device = "cpu"
+threads_per_rank = 1
+retry_delay_s = 0.5
+[checkpoint]
+period = 20
+"""
+
+
+def until(claim: Callable[[], Any], *, limit_s: float) -> Any:
+    """The claim's first true value; fails when there is none within the limit."""
+    deadline = time.monotonic() + limit_s
+    while not (value := claim()):
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        time.sleep(0.1)
+    return value
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A directory with a model, data, a configuration, and an Onward home of its own."""
+
+    root: Path
+
+    @classmethod
+    def made(cls, root: Path) -> Workshop:
+        onnx.save_model(tiny_conv_net(num_classes=4), root / "model.onnx")
+        random = np.random.default_rng(0)
+        labels = np.arange(200) % 4
+        images = random.normal(size=(200, 3, 8, 8)) + labels[:, None, None, None]
+        np.savez(root / "data.npz", image=images.astype(np.float32), label=labels)
+        (root / "config.toml").write_text(CONFIG)
+        return cls(root)
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        cleared = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+        return {**cleared, "ONWARD_HOME": str(self.home)}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """`onward WORDS --json`, started."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *words, "--json"],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def onward(self, *words: str, status: int = 0) -> dict[str, Any]:
+        """`onward WORDS --json`, ended with `status`: the one JSON object on its stdout."""
+        return finished(self.start(*words), status=status)
+
+    def new_run(self, *, limit_s: float = 90.0) -> RunDir:
+        """The run that is about to begin: the first one whose directory does not exist yet when this is called."""
+        before = set(self._runs())
+        return RunDir(until(lambda: next(iter(set(self._runs()) - before), None), limit_s=limit_s))
+
+    def _runs(self) -> list[Path]:
+        return [path.parent for path in (self.home / "runs").glob("*/identity.json")]
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of this home."""
+        return [process for process in psutil.process_iter() if self._owns(process)]
+
+    def _owns(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            named = process.environ().get("ONWARD_HOME") == str(self.home) or str(self.home) in process.cmdline()
+            return named and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def mlflow_runs(self, run: RunDir) -> list[Any]:
+        """The MLflow runs of one run."""
+        identity = read_record(run.identity, RunIdentity)
+        client = Tracker(identity.tracking_uri)._client
+        experiment = client.get_experiment_by_name("onward")
+        assert experiment
+        return list(client.search_runs([experiment.experiment_id], f"tags.`onward.run_id` = '{identity.run_id}'"))
+
+
+def finished(process: subprocess.Popen[str], *, status: int = 0, limit_s: float = 150.0) -> dict[str, Any]:
+    """The JSON object a command printed, once it has ended with `status`."""
+    out, error = process.communicate(timeout=limit_s)
+    assert process.returncode == status, f"exit status {process.returncode}: {error[-3000:]}"
+    found: dict[str, Any] = json.loads(out) if out else {}
+    return found
+
+
+def reached(run: RunDir, step: int) -> bool:
+    """Whether training has made a step."""
+    return any(event.step >= step for event, _ in read_events(run.events))
+
+
+def ranks_of(run: RunDir) -> list[psutil.Process]:
+    """The living ranks of a run's training job, rank 0 first."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline()[-3:] == ["trainer", "train", str(run.root)]:
+                found.append((int(process.environ().get("OMPI_COMM_WORLD_RANK", -1)), process))
+    return [process for rank, process in sorted(found, key=lambda pair: pair[0]) if rank >= 0]
+
+
+def api(url: str, path: str, body: dict[str, Any] | None = None, *, method: str = "") -> Any:
+    """One call of a Prefect server's API; GET without a body, else POST."""
+    request = urllib.request.Request(
+        f"{url}/api{path}",
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+        method=method or ("GET" if body is None else "POST"),
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        content = response.read()
+    return json.loads(content) if content else None

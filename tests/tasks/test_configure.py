@@ -1,0 +1,117 @@
+"""configure: one directory and one MLflow run for a run however often it is begun; nothing for a refused one."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from infra.tracking import Tracker, local_store
+from tasks.configure import configure
+from tests.graphs import tiny_conv_net
+from trainer.config import DataConfig, ModelConfig, ParallelConfig, Section, TrainConfig
+from trainer.errors import ConfigError, RuntimeUnavailable
+from trainer.run import RunDir, RunIdentity, read_config, read_record
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One MLflow store for all tests here: making its tables takes seconds."""
+    return local_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def sections(tmp_path: Path) -> dict[str, Section]:
+    onnx.save_model(tiny_conv_net(num_classes=4), tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", image=np.zeros((20, 3, 8, 8), np.float32), label=np.arange(20) % 4)
+    return {
+        "model": ModelConfig(path=tmp_path / "model.onnx"),
+        "data": DataConfig(source=str(tmp_path / "data.npz")),
+        "train": TrainConfig(global_batch_size=8, num_steps=4),
+    }
+
+
+def begin(sections: dict[str, Section], **options: Any) -> RunDir:
+    return configure.fn("tiny", sections, **options)
+
+
+def identity(run: RunDir) -> RunIdentity:
+    return read_record(run.identity, RunIdentity)
+
+
+def test_a_run_begun_again_has_the_same_directory_and_the_same_mlflow_run(
+    sections: dict[str, Section], home: Path, store: str
+) -> None:
+    run = begin(sections)
+    first = identity(run)
+    run.close_log()
+    assert run.root.parent == home / "runs"
+    assert read_config(run).train == sections["train"]
+    assert begin(sections, resume=run.root.name) == run
+    assert identity(run) == first
+    assert not run.closed.exists()
+    runs = Tracker(store)._client.search_runs(["1"], f"tags.`onward.run_id` = '{first.run_id}'")
+    assert [found.info.run_id for found in runs] == [first.mlflow_run_id]
+    assert runs[0].data.params["train.num_steps"] == "4"
+
+
+def test_changed_settings_are_refused_by_name_and_the_saved_ones_stay(sections: dict[str, Section]) -> None:
+    run = begin(sections)
+    before = run.config.read_bytes()
+    changed = {**sections, "train": TrainConfig(global_batch_size=4, num_steps=4)}
+    with pytest.raises(ConfigError) as refusal:
+        begin(changed, resume=run.root.name)
+    assert refusal.value.problems[0] == "train.global_batch_size was 8 when the run began, now 4"
+    assert run.config.read_bytes() == before
+
+
+def test_a_changed_onnx_file_is_refused(sections: dict[str, Section], tmp_path: Path) -> None:
+    run = begin(sections)
+    onnx.save_model(tiny_conv_net(num_classes=4, seed=1), tmp_path / "model.onnx")
+    with pytest.raises(ConfigError, match="changed since the run began"):
+        begin(sections, resume=run.root.name)
+
+
+def test_an_unknown_run_is_not_resumed(sections: dict[str, Section]) -> None:
+    with pytest.raises(ConfigError, match="there is no run absent"):
+        begin(sections, resume="absent")
+
+
+def test_everything_wrong_is_refused_at_once_and_nothing_is_left(sections: dict[str, Section], home: Path) -> None:
+    wrong = {
+        **sections,
+        "model": ModelConfig(path=home / "absent.onnx"),
+        "data": DataConfig(source=str(home / "absent.csv")),
+        "parallel": ParallelConfig(data=3),
+    }
+    with pytest.raises(ConfigError) as refusal:
+        begin(wrong)
+    assert len(refusal.value.problems) == 3
+    assert not home.exists()
+
+
+def test_without_mlflow_a_new_run_is_refused_and_a_known_one_goes_on(
+    sections: dict[str, Section], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin(sections)
+    known = identity(run)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", away)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        with pytest.raises(RuntimeUnavailable, match="start it, or set MLFLOW_TRACKING_URI"):
+            begin(sections)
+        run.identity.write_text(known.model_copy(update={"tracking_uri": away}).model_dump_json())
+        assert identity(begin(sections, resume=run.root.name)).mlflow_run_id == known.mlflow_run_id

@@ -1,0 +1,199 @@
+"""ONNX file <-> torch module: the graph becomes a torch.fx GraphModule whose parameters are the initializers.
+
+    model = load_model(path)
+    module = to_module(model)               # called with the graph's inputs, in order
+    trainable(module, train=("*",), freeze=("*.wpe.*",))
+    ...
+    trained = to_onnx(module, model)        # the same file, with the module's weights in it
+
+Weights keep their name, their layout and their ties: nothing is transposed, scaled, folded or copied on
+the way in, so the way back is exact. Files in half precision are computed in fp32 and rounded once, when
+they are written back. The operators are in trainer/ops/; what is not there is refused, all of it at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from onnx import TensorProto, inliner
+from torch import fx, nn
+
+import trainer.ops  # noqa: F401  files the operator table
+from trainer.errors import CheckpointError, ConfigError, UnsupportedModel
+from trainer.ops.fuse import fuse as fuse_graph
+from trainer.ops.importer import Importer, plans, unknown_operators
+from trainer.ops.roles import Role, roles
+from trainer.ops.stored import slots, store, stored_tensors
+from trainer.ops.tracing import Tracer
+
+
+class ImportedGraph(fx.GraphModule):
+    """A graph that runs in torch and knows where in the ONNX file its weights came from."""
+
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    onnx_names: dict[str, str]
+    """Path of each parameter and running statistic in this module -> its name in the file."""
+    roles: dict[str, Role]
+    """Name in the file -> what it is to training, for every stored float tensor."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ImportedGraph:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, ImportedGraph)
+        for name in ("input_names", "output_names", "onnx_names", "roles"):
+            setattr(copy, name, getattr(self, name))
+        return copy
+
+
+# -- in
+
+
+def load_model(path: Path) -> onnx.ModelProto:
+    """Read and check an ONNX file, its external data included.
+
+    Raises ConfigError when there is no readable file, UnsupportedModel when it is not valid ONNX.
+    """
+    try:
+        onnx.checker.check_model(str(path))
+        return onnx.load(str(path))
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
+    except RuntimeError as error:
+        raise ConfigError(f"{path} is not an ONNX file, or a part of it is missing: {error}") from None
+    except (onnx.checker.ValidationError, onnx.onnx_cpp2py_export.checker.ValidationError) as error:
+        raise UnsupportedModel(f"{path} is not valid ONNX: {error}") from None
+
+
+def to_module(model: onnx.ModelProto, *, base: Path | None = None, fuse: bool = True) -> ImportedGraph:
+    """Import a model. The module takes the graph's inputs in order (not those that have an initializer) and
+    gives the graph's outputs in order: the tensor itself if there is one, else a tuple.
+
+    `base`: the directory of external data that was not loaded. `fuse`: rewrite attention and linear layers
+    into single calls; the results differ by rounding only. Dropout and BatchNormalization follow train()
+    and eval(). Raises UnsupportedModel with one sentence for every node that cannot be imported.
+    """
+    if model.functions:
+        model = inliner.inline_local_functions(model)
+    if problems := unknown_operators(model):
+        raise UnsupportedModel(problems)
+    stored = stored_tensors(model.graph, base)
+    found = roles(model.graph, stored)
+    attempts: list[list[str]] = []
+    for lengths, batch in plans(model.graph, set(stored)):
+        importer = Importer(model, Tracer(), found, batch)
+        module = importer.build(stored, lengths)
+        if not importer.problems:
+            return _finish(module, importer, fuse=fuse)
+        attempts.append(importer.problems)
+    raise UnsupportedModel(min(attempts, key=len))
+
+
+def _finish(graph: fx.Graph, importer: Importer, *, fuse: bool) -> ImportedGraph:
+    if fuse:
+        fuse_graph(graph, importer.tracer.root)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.lint()
+    module = ImportedGraph(importer.tracer.root, graph, "ImportedGraph")
+    paths = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    module.onnx_names = {path: name for path, name in importer.onnx_names.items() if path in paths}
+    for path, _ in list(module.named_buffers()):
+        if path not in module.onnx_names:  # a constant of the graph: moves with the module, is in no checkpoint
+            owner, _, leaf = path.rpartition(".")
+            module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
+    module.input_names = tuple(value.name for value in importer.inputs)
+    module.output_names = tuple(value.name for value in importer.model.graph.output)
+    module.roles = dict(importer.roles)
+    return module
+
+
+# -- weights by name
+
+
+def weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
+    """Every parameter, frozen or not, and every running statistic, by its name in the file."""
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    return {name: tensors[path] for path, name in module.onnx_names.items()}
+
+
+def running_statistics(module: ImportedGraph) -> dict[str, torch.Tensor]:
+    """What training changes without a gradient: running means and variances, by name in the file."""
+    return {name: tensor for name, tensor in weights(module).items() if not isinstance(tensor, nn.Parameter)}
+
+
+def load_weights(module: ImportedGraph, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors into the module, by name in the file. Raises CheckpointError unless all fit."""
+    own = weights(module)
+    problems = [f"{name} is missing" for name in own.keys() - tensors.keys()]
+    problems += [f"{name} is not in the model" for name in tensors.keys() - own.keys()]
+    for name in own.keys() & tensors.keys():
+        if own[name].shape != tensors[name].shape:
+            problems.append(f"{name} is {list(tensors[name].shape)}, the model's is {list(own[name].shape)}")
+    if problems:
+        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(sorted(problems)[:5])}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def trainable(module: ImportedGraph, *, train: Sequence[str] = ("*",), freeze: Sequence[str] = ()) -> None:
+    """Train the parameters that match a pattern of `train` and none of `freeze`; the others get no gradient.
+
+    Patterns are globs over names in the file. Raises ConfigError for each that matches no parameter, and
+    when nothing is left to train.
+    """
+    parameters = {module.onnx_names[path]: parameter for path, parameter in module.named_parameters()}
+    problems = []
+    for setting, patterns in (("model.train", train), ("model.freeze", freeze)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in parameters):
+                near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.3) or list(parameters)[:1]
+                problems.append(
+                    f"{setting}: no weight matches {pattern!r}; there is {', '.join(near) or 'none at all'}"
+                )
+    for name, parameter in parameters.items():
+        chosen = any(fnmatchcase(name, pattern) for pattern in train)
+        parameter.requires_grad_(chosen and not any(fnmatchcase(name, pattern) for pattern in freeze))
+    if not problems and not any(parameter.requires_grad for parameter in parameters.values()):
+        problems.append(f"model.train and model.freeze leave none of the {len(parameters)} weights to train")
+    if problems:
+        raise ConfigError(problems)
+
+
+def describe(module: ImportedGraph) -> list[tuple[str, str, str]]:
+    """(name in the file, trained | statistic | frozen, why) for every stored float tensor, trained ones first."""
+    parameters = {module.onnx_names[path]: parameter for path, parameter in module.named_parameters()}
+    rows = []
+    for name, role in module.roles.items():
+        frozen = name in parameters and not parameters[name].requires_grad
+        rows.append((name, "frozen", "by model.train or model.freeze") if frozen else (name, role.kind, role.reason))
+    return sorted(rows, key=lambda row: ("trained", "statistic", "frozen").index(row[1]))
+
+
+# -- out
+
+
+def to_onnx(module: ImportedGraph, model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of `model` with the module's weights in it, each in the type and the field it was stored in.
+
+    A tensor is touched only if its bytes changed: without training the copy equals the original, bit for
+    bit. Raises ConfigError when `model` is not the one the module came from, or keeps its tensors elsewhere.
+    """
+    trained = onnx.ModelProto()
+    trained.CopyFrom(model)
+    places = dict(slots(trained.graph))
+    for name, tensor in weights(module).items():
+        proto = places.get(name)
+        if proto is None or list(proto.dims) != list(tensor.shape):
+            raise ConfigError(
+                f"the model has no tensor {name!r} of shape {list(tensor.shape)}: it is not the one imported"
+            )
+        if proto.data_location == TensorProto.EXTERNAL:
+            raise ConfigError(f"tensor {name!r} is in an external file; read the model with load_model")
+        store(tensor, proto)
+    return trained

@@ -1,0 +1,294 @@
+"""Operators that work element by element: arithmetic, activations, comparisons, logic, casts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from trainer.ops.table import Call, Rule, lower
+from trainer.ops.tracing import Traced
+from trainer.ops.values import Unsupported, Value
+
+# -- one operand, no attributes
+
+UNARY: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "Abs": (torch.abs, (6, 13)),
+    "Acos": (torch.acos, (7, 22)),
+    "Acosh": (torch.acosh, (9, 22)),
+    "Asin": (torch.asin, (7, 22)),
+    "Asinh": (torch.asinh, (9, 22)),
+    "Atan": (torch.atan, (7, 22)),
+    "Atanh": (torch.atanh, (9, 22)),
+    "BitwiseNot": (torch.bitwise_not, (18,)),
+    "Ceil": (torch.ceil, (6, 13)),
+    "Cos": (torch.cos, (7, 22)),
+    "Cosh": (torch.cosh, (9, 22)),
+    "Det": (torch.linalg.det, (11, 22)),
+    "Erf": (torch.erf, (9, 13)),
+    "Exp": (torch.exp, (6, 13)),
+    "Floor": (torch.floor, (6, 13)),
+    "HardSwish": (F.hardswish, (14, 22)),
+    "IsNaN": (torch.isnan, (9, 13, 20)),
+    "Log": (torch.log, (6, 13)),
+    "Mish": (F.mish, (18, 22)),
+    "Neg": (torch.neg, (6, 13)),
+    "Not": (torch.logical_not, (1,)),
+    "Reciprocal": (torch.reciprocal, (6, 13)),
+    "Relu": (torch.relu, (6, 13, 14)),
+    "Round": (torch.round, (11, 22)),
+    "Sigmoid": (torch.sigmoid, (6, 13)),
+    "Sign": (torch.sign, (9, 13)),
+    "Sin": (torch.sin, (7, 22)),
+    "Sinh": (torch.sinh, (9, 22)),
+    "Softplus": (F.softplus, (1, 22)),
+    "Softsign": (F.softsign, (1, 22)),
+    "Sqrt": (torch.sqrt, (6, 13)),
+    "Tan": (torch.tan, (7, 22)),
+    "Tanh": (torch.tanh, (6, 13)),
+}
+
+
+def _unary(function: Callable[..., Any]) -> Rule:
+    return lambda c, x: c(function, x)
+
+
+for _name, (_function, _since) in UNARY.items():
+    lower(_name, since=_since)(_unary(_function))
+
+
+# -- two operands, broadcast against each other
+
+
+def scalar(x: Value, other: Value) -> Value:
+    """A constant of one element as a Python number where that changes neither shape nor type of the result."""
+    if not isinstance(x, torch.Tensor) or not isinstance(other, Traced):
+        return x
+    return x.item() if x.numel() == 1 and x.ndim <= other.ndim and x.dtype == other.dtype else x
+
+
+def divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Division; of integers, towards zero."""
+    return torch.div(a, b) if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+
+
+def power(base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """The result has the type of the base."""
+    return torch.pow(base, exponent).to(base.dtype)
+
+
+BINARY: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "Add": (torch.add, (7, 13, 14)),
+    "Sub": (torch.sub, (7, 13, 14)),
+    "Mul": (torch.mul, (7, 13, 14)),
+    "BitwiseAnd": (torch.bitwise_and, (18,)),
+    "BitwiseOr": (torch.bitwise_or, (18,)),
+    "BitwiseXor": (torch.bitwise_xor, (18,)),
+    "And": (torch.logical_and, (7,)),
+    "Or": (torch.logical_or, (7,)),
+    "Xor": (torch.logical_xor, (7,)),
+    "Equal": (torch.eq, (7, 11, 13, 19)),
+    "Greater": (torch.gt, (7, 9, 13)),
+    "Less": (torch.lt, (7, 9, 13)),
+    "GreaterOrEqual": (torch.ge, (12, 16)),
+    "LessOrEqual": (torch.le, (12, 16)),
+}
+
+NEEDS_TENSORS = ("And", "Or", "Xor", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
+
+
+def _binary(function: Callable[..., Any]) -> Rule:
+    def rule(c: Call, a: Value, b: Value) -> Value:
+        if c.op in NEEDS_TENSORS:
+            return c(function, a, b)
+        if isinstance(number := scalar(a, b), int | float) and c.op in ("Add", "Mul"):
+            return c(function, b, number)  # commutative, and torch wants the tensor first
+        return c(function, a, scalar(b, a))
+
+    return rule
+
+
+for _name, (_function, _since) in BINARY.items():
+    lower(_name, since=_since)(_binary(_function))
+
+
+@lower("Div", since=(7, 13, 14))
+def div(c: Call, a: Value, b: Value) -> Value:
+    return c(torch.div, a, scalar(b, a)) if a.dtype.is_floating_point else c(divide, a, b)
+
+
+@lower("Pow", since=(7, 12, 13, 15))
+def pow_(c: Call, base: Value, exponent: Value) -> Value:
+    number = isinstance(exponent, torch.Tensor) and exponent.numel() == 1 and exponent.ndim <= base.ndim
+    if number and base.dtype.is_floating_point:
+        return c(torch.pow, base, exponent.item())
+    return c(power, base, exponent)
+
+
+@lower("Mod", since=(10, 13, 28))
+def mod(c: Call, a: Value, b: Value) -> Value:
+    """fmod=1 has the sign of the dividend, fmod=0 (integers) that of the divisor."""
+    return c(torch.fmod if c.attr("fmod", 0) else torch.remainder, a, b)
+
+
+@lower("BitShift", since=(11, 28))
+def bit_shift(c: Call, x: Value, by: Value) -> Value:
+    left = c.attr("direction") == "LEFT"
+    return c(torch.bitwise_left_shift if left else torch.bitwise_right_shift, x, by)
+
+
+@lower("PRelu", since=(7, 9, 16))
+def prelu(c: Call, x: Value, slope: Value) -> Value:
+    return c(torch.where, c(torch.ge, x, 0), x, c(torch.mul, x, slope))
+
+
+# -- any number of operands
+
+VARIADIC: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "Max": (torch.maximum, (6, 8, 12, 13)),
+    "Min": (torch.minimum, (6, 8, 12, 13)),
+    "Sum": (torch.add, (6, 8, 13)),
+}
+
+
+def _variadic(function: Callable[..., Any]) -> Rule:
+    def rule(c: Call, first: Value, *others: Value) -> Value:
+        for other in others:
+            first = c(function, first, other)
+        return first
+
+    return rule
+
+
+for _name, (_function, _since) in VARIADIC.items():
+    lower(_name, since=_since)(_variadic(_function))
+
+
+@lower("Mean", since=(6, 8, 13))
+def mean(c: Call, first: Value, *others: Value) -> Value:
+    return c(torch.div, _variadic(torch.add)(c, first, *others), 1 + len(others))
+
+
+# -- activations with attributes
+
+
+@lower("Gelu", since=(20,))
+def gelu(c: Call, x: Value) -> Value:
+    return c(F.gelu, x, approximate=c.attr("approximate", "none"))
+
+
+@lower("Elu", since=(6, 22))
+def elu(c: Call, x: Value) -> Value:
+    return c(F.elu, x, alpha=c.attr("alpha", 1.0))
+
+
+@lower("Celu", since=(12, 28))
+def celu(c: Call, x: Value) -> Value:
+    return c(F.celu, x, alpha=c.attr("alpha", 1.0))
+
+
+def scaled_elu(x: torch.Tensor, alpha: float, gamma: float) -> torch.Tensor:
+    """gamma x for positive x, gamma alpha (exp(x) - 1) for the others."""
+    return gamma * F.elu(x, alpha=alpha)
+
+
+@lower("Selu", since=(6, 22))
+def selu(c: Call, x: Value) -> Value:
+    alpha = c.attr("alpha", float(np.float32(1.67326319217681884765625)))
+    return c(scaled_elu, x, alpha, c.attr("gamma", float(np.float32(1.05070102214813232421875))))
+
+
+@lower("LeakyRelu", since=(6, 16))
+def leaky_relu(c: Call, x: Value) -> Value:
+    return c(F.leaky_relu, x, c.attr("alpha", 0.01))
+
+
+@lower("ThresholdedRelu", since=(10, 22))
+def thresholded_relu(c: Call, x: Value) -> Value:
+    return c(F.threshold, x, c.attr("alpha", 1.0), 0.0)
+
+
+def hard_sigmoid(x: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
+    """alpha x + beta, held between 0 and 1."""
+    return torch.clamp(alpha * x + beta, 0, 1)
+
+
+@lower("HardSigmoid", since=(6, 22))
+def hard_sigmoid_(c: Call, x: Value) -> Value:
+    return c(hard_sigmoid, x, c.attr("alpha", 0.2), c.attr("beta", 0.5))
+
+
+def swish(x: torch.Tensor, alpha: float) -> torch.Tensor:
+    """x sigmoid(alpha x)"""
+    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
+
+
+@lower("Swish", since=(24,))
+def swish_(c: Call, x: Value) -> Value:
+    return c(swish, x, c.attr("alpha", 1.0))
+
+
+def shrink(x: torch.Tensor, bias: float, threshold: float) -> torch.Tensor:
+    """x + bias below -threshold, x - bias above threshold, 0 between."""
+    zero = torch.zeros_like(x)
+    return torch.where(x < -threshold, x + bias, torch.where(x > threshold, x - bias, zero))
+
+
+@lower("Shrink", since=(9,))
+def shrink_(c: Call, x: Value) -> Value:
+    if not x.dtype.is_floating_point:
+        raise Unsupported("it shrinks integers")
+    return c(shrink, x, c.attr("bias", 0.0), c.attr("lambd", 0.5))
+
+
+@lower("Clip", since=(6, 11, 12, 13))
+def clip(c: Call, x: Value, least: Value = None, greatest: Value = None) -> Value:
+    if c.version < 11:
+        least, greatest = c.attr("min"), c.attr("max")
+    bounds = [_bound(c, bound) for bound in (least, greatest)]
+    if bounds[0] is not None:
+        x = c(torch.clamp_min, x, bounds[0])
+    return x if bounds[1] is None else c(torch.clamp_max, x, bounds[1])
+
+
+def _bound(c: Call, bound: Value) -> Value:
+    if bound is None or isinstance(bound, float):
+        return bound
+    if isinstance(bound, torch.Tensor):
+        return bound.item()
+    return c("reshape", bound, []) if bound.ndim else bound
+
+
+# -- choice and type
+
+
+@lower("Where", since=(9, 16))
+def where(c: Call, condition: Value, yes: Value, no: Value) -> Value:
+    return c(torch.where, condition, scalar(yes, no), scalar(no, yes))
+
+
+@lower("IsInf", since=(10, 20))
+def is_inf(c: Call, x: Value) -> Value:
+    negative, positive = c.attr("detect_negative", 1), c.attr("detect_positive", 1)
+    if negative and positive:
+        return c(torch.isinf, x)
+    if not negative and not positive:
+        return c(torch.zeros_like, x, dtype=torch.bool)
+    return c(torch.eq, x, math.inf if positive else -math.inf)
+
+
+@lower("Cast", since=(6, 9, 13, 19, 21, 23, 24, 25, 28))
+def cast(c: Call, x: Value) -> Value:
+    c.attr("saturate"), c.attr("round_mode")  # both are about 8-bit floats, which are refused
+    dtype = c.dtype(c.attr("to"))
+    return x if x.dtype == dtype else c("to", x, dtype)
+
+
+@lower("CastLike", since=(15, 19, 21, 23, 24, 25))
+def cast_like(c: Call, x: Value, like: Value) -> Value:
+    c.attr("saturate"), c.attr("round_mode")
+    return x if x.dtype == like.dtype else c("to", x, like.dtype)

@@ -1,0 +1,138 @@
+"""onnx2torch as registry: our rules are filed there, and converters filed there by others are used here.
+
+Importing onnx2torch costs torchvision, so nothing here does until it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx
+import torch
+from torch import nn
+
+from trainer.ops.table import RULES, Call, Rule, run_rule
+from trainer.ops.tracing import Tracer
+from trainer.ops.values import Unsupported, Value
+
+Converter = Callable[[Any, Any], Any]
+
+_torchvision = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _registry() -> dict[Any, Converter]:
+    """Every converter by (domain, operator, version).
+
+    Where torchvision's compiled operators do not load beside this torch, onnx2torch loads without them.
+    """
+    try:
+        importlib.import_module("onnx2torch")
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("torchvision", "onnx2torch")]:
+            del sys.modules[name]
+        for operator in ("nms", "qnms"):  # torchvision only wants to describe them at import
+            schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            _torchvision.define(schema)  # type: ignore[no-untyped-call]
+    from onnx2torch.node_converters import registry
+
+    converters: dict[Any, Converter] = registry._CONVERTER_REGISTRY
+    return converters
+
+
+class RuleNode(nn.Module):
+    """A rule of ours as the module onnx2torch expects: runs it on real tensors, node by node."""
+
+    def __init__(self, node: onnx.NodeProto, version: int, rule: Rule) -> None:
+        super().__init__()
+        self.node = node
+        self.version = version
+        self.rule = rule
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        """args: the operands the node has, in order, without those left out."""
+        given = iter(args)
+        operands = [next(given) if name else None for name in self.node.input]
+        tracer = Tracer(training=self.training)
+        call = Call(self.node, self.version, tracer)
+        results = run_rule(call, self.rule, operands)[: len(self.node.output)]
+        outputs = tuple(tracer.to_tensor(result) for result in results)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _as_converter(version: int, rule: Rule) -> Converter:
+    def convert(node: Any, graph: Any) -> Any:
+        from onnx2torch.utils.common import OnnxMapping, OperationConverterResult
+
+        present = tuple(name for name in node.input_values if name)
+        return OperationConverterResult(
+            torch_module=RuleNode(node.proto, version, rule),
+            onnx_mapping=OnnxMapping(inputs=present, outputs=node.output_values),
+        )
+
+    convert.of_onward = True  # type: ignore[attr-defined]
+    return convert
+
+
+def register_with_onnx2torch() -> int:
+    """File every rule through `onnx2torch.add_converter`, in place of its own converters; returns how many.
+
+    Converters that users filed stay. Afterwards `onnx2torch.convert` imports what Onward imports.
+    """
+    registry = _registry()
+    from onnx2torch.node_converters.registry import OperationDescription, add_converter
+
+    for (operator, version), rule in RULES.items():
+        key = OperationDescription("", operator, version)
+        if key in registry and _is_users(registry[key]):
+            continue
+        registry.pop(key, None)
+        add_converter(operator, version)(_as_converter(version, rule))
+    return len(RULES)
+
+
+def _is_users(converter: Converter) -> bool:
+    return not hasattr(converter, "of_onward") and not converter.__module__.startswith("onnx2torch.")
+
+
+def users_converter(node: onnx.NodeProto, version: int) -> Converter | None:
+    """A converter somebody filed through `onnx2torch.add_converter`; looks only if onnx2torch was imported."""
+    if "onnx2torch" not in sys.modules:
+        return None
+    found = _registry().get((node.domain, node.op_type, version))
+    return found if found is not None and _is_users(found) else None
+
+
+def stock_converter(node: onnx.NodeProto, version: int) -> Converter | None:
+    """onnx2torch's own converter, for what the table lacks."""
+    try:
+        return _registry().get((node.domain, node.op_type, version))
+    except (ImportError, RuntimeError):  # a torchvision that cannot be loaded at all
+        return None
+
+
+def run_converter(
+    converter: Converter, node: onnx.NodeProto, *, graph: onnx.GraphProto, operands: Sequence[Value], tracer: Tracer
+) -> tuple[Value, ...]:
+    """Apply a converter's module to the operands it asks for. Raises Unsupported."""
+    from onnx2torch.onnx_graph import OnnxGraph
+    from onnx2torch.onnx_node import OnnxNode
+
+    name = (node.name or node.output[0]).replace(".", "_").replace("/", "_")
+    try:
+        module, mapping = converter(OnnxNode(node, unique_name=name), OnnxGraph(graph))
+    except (NotImplementedError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise Unsupported(f"its onnx2torch converter refuses it: {error}") from error
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        raise Unsupported("its onnx2torch converter keeps weights of its own, which could not be written back")
+    values = dict(zip(node.input, operands, strict=True))
+    if not all(name in values for name in mapping.inputs):
+        raise Unsupported("its onnx2torch converter reads values that are not its operands")
+    result = tracer.call_module(name, module, *(tracer.to_tensor(values[name]) for name in mapping.inputs))
+    if not isinstance(result, tuple | list):
+        if sum(map(bool, node.output)) > 1:
+            raise Unsupported("its onnx2torch converter gives one of its several outputs")
+        result = (result,)
+    return tuple(result)

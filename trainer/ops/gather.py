@@ -1,0 +1,139 @@
+"""Reading and writing by index, and slices."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from trainer.ops.table import Call, lower
+from trainer.ops.tracing import Traced
+from trainer.ops.values import Unsupported, Value
+
+
+def from_front(indices: torch.Tensor, length: int) -> torch.Tensor:
+    """Indices counted from the front; ONNX lets negative ones count from the back."""
+    return torch.where(indices < 0, indices + length, indices).to(torch.int64)
+
+
+def gather_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """table[indices] for a matrix: its backward pass adds whole rows."""
+    return F.embedding(from_front(indices, table.shape[0]), table)
+
+
+def gather_along(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Tensor:
+    """Replace dimension `axis` of `x` by the dimensions of `indices`."""
+    flat = x.index_select(axis, from_front(indices, x.shape[axis]).reshape(-1))
+    return flat.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+
+
+@lower("Gather", since=(1, 11, 13))
+def gather(c: Call, x: Value, indices: Value) -> Value:
+    axis = c.axis(x, c.attr("axis", 0))
+    if indices.ndim == 0 and (known := c.tracer.host_ints(indices)) is not None:
+        return c(torch.select, x, axis, known.item())
+    if axis == 0 and x.ndim == 2 and x.dtype.is_floating_point:
+        return c(gather_rows, x, indices)
+    return c(gather_along, x, axis, indices)
+
+
+def gather_elements(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Tensor:
+    """One element of `x` along `axis` for each index."""
+    return torch.gather(x, axis, from_front(indices, x.shape[axis]))
+
+
+@lower("GatherElements", since=(11, 13))
+def gather_elements_(c: Call, x: Value, indices: Value) -> Value:
+    return c(gather_elements, x, c.axis(x, c.attr("axis", 0)), indices)
+
+
+def gather_nd(x: torch.Tensor, indices: torch.Tensor, batch_dims: int) -> torch.Tensor:
+    """The last dimension of `indices` addresses dimensions of `x` after the first `batch_dims`."""
+    depth = indices.shape[-1]
+    where: list[torch.Tensor] = []
+    for dim in range(batch_dims):
+        shape = [1] * (indices.ndim - 1)
+        shape[dim] = x.shape[dim]
+        where.append(torch.arange(x.shape[dim], device=x.device).reshape(shape))
+    where += [from_front(indices[..., i], x.shape[batch_dims + i]) for i in range(depth)]
+    return x[tuple(where)]
+
+
+@lower("GatherND", since=(11, 12, 13))
+def gather_nd_(c: Call, x: Value, indices: Value) -> Value:
+    return c(gather_nd, x, indices, c.attr("batch_dims", 0))
+
+
+REDUCE = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+
+
+def scatter(x: torch.Tensor, axis: int, indices: torch.Tensor, updates: torch.Tensor, how: str) -> torch.Tensor:
+    """Write (or combine) one update at each index along `axis`."""
+    indices = from_front(indices, x.shape[axis])
+    if how == "none":
+        return x.scatter(axis, indices, updates)
+    return x.scatter_reduce(axis, indices, updates, REDUCE[how], include_self=True)
+
+
+@lower("ScatterElements", "Scatter", since=(11,))
+@lower("ScatterElements", since=(13, 16, 18))
+@lower("Scatter", since=(9,))
+def scatter_elements(c: Call, x: Value, indices: Value, updates: Value) -> Value:
+    return c(scatter, x, c.axis(x, c.attr("axis", 0)), indices, updates, c.attr("reduction", "none"))
+
+
+def scatter_nd(x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, how: str) -> torch.Tensor:
+    """Write (or combine) one slice of `x` at each index tuple, the last dimension of `indices`."""
+    depth = indices.shape[-1]
+    rows = torch.zeros(indices.shape[:-1], dtype=torch.int64, device=x.device)
+    for i in range(depth):
+        rows = rows * x.shape[i] + from_front(indices[..., i], x.shape[i])
+    tail = x.shape[depth:]
+    flat, values = x.reshape(-1, tail.numel()), updates.reshape(-1, tail.numel())
+    where = rows.reshape(-1, 1).expand(-1, tail.numel())
+    return scatter(flat, 0, where, values, how).reshape(x.shape)
+
+
+@lower("ScatterND", since=(11, 13, 16, 18))
+def scatter_nd_(c: Call, x: Value, indices: Value, updates: Value) -> Value:
+    return c(scatter_nd, x, indices, updates, c.attr("reduction", "none"))
+
+
+# -- slices
+
+
+def strided(x: torch.Tensor, axis: int, start: int, end: int, step: int) -> torch.Tensor:
+    """x[start:end:step] along one axis, with ONNX's clamping; backwards too."""
+    if step > 0:
+        return x[(slice(None),) * axis + (slice(start, end, step),)]
+    end = max(end, -x.shape[axis] - 1)
+    chosen = range(*slice(start, None if end < -x.shape[axis] else end, step).indices(x.shape[axis]))
+    return x.index_select(axis, torch.tensor(list(chosen), dtype=torch.int64, device=x.device))
+
+
+@lower("Slice", since=(1, 10, 11, 13))
+def slice_(c: Call, x: Value, start: Value = None, end: Value = None, axes: Value = None, steps: Value = None) -> Value:
+    starts, ends = (c.attr("starts"), c.attr("ends")) if start is None else (c.ints(start), c.ints(end))
+    chosen = c.axes(axes) or list(range(len(starts)))
+    by = [1] * len(starts) if steps is None else c.ints(steps)
+    for axis, first, last, step in zip(chosen, starts, ends, by, strict=True):
+        if isinstance(step, Traced):
+            raise Unsupported("its step is a dynamic dimension")
+        x = c(strided, x, c.axis(x, axis), first, last, step)
+    return x
+
+
+def one_hot(indices: torch.Tensor, depth: int, axis: int, values: torch.Tensor) -> torch.Tensor:
+    """values[1] where the new dimension `axis` equals the index, values[0] elsewhere and for indices outside."""
+    indices = indices.to(torch.int64)
+    wrapped = torch.where(indices < 0, indices + depth, indices).unsqueeze(axis)
+    shape = [1] * (indices.ndim + 1)
+    shape[axis] = depth
+    hot = wrapped == torch.arange(depth, device=indices.device).reshape(shape)
+    return torch.where(hot, values[1], values[0])
+
+
+@lower("OneHot", since=(9, 11, 28))
+def one_hot_(c: Call, indices: Value, depth: Value, values: Value) -> Value:
+    axis = c.attr("axis", -1)
+    length = c.ints(depth)[0] if not depth.dtype.is_floating_point else int(c.number(depth))
+    return c(one_hot, indices, length, axis % (indices.ndim + 1), values)

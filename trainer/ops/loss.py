@@ -1,0 +1,26 @@
+"""Losses that a graph computes itself."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+from trainer.ops.table import Call, lower
+from trainer.ops.values import Value
+
+
+@lower("SoftmaxCrossEntropyLoss", since=(12, 13))
+def softmax_cross_entropy(c: Call, scores: Value, labels: Value, weights: Value = None) -> Value:
+    """Classes on axis 1. The mean is over the labels that count, weighted by their class."""
+    log_probabilities = c(F.log_softmax, scores, dim=1)
+    loss = _nll(c, log_probabilities, labels, weights)
+    return (loss, log_probabilities) if c.wants(1) else loss
+
+
+@lower("NegativeLogLikelihoodLoss", since=(12, 13, 22))
+def negative_log_likelihood(c: Call, log_probabilities: Value, labels: Value, weights: Value = None) -> Value:
+    return _nll(c, log_probabilities, labels, weights)
+
+
+def _nll(c: Call, log_probabilities: Value, labels: Value, weights: Value) -> Value:
+    ignored, reduction = c.attr("ignore_index", -100), c.attr("reduction", "mean")
+    return c(F.nll_loss, log_probabilities, c("long", labels), weights, ignore_index=ignored, reduction=reduction)

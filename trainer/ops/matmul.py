@@ -1,0 +1,35 @@
+"""Matrix products. Weights are used in the layout the file has, never transposed in place or scaled."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from trainer.ops.table import Call, lower
+from trainer.ops.values import Value
+
+
+@lower("MatMul", since=(1, 9, 13))
+def matmul(c: Call, a: Value, b: Value) -> Value:
+    return c(torch.matmul, a, b)
+
+
+@lower("Gemm", since=(7, 9, 11, 13))
+def gemm(c: Call, a: Value, b: Value, bias: Value = None) -> Value:
+    """alpha a b + beta bias, either factor transposed."""
+    alpha, beta = c.attr("alpha", 1.0), c.attr("beta", 1.0)
+    a = c("t", a) if c.attr("transA", 0) else a
+    transposed = c.attr("transB", 0)
+    plain = bias is None or (bias.ndim == 1 and c.size(bias, 0) == c.size(b, 0 if transposed else 1))
+    if alpha == beta == 1.0 and plain:
+        return c(F.linear, a, b if transposed else c("t", b), bias)
+    b = c("t", b) if transposed else b
+    if bias is not None:
+        return c(torch.addmm, bias, a, b, beta=beta, alpha=alpha)
+    product = c(torch.mm, a, b)
+    return product if alpha == 1.0 else c(torch.mul, product, alpha)
+
+
+@lower("Einsum", since=(12, 28))
+def einsum(c: Call, *operands: Value) -> Value:
+    return c(torch.einsum, c.attr("equation"), *operands)

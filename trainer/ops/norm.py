@@ -1,0 +1,189 @@
+"""Normalisations, softmax and dropout. What differs between training and evaluation follows train() and eval()."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.ops.table import Call, lower
+from trainer.ops.tracing import Traced
+from trainer.ops.values import Unsupported, Value
+
+
+class BatchNorm(nn.Module):
+    """Batch statistics in training, which move the running ones; running statistics in evaluation.
+
+    Holds no weights: scale, bias and the running statistics are operands, named after their initializers.
+    As in torch, the running variance takes the unbiased estimate.
+    """
+
+    def __init__(self, momentum: float, epsilon: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.epsilon = epsilon
+
+    def forward(
+        self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
+    ) -> torch.Tensor:
+        """x: [batch, channels, ...]; the others: [channels]."""
+        return F.batch_norm(x, mean, variance, scale, bias, self.training, self.momentum, self.epsilon)
+
+    def extra_repr(self) -> str:
+        return f"momentum={self.momentum:g}, epsilon={self.epsilon:g}"
+
+
+@lower("BatchNormalization", since=(7, 9, 14, 15))
+def batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
+    """The training form and the inference form are one: which of the two runs is not the file's choice."""
+    c.require("spatial", 1)
+    c.attr("training_mode")
+    kept = c.attr("momentum", 0.9)  # ONNX: the share of the old value; torch: of the new one
+    y = c.module(BatchNorm(1.0 - kept, c.attr("epsilon", 1e-5)), x, scale, bias, mean, variance)
+    return (y, mean, variance, mean, variance)[: max(c.num_outputs, 1)]
+
+
+class Dropout(nn.Module):
+    """Zeroes a share of the elements in training and scales up the rest; gives the mask too if asked."""
+
+    def __init__(self, ratio: float, *, with_mask: bool = False) -> None:
+        super().__init__()
+        self.ratio = ratio
+        self.with_mask = with_mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x: any shape."""
+        if not self.with_mask:
+            return F.dropout(x, self.ratio, self.training)
+        if not self.training or self.ratio == 0:
+            return x, torch.ones_like(x, dtype=torch.bool)
+        mask = torch.rand_like(x) >= self.ratio
+        return x * mask / (1.0 - self.ratio), mask
+
+    def extra_repr(self) -> str:
+        return f"ratio={self.ratio:g}"
+
+
+@lower("Dropout", since=(7, 10, 12, 13, 22))
+def dropout(c: Call, x: Value, ratio: Value = None, training_mode: Value = None) -> Value:
+    c.attr("seed")
+    share = c.attr("ratio", 0.5) if ratio is None else float(c.number(ratio))
+    return c.module(Dropout(share, with_mask=c.wants(1)), x)
+
+
+# -- normalisation over the features of one sample
+
+
+@lower("LayerNormalization", since=(17,))
+def layer_normalization(c: Call, x: Value, scale: Value, bias: Value = None) -> Value:
+    c.require("stash_type", 1)
+    axis, epsilon = c.axis(x, c.attr("axis", -1)), c.attr("epsilon", 1e-5)
+    shape = c.sizes(x)[axis:]
+    fits = all(weight is None or _static(c.sizes(weight)) == shape for weight in (scale, bias))
+    if fits:
+        y = c(F.layer_norm, x, shape, scale, bias, epsilon)
+    else:
+        y = c(torch.mul, c(F.layer_norm, x, shape, None, None, epsilon), scale)
+        y = y if bias is None else c(torch.add, y, bias)
+    return (y, *c(moments, x, axis, epsilon)) if c.num_outputs > 1 else y
+
+
+def _static(sizes: list[Value]) -> list[Value] | None:
+    return None if any(isinstance(n, Traced) for n in sizes) else sizes
+
+
+def moments(x: torch.Tensor, axis: int, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean, and inverse standard deviation, over the dimensions from `axis` on."""
+    axes = list(range(axis, x.ndim))
+    mean = x.mean(axes, keepdim=True)
+    return mean, torch.rsqrt((x - mean).square().mean(axes, keepdim=True) + epsilon)
+
+
+@lower("RMSNormalization", since=(23,))
+def rms_normalization(c: Call, x: Value, scale: Value) -> Value:
+    c.require("stash_type", 1)
+    axis, epsilon = c.axis(x, c.attr("axis", -1)), c.attr("epsilon", 1e-5)
+    return c(torch.mul, c(rms_norm, x, axis, epsilon), scale)
+
+
+def rms_norm(x: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
+    """x over its root mean square, over the dimensions from `axis` on."""
+    return F.rms_norm(x, x.shape[axis:], eps=epsilon)
+
+
+@lower("InstanceNormalization", since=(6, 22))
+def instance_normalization(c: Call, x: Value, scale: Value, bias: Value) -> Value:
+    return c(F.instance_norm, x, weight=scale, bias=bias, eps=c.attr("epsilon", 1e-5))
+
+
+@lower("GroupNormalization", since=(18, 21))
+def group_normalization(c: Call, x: Value, scale: Value, bias: Value) -> Value:
+    """Version 18 has one scale for each group, version 21 one for each channel."""
+    c.require("stash_type", 1)
+    groups, epsilon = c.attr("num_groups"), c.attr("epsilon", 1e-5)
+    if c.version == 18:
+        each = c.size(x, 1) // groups
+        scale, bias = (c(torch.repeat_interleave, weight, each, output_size=groups * each) for weight in (scale, bias))
+    return c(F.group_norm, x, groups, scale, bias, epsilon)
+
+
+@lower("LpNormalization", since=(1, 22))
+def lp_normalization(c: Call, x: Value) -> Value:
+    return c(lp_normalize, x, c.attr("p", 2), c.attr("axis", -1))
+
+
+def lp_normalize(x: torch.Tensor, p: int, axis: int) -> torch.Tensor:
+    """x over its p-norm along `axis`; zero where the norm is zero."""
+    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
+    return torch.where(norm == 0, torch.zeros_like(x), x / norm)
+
+
+@lower("LRN", since=(1, 13))
+def lrn(c: Call, x: Value) -> Value:
+    size = c.attr("size")
+    return c(local_response, x, size, c.attr("alpha", 1e-4), c.attr("beta", 0.75), c.attr("bias", 1.0))
+
+
+def local_response(x: torch.Tensor, size: int, alpha: float, beta: float, bias: float) -> torch.Tensor:
+    """x / (bias + alpha/size sum of squares over `size` channels around)^beta; an even size reaches further up."""
+    squares = x.square().flatten(2).unsqueeze(1)  # [batch, 1, channels, pixels]
+    squares = F.pad(squares, (0, 0, (size - 1) // 2, size - 1 - (size - 1) // 2))
+    mean = F.avg_pool2d(squares, (size, 1), stride=1).reshape(x.shape)
+    return x / (bias + alpha * mean) ** beta
+
+
+# -- softmax
+
+
+@lower("Softmax", "LogSoftmax", since=(1, 11, 13))
+def softmax(c: Call, x: Value) -> Value:
+    """Before version 13 all dimensions from `axis` (default 1) on are one."""
+    function = F.softmax if c.op == "Softmax" else F.log_softmax
+    if c.version >= 13:
+        return c(function, x, dim=c.attr("axis", -1))
+    axis = c.axis(x, c.attr("axis", 1))
+    if axis == x.ndim - 1:
+        return c(function, x, dim=axis)
+    flat = c("reshape", x, [*c.sizes(x)[:axis], -1])
+    return c("reshape", c(function, flat, dim=axis), c.sizes(x))
+
+
+@lower("Hardmax", since=(1, 11, 13))
+def hardmax(c: Call, x: Value) -> Value:
+    axis = c.axis(x, c.attr("axis", -1 if c.version >= 13 else 1))
+    if c.version >= 13 or axis == x.ndim - 1:
+        return c(hard_max, x, axis)
+    lengths = c.sizes(x)
+    rest = functools.reduce(operator.mul, lengths[axis:], 1)
+    if isinstance(rest, Traced):
+        raise Unsupported("it flattens a dynamic dimension")
+    return c("reshape", c(hard_max, c("reshape", x, [*lengths[:axis], rest]), axis), lengths)
+
+
+def hard_max(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """1 at the first greatest element along `axis`, 0 elsewhere."""
+    where = x.argmax(axis, keepdim=True)
+    return torch.zeros_like(x).scatter(axis, where, 1)

@@ -1,0 +1,279 @@
+"""Operators that rearrange, join, cut and fill tensors without computing on them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from trainer.ops.table import Call, lower
+from trainer.ops.tracing import Traced
+from trainer.ops.values import Unsupported, Value, read_tensor
+
+LAYOUT = (19, 21, 23, 24, 25)
+"""Versions in which most layout operators only gained element types."""
+
+
+@lower("Identity", since=(1, 13, 14, 16, *LAYOUT))
+def identity(c: Call, x: Value) -> Value:
+    return x
+
+
+@lower("Reshape", since=(5, 13, 14, *LAYOUT))
+def reshape(c: Call, x: Value, shape: Value) -> Value:
+    """0 copies a length, -1 takes what is left.
+
+    In a file of fixed batch size that is trained at another, a constant leading length equal to the
+    declared batch stands for the batch; one that no longer fits (a multiple of it) takes what is left.
+    """
+    zero_is_zero = c.attr("allowzero", 0)
+    wanted = c.ints(shape)
+    lengths = [c.size(x, i) if n == 0 and not zero_is_zero else n for i, n in enumerate(_plain(n) for n in wanted)]
+    if c.batch is not None and lengths and isinstance(x, Traced) and x.ndim and isinstance(c.size(x, 0), Traced):
+        if lengths[0] == c.batch:
+            lengths[0] = c.size(x, 0)
+        elif -1 not in lengths and not any(isinstance(n, Traced) for n in lengths):
+            lengths[0] = -1
+    return c("reshape", x, lengths)
+
+
+def _plain(n: Value) -> Value:
+    return n if isinstance(n, Traced) else int(n)
+
+
+@lower("Flatten", since=(1, 9, 11, 13, 21, 23, 24, 25))
+def flatten(c: Call, x: Value) -> Value:
+    """To two dimensions, cut before `axis`."""
+    axis = c.attr("axis", 1)
+    axis += x.ndim if axis < 0 else 0
+    if axis == 1 and x.ndim > 1:
+        return c(torch.flatten, x, 1)
+    leading = _product(c.sizes(x)[:axis])
+    return c("reshape", x, [leading, _product(c.sizes(x)[axis:])])
+
+
+def _product(lengths: Sequence[Value]) -> Value:
+    return functools.reduce(operator.mul, lengths, 1)
+
+
+@lower("Transpose", since=(1, 13, 21, 23, 24, 25))
+def transpose(c: Call, x: Value) -> Value:
+    order = c.attr("perm", list(range(x.ndim))[::-1])
+    return x if order == list(range(x.ndim)) else c("permute", x, list(order))
+
+
+@lower("Squeeze", since=(1, 11, 13, 21, 23, 24, 25))
+def squeeze(c: Call, x: Value, given: Value = None) -> Value:
+    axes = c.axes(given)
+    if axes is None:
+        axes = [i for i, n in enumerate(c.sizes(x)) if not isinstance(n, Traced) and n == 1]
+    axes = [c.axis(x, axis) for axis in axes]
+    for axis in axes:
+        if isinstance(n := c.size(x, axis), Traced) or n != 1:
+            raise Unsupported(f"dimension {axis} is {'dynamic' if isinstance(n, Traced) else n}, not 1")
+    return c(torch.squeeze, x, axes) if axes else x
+
+
+@lower("Unsqueeze", since=(1, 11, 13, 21, 23, 24, 25))
+def unsqueeze(c: Call, x: Value, given: Value = None) -> Value:
+    axes = c.axes(given) or []
+    rank = x.ndim + len(axes)
+    for axis in sorted(axis % rank for axis in axes):
+        x = c(torch.unsqueeze, x, axis)
+    return x
+
+
+@lower("Concat", since=(4, 11, 13))
+def concat(c: Call, *parts: Value) -> Value:
+    axis = c.attr("axis")
+    return parts[0] if len(parts) == 1 else c(torch.cat, list(parts), axis)
+
+
+@lower("Split", since=(2, 11, 13, 18))
+def split(c: Call, x: Value, sizes: Value = None) -> Value:
+    axis = c.axis(x, c.attr("axis", 0))
+    num_outputs = c.attr("num_outputs", c.num_outputs)
+    lengths = c.attr("split") if sizes is None else c.ints(sizes)
+    if lengths is None:
+        length = c.size(x, axis)
+        if isinstance(length, Traced):
+            raise Unsupported("it splits a dynamic dimension into equal parts")
+        piece = -(-length // num_outputs)
+        lengths = [piece] * (num_outputs - 1) + [length - piece * (num_outputs - 1)]
+    return c(torch.split, x, [_plain(n) for n in lengths], axis)
+
+
+def expand(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Broadcast against a shape: the lengths of `x` count too, where they are greater."""
+    shape = torch.broadcast_shapes(x.shape, tuple(lengths))  # type: ignore[no-untyped-call]
+    return x.expand(shape)
+
+
+@lower("Expand", since=(8, 13))
+def expand_(c: Call, x: Value, shape: Value) -> Value:
+    return c(expand, x, [_plain(n) for n in c.ints(shape)])
+
+
+@lower("Tile", since=(6, 13))
+def tile(c: Call, x: Value, repeats: Value) -> Value:
+    return c("repeat", x, [_plain(n) for n in c.ints(repeats)])
+
+
+# -- tensors made from numbers
+
+
+@lower("Constant", since=(1, 9, 11, 12, 13, *LAYOUT))
+def constant(c: Call) -> Value:
+    if (proto := c.attr("value")) is not None:
+        return read_tensor(proto)
+    for name, dtype in (("float", torch.float32), ("int", torch.int64)):
+        for key in (f"value_{name}", f"value_{name}s"):
+            if (value := c.attr(key)) is not None:
+                return torch.tensor(value, dtype=dtype)
+    raise Unsupported("its value is a string or a sparse tensor")
+
+
+def full(anchor: torch.Tensor, shape: Sequence[int], value: float, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of one value, on the anchor's device."""
+    return torch.full(tuple(shape), value, dtype=dtype, device=anchor.device)
+
+
+@lower("ConstantOfShape", since=(9, 20, 21, 23, 24, 25))
+def constant_of_shape(c: Call, shape: Value) -> Value:
+    proto = c.attr("value")
+    fill = read_tensor(proto) if proto is not None else torch.zeros(1)
+    lengths = [_plain(n) for n in c.ints(shape)]
+    if any(isinstance(n, Traced) for n in lengths):
+        return c(full, c.tracer.anchor, lengths, fill.item(), fill.dtype)
+    return torch.full(lengths, fill.item(), dtype=fill.dtype)
+
+
+def arange(anchor: torch.Tensor, start: int, stop: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    """Evenly spaced integers, on the anchor's device."""
+    return torch.arange(start, stop, step, dtype=dtype, device=anchor.device)
+
+
+@lower("Range", since=(11, 27))
+def range_(c: Call, start: Value, limit: Value, delta: Value) -> Value:
+    c.require("stash_type", 1)
+    bounds = (start, limit, delta)
+    dtype = next((x.dtype for x in bounds if isinstance(x, torch.Tensor)), torch.int64)
+    if dtype.is_floating_point:
+        first, last, step = (c.constant(x).item() for x in bounds)
+        return first + step * torch.arange(max(math.ceil((last - first) / step), 0), dtype=dtype)
+    first, last, step = (c.ints(x)[0] for x in bounds)
+    if any(isinstance(x, Traced) for x in (first, last, step)):
+        return c(arange, c.tracer.anchor, first, last, step, dtype)
+    return torch.arange(first, last, step, dtype=dtype) if (last - first) * step > 0 else torch.empty(0, dtype=dtype)
+
+
+@lower("Trilu", since=(14,))
+def trilu(c: Call, x: Value, k: Value = None) -> Value:
+    diagonal = 0 if k is None else c.ints(k)[0]
+    return c(torch.triu if c.attr("upper", 1) else torch.tril, x, diagonal)
+
+
+def eye_like(x: torch.Tensor, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Ones on the k-th diagonal, in the shape of `x`."""
+    rows, columns = (torch.arange(n, device=x.device) for n in x.shape)
+    return (columns[None] - rows[:, None] == k).to(dtype)
+
+
+@lower("EyeLike", since=(9, 22))
+def eye_like_(c: Call, x: Value) -> Value:
+    element_type = c.attr("dtype")
+    return c(eye_like, x, c.attr("k", 0), x.dtype if element_type is None else c.dtype(element_type))
+
+
+# -- borders and blocks
+
+
+@lower("Pad", since=(2, 11, 13, 18, *LAYOUT))
+def pad(c: Call, x: Value, given: Value = None, fill: Value = None, on_axes: Value = None) -> Value:
+    """All begins, then all ends, for every axis or for `on_axes`; negative pads cut off."""
+    mode = c.attr("mode", "constant")
+    pads = c.attr("pads") if given is None else [int(n) for n in c.ints(given)]
+    value = c.attr("value", 0.0) if fill is None else c.number(fill)
+    axes = list(range(x.ndim)) if on_axes is None else [c.axis(x, int(axis)) for axis in c.ints(on_axes)]
+    borders = {axis: (pads[i], pads[i + len(axes)]) for i, axis in enumerate(axes)}
+    if mode == "constant":
+        flat = [n for axis in reversed(range(x.ndim)) for n in borders.get(axis, (0, 0))]
+        return c(F.pad, x, flat, "constant", value)
+    for axis, border in borders.items():
+        if border != (0, 0):
+            x = c(pad_by_index, x, axis, list(border), mode)
+    return x
+
+
+def pad_by_index(x: torch.Tensor, axis: int, border: Sequence[int], mode: str) -> torch.Tensor:
+    """Pad one axis by its own elements: mirrored (reflect), repeated (edge), or from the other side (wrap)."""
+    length = x.shape[axis]
+    where = torch.arange(-border[0], length + border[1], device=x.device)
+    if mode == "edge":
+        where = where.clamp(0, length - 1)
+    elif mode == "wrap":
+        where = where.remainder(length)
+    elif mode == "reflect":
+        where = (length - 1) - ((where.remainder(max(2 * (length - 1), 1))) - (length - 1)).abs()
+    else:
+        raise NotImplementedError(f"padding mode {mode}")
+    return x.index_select(axis, where)
+
+
+@lower("DepthToSpace", since=(1, 11, 13, 28))
+def depth_to_space(c: Call, x: Value) -> Value:
+    block, mode = c.attr("blocksize"), c.attr("mode", "DCR")
+    n, depth, height, width = c.sizes(x)
+    split = [n, block, block, depth // block**2, height, width]
+    order = [0, 3, 4, 1, 5, 2]
+    if mode == "CRD":
+        split, order = [n, depth // block**2, block, block, height, width], [0, 1, 4, 2, 5, 3]
+    x = c("permute", c("reshape", x, split), order)
+    return c("reshape", x, [n, depth // block**2, height * block, width * block])
+
+
+@lower("SpaceToDepth", since=(1, 13, 28))
+def space_to_depth(c: Call, x: Value) -> Value:
+    c.require("mode", "DCR")
+    block = c.attr("blocksize")
+    n, depth, height, width = c.sizes(x)
+    x = c("reshape", x, [n, depth, height // block, block, width // block, block])
+    return c("reshape", c("permute", x, [0, 3, 5, 1, 2, 4]), [n, depth * block**2, height // block, width // block])
+
+
+# -- sequences of tensors: Python lists while the graph is built
+
+
+@lower("SequenceConstruct", since=(11,))
+def sequence_construct(c: Call, *parts: Value) -> Value:
+    return ([*parts],)
+
+
+@lower("SplitToSequence", since=(11, 24))
+def split_to_sequence(c: Call, x: Value, sizes: Value = None) -> Value:
+    axis, keepdims = c.axis(x, c.attr("axis", 0)), c.attr("keepdims", 1)
+    if sizes is None:
+        parts = c(torch.split, x, 1, axis)
+        return ([*parts] if keepdims else [c(torch.squeeze, part, axis) for part in parts],)
+    lengths: Any = [_plain(n) for n in c.ints(sizes)]
+    return ([*c(torch.split, x, lengths if sizes.ndim else lengths[0], axis)],)
+
+
+@lower("SequenceAt", since=(11,))
+def sequence_at(c: Call, sequence: Value, position: Value) -> Value:
+    return sequence[c.ints(position)[0]]
+
+
+@lower("SequenceLength", since=(11,))
+def sequence_length(c: Call, sequence: Value) -> Value:
+    return torch.tensor(len(sequence))
+
+
+@lower("ConcatFromSequence", since=(11,))
+def concat_from_sequence(c: Call, sequence: Value) -> Value:
+    return c(torch.stack if c.attr("new_axis", 0) else torch.cat, sequence, c.attr("axis"))

@@ -1,0 +1,241 @@
+"""Recording torch calls on an fx graph, with what each gives for two sizes of every dynamic dimension.
+
+Every call is tried on meta tensors (no memory, no arithmetic) at two sets of input sizes. A dimension
+that is equal in both is static, and becomes a Python int; one that differs is asked of its tensor when
+the graph runs. So no batch size is ever baked in, and no symbolic algebra is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from trainer.ops.values import HostInts, Unsupported, Value
+
+ANCHOR = "_anchor"
+"""An empty buffer whose device is where tensors made in the graph are put."""
+
+
+class Traced:
+    """A tensor or an int that is known only when the graph runs.
+
+    `probes` is what it is for each of the two sets of input sizes: two meta tensors, or two ints.
+    """
+
+    __slots__ = ("node", "probes", "tracer")
+
+    def __init__(self, tracer: Tracer, node: fx.Node, probes: tuple[Any, Any]) -> None:
+        self.tracer = tracer
+        self.node = node
+        self.probes = probes
+
+    @property
+    def ndim(self) -> int:
+        return int(self.probes[0].ndim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.probes[0].dtype
+        return dtype
+
+    # integers only
+    def __add__(self, other: Value) -> Value:
+        return self.tracer.call(operator.add, self, other)
+
+    def __radd__(self, other: Value) -> Value:
+        return self.tracer.call(operator.add, other, self)
+
+    def __sub__(self, other: Value) -> Value:
+        return self.tracer.call(operator.sub, self, other)
+
+    def __rsub__(self, other: Value) -> Value:
+        return self.tracer.call(operator.sub, other, self)
+
+    def __mul__(self, other: Value) -> Value:
+        return self.tracer.call(operator.mul, self, other)
+
+    def __rmul__(self, other: Value) -> Value:
+        return self.tracer.call(operator.mul, other, self)
+
+    def __floordiv__(self, other: Value) -> Value:
+        return self.tracer.call(operator.floordiv, self, other)
+
+    def __rfloordiv__(self, other: Value) -> Value:
+        return self.tracer.call(operator.floordiv, other, self)
+
+    def __mod__(self, other: Value) -> Value:
+        return self.tracer.call(operator.mod, self, other)
+
+    def __neg__(self) -> Value:
+        return self.tracer.call(operator.neg, self)
+
+
+class Tracer:
+    """Builds the fx graph and the module that holds its weights."""
+
+    def __init__(self, *, training: bool = False) -> None:
+        self.graph = fx.Graph()
+        self.root = nn.Module()
+        self.training = training
+        self._constants: dict[int, tuple[torch.Tensor, fx.Node]] = {}
+        self._sizes: dict[tuple[fx.Node, int], Value] = {}
+        self._anchor: Traced | None = None
+        self._hosts: dict[fx.Node, HostInts] = {}
+
+    def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Value:
+        """Apply a function, or the tensor method of that name: at once to constants, else when the graph runs."""
+        run = _method(function) if isinstance(function, str) else function
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, Traced) for leaf in leaves):
+            with torch.no_grad():
+                return run(*args, **kwargs)
+        probes = self._probe(run, args, kwargs)
+        record = self.graph.call_method if isinstance(function, str) else self.graph.call_function
+        node = record(function, *self._nodes((args, kwargs)))  # type: ignore[arg-type]
+        return self._wrap(node, probes)
+
+    def call_module(self, name: str, module: nn.Module, *args: Any) -> Value:
+        """Apply a module that follows train() and eval(); `name` is where it hangs, made unique."""
+        if not any(isinstance(leaf, Traced) for leaf in pytree.tree_leaves(args)):
+            return module.train(self.training)(*args)
+        probes = self._probe(copy.deepcopy(module).to("meta").eval(), args, {})
+        name = self.attach(name, module.train())
+        return self._wrap(self.graph.call_module(name, *self._nodes((args,))), probes)
+
+    def placeholder(self, name: str, probes: tuple[torch.Tensor, torch.Tensor]) -> Traced:
+        """A graph input."""
+        return Traced(self, self.graph.placeholder(name), probes)
+
+    def tensor(self, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> Traced:
+        """A Parameter or buffer, readable in the graph; it gets the nearest attribute path to `name`."""
+        probe = torch.empty_like(tensor, device="meta", requires_grad=False)
+        return Traced(self, self.graph.get_attr(self.attach(name, tensor, persistent=persistent)), (probe, probe))
+
+    @property
+    def anchor(self) -> Traced:
+        """Functions that make a tensor from numbers take this to learn the device."""
+        if self._anchor is None:
+            self._anchor = self.tensor(ANCHOR, torch.empty(0), persistent=False)
+        return self._anchor
+
+    def size(self, tensor: Value, dim: int) -> Value:
+        """The length of a dimension: an int where it is static, else a traced int, asked for once."""
+        if isinstance(tensor, torch.Tensor):
+            return tensor.shape[dim]
+        key = (tensor.node, dim % tensor.ndim)
+        if key not in self._sizes:
+            self._sizes[key] = self.call("size", tensor, key[1])
+        return self._sizes[key]
+
+    def attach(self, name: str, what: nn.Module | torch.Tensor, *, persistent: bool = True) -> str:
+        """Hang a tensor or a module on the root, dots in its name becoming a path; returns the path it got."""
+        owner, path = self.root, []
+        *containers, leaf = [_identifier(part) for part in name.split(".")]
+        for part in containers:
+            while hasattr(owner, part) and type(owner._modules.get(part)) is not nn.Module:
+                part += "_"
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+            path.append(part)
+        while hasattr(owner, leaf):
+            leaf += "_"
+        if isinstance(what, nn.Parameter):
+            owner.register_parameter(leaf, what)
+        elif isinstance(what, nn.Module):
+            owner.add_module(leaf, what)
+        else:
+            owner.register_buffer(leaf, what, persistent=persistent)
+        return ".".join([*path, leaf])
+
+    # -- host integers
+
+    def host_ints(self, value: Value) -> HostInts | None:
+        """The value as host integers, if that is what it is, was made from, or is a small constant of."""
+        if isinstance(value, np.ndarray):
+            return value
+        if isinstance(value, Traced):
+            return self._hosts.get(value.node)
+        if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.numel() > 4096:
+            return None
+        array = np.empty(tuple(value.shape), dtype=object)
+        array[...] = np.array(value.tolist(), dtype=object)
+        return array
+
+    def to_tensor(self, value: Value) -> Value:
+        """Host integers as an int64 tensor; other values as they are."""
+        if not isinstance(value, np.ndarray):
+            return value
+        numbers, shape = list(value.reshape(-1)), list(value.shape)
+        if not any(isinstance(number, Traced) for number in numbers):
+            return torch.tensor(numbers, dtype=torch.int64).reshape(shape)
+        traced = self.call(tensor_of, self.anchor, numbers, shape)
+        self._hosts[traced.node] = value
+        return traced
+
+    # -- probing and recording
+
+    def _probe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def of(side: int) -> Any:
+            def pick(leaf: Any) -> Any:
+                if isinstance(leaf, Traced):
+                    return leaf.probes[side]
+                return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+            picked, named = pytree.tree_map(pick, (args, kwargs))
+            with torch.no_grad():
+                return run(*picked, **named)
+
+        try:
+            return of(0), of(1)
+        except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError) as error:
+            raise Unsupported(f"torch refuses it: {str(error).splitlines()[0]}") from error
+
+    def _nodes(self, args: Any) -> Any:
+        """Replace traced values by their nodes and constants by nodes that read a buffer."""
+
+        def node(leaf: Any) -> Any:
+            if isinstance(leaf, Traced):
+                return leaf.node
+            return self._constant(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        return pytree.tree_map(node, args)
+
+    def _constant(self, tensor: torch.Tensor) -> fx.Node:
+        if id(tensor) not in self._constants:
+            traced = self.tensor(f"_constants.c{len(self._constants)}", tensor, persistent=False)
+            self._constants[id(tensor)] = (tensor, traced.node)  # keeps the tensor alive, so that its id stays its own
+        return self._constants[id(tensor)][1]
+
+    def _wrap(self, node: fx.Node, probes: tuple[Any, Any]) -> Value:
+        first, second = probes
+        if isinstance(first, list | tuple) and not isinstance(first, torch.Size):
+            parts = enumerate(zip(first, second, strict=True))
+            return tuple(self._wrap(self.graph.call_function(operator.getitem, (node, i)), pair) for i, pair in parts)
+        if isinstance(first, bool | int | float) and first == second:
+            return first
+        return Traced(self, node, probes)
+
+
+def tensor_of(anchor: torch.Tensor, values: list[int], shape: list[int]) -> torch.Tensor:
+    """An int64 tensor of the given numbers, on the anchor's device."""
+    return torch.tensor(values, dtype=torch.int64, device=anchor.device).reshape(shape)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(tensor, name)(*args, **kwargs)
+
+    return run
+
+
+def _identifier(part: str) -> str:
+    """A path component torch and fx accept; most names pass unchanged."""
+    return part.translate({ord(c): "_" for c in "\"'\\\n\r\t"}) or "_"

@@ -35,6 +35,8 @@ class Traced:
         self.tracer = tracer
         self.node = node
         self.probes = probes
+        if isinstance(probes[0], torch.Tensor):
+            node.meta["rank"] = probes[0].ndim
 
     @property
     def ndim(self) -> int:

@@ -21,7 +21,8 @@ Flow, tasks and ranks meet in this directory and nowhere else:
         metrics.json            MetricsSummary                 monitor
         cursor.json             how far the event log is shipped                monitor
         tensorboard/            a view of the event log        monitor
-        export/                 the trained ONNX file and model.json (ExportedModel)    export
+        export/                 the trained ONNX file, model.json (ExportedModel), example.npz, export.log; or
+                                refused.json (Refusal)         export
 
 Durable files are written under a temporary name, fsynced and renamed: they are whole or absent.
 """
@@ -176,6 +177,14 @@ class ExportedModel(Record):
     version: str = ""
 
 
+class Refusal(Record):
+    """Why there is no exported file: the error of the exporting process, as data."""
+
+    kind: str
+    """Its class, one of trainer/errors.py."""
+    problems: tuple[str, ...]
+
+
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -317,6 +326,19 @@ class RunDir:
         """The root cause of a failed attempt: its earliest error that is not an echo of another rank's."""
         errors = [read_record(path, RankError) for path in sorted(self.errors.glob(f"{attempt:03d}-rank-*.json"))]
         return min(errors, key=lambda error: (error.secondary, error.at_ms), default=None)
+
+
+# -- what an exporting process leaves in its folder, besides the file and its model.json
+
+
+def example_in(export: Path) -> Path:
+    """One real evaluation row: input name -> array."""
+    return export / "example.npz"
+
+
+def refusal_in(export: Path) -> Path:
+    """There instead of all else when a check failed."""
+    return export / "refused.json"
 
 
 # -- files that are whole or absent

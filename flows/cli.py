@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer.errors import OnwardError, Refused
+from trainer.errors import ConfigError, OnwardError, Refused
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
@@ -46,12 +46,14 @@ def run(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) 
 @app.command()
 def resume(run: RunName, as_json: Json = False) -> None:
     """Go on with a run that was killed, stopped or failed, from its newest whole checkpoint."""
-    from flows.runs import find_run
+    from flows.runs import find_run, is_owned
     from trainer.check import check_sections
     from trainer.config import build_config
     from trainer.run import read_config
 
     found = find_run(run)
+    if is_owned(found):
+        raise ConfigError(f"{found.root.name} is running; `onward status {found.root.name[:8]}` says how far it is")
     config = build_config(dict(read_config(found)), check=check_sections)
     _train(config, resume=found.root.name, as_json=as_json)
 

@@ -6,6 +6,7 @@ Prefect reads its environment when it is imported, so the imports of Prefect her
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import os
 import sys
@@ -13,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from flows.runs import is_owned, run_of
 from infra import services
 from trainer.config import RunConfig
 from trainer.errors import RuntimeUnavailable, Stopped
 from trainer.run import ExportedModel, RunDir, onward_home
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
 PACKAGES = ("flows", "tasks", "infra", "trainer")
@@ -62,6 +65,7 @@ def announce(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
     from flows.train_onnx import train_onnx
 
     with get_client(sync_client=True) as client:
+        bury_the_dead(client)
         flow_run = client.create_flow_run(
             train_onnx,
             name=config.name,
@@ -69,7 +73,32 @@ def announce(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
             tags=[config.model.path.stem, Path(config.data.source).name],
             state=Pending(),
         )
-    return RunDir(onward_home() / "runs" / (resume or str(flow_run.id))), flow_run
+    return run_of(flow_run.id, {"resume": resume}), flow_run
+
+
+def bury_the_dead(client: SyncPrefectClient) -> list[str]:
+    """Mark as Crashed the flow runs that Prefect shows as running though nobody works on them any more.
+
+    A flow process that was killed, or a machine that lost power, leaves such runs; they would be shown as
+    running for ever, and hold their deployment's only slot. Returns their ids.
+    """
+    from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
+    from prefect.states import Crashed
+
+    shown = client.read_flow_runs(
+        flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx"]}}),
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "CANCELLING"]}}}),
+    )
+    dead = []
+    for flow_run in shown:
+        run = run_of(flow_run.id, flow_run.parameters)
+        began = flow_run.start_time or datetime.datetime.now(datetime.UTC)
+        young = datetime.datetime.now(datetime.UTC) - began < datetime.timedelta(seconds=10)
+        if run.root.exists() and not is_owned(run) and not young:  # elsewhere, or just about to own it
+            message = f"its process was killed; to go on: onward resume {run.root.name}"
+            client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
+            dead.append(str(flow_run.id))
+    return dead
 
 
 def run_here(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> ExportedModel:

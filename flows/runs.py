@@ -1,11 +1,14 @@
-"""The run directories under Onward's home: finding one by what a person types, and saying how it stands."""
+"""The run directories under Onward's home: who owns one, which one a person means, how it stands."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from infra.mpirun import running_job
 from trainer.errors import ConfigError
 from trainer.events import read_events
 from trainer.run import (
@@ -20,6 +23,43 @@ from trainer.run import (
 
 TAIL_BYTES = 1 << 16
 """How much of the event log's end is read for the last values."""
+
+
+def run_of(flow_run_id: object, parameters: Mapping[str, Any]) -> RunDir:
+    """The directory of a flow run: named after it, or after the run it resumes."""
+    return RunDir(onward_home() / "runs" / (parameters.get("resume") or str(flow_run_id)))
+
+
+@contextlib.contextmanager
+def exclusively(run: RunDir, *, patience_s: float = 60.0) -> Iterator[None]:
+    """Own a run directory inside; the kernel lets go of it however the process ends.
+
+    Waits up to `patience_s` for an owner that is just leaving. Raises ConfigError when it stays.
+    """
+    run.root.mkdir(parents=True, exist_ok=True)
+    give_up_at = time.monotonic() + patience_s
+    with run.lock.open("wb") as file:
+        while not _lock(file):
+            if time.monotonic() > give_up_at:
+                raise ConfigError(f"another flow has been working on {run.root} for over {patience_s:g} s")
+            time.sleep(0.2)
+        yield
+
+
+def is_owned(run: RunDir) -> bool:
+    """Whether a living flow works on the run, on this host."""
+    if not run.lock.exists():
+        return False
+    with run.lock.open("rb") as file:
+        return not _lock(file)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def all_runs() -> list[RunDir]:
@@ -71,11 +111,11 @@ def describe(run: RunDir) -> dict[str, Any]:
 
 
 def _state(run: RunDir) -> str:
-    """exported, running, trained, stopped, failed, or interrupted (killed; `onward resume` goes on)."""
+    """running, exported, trained, stopped, failed, or interrupted (killed; `onward resume` goes on)."""
+    if is_owned(run):
+        return "running"
     if run.exported.exists():
         return "exported"
-    if running_job(run.root) is not None:
-        return "running"
     if run.train.exists():
         return "trained" if read_record(run.train, TrainResult).status == "done" else "stopped"
     if run.current_attempt and run.result(run.current_attempt).exists():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
+import uuid
 from typing import Any
 
 from prefect import State, flow, runtime
@@ -21,6 +21,7 @@ from tasks.checkpoint import checkpoint as keep_checkpoints
 from tasks.export import export as export_model
 from tasks.shard_data import shard_data
 
+from flows.runs import exclusively, run_of
 from infra.tracking import Status, Tracker
 from tasks.configure import configure
 from tasks.init_runtime import init_runtime
@@ -39,9 +40,8 @@ from trainer.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from trainer.run import ExportedModel, RunDir, RunIdentity, onward_home, read_record
-
-log = logging.getLogger(__name__)
+from trainer.errors import ConfigError
+from trainer.run import ExportedModel, RunDir, RunIdentity, read_record
 
 MISSED_AFTER = datetime.timedelta(hours=1)
 """A scheduled run that starts later than this is skipped: after a night without power one run is enough."""
@@ -51,7 +51,7 @@ def close_mlflow(status: Status) -> Any:
     """A hook that says in MLflow how the flow run ended when nothing in the flow was left to say it."""
 
     def close(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-        run = RunDir(onward_home() / "runs" / (flow_run.parameters.get("resume") or str(flow_run.id)))
+        run = run_of(flow_run.id, flow_run.parameters)
         if run.identity.exists():
             identity = read_record(run.identity, RunIdentity)
             with contextlib.suppress(Exception):  # Prefect has the state already; MLflow may be down
@@ -115,25 +115,36 @@ def train_onnx(
         "monitor": monitor,
         "export": export,
     }
-    run = configure(name, sections, resume=resume)
-    init_runtime(run)
-    shard_data(run)
-    watching = [watch.submit(run), keep_checkpoints.submit(run)]  # beside the training
-    try:
-        # here, in the main thread: the one that gets Ctrl-C, SIGTERM and Prefect's cancellation
-        trained = train_model.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay_s)(
-            run, return_state=True
-        )
-    finally:
-        run.close_log()  # however training ended, the watchers end too
-        wait(watching)
-    if trained.is_cancelled():
-        return Cancelled(message=f"stopped as asked; the checkpoint is kept: onward resume {run.root.name}")
-    return export_model(run, trained.result(), watching[1].result())
+    run = run_directory(resume)
+    with exclusively(run):
+        configure(run, name, sections)
+        init_runtime(run)
+        shard_data(run)
+        watching = [watch.submit(run), keep_checkpoints.submit(run)]  # beside the training
+        try:
+            # here, in the main thread: the one that gets Ctrl-C, SIGTERM and Prefect's cancellation
+            trained = train_model.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay_s)(
+                run, return_state=True
+            )
+        finally:
+            run.close_log()  # however training ended, the watchers end too
+            wait(watching)
+        if trained.is_cancelled():
+            return Cancelled(message=f"stopped as asked; to go on: onward resume {run.root.name}")
+        exported: ExportedModel = export_model(run, trained.result(), watching[1].result())
+        return exported
+
+
+def run_directory(resume: str = "") -> RunDir:
+    """The directory of this flow run, named after it; that of another run to `resume`, which must exist."""
+    run = run_of(runtime.flow_run.get_id() or uuid.uuid4(), {"resume": resume})
+    if resume and not run.config.exists():
+        raise ConfigError(f"there is no run {resume} under {run.root.parent}; `onward runs` lists them")
+    return run
 
 
 def missed(scheduled_at: datetime.datetime, *, tags: list[str]) -> bool:
     """Whether a schedule made this run and its time is long past; a retry of a run that began is not missed."""
-    began = (onward_home() / "runs" / str(runtime.flow_run.get_id())).exists()
+    began = run_directory().config.exists()
     late = datetime.datetime.now(datetime.UTC) - scheduled_at > MISSED_AFTER
     return "auto-scheduled" in tags and late and not began

@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import logging
 import os
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,24 +29,22 @@ log = logging.getLogger(__name__)
 
 
 @task(name="configure", task_run_name="configure", cache_policy=NO_CACHE)
-def configure(name: str, sections: Mapping[str, Section], *, resume: str = "") -> RunDir:
-    """Validate everything, then make the run directory and the MLflow run, or find both again.
+def configure(run: RunDir, name: str, sections: Mapping[str, Section]) -> RunIdentity:
+    """Validate everything, then fill the run directory and make the MLflow run, or find both as they were.
 
-    `resume` is the id of an existing run to go on with. Raises ConfigError with every problem at once.
+    Leaves `config.json` and `identity.json`. Raises ConfigError with every problem at once, and what
+    `identify` raises.
     """
     config = build_config({"name": name, **sections}, check=check_sections)
-    run = RunDir(onward_home() / "runs" / (resume or runtime.flow_run.get_id() or str(uuid.uuid4())))
     if run.config.exists():
         refuse_changes(read_config(run), config)
-    elif resume:
-        raise ConfigError(f"there is no run {resume} under {run.root.parent}; `onward runs` lists them")
     else:
         write_record(run.config, config)
     identity = identify(run, config)
     write_record(run.identity, identity)
     run.open_log()
     _show_links(identity)
-    return run
+    return identity
 
 
 def refuse_changes(saved: RunConfig, given: RunConfig) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from flows import cli
 from flows.report import bits_per_byte, config_lines, meanings, outcome, table
-from flows.runs import all_runs, describe, find_run
+from flows.runs import all_runs, describe, exclusively, find_run
 from trainer.config import RunConfig, build_config, load_config
 from trainer.errors import ConfigError
 from trainer.events import EventWriter
@@ -120,6 +120,17 @@ def test_a_state_is_read_from_the_files_alone(home: Path) -> None:
     stopped = AttemptResult(attempt=1, status="stopped", step=3, samples_seen=1, metrics={}, elapsed_s=1.0)
     write_record(run.result(attempt), stopped)
     assert describe(run)["state"] == "stopped"
+
+
+def test_a_run_has_one_owner_and_is_running_as_long_as_it_lives(home: Path) -> None:
+    run = make_run(home, "aaaa-1", "digits")
+    with exclusively(run):
+        assert describe(run)["state"] == "running"
+        with pytest.raises(ConfigError, match="another flow"), exclusively(run, patience_s=0.0):
+            pass
+    assert describe(run)["state"] == "interrupted"
+    with exclusively(run, patience_s=0.0):
+        pass
 
 
 def test_runs_lists_the_newest_first(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

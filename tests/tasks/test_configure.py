@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +14,7 @@ from tasks.configure import configure
 from tests.graphs import tiny_conv_net
 from trainer.config import DataConfig, ModelConfig, ParallelConfig, Section, TrainConfig
 from trainer.errors import ConfigError, RuntimeUnavailable
-from trainer.run import RunDir, RunIdentity, read_config, read_record
+from trainer.run import RunDir, RunIdentity, onward_home, read_config, read_record
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +41,10 @@ def sections(tmp_path: Path) -> dict[str, Section]:
     }
 
 
-def begin(sections: dict[str, Section], **options: Any) -> RunDir:
-    return configure.fn("tiny", sections, **options)
+def begin(sections: dict[str, Section], run_id: str = "") -> RunDir:
+    run = RunDir(onward_home() / "runs" / (run_id or onward_home().parent.name))
+    configure.fn(run, "tiny", sections)
+    return run
 
 
 def identity(run: RunDir) -> RunIdentity:
@@ -51,14 +52,13 @@ def identity(run: RunDir) -> RunIdentity:
 
 
 def test_a_run_begun_again_has_the_same_directory_and_the_same_mlflow_run(
-    sections: dict[str, Section], home: Path, store: str
+    sections: dict[str, Section], store: str
 ) -> None:
     run = begin(sections)
     first = identity(run)
     run.close_log()
-    assert run.root.parent == home / "runs"
     assert read_config(run).train == sections["train"]
-    assert begin(sections, resume=run.root.name) == run
+    assert begin(sections) == run
     assert identity(run) == first
     assert not run.closed.exists()
     runs = Tracker(store)._client.search_runs(["1"], f"tags.`onward.run_id` = '{first.run_id}'")
@@ -71,21 +71,16 @@ def test_changed_settings_are_refused_by_name_and_the_saved_ones_stay(sections: 
     before = run.config.read_bytes()
     changed = {**sections, "train": TrainConfig(global_batch_size=4, num_steps=4)}
     with pytest.raises(ConfigError) as refusal:
-        begin(changed, resume=run.root.name)
+        begin(changed)
     assert refusal.value.problems[0] == "train.global_batch_size was 8 when the run began, now 4"
     assert run.config.read_bytes() == before
 
 
 def test_a_changed_onnx_file_is_refused(sections: dict[str, Section], tmp_path: Path) -> None:
-    run = begin(sections)
+    begin(sections)
     onnx.save_model(tiny_conv_net(num_classes=4, seed=1), tmp_path / "model.onnx")
     with pytest.raises(ConfigError, match="changed since the run began"):
-        begin(sections, resume=run.root.name)
-
-
-def test_an_unknown_run_is_not_resumed(sections: dict[str, Section]) -> None:
-    with pytest.raises(ConfigError, match="there is no run absent"):
-        begin(sections, resume="absent")
+        begin(sections)
 
 
 def test_everything_wrong_is_refused_at_once_and_nothing_is_left(sections: dict[str, Section], home: Path) -> None:
@@ -112,6 +107,6 @@ def test_without_mlflow_a_new_run_is_refused_and_a_known_one_goes_on(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", away)
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         with pytest.raises(RuntimeUnavailable, match="start it, or set MLFLOW_TRACKING_URI"):
-            begin(sections)
+            begin(sections, "run-2")
         run.identity.write_text(known.model_copy(update={"tracking_uri": away}).model_dump_json())
-        assert identity(begin(sections, resume=run.root.name)).mlflow_run_id == known.mlflow_run_id
+        assert identity(begin(sections)).mlflow_run_id == known.mlflow_run_id

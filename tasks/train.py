@@ -82,7 +82,7 @@ def job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
         log=run.log(attempt),
         heartbeat=run.heartbeat,
         start_timeout_s=config.launch.start_timeout_s,
-        silence_timeout_s=config.launch.heartbeat_timeout_s,
+        silence_timeout_s=config.launch.heartbeat_timeout_s + 2,  # the ranks' own watchdogs print tracebacks first
         grace_s=config.launch.stop_grace_s,
         hostfile=config.launch.hostfile,
         cwd=Path(trainer.__file__).parents[1],  # where `-m` finds this very trainer

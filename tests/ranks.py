@@ -19,9 +19,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from infra.mpirun import MpiJob
+from infra import mpirun
 
 ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = {**mpirun.SETTINGS, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1"}
+"""Environment for a mpirun that a test starts by hand."""
 
 
 def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float = 60) -> list[Any]:
@@ -32,7 +34,7 @@ def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float =
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        job = MpiJob(
+        job = mpirun.MpiJob(
             module=("tests.ranks", name, function, json.dumps(arguments)),
             num_ranks=num_ranks,
             run_dir=folder,

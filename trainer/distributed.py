@@ -51,8 +51,8 @@ PEER_DELAY_S = 2.0
 and the rank with the root cause must get to write it down."""
 
 _PEER_LOST = re.compile(
-    "Connection (closed|reset) by peer|Connection refused|Broken pipe|Timed out waiting|[Ww]ait timeout|Socket Timeout"
-    "|Application timeout|remote process exited|ncclRemoteError|ncclSystemError|collective operation timeout"
+    "Connection (closed|reset) by peer|Connection refused|Broken pipe|Timed out (waiting|after)|[Ww]ait timeout|Socket Timeout"
+    "|Application timeout|has timed out|remote process exited|ncclRemoteError|ncclSystemError|collective operation timeout"
 )
 
 

@@ -24,6 +24,7 @@ from trainer.distributed import (
     AXES,
     MPIContext,
     ParallelDims,
+    StopSignal,
     _exit_status,
     install_excepthook,
     lost_a_peer,
@@ -59,6 +60,7 @@ def test_a_division_that_does_not_fit_the_world_is_refused_with_all_four_numbers
         (RuntimeError("[../gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:3219"), True),
         (RuntimeError("Read error [127.0.0.1]:9: Connection reset by peer"), True),
         (RuntimeError("Timed out waiting 6000ms for recv operation to complete"), True),
+        (RuntimeError("Timed out after 31 seconds waiting for clients. 1/2 clients joined."), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 5x2)"), False),
         (ConnectionResetError("Connection reset by peer"), False),  # a file or a server, not a rank
     ],
@@ -73,6 +75,19 @@ def test_losing_a_peer_is_not_a_root_cause(error: Exception, secondary: bool) ->
 )
 def test_exit_status_says_whether_to_try_again(error: Exception, status: int) -> None:
     assert _exit_status(error) == status
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_stop_is_remembered_and_kills_nothing(number: signal.Signals) -> None:
+    before = {each: signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)}
+    try:
+        stop = StopSignal()
+        assert not stop.requested
+        signal.raise_signal(number)
+        assert stop.requested
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 # -- real ranks

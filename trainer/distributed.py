@@ -51,8 +51,8 @@ PEER_DELAY_S = 2.0
 and the rank with the root cause must get to write it down."""
 
 _PEER_LOST = re.compile(
-    "Connection (closed|reset) by peer|Connection refused|Broken pipe|Timed out (waiting|after)|[Ww]ait timeout|Socket Timeout"
-    "|Application timeout|has timed out|remote process exited|ncclRemoteError|ncclSystemError|collective operation timeout"
+    "Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|nccl(Remote|System)Error"
+    "|Timed out (waiting|after)|has timed out|[Ww]ait timeout|(Socket|Application) [Tt]imeout|operation timeout"
 )
 
 

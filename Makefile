@@ -24,7 +24,7 @@ bench: .venv/ready
 	$(BIN)/python -m tests.bench.update_time
 
 models/squeezenet-digits.onnx: | .venv/ready
-	$(BIN)/onward reference squeezenet --num-classes 10 --image-size 32 -o $@
+	$(BIN)/onward reference squeezenet --num-classes 10 --image-size 64 -o $@
 
 models/gpt2-stdlib.onnx: | .venv/ready
 	$(BIN)/onward reference gpt2 --vocab-size 256 --sequence-length 256 --num-layers 4 --num-heads 4 --width 128 --dropout 0 -o $@

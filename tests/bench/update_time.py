@@ -35,6 +35,7 @@ from trainer.optim import build_optimizer, clip_factor
 from trainer.pipeline import Pipeline
 from trainer.reduce import Reducer
 from trainer.reference import build_gpt2, build_squeezenet
+from trainer.vision import import_torchvision
 
 UPDATES = 5
 GPT2 = {"vocab_size": 256, "sequence_length": 256, "num_layers": 4, "num_heads": 4, "width": 128, "dropout": 0.0}
@@ -88,6 +89,7 @@ class HandwrittenGPT2(nn.Module):
 
 def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, OneBatch]:
     """(imported, hand-written, batch)."""
+    import_torchvision()
     from torchvision.models import squeezenet1_1
 
     imported = graph.to_module(build_squeezenet(num_classes=10, image_size=32))

@@ -1,0 +1,77 @@
+"""Promise 4: killed and resumed equals never interrupted, bit for bit: weights, optimizer, dropout, samples."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.runs import (
+    assert_equal_bits,
+    events,
+    final_tensors,
+    losses,
+    rank_pids,
+    start_attempt,
+    train_run,
+    train_until,
+)
+from trainer.run import AttemptResult, RunDir, read_record
+
+Make = Callable[..., RunDir]
+SETTINGS = {
+    "train": {"global_batch_size": 8, "num_steps": 24, "evaluation_period": 10, "seed": 5},
+    "optimizer": {"name": "adamw", "learning_rate": 3e-3, "weight_decay": 0.1},
+    "schedule": {"mode": "cosine", "warmup_ratio": 0.2},
+    "parallel": {"data": 2},
+    "checkpoint": {"period": 5},
+}
+
+
+@pytest.mark.mpi
+def test_a_rank_killed_at_any_step_changes_not_one_bit_of_the_end(make: Make, case: str) -> None:
+    graph = {"dropout": 0.2} if case == "transformer" else {}
+    undisturbed = make("undisturbed", graph=graph, **SETTINGS)
+    train_run(undisturbed)
+    killed = make("killed", graph=graph, **SETTINGS)
+    for step in (3, 5, 17):  # before the first checkpoint, beside one, after several
+        train_until(killed, lambda event, step=step: event.step >= step and event.kind == "scalars", rank=step % 2)
+        assert not killed.result(killed.current_attempt).exists()
+    result = train_run(killed)
+    assert (result.attempt, result.status, result.step) == (4, "done", 24)
+    assert_equal_bits(final_tensors(killed), final_tensors(undisturbed))
+    assert losses(killed) == losses(undisturbed)
+    last = [[e.fields["values"] for e in events(run, "evaluation")][-1] for run in (killed, undisturbed)]
+    assert last[0] == last[1]
+
+
+@pytest.mark.mpi
+def test_asked_to_stop_it_saves_at_once_and_goes_on_with_the_same_bits(make: Make) -> None:
+    undisturbed = make("undisturbed", **SETTINGS)
+    train_run(undisturbed)
+    stopped = make("stopped", **SETTINGS)
+    train_until(stopped, lambda event: event.step >= 7 and event.kind == "scalars", signal.SIGUSR1)
+    first = read_record(stopped.result(1), AttemptResult)
+    assert first.status == "stopped"
+    assert 7 <= first.step < 24
+    assert stopped.checkpoint(first.step).is_dir()
+    assert train_run(stopped).status == "done"
+    assert_equal_bits(final_tensors(stopped), final_tensors(undisturbed))
+
+
+@pytest.mark.mpi
+def test_nothing_of_a_job_is_left_when_a_rank_was_killed(make: Make) -> None:
+    run = make("run", **SETTINGS)
+    job = start_attempt(run)
+    while not (pids := rank_pids(job.pid)) or len(pids) < 2:
+        assert job.poll() is None
+    os.kill(pids[1], signal.SIGKILL)
+    job.wait(30)
+    deadline = time.monotonic() + 15
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"still there: {alive}"
+        time.sleep(0.05)

@@ -1,0 +1,159 @@
+"""Real runs without Prefect: a run directory made from arrays, trained by a real mpirun, killed on request.
+
+run = make_run(tmp_path, tiny_mlp(), {"features": x, "label": y}, train={"num_steps": 8}, parallel={"data": 2})
+train_run(run)
+weights = final_tensors(run)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import psutil
+import torch
+from tasks.shard_data import shard_data
+
+from tests.ranks import ROOT, SETTINGS
+from trainer import checkpoint
+from trainer.config import build_config
+from trainer.events import Event, read_events
+from trainer.run import AttemptResult, RunDir, RunIdentity, read_config, read_record, sha256, write_record
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def make_run(folder: Path, model: onnx.ModelProto, columns: Mapping[str, Array], **sections: Any) -> RunDir:
+    """A run directory ready to train, as the tasks before `train` leave it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, folder / "model.onnx")
+    np.savez(folder / "data.npz", **columns)
+    fast = {"start_timeout_s": 90, "heartbeat_timeout_s": 60, "collective_timeout_s": 30, "threads_per_rank": 1}
+    config = build_config(
+        {
+            "name": "test",
+            **sections,
+            "model": {"path": folder / "model.onnx"} | sections.get("model", {}),
+            "data": {"source": str(folder / "data.npz"), "evaluation_fraction": 0.2} | sections.get("data", {}),
+            "launch": fast | {"device": "cpu"} | sections.get("launch", {}),
+        }
+    )
+    run = RunDir(folder / "run")
+    write_record(run.config, config)
+    digest = sha256(folder / "model.onnx")
+    write_record(run.identity, RunIdentity(run_id="run", name="test", created_at="2026-01-01", model_sha256=digest))
+    os.environ["ONWARD_HOME"] = str(folder / "home")
+    shard_data.fn(run)
+    return run
+
+
+def start_attempt(run: RunDir, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start mpirun on the run's next attempt, as bare as it can be."""
+    attempt = run.begin_attempt()
+    ranks = [sys.executable, "-m", "trainer", "train", str(run.root), *arguments]
+    with run.log(attempt).open("wb") as log:
+        return subprocess.Popen(
+            [f"{sys.prefix}/bin/mpirun", "-n", str(read_config(run).world_size), "--bind-to", "none", *ranks],
+            env=os.environ | SETTINGS,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def train_run(run: RunDir, *, timeout_s: float = 120) -> AttemptResult:
+    """Train to the end; raises AssertionError with the log's tail when no result was left."""
+    job = start_attempt(run)
+    job.wait(timeout_s)
+    attempt = run.current_attempt
+    assert run.result(attempt).exists(), run.log(attempt).read_text()[-4000:]
+    return read_record(run.result(attempt), AttemptResult)
+
+
+def train_until(run: RunDir, reached: Callable[[Event], bool], number: int = signal.SIGKILL, *, rank: int = 1) -> None:
+    """Start an attempt and send one rank a signal as soon as an event of it says so; wait for the job's end."""
+    offset = run.events.stat().st_size if run.events.exists() else 0
+    job = start_attempt(run)
+    deadline = time.monotonic() + 90
+    while job.poll() is None and time.monotonic() < deadline:
+        for event, after in read_events(run.events, offset):
+            offset = after
+            if reached(event):
+                os.kill(rank_pids(job.pid)[rank], number)
+                job.wait(60)
+                return
+        time.sleep(0.005)
+    raise AssertionError(f"never came so far:\n{run.log(run.current_attempt).read_text()[-4000:]}")
+
+
+def rank_pids(mpirun: int) -> list[int]:
+    """Process ids of the ranks below mpirun, in the order of ranks."""
+    ranks = [child for child in psutil.Process(mpirun).children(recursive=True) if "trainer" in child.cmdline()]
+    return [child.pid for child in sorted(ranks, key=lambda child: int(child.environ()["PMIX_RANK"]))]
+
+
+def final_tensors(run: RunDir) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of the newest whole checkpoint."""
+    newest = checkpoint.newest_whole(run)
+    assert newest is not None
+    return checkpoint.load(newest)[1]
+
+
+def events(run: RunDir, kind: str) -> list[Event]:
+    """All events of a kind, in the order of the log."""
+    return [event for event, _ in read_events(run.events) if event.kind == kind]
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    """Training loss by step, the last one logged for each."""
+    return {
+        e.step: e.fields["values"]["train/loss"] for e in events(run, "scalars") if "train/loss" in e.fields["values"]
+    }
+
+
+def assert_equal_bits(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor, every bit."""
+    assert found.keys() == wanted.keys()
+    differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert not differing, f"{len(differing)} of {len(wanted)} tensors differ: {differing[:5]}"
+
+
+def assert_close(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float) -> None:
+    """Every tensor, to rounding relative to its largest value."""
+    assert found.keys() == wanted.keys()
+    far = {
+        name: float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1e-6))
+        for name in wanted
+        if wanted[name].is_floating_point()
+    }
+    worst = max(far, key=far.__getitem__)
+    assert far[worst] <= tolerance, f"{worst} is {far[worst]:.2e} off, above {tolerance:.0e}"
+
+
+def tiny_text(rows: int, *, length: int = 12, vocabulary: int = 32, seed: int = 0) -> dict[str, Array]:
+    """Token sequences that a tiny transformer can learn: the label of a token is the token after it."""
+    random = np.random.default_rng(seed)
+    text = (np.cumsum(random.integers(1, 4, (rows, length + 1)), axis=1) % vocabulary).astype(np.int64)
+    return {"input_ids": text[:, :-1].copy(), "label": text[:, 1:].copy()}
+
+
+def tiny_images(rows: int, *, size: int = 8, channels: int = 3, classes: int = 4, seed: int = 0) -> dict[str, Array]:
+    """Noisy images whose brightest quadrant is the label."""
+    random = np.random.default_rng(seed)
+    label = random.integers(0, classes, rows)
+    image = random.normal(0, 1, (rows, channels, size, size)).astype(np.float32)
+    half = size // 2
+    for row, quadrant in enumerate(label):
+        y, x = divmod(int(quadrant), 2)
+        image[row, :, y * half : (y + 1) * half, x * half : (x + 1) * half] += 2.0
+    return {"image": image, "label": label.astype(np.int64)}

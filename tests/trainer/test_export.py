@@ -1,0 +1,365 @@
+"""The exported file is the one that came in, with the trained weights and without what only training needs -
+and whatever is wrong with it, it is refused with numbers and does not come to exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor
+
+from tests import graphs
+from trainer import export, graph
+from trainer.config import ModelConfig, build_config
+from trainer.errors import CheckpointError, ExportRefused
+from trainer.export import Checkpoint, Evaluator, relative_difference, strip_training
+from trainer.loss import Evaluation, Loss
+from trainer.reference import GraphWriter
+from trainer.run import ExportedModel, Refusal, RunDir, RunIdentity, example_in, read_record, refusal_in, write_record
+from trainer.run import sha256 as digest
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An evaluation batch."""
+
+    inputs: tuple[Tensor, ...]
+    labels: Tensor | None
+    size: int
+
+
+@dataclass
+class Case:
+    """A run directory with a model, a trained module, and evaluation data."""
+
+    run: RunDir
+    module: graph.ImportedGraph
+    batches: list[Rows]
+
+    def export(self) -> ExportedModel:
+        config = ModelConfig(path=self.run.root, loss="output")
+
+        def totals(names: Iterable[str]) -> Evaluation:
+            return Evaluation(Loss(config, list(names)), ignore_index=-100, device=CPU)
+
+        evaluator = Evaluator(batches=lambda: self.batches, totals=totals)
+        weights = {name: weight.detach().clone() for name, weight in graph.weights(self.module).items()}
+        return export.export(self.run, Checkpoint(7, weights), evaluator=evaluator)
+
+    def refused(self) -> tuple[str, ...]:
+        """The problems, after making sure that nothing was written."""
+        with pytest.raises(ExportRefused) as refusal:
+            self.export()
+        assert not list(self.run.export.iterdir()) if self.run.export.exists() else True
+        return refusal.value.problems
+
+
+Make = Callable[..., Case]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """make(model) -> a case whose weights were moved as by training."""
+
+    def make(
+        model: onnx.ModelProto, *, moved: float = 0.05, sizes: tuple[int, ...] = (6, 6, 3), **settings: Any
+    ) -> Case:
+        path = tmp_path / "model.onnx"
+        path.write_bytes(model.SerializeToString())
+        run = RunDir(tmp_path / "run")
+        sections = {"train": {"num_steps": 1}, "data": {"source": "digits"}, "model": {"path": path}}
+        write_record(run.config, build_config(sections | {"export": settings}))
+        write_record(run.identity, RunIdentity(run_id="1", name="n", created_at="", model_sha256=digest(path)))
+        module = graph.to_module(model)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for weight in graph.weights(module).values():
+                weight.add_(moved * torch.rand_like(weight))
+        batches = [
+            Rows(tuple(map(torch.from_numpy, graphs.feed(model, size, seed).values())), None, size)
+            for seed, size in enumerate((6, 6, 3))
+        ]
+        return Case(run, module, batches)
+
+    return make
+
+
+# -- what comes out
+
+
+@pytest.mark.parametrize("name", graphs.MODELS)
+def test_the_file_computes_what_the_trained_module_computes(name: str, make: Make) -> None:
+    case = make(graphs.MODELS[name]())
+    exported = case.export()
+    assert exported.parity < 1e-5
+    assert exported.changed == len(graph.weights(case.module))
+    assert exported.sha256 == digest(exported.path)
+    assert read_record(case.run.exported, ExportedModel) == exported
+
+
+@pytest.mark.parametrize("name", graphs.MODELS)
+def test_without_training_the_file_that_came_in_comes_out(name: str, make: Make) -> None:
+    model = graphs.MODELS[name]()
+    model.metadata_props.add(key="author", value="nobody")
+    exported = make(model, moved=0.0).export()
+    assert exported.path.read_bytes() == model.SerializeToString()
+    assert exported.changed == 0
+
+
+def test_metrics_are_those_of_the_module_before_and_after_training(make: Make) -> None:
+    case = make(graphs.tiny_loss_model())
+    exported = case.export()
+
+    def loss(module: graph.ImportedGraph) -> float:
+        with torch.no_grad():
+            return sum(float(module.eval()(*rows.inputs)) * rows.size for rows in case.batches) / 15
+
+    before = graph.to_module(graphs.tiny_loss_model())
+    assert exported.before == {"evaluation/loss": pytest.approx(loss(before), rel=1e-6)}
+    assert exported.after == {"evaluation/loss": pytest.approx(loss(case.module), rel=1e-6)}
+    assert exported.before != exported.after
+
+
+def test_the_example_is_one_row_that_onnxruntime_takes(make: Make) -> None:
+    case = make(graphs.tiny_bert())
+    exported = case.export()
+    with np.load(example_in(exported.path.parent)) as example:
+        feed = dict(example)
+    assert np.array_equal(feed["input_ids"], case.batches[0].inputs[0][:1].numpy())
+    onnxruntime.InferenceSession(str(exported.path), providers=["CPUExecutionProvider"]).run(None, feed)
+
+
+def test_a_file_with_a_fixed_batch_is_proven_piece_by_piece(make: Make) -> None:
+    model = graphs.tiny_mlp()
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 4
+    case = make(model)
+    case.batches = [Rows((torch.randn(size, 4),), None, size) for size in (6, 4, 1)]
+    assert case.export().parity < 1e-5
+    with np.load(example_in(case.run.export)) as example:
+        assert example["features"].shape == (4, 4)
+
+
+def test_a_half_precision_file_is_rounded_once_and_keeps_its_type(make: Make) -> None:
+    model = graphs.tiny_mlp()
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    case = make(model, tolerance=5e-3)
+    case.batches = [Rows((torch.randn(6, 4),), None, 6)]
+    exported = case.export()
+    assert 0 < exported.parity < 5e-3
+    assert {tensor.data_type for tensor in onnx.load(exported.path).graph.initializer} == {TensorProto.FLOAT16}
+
+
+# -- what only training needs
+
+
+def test_dropout_and_what_only_it_read_are_gone(make: Make) -> None:
+    exported = make(graphs.tiny_transformer(dropout=0.1), moved=0.0).export()
+    without = graphs.tiny_transformer(dropout=0.0)
+    written = onnx.load(exported.path)
+    assert [node.op_type for node in written.graph.node] == [node.op_type for node in without.graph.node]
+    assert sorted(written.graph.initializer, key=str) == sorted(without.graph.initializer, key=str)
+    assert exported.removed == {"Dropout": 7}
+
+
+def dropout_in_training_mode(*, masks: bool, last: bool) -> onnx.ModelProto:
+    """x -> Dropout -> (Relu ->) y, with ratio and training mode computed by nodes of their own."""
+    g = GraphWriter("dropout")
+    x = g.input("features", ("batch", 4))
+    g.op("Add", x, g.weight("bias", np.ones(4, np.float32)), outputs="sum")
+    mode = g.op("Cast", g.weight("on", np.array(1)), to=TensorProto.BOOL)
+    g.op(
+        "Dropout", "sum", g.weight("ratio", 0.5), mode, outputs=["y" if last else "kept", *(["mask"] if masks else [])]
+    )
+    if not last:
+        g.op("Relu", "kept", outputs="y")
+    g.output("y", ("batch", 4))
+    if masks:
+        g.output("mask", ("batch", 4), TensorProto.BOOL)
+    return g.model()
+
+
+@pytest.mark.parametrize(
+    ("masks", "last", "left"),
+    [
+        (False, False, [("Add", "features", "bias"), ("Relu", "sum")]),
+        (False, True, [("Add", "features", "bias"), ("Dropout", "sum", "ratio")]),
+        (True, False, [("Add", "features", "bias"), ("Dropout", "sum", "ratio"), ("Relu", "kept")]),
+    ],
+    ids=["inside", "gives-an-output", "mask-in-use"],
+)
+def test_a_dropout_in_training_mode_is_the_identity(masks: bool, last: bool, left: list[tuple[str, ...]]) -> None:
+    model = dropout_in_training_mode(masks=masks, last=last)
+    outputs = list(model.graph.output)
+    strip_training(model)
+    onnx.checker.check_model(model, full_check=True)
+    assert [(node.op_type, *node.input) for node in model.graph.node] == left
+    assert [tensor.name for tensor in model.graph.initializer] == ["bias", "ratio"][: 1 + (len(left[1]) == 3)]
+    assert list(model.graph.output) == outputs
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert np.array_equal(session.run(["y"], {"features": np.ones((2, 4), np.float32)})[0], np.full((2, 4), 2.0))
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_batch_normalization_stops_learning_its_statistics(read: bool, make: Make) -> None:
+    model = graphs.tiny_conv_net_with_batch_norm()
+    plain = onnx.ModelProto.FromString(model.SerializeToString())
+    norms = [node for node in model.graph.node if node.op_type == "BatchNormalization"]
+    for number, node in enumerate(norms):
+        node.attribute.append(helper.make_attribute("training_mode", 1))
+        node.output.extend([f"mean.{number}", f"variance.{number}"])
+    if read:
+        model.graph.output.append(helper.make_tensor_value_info("mean.0", TensorProto.FLOAT, [8]))
+    trained = onnx.ModelProto.FromString(model.SerializeToString())
+    assert strip_training(trained) == {"BatchNormalization update": 2}
+    onnx.checker.check_model(trained, full_check=True)
+    left = [node for node in trained.graph.node if node.op_type != "Identity"]
+    assert left == list(plain.graph.node)
+    if not read:
+        assert make(model).export().parity < 1e-5
+
+
+# -- what is refused
+
+Mutation = Callable[[dict[str, onnx.TensorProto], onnx.GraphProto], None]
+
+
+def _set(tensor: onnx.TensorProto, array: graphs.Array) -> None:
+    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
+
+
+def _perturb(tensors: dict[str, onnx.TensorProto], _: onnx.GraphProto) -> None:
+    _set(tensors["fc2.weight"], numpy_helper.to_array(tensors["fc2.weight"]) + np.float32(0.25))
+
+
+def _transpose(tensors: dict[str, onnx.TensorProto], _: onnx.GraphProto) -> None:
+    _set(tensors["fc1.weight"], numpy_helper.to_array(tensors["fc1.weight"]).T)
+
+
+def _swap(tensors: dict[str, onnx.TensorProto], _: onnx.GraphProto) -> None:
+    arrays = [numpy_helper.to_array(tensors[name]).copy() for name in ("fc1.bias", "fc2.bias")]
+    _set(tensors["fc1.bias"], arrays[1])
+    _set(tensors["fc2.bias"], arrays[0])
+
+
+def _drop_transpose(_: dict[str, onnx.TensorProto], inner: onnx.GraphProto) -> None:
+    gemm = next(node for node in inner.node if node.op_type == "Gemm")
+    next(attribute for attribute in gemm.attribute if attribute.name == "transB").i = 0
+
+
+def _nan(tensors: dict[str, onnx.TensorProto], _: onnx.GraphProto) -> None:
+    _set(tensors["fc2.bias"], np.full(16, np.nan, np.float32))
+
+
+def _rename(_: dict[str, onnx.TensorProto], inner: onnx.GraphProto) -> None:
+    inner.input[0].name = inner.node[0].input[0] = "renamed"
+
+
+@pytest.mark.parametrize(
+    ("mutate", "sentences"),
+    [
+        (_perturb, ["initializer 'fc2.weight' differs from the checkpoint by up to 0.25;", "output 'prediction'"]),
+        (_transpose, ["initializer 'fc1.weight' differs", "output 'prediction'"]),
+        (_swap, ["initializer 'fc1.bias' differs", "initializer 'fc2.bias' differs", "output 'prediction'"]),
+        (_drop_transpose, ["output 'prediction'"]),
+        (_nan, ["initializer 'fc2.bias' differs", "output 'prediction'"]),
+        (_rename, ["1 of the original's 1 inputs are not the same", "1 of the original's 3 nodes"]),
+    ],
+)
+def test_a_file_that_was_written_wrong_is_refused_with_every_number(
+    mutate: Mutation, sentences: list[str], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make(graphs.tiny_mlp(inputs=16, hidden=16, outputs=16))
+    right = graph.to_onnx
+
+    def wrong(module: graph.ImportedGraph, model: onnx.ModelProto) -> onnx.ModelProto:
+        written = right(module, model)
+        mutate({tensor.name: tensor for tensor in written.graph.initializer}, written.graph)
+        return written
+
+    monkeypatch.setattr(graph, "to_onnx", wrong)
+    problems = case.refused()
+    assert len(problems) == len(sentences)
+    for problem, sentence in zip(problems, sentences, strict=True):
+        assert problem.startswith(sentence)
+    if sentences[-1].startswith("output"):
+        assert "above export.tolerance 0.001" in problems[-1]
+        assert "greatest difference" in problems[-1]
+
+
+def test_weights_that_were_not_written_at_all_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(graphs.tiny_mlp())
+
+    def stale(module: graph.ImportedGraph, model: onnx.ModelProto) -> onnx.ModelProto:
+        return onnx.ModelProto.FromString(model.SerializeToString())
+
+    monkeypatch.setattr(graph, "to_onnx", stale)
+    assert sum("differs from the checkpoint" in problem for problem in case.refused()) == 4
+
+
+def test_a_module_that_diverged_is_refused(make: Make) -> None:
+    case = make(graphs.tiny_mlp())
+    with torch.no_grad():
+        graph.weights(case.module)["fc2.bias"].fill_(torch.nan)
+    (problem,) = case.refused()
+    assert "nan off the trained module" in problem
+
+
+def test_another_original_is_refused(make: Make) -> None:
+    case = make(graphs.tiny_mlp())
+    source = case.run.root.parent / "model.onnx"
+    source.write_bytes(graphs.tiny_mlp(seed=1).SerializeToString())
+    assert "changed since the run began" in case.refused()[0]
+    source.unlink()
+    assert "is gone" in case.refused()[0]
+
+
+def test_a_checkpoint_of_another_model_is_refused(make: Make) -> None:
+    case = make(graphs.tiny_mlp())
+    case.module = graph.to_module(graphs.tiny_conv_net())
+    with pytest.raises(CheckpointError, match="another model"):
+        case.export()
+
+
+def test_without_evaluation_data_nothing_is_proven(make: Make) -> None:
+    case = make(graphs.tiny_loss_model())
+    case.batches = []
+    assert "no evaluation data" in case.refused()[0]
+
+
+def test_a_refusal_is_left_as_data_with_its_exit_code(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended, export.refusals(tmp_path):
+        raise ExportRefused(["one", "two"])
+    assert ended.value.code == 5
+    assert read_record(refusal_in(tmp_path), Refusal) == Refusal(kind="ExportRefused", problems=("one", "two"))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "relative"),
+    [
+        ([1.0, -4.0], [1.0, -3.0], 0.25),
+        ([0.0, 0.0], [0.0, 0.5], 0.5),
+        ([-np.inf, 2.0], [-np.inf, 2.0], 0.0),
+        ([-np.inf, 2.0], [0.0, 2.0], np.inf),
+        ([np.nan, 2.0], [np.nan, 2.0], np.nan),
+        ([1.0], [1.0, 1.0], np.nan),
+        ([], [], 0.0),
+    ],
+)
+def test_differences_are_relative_to_the_greatest_value(
+    ours: list[float], theirs: list[float], relative: float
+) -> None:
+    assert relative_difference(np.array(ours), np.array(theirs))[0] == pytest.approx(relative, nan_ok=True)

@@ -1,0 +1,180 @@
+"""Arrow: shard files in its IPC format (memory-mapped), Parquet files, and its columns as ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from trainer.errors import DataError
+from trainer.schema import Array, Block, Cells, Column, Values
+
+BATCH_BYTES = 4 << 20
+"""About this much of a file is in memory at a time."""
+
+
+# -- shard files
+
+
+class ArrowWriter:
+    """Writes one shard file; each `write` is one record batch."""
+
+    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+        self._columns = columns
+        self._schema = pa.schema([pa.field(column.name, _arrow_type(column), nullable=False) for column in columns])
+        self._file = pa.ipc.new_file(str(path), self._schema)
+
+    def write(self, values: Mapping[str, Values]) -> None:
+        """Append rows: column name -> its values."""
+        arrays = [_to_arrow(values[column.name], column) for column in self._columns]
+        self._file.write_batch(pa.record_batch(arrays, schema=self._schema))
+
+    def close(self) -> None:
+        """Write the footer; without it the file is not readable."""
+        self._file.close()
+
+
+class ArrowReader:
+    """Rows of one shard file by their number; the file is mapped, so ranks of a host share its memory."""
+
+    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+        self._columns = columns
+        with _refusing(path):
+            file = pa.ipc.open_file(pa.memory_map(str(path)))
+            batches = [file.get_batch(number) for number in range(file.num_record_batches)]
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+        self.num_rows = int(self._starts[-1])
+        self._views = {column.name: [_views(batch[column.name], column) for batch in batches] for column in columns}
+
+    def read(self, rows: Array) -> dict[str, Values]:
+        """The rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
+        batches = np.searchsorted(self._starts, rows, side="right") - 1
+        places = list(zip(batches.tolist(), (rows - self._starts[batches]).tolist(), strict=True))
+        result: dict[str, Values] = {}
+        for column in self._columns:
+            views = self._views[column.name]
+            if column.variable:
+                result[column.name] = [_row(views[batch], at) for batch, at in places]
+            else:
+                gathered = np.empty((len(rows), *column.shape), column.dtype)
+                for number, (batch, at) in enumerate(places):
+                    gathered[number] = views[batch][0][at]
+                result[column.name] = gathered
+        return result
+
+
+def _arrow_type(column: Column) -> pa.DataType:
+    # Arrow packs booleans into bits, which cannot be mapped as an array
+    value = pa.from_numpy_dtype(np.uint8 if column.dtype == "bool" else column.dtype)
+    if column.variable:
+        return pa.list_(value)
+    return pa.fixed_shape_tensor(value, column.shape) if column.shape else value
+
+
+def _to_arrow(values: Values, column: Column) -> pa.Array:
+    if isinstance(values, list):
+        offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+        return pa.ListArray.from_arrays(offsets, pa.array(_bytes(np.concatenate(values))))
+    values = _bytes(np.ascontiguousarray(values))
+    return pa.FixedShapeTensorArray.from_numpy_ndarray(values) if column.shape else pa.array(values)
+
+
+def _bytes(array: Array) -> Array:
+    return array.view(np.uint8) if array.dtype == bool else array
+
+
+def _views(array: pa.Array, column: Column) -> tuple[Array, ...]:
+    """(values [n, *shape],) or (flat values, offsets [n + 1]) of one record batch, without a copy."""
+    if column.variable:
+        return array.values.to_numpy().view(column.dtype), array.offsets.to_numpy()
+    return ((array.to_numpy_ndarray() if column.shape else array.to_numpy()).view(column.dtype),)
+
+
+def _row(views: tuple[Array, ...], at: int) -> Array:
+    flat, offsets = views
+    return flat[offsets[at] : offsets[at + 1]]
+
+
+# -- sources
+
+
+def arrow_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
+    """The rows of an Arrow IPC file; `names`: the columns to read, None for all."""
+    with _refusing(path):
+        file = pa.ipc.open_file(pa.memory_map(str(path)))
+        first = 0
+        for number in range(file.num_record_batches):
+            batch = _chosen(file.get_batch(number), names)
+            rows = max(1, batch.num_rows * BATCH_BYTES // max(batch.nbytes, 1))
+            for start in range(0, batch.num_rows, rows):
+                yield _block(path, batch.slice(start, rows), first + start)
+            first += batch.num_rows
+
+
+def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
+    """The rows of a Parquet file, some of a row group at a time; `names`: the columns to read, None for all."""
+    import pyarrow.parquet as pq  # imported here: ranks never need it
+
+    with _refusing(path), pq.ParquetFile(path, pre_buffer=False) as file:
+        rows = max(1, file.metadata.num_rows)
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        row_bytes = max(1, sum(group.total_byte_size for group in groups) // rows)
+        columns = None if names is None else [name for name in names if name in file.schema_arrow.names]
+        first = 0
+        for batch in file.iter_batches(max(1, min(65536, BATCH_BYTES // row_bytes)), columns=columns):
+            yield _block(path, batch, first)
+            first += batch.num_rows
+
+
+def _chosen(batch: pa.RecordBatch, names: Sequence[str] | None) -> pa.RecordBatch:
+    return batch if names is None else batch.select([name for name in names if name in batch.schema.names])
+
+
+def _block(path: Path, batch: pa.RecordBatch, first: int) -> Block:
+    cells = {name: _cells(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+    return Block(str(path), np.arange(first, first + batch.num_rows), cells)
+
+
+def _cells(array: pa.Array) -> Cells:
+    """An Arrow column as an array where it is one, else as Python's objects."""
+    kind = array.type
+    if array.null_count:
+        return list(array.to_pylist())
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return np.asarray(array.to_numpy_ndarray())
+    if pa.types.is_dictionary(kind):
+        return _cells(array.dictionary_decode())
+    if pa.types.is_decimal(kind):
+        return _cells(array.cast(pa.float64()))
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        return np.asarray(array.to_numpy(zero_copy_only=False))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _lists(array)
+    return list(array.to_pylist())
+
+
+def _lists(array: pa.Array) -> Cells:
+    """Lists of one length as an array [n, length, ...], others as n arrays."""
+    fixed = pa.types.is_fixed_size_list(array.type)
+    lengths = np.full(len(array), array.type.list_size) if fixed else array.value_lengths().to_numpy()
+    inner: Any = _cells(array.flatten())
+    if not isinstance(inner, np.ndarray):
+        return list(array.to_pylist())
+    if len(lengths) and (lengths == lengths[0]).all():
+        return inner.reshape(len(lengths), lengths[0], *inner.shape[1:])
+    return np.split(inner, np.cumsum(lengths)[:-1])
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turns Arrow's errors into ours, which name the file."""
+    try:
+        if not path.stat().st_size:
+            raise DataError(f"{path} is empty (0 bytes)")
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,136 @@
+"""The predecessor's shard files: samples of length-prefixed ONNX TensorProtos, back to back.
+
+    sample  := u32 size of all its features with their prefixes, feature*
+    feature := u32 size, serialized onnx.TensorProto (its name is the column; no batch dimension)
+
+Integers are little-endian; there is no header, no count and no checksum, so a reader must walk the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import helper, numpy_helper
+
+from trainer.errors import DataError
+from trainer.schema import Array, Block, Column, Values
+
+PREFIX = struct.Struct("<I")
+BATCH_BYTES = 4 << 20
+
+
+class ProtoWriter:
+    """Writes one shard file, sample by sample, in the predecessor's bytes."""
+
+    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+        self._types = {column.name: helper.np_dtype_to_tensor_dtype(np.dtype(column.dtype)) for column in columns}
+        self._file = path.open("wb")
+
+    def write(self, values: Mapping[str, Values]) -> None:
+        """Append rows: column name -> its values."""
+        for row in zip(*(values[name] for name in self._types), strict=True):
+            features = []
+            for (name, kind), value in zip(self._types.items(), row, strict=True):
+                array = np.asarray(value)
+                data = helper.make_tensor(name, kind, array.shape, array.ravel()).SerializeToString()
+                features += [PREFIX.pack(len(data)), data]
+            self._file.write(PREFIX.pack(sum(map(len, features))) + b"".join(features))
+
+    def close(self) -> None:
+        """Flush to the kernel."""
+        self._file.close()
+
+
+class ProtoReader:
+    """Samples of one shard file by their number; opening it walks the file once."""
+
+    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+        self._path = path
+        self._columns = columns
+        self._data = _map(path)
+        self._starts = list(_walk(path, self._data))
+        self.num_rows = len(self._starts)
+
+    def read(self, rows: Array) -> dict[str, Values]:
+        """The rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
+        samples = [self.sample(row) for row in rows.tolist()]
+        result: dict[str, Values] = {}
+        for column in self._columns:
+            cells = [self._value(sample, column, row) for sample, row in zip(samples, rows, strict=True)]
+            empty = np.empty((0, *column.shape), column.dtype)
+            result[column.name] = cells if column.variable else np.stack(cells) if cells else empty
+        return result
+
+    def sample(self, row: int) -> dict[str, Array]:
+        """Every tensor of one sample, by name."""
+        return _parse(self._path, self._data, self._starts[row])
+
+    def _value(self, sample: Mapping[str, Array], column: Column, row: int) -> Array:
+        place = f"{self._path}, sample {row + 1} (byte {self._starts[row]})"
+        if column.name not in sample:
+            raise DataError(f"{place}: there is no tensor {column.name!r}, only {', '.join(sample)}")
+        value = sample[column.name]
+        if not column.variable and value.shape != column.shape:
+            raise DataError(f"{place}: {column.name} has shape {list(value.shape)}, not {list(column.shape)}")
+        return value.astype(column.dtype, copy=False)
+
+
+def proto_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
+    """The samples of a shard file; `names`: the columns to keep, None for all."""
+    data = _map(path)
+    samples: list[dict[str, Array]] = []
+    first = size = 0
+    for number, start in enumerate(_walk(path, data)):
+        samples.append(_parse(path, data, start))
+        size += sum(value.nbytes for value in samples[-1].values())
+        if size >= BATCH_BYTES:
+            yield _block(path, samples, first, names)
+            samples, first, size = [], number + 1, 0
+    if samples:
+        yield _block(path, samples, first, names)
+
+
+def _block(path: Path, samples: list[dict[str, Array]], first: int, names: Sequence[str] | None) -> Block:
+    found = dict.fromkeys(name for sample in samples for name in sample)
+    cells = {name: [sample.get(name) for sample in samples] for name in found if names is None or name in names}
+    return Block(str(path), np.arange(first, first + len(samples)), cells, unit="sample")
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+
+
+def _walk(path: Path, data: mmap.mmap | bytes) -> Iterator[int]:
+    """The byte at which each sample begins. Raises DataError where the file is cut off."""
+    at, end = 0, len(data)
+    while at < end:
+        size = PREFIX.unpack_from(data, at)[0] if at + 4 <= end else 0
+        if at + 4 + size > end:
+            wanted = f"its {size} bytes end at byte {at + 4 + size}" if at + 4 <= end else "its length takes 4 bytes"
+            raise DataError(f"{path} is cut off: the sample at byte {at} is not whole; {wanted}, the file at {end}")
+        yield at
+        at += 4 + size
+
+
+def _parse(path: Path, data: mmap.mmap | bytes, start: int) -> dict[str, Array]:
+    """Every tensor of the sample that begins at a byte, by name."""
+    tensors: dict[str, Array] = {}
+    at, end = start + 4, start + 4 + PREFIX.unpack_from(data, start)[0]
+    while at < end:
+        size = PREFIX.unpack_from(data, at)[0] if at + 4 <= end else end
+        if at + 4 + size > end:
+            raise DataError(f"{path}: the tensor at byte {at} reaches beyond its sample, which ends at byte {end}")
+        try:
+            tensor = onnx.TensorProto.FromString(data[at + 4 : at + 4 + size])
+            tensors[tensor.name] = numpy_helper.to_array(tensor)
+        except (DecodeError, ValueError, TypeError) as error:
+            raise DataError(f"{path}: byte {at + 4} does not begin a tensor of {size} bytes: {error}") from error
+        at += 4 + size
+    return tensors

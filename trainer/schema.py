@@ -1,0 +1,239 @@
+"""Columns of numbers: what a row of data looks like, and how the cells of any source become one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trainer.run import Record
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Cells = Array | Sequence[Any]
+"""One column of some rows as a source gives it: an array [n, ...], or n cells of any kind (None: missing)."""
+Values = Array | list[Array]
+"""One column of some rows: an array [n, *shape], or (variable length) n one-dimensional arrays."""
+
+TEXT = "str"
+"""The dtype of a column that holds no numbers."""
+
+
+class Column(Record):
+    """What the rows of one column hold."""
+
+    name: str
+    dtype: str
+    """numpy's name of the type; `str` for what is not numbers."""
+    shape: tuple[int, ...] = ()
+    """Of one row; of the longest row if the length varies."""
+    variable: bool = False
+    """Whether rows are one-dimensional, each of its own length."""
+    extremes: tuple[int | float, ...] = ()
+    """Of floats: the least and the greatest value. Of integers: the two least and the two greatest, distinct
+    and in order, because one of them may be the label that does not count."""
+
+    @property
+    def kind(self) -> str:
+        """How the column is called in a sentence."""
+        if self.dtype == TEXT:
+            return "text"
+        if self.variable:
+            return f"{self.dtype} of varying length, {self.shape[0]} at most"
+        return f"{self.dtype} {list(self.shape)}" if self.shape else self.dtype
+
+
+Schema = Mapping[str, Column]
+
+
+@dataclass(frozen=True)
+class Want:
+    """A column somebody reads: the type it is read as; the shape of a row, None where it is not known."""
+
+    dtype: str
+    shape: tuple[int | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows of one file as they were found, few enough for memory."""
+
+    file: str
+    index: Array
+    """int64 [n], increasing: where each row is in its file, from 0; bad rows and blank lines take a number too."""
+    cells: Mapping[str, Cells]
+    bad: dict[int, str] = field(default_factory=dict)
+    """Index -> why the row could not even be cut into cells; such rows are in neither `index` nor `cells`."""
+    first: int = 1
+    unit: str = "row"
+    """What people call index 0, and its unit."""
+
+    def where(self, index: int) -> str:
+        """The place of a row, for people."""
+        return f"{self.file}, {self.unit} {index + self.first}"
+
+
+# -- from cells to numbers
+
+
+def numbers(cells: Cells) -> Array | None:
+    """The cells as one array [n, ...] of numbers or booleans; None if they are not, or not of one shape."""
+    try:
+        array = np.asarray(cells)
+    except (ValueError, OverflowError):  # ragged
+        return None
+    return array if array.dtype.kind in "biuf" else None
+
+
+def fit(cells: Cells, column: Column) -> tuple[Values, dict[int, str]]:
+    """The cells as values of a column, and what is wrong with those that are none (position -> why).
+
+    Values of wrong cells are arbitrary. NaN is how tables say "missing"; infinities are refused as well.
+    """
+    if column.variable:
+        return _fit_variable(cells, column)
+    array = numbers(cells)
+    if array is None or array.shape[1:] != column.shape:
+        return _fit_each(cells, column)
+    values, wrong = _cast(array, column.dtype)
+    return values, {at: _why(cells[at], column.dtype) for at in np.flatnonzero(wrong).tolist()}
+
+
+def _fit_each(cells: Cells, column: Column) -> tuple[Array, dict[int, str]]:
+    """The slow way, cell by cell, for a block that holds something wrong."""
+    values, bad = np.zeros((len(cells), *column.shape), column.dtype), {}
+    for at, cell in enumerate(cells):
+        array = numbers([cell])
+        if array is not None and array.shape[1:] == column.shape:
+            value, wrong = _cast(array, column.dtype)
+            values[at] = value[0]
+            if wrong[0]:
+                bad[at] = _why(cell, column.dtype)
+        else:
+            bad[at] = _why(cell, column.dtype, column.shape)
+    return values, bad
+
+
+def _fit_variable(cells: Cells, column: Column) -> tuple[list[Array], dict[int, str]]:
+    rows, bad = [], {}
+    for at, cell in enumerate(cells):
+        array = cell if isinstance(cell, np.ndarray) else numbers(cell) if isinstance(cell, list | tuple) else None
+        if array is None or array.ndim != 1 or not array.size:
+            bad[at] = "is empty" if array is not None and not array.size else _why(cell, column.dtype, (-1,))
+            array = np.zeros(1)
+        rows.append(array)
+    lengths = [len(row) for row in rows]
+    flat, wrong = _cast(np.concatenate(rows), column.dtype)
+    for at in np.unique(np.repeat(np.arange(len(rows)), lengths)[wrong]).tolist():
+        bad.setdefault(at, _why(cells[at], column.dtype))
+    return np.split(flat, np.cumsum(lengths)[:-1]), bad
+
+
+def _cast(array: Array, dtype: str) -> tuple[Array, Array]:
+    """The array in another type, and bool [n]: rows that hold what that type cannot."""
+    target = np.dtype(dtype)
+    with np.errstate(all="ignore"):
+        values = array.astype(target, copy=False)
+        if target.kind == "f":
+            wrong = ~np.isfinite(values)
+        elif array.dtype == target or np.can_cast(array.dtype, target):
+            return values, np.zeros(len(array), bool)
+        else:
+            low, high = (0, 1) if target.kind == "b" else (np.iinfo(target).min, np.iinfo(target).max)
+            # the comparison of bounds is in the array's own type: 2^63 is no int64, whatever its cast says
+            wrong = ~((array >= low) & (array <= high)) | (values.astype(array.dtype) != array)
+    return values, wrong.reshape(len(array), -1).any(axis=1)
+
+
+def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
+    """What is wrong with a cell that is no `dtype` (of `shape`, if that is what is wrong)."""
+    array = None if cell is None else numbers([cell])
+    if array is None and isinstance(cell, str):
+        return f"is {cell[:40]!r}, not a number"
+    if array is None or (array.ndim == 1 and np.isnan(array.astype(float)[0])):
+        return "is missing" if cell is None or array is not None else "is not a list of numbers of one shape"
+    if shape is not None and array.shape[1:] != shape:
+        return f"has shape {list(array.shape[1:])}, not " + ("a list" if shape == (-1,) else f"{list(shape)}")
+    wrong = next(value for value in array.flat if _cast(np.asarray([value]), dtype)[1][0])
+    if not np.isfinite(wrong):
+        return f"holds {wrong}"
+    return f"holds {wrong}, which is no {dtype}"
+
+
+# -- what columns look like
+
+
+def infer(name: str, cells: Cells) -> Column:
+    """What a column is, going by some of its rows; a minority of cells that are no numbers does not count."""
+    array = numbers(cells)
+    if array is not None:
+        return Column(name=name, dtype=_type(array), shape=array.shape[1:], extremes=extremes(array))
+    rows = [row[0] for cell in cells if cell is not None and (row := numbers([cell])) is not None]
+    if len(rows) * 2 < len(cells):
+        return Column(name=name, dtype=TEXT)
+    shapes = Counter(row.shape for row in rows)
+    flat = np.concatenate([row.ravel() for row in rows])
+    varies = len(shapes) > 1 and all(len(shape) == 1 for shape in shapes)
+    shape = max(shapes) if varies else shapes.most_common(1)[0][0]
+    return Column(name=name, dtype=_type(flat, gaps=True), shape=shape, variable=varies, extremes=extremes(flat))
+
+
+def _type(array: Array, *, gaps: bool = False) -> str:
+    """Whole numbers between gaps are integers: tables turn them into floats only because of the gaps."""
+    if array.dtype.kind == "f":
+        finite = array[np.isfinite(array)]
+        if (gaps or finite.size < array.size) and finite.size and (finite == np.floor(finite)).all():
+            return "int64"
+    return array.dtype.name
+
+
+def extremes(values: Values) -> tuple[int | float, ...]:
+    """`Column.extremes` of some values; what is not finite does not count."""
+    if not len(values):
+        return ()
+    flat = np.concatenate(values) if isinstance(values, list) else values.ravel()
+    if flat.dtype.kind == "f":
+        flat = flat[np.isfinite(flat)]
+    if not flat.size:
+        return ()
+    least, most = flat.min(), flat.max()
+    inner = flat[(flat > least) & (flat < most)] if flat.dtype.kind in "iu" else flat[:0]
+    found = {least.item(), most.item()} | ({inner.min().item(), inner.max().item()} if inner.size else set())
+    return tuple(sorted(found))
+
+
+def merge(one: Column, other: Column) -> Column:
+    """One column that holds the rows of both."""
+    if TEXT in (one.dtype, other.dtype):
+        return one.model_copy(update={"dtype": TEXT, "shape": (), "variable": False, "extremes": ()})
+    dtype = np.promote_types(one.dtype, other.dtype)
+    values, ends = sorted({*one.extremes, *other.extremes}), 2 if dtype.kind in "iu" else 1
+    varies = one.variable or other.variable or (one.shape != other.shape and len(one.shape) == len(other.shape) == 1)
+    return Column(
+        name=one.name,
+        dtype=dtype.name,
+        shape=max(one.shape, other.shape) if varies else one.shape,
+        variable=varies,
+        extremes=tuple(values if len(values) <= 2 * ends else (*values[:ends], *values[-ends:])),
+    )
+
+
+def stored(column: Column, want: Want | None, *, exact: bool, ragged: bool) -> Column:
+    """How a column is kept on disk: as somebody wants to read it, in the fewest bytes that lose nothing.
+
+    exact: in the wanted type even if the source's own is smaller. ragged: the source has lists, so that
+    rows may turn out longer than those seen, which is fine where the reader does not fix the length.
+    """
+    if want is None:
+        return column.model_copy(update={"extremes": ()})
+    shape, variable = column.shape, column.variable
+    if want.shape is not None and None not in want.shape and variable:
+        shape, variable = tuple(dim for dim in want.shape if dim is not None), False
+    elif ragged and len(shape) == 1 and (want.shape is None or None in want.shape):
+        variable = True
+    have, wanted = np.dtype(column.dtype), np.dtype(want.dtype)
+    smaller = have.itemsize < wanted.itemsize and np.can_cast(have, wanted) and have.kind != "b"
+    dtype = have if smaller and not exact else wanted
+    return Column(name=column.name, dtype=dtype.name, shape=shape, variable=variable)

@@ -1,0 +1,299 @@
+"""Where samples come from: files by their format, text directories, digits; and which rows are held out."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import numpy as np
+
+from trainer.arrowfile import arrow_blocks, parquet_blocks
+from trainer.config import DataConfig
+from trainer.errors import DataError
+from trainer.protofile import proto_blocks
+from trainer.schema import Array, Block, Column
+from trainer.shuffle import key64, mix64
+from trainer.tables import csv_blocks, json_blocks
+
+PIECE_BYTES = 4 << 20
+SUFFIXES = {
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".npz": "npz",
+    ".arrow": "arrow",
+    ".pb": "pb",
+}
+RAGGED = ("jsonl", "parquet", "pb")
+"""Formats whose lists may turn out longer, row by row."""
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+"""Directories that are no part of the `stdlib` text: what was installed, and the tests, as large as the rest."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of one source, in reading order."""
+
+    format: str
+    files: tuple[tuple[str, Path], ...]
+    """(name that does not change when the source is moved, path), sorted by name."""
+
+
+# -- finding the files
+
+
+def locate(source: str, data: DataConfig) -> Source:
+    """Find the files of a source and their format. Raises DataError when there are none, or of several formats."""
+    if source == "digits" or data.format == "digits":
+        return Source("digits", ())
+    if source == "stdlib":
+        library = Path(sysconfig.get_paths()["stdlib"])
+        return Source("text", tuple((name, library / name) for name in _walk(library, data.text_files, NOT_LIBRARY)))
+    path = Path(source)
+    if path.is_file():
+        found = {path.name: path}
+    elif path.is_dir():
+        found = {name: path / name for name in _walk(path, "*", set())}
+    else:
+        base = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
+        found = {str(match.relative_to(base)): match for match in base.glob(str(path.relative_to(base)))}
+    return _of_one_format(source, found, data)
+
+
+def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
+    """Relative names of the files whose names match, hidden ones and pruned directories aside; sorted."""
+    names = []
+    for folder, folders, files in os.walk(directory):
+        folders[:] = [name for name in folders if name not in pruned and not name.startswith(".")]
+        inside = Path(folder).relative_to(directory)
+        names += [str(inside / name) for name in files if fnmatch(name, pattern) and not name.startswith(".")]
+    return sorted(names)
+
+
+def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Source:
+    formats = {name: SUFFIXES.get(path.suffix.lower(), "text") for name, path in found.items() if path.is_file()}
+    if data.format != "auto":
+        wanted: str = data.format
+        if len(formats) > 1:  # a directory or a glob: the others are not meant
+            formats = {name: kind for name, kind in formats.items() if kind == wanted or wanted == "text"}
+    else:
+        known = Counter(kind for kind in formats.values() if kind != "text")
+        if len(known) > 1:
+            counts = ", ".join(f"{count} {kind}" for kind, count in known.most_common())
+            raise DataError(f"{source} holds files of several formats ({counts}); set data.format")
+        wanted = "text" if not known else next(iter(known))
+        formats = {name: kind for name, kind in formats.items() if kind == wanted}
+    names = sorted(formats)
+    if wanted == "text" and not (len(found) == 1 and (data.format == "text" or names[0].endswith(".txt"))):
+        names = [name for name in names if fnmatch(Path(name).name, data.text_files)]
+    if not names:
+        pattern = f" that match data.text_files {data.text_files!r}" if wanted == "text" else ""
+        raise DataError(f"{source}: of {len(found)} files none are {wanted}{pattern}; set data.format")
+    return Source(wanted, tuple((name, found[name]) for name in names))
+
+
+# -- reading
+
+
+def read(data: DataConfig, names: Sequence[str] | None) -> Iterator[tuple[Block, Array]]:
+    """Every row of the data in blocks, each with bool [n]: which of its rows are for evaluation.
+
+    names: the columns to read, None for all. Raises DataError for what cannot be read at all.
+    """
+    source = locate(data.source, data)
+    if data.evaluation_source:
+        held_out_source = locate(data.evaluation_source, data)
+        parts = [(source, False), (held_out_source, True)]
+    elif source.format == "text":
+        chosen = _held_out_files(source, data.evaluation_fraction)
+        parts = [
+            (Source("text", tuple(file for file in source.files if (file[0] in chosen) == held)), held)
+            for held in (False, True)
+        ]
+    else:
+        for name, block in _blocks(source, data, names):
+            yield block, held_out(name, block.index, data.evaluation_fraction)
+        return
+    for part, held in parts:
+        for _, block in _blocks(part, data, names):
+            yield block, np.full(len(block.index), held)
+
+
+def first_blocks(data: DataConfig) -> Iterator[Block]:
+    """The rows of the source from its beginning."""
+    source = locate(data.source, data)
+    return (block for _, block in _blocks(source, data, None))
+
+
+def _blocks(source: Source, data: DataConfig, names: Sequence[str] | None) -> Iterator[tuple[str, Block]]:
+    """(the file's name in the source, some of its rows), file by file."""
+    if source.format == "digits":
+        yield "digits", _digits(data)
+    elif source.format == "text":
+        for block in _windows(source, data.sequence_length):
+            yield "text", block
+    else:
+        for name, path in source.files:
+            for block in READERS[source.format](path, names):
+                yield name, block
+
+
+def _npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
+    """The rows of an .npz file: its arrays side by side along their first axis, read as a stream."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
+            chosen = [name for name in members if names is None or name in names]
+            arrays = {name: _Stream(path, archive, members[name]) for name in chosen}
+            counts = {name: array.num_rows for name, array in arrays.items()}
+            if len(set(counts.values())) > 1:
+                sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
+                raise DataError(f"{path}: its arrays have different numbers of rows: {sizes}")
+            total = max(counts.values(), default=0)
+            step = max(1, PIECE_BYTES // max(1, sum(array.row_bytes for array in arrays.values())))
+            for first in range(0, total, step):
+                count = min(step, total - first)
+                cells = {name: array.take(count) for name, array in arrays.items()}
+                yield Block(str(path), np.arange(first, first + count), cells)
+    except (zipfile.BadZipFile, zipfile.zlib.error, OSError, EOFError, ValueError) as error:  # type: ignore[attr-defined]
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+class _Stream:
+    """One array of an .npz file, row after row; compressed or not, no more of it is in memory than asked for."""
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile, member: str) -> None:
+        self._file = archive.open(member)
+        version = np.lib.format.read_magic(self._file)
+        header = {(1, 0): np.lib.format.read_array_header_1_0}.get(version, np.lib.format.read_array_header_2_0)
+        shape, column_major, self._dtype = header(self._file)
+        if self._dtype.hasobject or not shape or (column_major and len(shape) > 1):
+            what = "Python objects" if self._dtype.hasobject else "in column order" if shape else "a single number"
+            raise DataError(f"{path}: {member} is {what}; save it as a plain array with a row for each sample")
+        self.num_rows, *row = shape
+        self._row = tuple(row)
+        self.row_bytes = int(np.prod(row, dtype=np.int64)) * self._dtype.itemsize
+
+    def take(self, count: int) -> Array:
+        """The next rows: [count, ...]."""
+        data = self._file.read(count * self.row_bytes)
+        return np.frombuffer(data, self._dtype).reshape(count, *self._row)
+
+
+READERS: dict[str, Callable[[Path, Sequence[str] | None], Iterator[Block]]] = {
+    "csv": csv_blocks,
+    "jsonl": json_blocks,
+    "parquet": parquet_blocks,
+    "arrow": arrow_blocks,
+    "pb": proto_blocks,
+    "npz": _npz_blocks,
+}
+
+
+# -- text: bytes in windows
+
+
+def _windows(source: Source, length: int) -> Iterator[Block]:
+    """Windows [n, length] over the bytes of all files joined, a 0 byte after each: `input_ids`, and as `label`
+    the same one byte on. Windows touch but do not overlap; what is left at the end, at most `length` bytes, is not
+    used."""
+    rest, index = np.empty(0, np.uint8), 0
+    step = max(1, PIECE_BYTES // length)
+    for piece in _joined(source):
+        data = np.concatenate([rest, piece])
+        count = (len(data) - 1) // length
+        inputs = data[: count * length].reshape(count, length)
+        labels = data[1 : count * length + 1].reshape(count, length)
+        for first in range(0, count, step):
+            rows = slice(first, first + step)
+            cells = {"input_ids": inputs[rows], "label": labels[rows]}
+            yield Block("text", np.arange(index + first, index + min(first + step, count)), cells, unit="window")
+        index += count
+        rest = data[count * length :]
+
+
+def _joined(source: Source) -> Iterator[Array]:
+    """The bytes of all files, some megabytes at a time."""
+    pieces, size = [], 0
+    for _, path in source.files:
+        with path.open("rb") as file:
+            while data := file.read(PIECE_BYTES):
+                pieces.append(data)
+                size += len(data)
+                if size >= PIECE_BYTES:
+                    yield np.frombuffer(b"".join(pieces), np.uint8)
+                    pieces, size = [], 0
+        pieces.append(b"\0")
+    yield np.frombuffer(b"".join(pieces), np.uint8)
+
+
+# -- digits
+
+
+DIGITS_MEAN, DIGITS_STD = 0.3053, 0.3760
+"""Of all pixels of the set, scaled to 0..1."""
+
+
+def _digits(data: DataConfig) -> Block:
+    """scikit-learn's 1,797 digits: `image` float32 [C, S, S], bilinear and standardised; `label` 0..9."""
+    from sklearn.datasets import load_digits  # imported here: it takes longer than everything else together
+
+    images, labels = load_digits(return_X_y=True)
+    shrink = _bilinear(8, data.image_size)
+    pixels = (images.reshape(-1, 8, 8) / 16.0 - DIGITS_MEAN) / DIGITS_STD
+    pixels = (shrink @ pixels @ shrink.T).astype(np.float32)[:, None].repeat(data.image_channels, axis=1)
+    return Block("digits", np.arange(len(labels)), {"image": pixels, "label": labels.astype(np.int64)}, unit="image")
+
+
+def digits_schema(data: DataConfig) -> dict[str, Column]:
+    """What `_digits` gives, known without reading it."""
+    shape = (data.image_channels, data.image_size, data.image_size)
+    return {
+        "image": Column(name="image", dtype="float32", shape=shape),
+        "label": Column(name="label", dtype="int64", extremes=(0, 1, 8, 9)),
+    }
+
+
+def _bilinear(old: int, new: int) -> Array:
+    """Weights [new, old] of a linear interpolation; pixels are areas, so their centres are at halves."""
+    centres = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+    return np.maximum(0.0, 1.0 - np.abs(centres[:, None] - np.arange(old)))
+
+
+# -- what is held out
+
+
+RESOLUTION = 20
+"""Fractions are counted in 2^-20."""
+
+
+def held_out(file: str, index: Array, fraction: float) -> Array:
+    """Which rows of a file are for evaluation: bool [n].
+
+    One row of each stretch of 1 / fraction rows, chosen by a hash of the file's name and the stretch's number.
+    So the share is exact to a row, and rows appended to a file or files added move no row to the other side.
+    """
+    if fraction > 0.5:
+        return ~held_out(file, index, 1.0 - fraction)
+    share = round(fraction * (1 << RESOLUTION))
+    if not share:
+        return np.zeros(len(index), bool)
+    stretch = (index * share) >> RESOLUTION
+    first = -(-(stretch << RESOLUTION) // share)
+    size = -(-((stretch + 1) << RESOLUTION) // share) - first
+    pick = mix64(stretch, key64("held out", file)) % size.astype(np.uint64)
+    return np.asarray(index - first == pick.astype(np.int64))
+
+
+def _held_out_files(source: Source, fraction: float) -> set[str]:
+    """The share of the files with the smallest hashes of their names; at least one, if any share is wanted."""
+    count = max(1, round(fraction * len(source.files))) if fraction else 0
+    return set(sorted((name for name, _ in source.files), key=lambda name: (key64("held out", name), name))[:count])

@@ -1,0 +1,194 @@
+"""Tables written as text: CSV and JSON Lines, in pieces, with the line of everything that is wrong.
+
+A piece is cut at a line end, so that its size and not the file's decides about memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.errors import DataError
+from trainer.schema import Array, Block, Cells
+
+PIECE_BYTES = 4 << 20
+MAX_ROW_BYTES = 256 << 20
+"""A row longer than this is taken for a quote that was never closed."""
+
+NEWLINE, COMMA, RETURN = b"\n,\r"
+
+
+def csv_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
+    """The rows of a CSV file with a header line; `names`: the columns to read, None for all.
+
+    Commas separate, double quotes hold commas and line ends; blank lines are ignored.
+    """
+    header: list[str] = []
+    for line, piece in _pieces(path, quotes=True):
+        if not header:
+            first, _, piece = piece.removeprefix(b"\xef\xbb\xbf").partition(b"\n")
+            header = _header(path, first)
+            line += 1
+        if piece:
+            chosen = [name for name in header if names is None or name in names]
+            yield _csv_block(path, piece, line, header=header, names=chosen)
+
+
+def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
+    """The rows of a JSON Lines file: one object a line; `names`: the keys to read, None for all."""
+    for first, piece in _pieces(path, quotes=False):
+        rows: list[dict[str, Any]] = []
+        index, bad = [], {}
+        for number, line in enumerate(piece.split(b"\n"), start=first):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+                bad[number] = f"is not JSON: {error}"
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+                index.append(number)
+            else:
+                bad[number] = f"is no JSON object but {str(row)[:40]!r}"
+        keys = dict.fromkeys(key for row in rows for key in row)
+        cells: dict[str, Cells] = {
+            key: [row.get(key) for row in rows] for key in (keys if names is None else [n for n in names if n in keys])
+        }
+        yield Block(str(path), np.array(index, np.int64), cells, bad, unit="line")
+
+
+def _pieces(path: Path, *, quotes: bool) -> Iterator[tuple[int, bytes]]:
+    """(lines before it, some whole lines) until the end; with `quotes`, a line end inside of them is none."""
+    line, rest = 0, b""
+    with path.open("rb") as file:
+        while data := file.read(PIECE_BYTES):
+            data = rest + data
+            end = _cut(data, quotes=quotes)
+            if len(data) - end > MAX_ROW_BYTES:
+                raise DataError(
+                    f"{path}, line {line + data.count(NEWLINE, 0, end) + 1}: the row does not end within "
+                    f"{MAX_ROW_BYTES >> 20} MB; is a quote not closed?"
+                )
+            if end:
+                yield line, data[:end]
+                line += data.count(NEWLINE, 0, end)
+            rest = data[end:]
+    if rest:
+        yield line, rest
+
+
+def _cut(data: bytes, *, quotes: bool) -> int:
+    """Just after the last line end that ends a row."""
+    end = data.rfind(b"\n") + 1
+    while quotes and end and data.count(b'"', 0, end) % 2:
+        end = data.rfind(b"\n", 0, data.rfind(b'"', 0, end)) + 1
+    return end
+
+
+def _header(path: Path, line: bytes) -> list[str]:
+    names = [name.strip() for name in next(csv.reader([line.decode("utf-8", "replace").rstrip("\r")]), [])]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"{path}, line 1: column {', '.join(map(repr, repeated))} is there more than once")
+    if not names or all(_is_number(name) for name in names):
+        raise DataError(f"{path}, line 1: {','.join(names)[:60]!r} are no column names; add a header line")
+    return names
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _csv_block(path: Path, piece: bytes, line: int, *, header: list[str], names: list[str]) -> Block:
+    cells, index, bad = (_quoted if b'"' in piece else _plain)(piece, header, names)
+    # index 0 is line 2, the first under the header
+    return Block(
+        str(path),
+        index + (line - 1),
+        cells,
+        {row + line - 1: why for row, why in bad.items()},
+        first=2,
+        unit="line",
+    )
+
+
+Parsed = tuple[dict[str, Cells], Array, dict[int, str]]
+
+
+def _plain(piece: bytes, header: list[str], names: list[str]) -> Parsed:
+    """Rows without quotes: one for each line, its fields counted by its commas."""
+    import pandas as pd  # imported here: ranks read shards, for which they need no pandas
+
+    data = np.frombuffer(piece if piece.endswith(b"\n") else piece + b"\n", np.uint8)
+    ends = np.flatnonzero(data == NEWLINE)
+    sizes = np.diff(ends, prepend=-1)
+    commas = np.diff(np.searchsorted(np.flatnonzero(data == COMMA), ends), prepend=0)
+    blank = (sizes == 1) | ((sizes == 2) & (data[ends - 1] == RETURN))
+    ragged = ~blank & (commas != len(header) - 1)
+    good = ~blank & ~ragged
+    if not good.all():
+        data = data[np.repeat(good, sizes)]
+    bad = {int(row): _ragged(int(commas[row]) + 1, header) for row in np.flatnonzero(ragged)}
+    if not data.size:
+        return dict.fromkeys(names, ()), np.flatnonzero(good), bad
+    frame = pd.read_csv(
+        io.BytesIO(data.tobytes()),
+        names=header,
+        usecols=names,
+        index_col=False,
+        skip_blank_lines=False,
+        skipinitialspace=True,
+        encoding_errors="replace",
+        low_memory=False,
+    )
+    return {name: _cells(frame[name]) for name in names}, np.flatnonzero(good), bad
+
+
+def _quoted(piece: bytes, header: list[str], names: list[str]) -> Parsed:
+    """Rows that may hold commas and line ends in quotes, one by one."""
+    import pandas as pd
+
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(io.StringIO(piece.decode("utf-8", "replace"), newline=""))
+    rows, index, bad, line = [], [], {}, 0
+    for row in reader:
+        if row and len(row) == len(header):
+            rows.append(row)
+            index.append(line)
+        elif row:
+            bad[line] = _ragged(len(row), header)
+        line = reader.line_num
+    frame = pd.DataFrame(rows, columns=header, dtype="str")
+    return {name: _cells(frame[name]) for name in names}, np.array(index, np.int64), bad
+
+
+def _ragged(found: int, header: list[str]) -> str:
+    return f"has {found} field{'s' * (found != 1)}, not {len(header)}"
+
+
+def _cells(series: Any) -> Cells:
+    """A pandas column as an array of numbers, or as cells: numbers where they are some, else the text."""
+    import pandas as pd
+
+    if series.dtype.kind in "biuf":
+        return np.asarray(series)
+    parsed = pd.to_numeric(series, errors="coerce")
+    found = parsed.to_numpy(np.float64, na_value=np.nan)
+    wrong = np.flatnonzero(np.isnan(found))
+    if not wrong.size:
+        return np.asarray(parsed)
+    cells = found.astype(object)
+    cells[wrong] = [text if isinstance(text, str) and text.strip() else None for text in series.iloc[wrong]]
+    return list(cells)

@@ -162,13 +162,18 @@ def gpt2(
 @app.command()
 def up(as_json: Json = False) -> None:
     """Start Prefect, MLflow and the worker that runs deployments, to stay until `onward down`."""
-    _serve(("prefect", "mlflow", "worker"), as_json=as_json)
+    links = _serve("prefect", "mlflow", "worker")
+    from flows.direct import bury_the_dead, prefect_server
+
+    with prefect_server():
+        bury_the_dead()  # a run that was killed would hold its deployment's only slot
+    _print(links, as_json=as_json)
 
 
 @app.command()
 def ui(as_json: Json = False) -> None:
     """Print the links to Prefect and MLflow, starting both if need be; `onward down` ends them."""
-    _serve(("prefect", "mlflow"), as_json=as_json)
+    _print(_serve("prefect", "mlflow"), as_json=as_json)
 
 
 @app.command()
@@ -278,7 +283,8 @@ def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
     _print({**facts, "inputs": inputs, "outputs": outputs}, as_json=as_json)
 
 
-def _serve(names: tuple[str, ...], *, as_json: bool) -> None:
+def _serve(*names: str) -> dict[str, str]:
+    """Start services to stay; their links."""
     from infra import services
     from trainer.errors import RuntimeUnavailable
     from trainer.run import onward_home
@@ -287,12 +293,11 @@ def _serve(names: tuple[str, ...], *, as_json: bool) -> None:
         urls = services.up(onward_home(), names)
     except services.ServiceError as error:
         raise RuntimeUnavailable(str(error)) from None
-    links = {
+    return {
         "prefect": f"{urls['prefect']}/v2/runs",
         "mlflow": f"{urls['mlflow']}/?workflowType=machine_learning",
         "home": str(onward_home()),
     }
-    _print(links, as_json=as_json)
 
 
 def _print(facts: dict[str, Any], *, as_json: bool) -> None:

@@ -21,7 +21,6 @@ from trainer.errors import RuntimeUnavailable, Stopped
 from trainer.run import ExportedModel, RunDir, onward_home
 
 if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
 PACKAGES = ("flows", "tasks", "infra", "trainer")
@@ -64,8 +63,8 @@ def announce(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
 
     from flows.train_onnx import train_onnx
 
+    bury_the_dead()
     with get_client(sync_client=True) as client:
-        bury_the_dead(client)
         flow_run = client.create_flow_run(
             train_onnx,
             name=config.name,
@@ -76,29 +75,28 @@ def announce(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
     return run_of(flow_run.id, {"resume": resume}), flow_run
 
 
-def bury_the_dead(client: SyncPrefectClient) -> list[str]:
+def bury_the_dead() -> None:
     """Mark as Crashed the flow runs that Prefect shows as running though nobody works on them any more.
 
-    A flow process that was killed, or a machine that lost power, leaves such runs; they would be shown as
-    running for ever, and hold their deployment's only slot. Returns their ids.
+    A process that was killed, or a machine that lost power, leaves such runs; they would be shown as running
+    for ever, and hold their deployment's only slot.
     """
+    from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
     from prefect.states import Crashed
 
-    shown = client.read_flow_runs(
-        flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx"]}}),
-        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "CANCELLING"]}}}),
-    )
-    dead = []
-    for flow_run in shown:
-        run = run_of(flow_run.id, flow_run.parameters)
-        began = flow_run.start_time or datetime.datetime.now(datetime.UTC)
-        young = datetime.datetime.now(datetime.UTC) - began < datetime.timedelta(seconds=10)
-        if run.root.exists() and not is_owned(run) and not young:  # elsewhere, or just about to own it
-            message = f"its process was killed; to go on: onward resume {run.root.name}"
-            client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
-            dead.append(str(flow_run.id))
-    return dead
+    running = {"state": {"type": {"any_": ["RUNNING", "CANCELLING"]}}}
+    just_now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=10)
+    with get_client(sync_client=True) as client:
+        for flow_run in client.read_flow_runs(
+            flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx"]}}),
+            flow_run_filter=FlowRunFilter.model_validate(running),
+        ):
+            run = run_of(flow_run.id, flow_run.parameters)
+            about_to_own_it = (flow_run.start_time or just_now) > just_now
+            if run.root.exists() and not is_owned(run) and not about_to_own_it:  # absent: another machine's
+                message = f"its process was killed; to go on: onward resume {run.root.name}"
+                client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
 
 
 def run_here(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> ExportedModel:

@@ -45,7 +45,8 @@ class EventWriter:
     def emit(self, kind: str, step: int, **fields: Any) -> None:
         """Append one event; the line is handed to the kernel before this returns."""
         if self._file is not None:
-            line = {"at_ms": time.time_ns() // 1_000_000, "attempt": self._attempt, "step": step, "kind": kind, **fields}
+            at_ms = time.time_ns() // 1_000_000
+            line = {"at_ms": at_ms, "attempt": self._attempt, "step": step, "kind": kind, **fields}
             self._file.write(json.dumps(line, separators=(",", ":"), default=float).encode() + b"\n")
             self._file.flush()
 

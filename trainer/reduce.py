@@ -12,7 +12,8 @@ gradient is there, in an order that never changes, so a resumed run reduces exac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class Reducer:
         self._armed = False
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._arrived(bucket))
+                parameter.register_post_accumulate_grad_hook(self._arrived(bucket))  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
         """Set every gradient to zero, in place."""
@@ -67,9 +68,9 @@ class Reducer:
             bucket.wait()
         statistics()
         self._armed = False
-        return torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(bucket.gradients) for bucket in self._buckets])
-        )
+        norms = [torch.linalg.vector_norm(bucket.gradients) for bucket in self._buckets]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
 
     def multiply(self, factor: float) -> None:
         """Scale every gradient in place: un-scaling and clipping are one multiplication."""
@@ -107,8 +108,8 @@ class Reducer:
     def _device(self) -> torch.device:
         return self._buckets[0].gradients.device
 
-    def _arrived(self, bucket: _Bucket):  # type: ignore[no-untyped-def]
-        def hook(parameter: nn.Parameter) -> None:
+    def _arrived(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
             if self._armed:
                 bucket.missing -= 1
                 if bucket.missing == 0:
@@ -128,7 +129,7 @@ class Reducer:
             bucket.send(self._group, alone=self._alone)
         self._sent = max(self._sent, until)
 
-    def _average_buffers(self):  # type: ignore[no-untyped-def]
+    def _average_buffers(self) -> Callable[[], None]:
         if self._alone or not self._buffers:
             return lambda: None
         flat = torch.cat([buffer.flatten() for buffer in self._buffers])
@@ -136,9 +137,8 @@ class Reducer:
 
         def store() -> None:
             work.wait()
-            parts = flat.div_(self._group.size()).split([buffer.numel() for buffer in self._buffers])
-            for buffer, part in zip(self._buffers, parts, strict=True):
-                buffer.copy_(part.view_as(buffer))
+            for buffer, part in zip(self._buffers, _parts(flat.div_(self._group.size()), self._buffers), strict=True):
+                buffer.copy_(part)
 
         return store
 
@@ -152,10 +152,8 @@ class _Bucket:
         self._work: dist.Work | None = None
         total = sum(parameter.numel() for parameter in parameters)
         self.gradients = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
-        for parameter, part in zip(
-            parameters, self.gradients.split([parameter.numel() for parameter in parameters]), strict=True
-        ):
-            parameter.grad = part.view_as(parameter)
+        for parameter, part in zip(parameters, _parts(self.gradients, parameters), strict=True):
+            parameter.grad = part
 
     def send(self, group: dist.ProcessGroup, *, alone: bool) -> None:
         self._work = None if alone else dist.all_reduce(self.gradients, group=group, async_op=True)
@@ -164,6 +162,12 @@ class _Bucket:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views into a flat tensor, one for each of `like`, of its shape."""
+    ends = itertools.accumulate(tensor.numel() for tensor in like)
+    return [flat[end - tensor.numel() : end].view_as(tensor) for tensor, end in zip(like, ends, strict=True)]
 
 
 def _pack(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

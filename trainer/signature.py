@@ -17,6 +17,10 @@ from trainer.errors import UnsupportedModel
 from trainer.schema import TEXT, Column, Schema, Want
 
 Dims = tuple[int | None, ...]
+NUMBERS = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {
+    f"int{bits}" for bits in (8, 16, 32, 64)
+}
+"""Types that columns can become."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ def read_signature(path: Path) -> Signature:
 
 def _info(value: onnx.ValueInfoProto) -> TensorInfo:
     tensor = value.type.tensor_type
-    names = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.DOUBLE: "float64"}
-    dtype = names.get(tensor.elem_type) or onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+    dtype = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
+    dtype = {"float": "float32", "double": "float64"}.get(dtype, dtype)
     known = tensor.HasField("shape")
     dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
     return TensorInfo(value.name, dtype, tuple(dims) if known else None)
@@ -182,8 +186,8 @@ def _missing(use: Use, name: str, schema: Schema) -> str:
 
 def _misfit(use: Use, columns: list[Column]) -> Iterator[str]:
     """What is wrong with the types and shapes of the columns of one use."""
-    if use.dtype == "string":
-        yield f"{use.reader} takes strings, which cannot be fed from columns of numbers"
+    if use.dtype not in NUMBERS:
+        yield f"{use.reader} takes {use.dtype}, which cannot be fed from columns of numbers"
         return
     for column in columns:
         if column.dtype == TEXT:

@@ -1,0 +1,58 @@
+"""shard data: make the shards, or find them in the cache; check the whole data against the model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from trainer.errors import ConfigError
+from trainer.run import RunDir, onward_home, read_config
+from trainer.shards import ShardManifest, make_shards
+from trainer.signature import misfits, read_signature, wanted
+
+log = logging.getLogger(__name__)
+
+
+@task(name="shard-data", task_run_name="shard-data", cache_policy=NO_CACHE)
+def shard_data(run: RunDir) -> ShardManifest:
+    """Leave RUN_DIR/shards, a link into the shard cache; unchanged data is not sharded twice.
+
+    Raises DataError for data that cannot be read (file and line), ConfigError where all of the data, unlike
+    its first rows, does not fit the model.
+    """
+    config = read_config(run)
+    started_at = time.monotonic()
+    wants = wanted(config, read_signature(config.model.path))
+    directory, manifest, cached = make_shards(config.data, wants, onward_home() / "shards")
+    if problems := misfits(config, manifest.table):
+        raise ConfigError(problems)
+    _link(run.shards, directory)
+    files = len(manifest.train) + len(manifest.evaluation)
+    log.info(
+        "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s: %s",
+        manifest.rows("train"),
+        manifest.rows("evaluation"),
+        files,
+        manifest.format,
+        "found" if cached else "written",
+        time.monotonic() - started_at,
+        directory,
+    )
+    if manifest.skipped:
+        rows = "; ".join(manifest.skipped_rows[:5])
+        log.warning("%d bad rows were left out (data.bad_rows = 'skip'): %s", manifest.skipped, rows)
+    return manifest
+
+
+def _link(link: Path, target: Path) -> None:
+    """Point `link` at `target`, without a moment in which it is absent."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    partial = link.with_name(f".{link.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target, target_is_directory=True)
+    partial.replace(link)

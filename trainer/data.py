@@ -1,0 +1,162 @@
+"""The sample stream: from a position alone to tensors, the same for any number of ranks.
+
+Position p = 0, 1, 2, ... of the stream is row permutation(seed, epoch)[p mod N] in epoch p // N. A step
+takes the next positions, the replicas divide them, and nothing needs to be remembered but how many were
+taken. So each row is taken exactly once an epoch, whatever the layout and wherever a run was resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.config import RunConfig
+from trainer.errors import ConfigError
+from trainer.schema import Array, Values
+from trainer.shards import Shards
+from trainer.shuffle import permutation
+from trainer.signature import Use, read_signature, uses
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of B samples on the device."""
+
+    inputs: tuple[Tensor, ...]
+    """In the graph's input order, each [B, ...]."""
+    labels: Tensor | None
+    """[B, ...]: int64 for cross-entropy, else fp32; None when the graph computes its own loss."""
+    size: int
+    """B."""
+    rows: Array
+    """int64 [B]: the rows' numbers in the split."""
+
+
+class Batches:
+    """This replica's part of the training stream; the next step's part is prepared in the background.
+
+    Memory: two steps of this replica's samples. The files are mapped, not loaded.
+    """
+
+    def __init__(
+        self, shards: Shards, config: RunConfig, *, replica: int, num_replicas: int, device: torch.device
+    ) -> None:
+        self.num_rows = shards.num_rows
+        self._collate = _Collate(shards, config, device)
+        self._train = config.train
+        self._micro_batch_size = config.micro_batch_size
+        self._num_samples = config.total_samples(shards.num_rows)
+        self._replica, self._num_replicas = replica, num_replicas
+        self._worker = ThreadPoolExecutor(max_workers=1, initializer=_use, initargs=(device,))
+        self._next: tuple[tuple[int, int], Future[list[Batch]]] | None = None
+
+    def take(self, position: int, count: int) -> list[Batch]:
+        """This replica's micro-batches of the `count` samples from `position` on.
+
+        As many as `gradient_accumulation_steps`; fewer, smaller or none where `count` is less than a whole
+        global batch. Not collective. Raises DataError for a damaged shard.
+        """
+        if self._next and self._next[0] == (position, count):
+            batches = self._next[1].result()
+            self._next = None
+        else:
+            batches = self._make(position, count)
+        self._prepare(position + count)
+        return batches
+
+    def rows(self, position: int, count: int) -> Array:
+        """The rows at `count` positions of the stream from `position` on: int64 [count]."""
+        positions = np.arange(position, position + count)
+        epochs, places = positions // self.num_rows, positions % self.num_rows
+        if not self._train.shuffle:
+            return places
+        for epoch in np.unique(epochs).tolist():
+            now = epochs == epoch
+            places[now] = permutation(places[now], self.num_rows, seed=self._train.seed, epoch=epoch)
+        return places
+
+    def close(self) -> None:
+        """End the background thread; what it prepared is dropped."""
+        self._worker.shutdown(cancel_futures=True)
+
+    def _prepare(self, position: int) -> None:
+        count = min(self._train.global_batch_size, self._num_samples - position)
+        if count > 0 and (self._next is None or self._next[0] != (position, count)):
+            self._next = (position, count), self._worker.submit(self._make, position, count)
+
+    def _make(self, position: int, count: int) -> list[Batch]:
+        rows = _share(self.rows(position, count), self._replica, self._num_replicas)
+        size = self._micro_batch_size
+        return [self._collate(rows[first : first + size]) for first in range(0, len(rows), size)]
+
+
+def evaluation_batches(
+    shards: Shards, config: RunConfig, *, replica: int, num_replicas: int, device: torch.device
+) -> Iterator[Batch]:
+    """This replica's part of all rows, each row on exactly one replica; parts may differ by one row.
+
+    Not collective: replicas may have different numbers of batches, or none.
+    """
+    collate = _Collate(shards, config, device)
+    rows = _share(np.arange(shards.num_rows), replica, num_replicas)
+    for first in range(0, len(rows), config.evaluation_batch_size):
+        yield collate(rows[first : first + config.evaluation_batch_size])
+
+
+def _use(device: torch.device) -> None:
+    """A thread begins on the first GPU, whatever the rank's own is."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _share(rows: Array, replica: int, num_replicas: int) -> Array:
+    """The replica's stretch of the rows; stretches differ by one row at most."""
+    return rows[len(rows) * replica // num_replicas : len(rows) * (replica + 1) // num_replicas]
+
+
+class _Collate:
+    """Makes tensors of rows: reads, pads, stacks, casts to what the graph takes, moves to the device."""
+
+    def __init__(self, shards: Shards, config: RunConfig, device: torch.device) -> None:
+        self._shards = shards
+        self._device = device
+        self._uses = uses(config, read_signature(config.model.path))
+        needed = {name for use in self._uses for name in use.columns}
+        if missing := sorted(needed - shards.columns.keys()):
+            raise ConfigError(f"the shards have no column {', '.join(missing)}, only {', '.join(shards.columns)}")
+        self._labelled = config.model.loss != "output"
+        fill = config.model.ignore_index if config.model.loss == "cross_entropy" else 0
+        self._fill = dict.fromkeys(needed, 0.0)
+        if self._labelled:
+            self._fill |= dict.fromkeys(self._uses[-1].columns, fill)
+        self._fill |= config.data.pad_values
+
+    def __call__(self, rows: Array) -> Batch:
+        columns = self._shards.read(rows)
+        tensors = [self._tensor(use, columns) for use in self._uses]
+        labels = tensors.pop() if self._labelled else None
+        return Batch(tuple(tensors), labels, len(rows), rows)
+
+    def _tensor(self, use: Use, columns: dict[str, Values]) -> Tensor:
+        arrays = [_padded(columns[name], self._fill[name]) for name in use.columns]
+        array = np.stack(arrays, axis=1) if use.stacked else arrays[0]
+        tensor = torch.from_numpy(array).to(getattr(torch, use.dtype))
+        if self._device.type == "cuda":
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.to(self._device)
+
+
+def _padded(values: Values, fill: float) -> Array:
+    """[B, longest]: rows of varying length, filled up at their ends; arrays as they are."""
+    if isinstance(values, np.ndarray):
+        return values
+    longest = max(map(len, values), default=0)
+    padded = np.full((len(values), longest), fill, values[0].dtype if values else np.float32)
+    for row, value in zip(padded, values, strict=True):
+        row[: len(value)] = value
+    return padded

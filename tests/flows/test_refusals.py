@@ -81,9 +81,9 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
         (["train.global_batch_size=-1"], "train.global_batch_size: Input should be greater than 0, not -1"),
         (["model.path=absent.onnx"], "there is no file"),
         (["data.source=absent.csv"], "there is no file, directory or glob match"),
-        (["data.inputs={image='picture'}"], "picture"),
-        (["model.output=absent"], "absent"),
-        (["data.label=absent"], "absent"),
+        (["data.inputs={image='picture'}"], "input image reads column 'picture', which the data does not have"),
+        (["model.output=absent"], "model.output 'absent' is no output of the model; there is logits"),
+        (["data.label=absent"], "data.label reads column 'absent', which the data does not have"),
         (["checkpoint.load=absent"], "checkpoint.load"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -95,21 +95,19 @@ def test_a_setting_that_cannot_work_is_named(workshop: Path, overrides: list[str
 
 def test_data_of_another_dtype_is_named(workshop: Path) -> None:
     np.savez(workshop / "data.npz", image=np.full((20, 3, 8, 8), "x"), label=np.zeros(20, np.int64))
-    assert any("image" in problem for problem in refused(workshop))
+    assert "input image takes float32, but column 'image' holds text" in refused(workshop)
 
 
 def test_data_of_another_shape_is_named_with_both_shapes(workshop: Path) -> None:
     np.savez(workshop / "data.npz", image=np.zeros((20, 3, 9, 8), np.float32), label=np.zeros(20, np.int64))
     (problem,) = refused(workshop)
-    assert "image" in problem
-    assert "9" in problem
+    assert problem == "input image takes [3, 8, 8] a sample, but column 'image' is float32 [3, 9, 8]"
 
 
 def test_labels_beyond_the_outputs_width_are_named(workshop: Path) -> None:
     np.savez(workshop / "data.npz", image=np.zeros((20, 3, 8, 8), np.float32), label=np.arange(20))
     (problem,) = refused(workshop)
-    assert "19" in problem
-    assert "4" in problem
+    assert "0..19, but must be 0..3, for output logits is 4 wide" in problem
 
 
 def test_a_file_that_is_not_toml_is_named_with_its_line(workshop: Path) -> None:

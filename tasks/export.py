@@ -1,0 +1,183 @@
+"""export: a checkpoint becomes an ONNX file in a process of its own, and only a proven file gets into MLflow.
+
+The exporting process (trainer/export.py) leaves the file, its record and an example, or why it refused. Whatever
+happens to MLflow afterwards, the file stays; `onward resume` registers it later.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+import trainer
+from infra.tracking import ModelFile, Port, Tracker, TrackingUnavailable
+from trainer import errors
+from trainer.config import RunConfig
+from trainer.errors import CheckpointError, ExportRefused, OnwardError, RuntimeUnavailable
+from trainer.run import (
+    CheckpointInfo,
+    ExportedModel,
+    Refusal,
+    RunDir,
+    RunIdentity,
+    TrainResult,
+    durable_file,
+    example_in,
+    read_config,
+    read_record,
+    refusal_in,
+    sha256,
+    write_record,
+)
+from trainer.signature import TensorInfo, read_signature
+
+log = logging.getLogger(__name__)
+
+PROCESS = ("trainer", "export")
+"""The module that exports, and its command."""
+PAUSES_S = (1.0, 3.0, 10.0)
+"""Between two tries to reach MLflow."""
+TAIL_LINES = 20
+
+
+@task(name="export", task_run_name="export", cache_policy=NO_CACHE)
+def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInfo]) -> ExportedModel:
+    """Export the chosen checkpoint, copy the file to `export.path` if set, register it; leaves `export/model.json`.
+
+    A file that was proven before is not proven again. Raises ExportRefused with every failed check, CheckpointError
+    without a checkpoint, RuntimeUnavailable when MLflow stays away: the file is there then, whole.
+    """
+    config = read_config(run)
+    chosen = choose(checkpoints, config.export.checkpoint)
+    exported = _proven(run, chosen) or export_file(run, chosen.path)
+    if config.export.path:
+        _copy(exported.path, Path(config.export.path))
+    tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
+    return register(run, exported, tags=tags)
+
+
+def choose(checkpoints: Sequence[CheckpointInfo], which: str) -> CheckpointInfo:
+    """The best checkpoint, or the last one: also when none was evaluated. Raises CheckpointError if there is none."""
+    if not checkpoints:
+        raise CheckpointError("there is no checkpoint to export; train first")
+    best = [info for info in checkpoints if info.best and which == "best"]
+    return best[0] if best else max(checkpoints, key=lambda info: info.step)
+
+
+def export_file(run: RunDir, checkpoint: Path, out: Path | None = None) -> ExportedModel:
+    """Export one checkpoint of a run to `out`, or else into the run directory; needs neither Prefect nor MLflow.
+
+    Raises ExportRefused with every failed check (and nothing is written), or what else stopped the exporting process.
+    """
+    if out is None:
+        return _run_process(run, checkpoint, run.export)
+    with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
+        exported = _run_process(run, checkpoint, Path(folder))
+        _copy(exported.path, out)
+    return exported.model_copy(update={"path": out.absolute()})
+
+
+def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> ExportedModel:
+    """Register an exported file in MLflow with signature, example and alias; the record says as what.
+
+    Raises RuntimeUnavailable when MLflow does not answer after some patience.
+    """
+    config, identity = read_config(run), read_record(run.identity, RunIdentity)
+    signature = read_signature(exported.path)
+    with np.load(example_in(run.export), allow_pickle=False) as example:
+        file = ModelFile(
+            path=exported.path,
+            sha256=exported.sha256,
+            inputs=tuple(map(_port, signature.inputs)),
+            outputs=tuple(map(_port, signature.outputs)),
+            step=exported.step,
+            example=dict(example),
+            metrics={**exported.after, "parity": exported.parity},
+            tags=tags,
+        )
+    name = config.export.register_as or config.name
+    version = _patiently(Tracker(identity.tracking_uri, identity.mlflow_run_id), file, name, config)
+    log.info("registered %s as version %s of %s", exported.path, version, name)
+    registered = exported.model_copy(update={"registered_as": name, "version": version})
+    write_record(run.exported, registered)
+    return registered
+
+
+def _patiently(tracker: Tracker, file: ModelFile, name: str, config: RunConfig) -> str:
+    for pause_s in (*PAUSES_S, None):
+        try:
+            return tracker.register_model(file, name=name, alias=config.export.alias)
+        except TrackingUnavailable as error:
+            if pause_s is None:
+                raise RuntimeUnavailable(
+                    f"{error}; tried {len(PAUSES_S) + 1} times. The exported file is proven and whole at {file.path}: "
+                    f"`onward resume` registers it once MLflow is back"
+                ) from error
+            log.warning("%s; trying again in %g s", error, pause_s)
+            time.sleep(pause_s)
+    raise AssertionError("the last try returns or raises")
+
+
+def _port(info: TensorInfo) -> Port:
+    dtype = {"bfloat16": "float32", "string": "str"}.get(info.dtype, info.dtype)  # as numpy knows them
+    return Port(info.name, dtype, tuple(-1 if dim is None else dim for dim in info.shape or (None,)))
+
+
+def _proven(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | None:
+    """The exported file of this checkpoint if it is there and whole: a repeated task only registers it."""
+    if not run.exported.exists():
+        return None
+    known = read_record(run.exported, ExportedModel)
+    whole = known.path.exists() and example_in(run.export).exists() and sha256(known.path) == known.sha256
+    return known if whole and known.step == chosen.step else None
+
+
+def _copy(source: Path, target: Path) -> None:
+    with durable_file(target) as partial:
+        shutil.copyfile(source, partial)
+
+
+# -- the exporting process
+
+
+def _run_process(run: RunDir, checkpoint: Path, folder: Path) -> ExportedModel:
+    """Run it to its end; returns its record or raises its error."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record, refusal, output = folder / "model.json", refusal_in(folder), folder / "export.log"
+    for former in (record, refusal):
+        former.unlink(missing_ok=True)
+    command = [sys.executable, "-m", *PROCESS, str(run.root), str(checkpoint), "--folder", str(folder)]
+    with output.open("wb") as log_file:
+        ended = subprocess.run(
+            command,
+            cwd=Path(trainer.__file__).parents[1],  # where `-m` finds this very trainer
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if refusal.exists():
+        raise _own_error(read_record(refusal, Refusal))
+    if ended.returncode or not record.exists():
+        lines = output.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        ending = f"signal {-ended.returncode}" if ended.returncode < 0 else f"status {ended.returncode}"
+        raise ExportRefused(
+            "\n  | ".join([f"the exporting process ended with {ending}, without a result. Its last lines:", *lines])
+        )
+    return read_record(record, ExportedModel)
+
+
+def _own_error(refusal: Refusal) -> OnwardError:
+    """The error of the exporting process, raised again here."""
+    kind: type[OnwardError] = getattr(errors, refusal.kind)
+    return kind(refusal.problems) if issubclass(kind, errors.Refused) else kind("\n".join(refusal.problems))

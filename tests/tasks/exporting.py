@@ -1,0 +1,56 @@
+"""Stands in for `python -m trainer export` in the task's tests: what such a process may do, without a checkpoint.
+
+python -m tests.tasks.exporting {export,refuse,crash} RUN_DIR CHECKPOINT --folder FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tests.graphs import tiny_mlp
+from trainer.run import ExportedModel, Refusal, RunDir, example_in, refusal_in, sha256, write_record
+
+PARITY = 2.5e-7
+
+
+def export(run: RunDir, checkpoint: Path, folder: Path) -> int:
+    """Leave a proven file."""
+    path = folder / "model.onnx"
+    path.write_bytes(tiny_mlp(seed=len(run.root.parts)).SerializeToString())
+    with example_in(folder).open("wb") as file:
+        np.savez(file, features=np.ones((1, 4), np.float32))
+    exported = ExportedModel(
+        path=path,
+        sha256=sha256(path),
+        step=int(checkpoint.name.removeprefix("step-")),
+        parity=PARITY,
+        before={"evaluation/loss": 2.0},
+        after={"evaluation/loss": 0.5},
+        changed=4,
+    )
+    write_record(folder / "model.json", exported)
+    return 0
+
+
+def refuse(run: RunDir, checkpoint: Path, folder: Path) -> int:
+    """Leave a refusal."""
+    write_record(refusal_in(folder), Refusal(kind="ExportRefused", problems=("this is wrong", "and that")))
+    return 5
+
+
+def crash(run: RunDir, checkpoint: Path, folder: Path) -> int:
+    """Die as onnxruntime may, with a last word."""
+    print("the last word", flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return 0
+
+
+if __name__ == "__main__":
+    what, root, checkpoint, _, folder = sys.argv[1:]
+    act = {"export": export, "refuse": refuse, "crash": crash}[what]
+    sys.exit(act(RunDir(Path(root)), Path(checkpoint), Path(folder)))

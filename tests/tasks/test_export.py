@@ -1,0 +1,155 @@
+"""The export task: which checkpoint, what becomes of a proven file in a real MLflow store, and of a refused one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.tracking import Tracker
+from tasks import export as task
+from tests.stores import client, free_port, new_run, points
+from tests.tasks.exporting import PARITY
+from trainer.config import build_config
+from trainer.errors import CheckpointError, ExportRefused, RuntimeUnavailable
+from trainer.run import CheckpointInfo, ExportedModel, RunDir, RunIdentity, TrainResult, read_record, write_record
+
+RESULT = TrainResult(status="done", attempts=2, step=20, samples_seen=160, metrics={}, elapsed_s=1.0)
+
+Process = Callable[[str], None]
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    """process("crash"): what the exporting process does from now on (tests/tasks/exporting.py)."""
+    return lambda what: monkeypatch.setattr(task, "PROCESS", ("tests.tasks.exporting", what))
+
+
+def make_run(folder: Path, tracker: Tracker, **settings: str) -> RunDir:
+    """A run directory as training leaves it, as far as the task looks."""
+    run = RunDir(folder / "run")
+    sections = {"train": {"num_steps": 20}, "data": {"source": "digits"}, "model": {"path": folder / "model.onnx"}}
+    write_record(run.config, build_config({"name": folder.name, **sections, "export": settings}))
+    identify(run, tracker)
+    return run
+
+
+def identify(run: RunDir, tracker: Tracker) -> None:
+    identity = RunIdentity(run_id="run", name="run", created_at="", model_sha256="")
+    where = {"mlflow_run_id": tracker.run_id, "tracking_uri": tracker.tracking_uri}
+    write_record(run.identity, identity.model_copy(update=where))
+
+
+def infos(run: RunDir, *steps: int, best: int = 0) -> list[CheckpointInfo]:
+    return [
+        CheckpointInfo(step=step, path=run.checkpoint(step), bytes=1, digest="", metrics={}, best=step == best)
+        for step in steps
+    ]
+
+
+# -- which checkpoint
+
+
+@pytest.mark.parametrize(
+    ("which", "best", "step"), [("best", 10, 10), ("best", 0, 20), ("last", 10, 20), ("last", 20, 20)]
+)
+def test_the_best_checkpoint_or_the_last(which: str, best: int, step: int) -> None:
+    assert task.choose(infos(RunDir(Path("run")), 10, 20, 15, best=best), which).step == step
+
+
+def test_without_a_checkpoint_there_is_nothing_to_export() -> None:
+    with pytest.raises(CheckpointError, match="train first"):
+        task.choose([], "best")
+
+
+# -- a proven file
+
+
+def test_a_proven_file_is_registered_with_signature_example_and_alias(tmp_path: Path, process: Process) -> None:
+    process("export")
+    tracker = new_run()
+    run = make_run(tmp_path, tracker, register_as="exports", alias="best-yet")
+    exported = task.export.fn(run, RESULT, infos(run, 10, 20, best=10))
+
+    assert (exported.registered_as, exported.version) == ("exports", "1")
+    assert read_record(run.exported, ExportedModel) == exported
+    version = client(tracker).get_model_version_by_alias("exports", "best-yet")
+    folder = Path(version.source.removeprefix("file://"))
+    assert version.tags == {
+        "step": "10",
+        "checkpoint": "step-000000010",
+        "attempts": "2",
+        "sha256": exported.sha256,
+    }
+    assert (folder / "model.onnx").read_bytes() == exported.path.read_bytes()
+    assert '"shape": [-1, 4]' in (folder / "MLmodel").read_text()
+    assert (folder / "input_example.json").exists()
+    assert points(tracker, "exported/parity") == [(10, PARITY)]
+    assert points(tracker, "exported/evaluation/loss") == [(10, 0.5)]
+
+
+def test_a_repeated_task_neither_exports_nor_registers_again(tmp_path: Path, process: Process) -> None:
+    process("export")
+    run = make_run(tmp_path, new_run(), register_as="repeated")
+    first = task.export.fn(run, RESULT, infos(run, 20))
+    process("crash")
+    assert task.export.fn(run, RESULT, infos(run, 20)) == first
+    with pytest.raises(ExportRefused, match="signal 11"):  # another checkpoint is another file
+        task.export.fn(run, RESULT, infos(run, 30))
+
+
+def test_a_damaged_file_is_exported_again(tmp_path: Path, process: Process) -> None:
+    process("export")
+    run = make_run(tmp_path, new_run(), register_as="damaged")
+    first = task.export.fn(run, RESULT, infos(run, 20))
+    first.path.write_bytes(b"damaged")
+    assert task.export.fn(run, RESULT, infos(run, 20)) == first
+    assert first.path.read_bytes() != b"damaged"
+
+
+def test_an_outage_of_mlflow_loses_nothing(tmp_path: Path, process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    process("export")
+    monkeypatch.setattr(task, "PAUSES_S", (0.0,))
+    copy = tmp_path / "deployed" / "digits.onnx"
+    run = make_run(tmp_path, Tracker(f"http://127.0.0.1:{free_port()}", "1"), register_as="late", path=str(copy))
+    with pytest.raises(RuntimeUnavailable, match=r"tried 2 times.*whole at .*model\.onnx.*onward resume"):
+        task.export.fn(run, RESULT, infos(run, 20))
+    assert copy.read_bytes() == (run.export / "model.onnx").read_bytes()
+
+    identify(run, new_run())
+    process("crash")
+    assert task.export.fn(run, RESULT, infos(run, 20)).version == "1"
+
+
+def test_an_export_to_a_path_leaves_the_run_directory_alone(tmp_path: Path, process: Process) -> None:
+    process("export")
+    run = make_run(tmp_path, new_run())
+    exported = task.export_file(run, run.checkpoint(7), tmp_path / "out" / "seven.onnx")
+    assert exported.path == tmp_path / "out" / "seven.onnx"
+    assert exported.step == 7
+    assert list((tmp_path / "out").iterdir()) == [exported.path]
+    assert not run.export.exists()
+
+
+# -- a refused one
+
+
+def test_a_refusal_comes_back_as_it_was_raised_and_registers_nothing(tmp_path: Path, process: Process) -> None:
+    process("export")
+    tracker = new_run()
+    run = make_run(tmp_path, tracker, register_as="refused")
+    task.export_file(run, run.checkpoint(10))
+    process("refuse")
+    with pytest.raises(ExportRefused) as refused:
+        task.export.fn(run, RESULT, infos(run, 20))
+    assert refused.value.problems == ("this is wrong", "and that")
+    assert not run.exported.exists()  # nor does the file of another checkpoint count any more
+    assert not client(tracker).search_registered_models("name = 'refused'")
+
+
+def test_a_process_that_died_is_refused_with_its_last_words(tmp_path: Path, process: Process) -> None:
+    process("crash")
+    run = make_run(tmp_path, new_run())
+    with pytest.raises(ExportRefused, match=r"signal 11(.|\n)*the last word"):
+        task.export_file(run, run.checkpoint(10))

@@ -13,12 +13,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.config import OptimizerConfig, ScheduleConfig
 from trainer.errors import CheckpointError, ConfigError
 
-NamedParameters = Iterable[tuple[str, nn.Parameter]]
+NamedParameters = Iterable[tuple[str, Tensor]]
+"""Initializer names and the parameters themselves."""
 Group = dict[str, Any]
 """torch's parameter group: `params`, `lr`, `learning_rate_scale`, `weight_decay`."""
 State = dict[str, list[Tensor]]
@@ -175,7 +176,7 @@ def _sgd(groups: list[Group], config: OptimizerConfig) -> torch.optim.SGD:
     return sgd
 
 
-def _weights(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+def _weights(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
 

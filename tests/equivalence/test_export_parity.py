@@ -1,0 +1,89 @@
+"""Promises 6 and 7: the exported ONNX under onnxruntime equals the trained module; untrained, it is what came in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from tasks.export import export_file
+from tests import graphs, runs
+from trainer import checkpoint, graph
+from trainer.errors import ExportRefused
+from trainer.run import RunDir, read_config
+
+Data = Callable[..., dict[str, runs.Array]]
+
+CASES: dict[str, tuple[Callable[[], onnx.ModelProto], Data]] = {
+    "conv net": (graphs.tiny_conv_net, runs.tiny_images),
+    "conv net with batch norm": (graphs.tiny_conv_net_with_batch_norm, runs.tiny_images),
+    "transformer": (lambda: graphs.tiny_transformer(dropout=0.1), runs.tiny_text),
+}
+
+
+@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"))
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def trained(folder: Path, case: str, **sections: Any) -> tuple[RunDir, Path]:
+    """A run of two ranks with its last checkpoint."""
+    build, data = CASES[case]
+    settings = {"train": {"global_batch_size": 8, "num_steps": 12}, "parallel": {"data": 2}} | sections
+    run = runs.make_run(folder, build(), data(60), **settings)
+    return run, run.checkpoint(runs.train_run(run).step)
+
+
+@pytest.mark.mpi
+def test_the_exported_file_under_onnxruntime_equals_the_trained_module(tmp_path: Path, case: str) -> None:
+    run, last = trained(tmp_path, case, optimizer={"learning_rate": 1e-2})
+    exported = export_file(run, last)
+    assert exported.parity < 2e-6
+
+    original = onnx.load(read_config(run).model.path)
+    module = graph.to_module(original)
+    tensors = checkpoint.load(last)[1]
+    graph.load_weights(
+        module, {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
+    )
+    session = onnxruntime.InferenceSession(str(exported.path), providers=["CPUExecutionProvider"])
+    feed = graphs.feed(original, 5, seed=9)
+    with torch.no_grad():
+        ours = module.eval()(*map(torch.from_numpy, feed.values())).numpy()
+    theirs = session.run(None, feed)[0]
+    assert np.abs(ours - theirs).max() <= 2e-6 * np.abs(ours).max()
+
+    evaluations = [event.fields["values"] for event in runs.events(run, "evaluation")]
+    assert exported.before == pytest.approx(evaluations[0], rel=1e-5)
+    assert exported.after == pytest.approx(evaluations[-1], rel=1e-5)
+    assert exported.after["evaluation/loss"] < exported.before["evaluation/loss"], "nothing was learned"
+
+
+@pytest.mark.mpi
+def test_a_weight_that_never_moves_comes_out_byte_for_byte(tmp_path: Path, case: str) -> None:
+    still = {"optimizer": {"weights": [{"pattern": "*", "learning_rate_scale": 0.0}]}}
+    run, last = trained(tmp_path, case, **still)
+    exported = export_file(run, last)
+    before, after = (
+        {tensor.name: tensor.SerializeToString() for tensor in onnx.load(path).graph.initializer}
+        for path in (read_config(run).model.path, exported.path)
+    )
+    statistics = graph.running_statistics(graph.to_module(onnx.load(read_config(run).model.path)))
+    assert exported.changed == len(statistics)
+    assert {name for name in after if after[name] != before[name]} == set(statistics)
+
+
+@pytest.mark.mpi
+def test_a_checkpoint_is_not_written_into_another_file(tmp_path: Path) -> None:
+    run, last = trained(tmp_path, "conv net")
+    source = read_config(run).model.path
+    source.write_bytes(graphs.tiny_conv_net(seed=1).SerializeToString())
+    with pytest.raises(ExportRefused, match="changed since the run began"):
+        export_file(run, last, tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()

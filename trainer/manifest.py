@@ -1,0 +1,253 @@
+"""Checkpoints: how a training position becomes a directory that is whole, or is not there.
+
+    checkpoints/step-000000100/
+        manifest.json             the position; of each file its size, SHA-256 and tensors
+        rank-00000.safetensors    one share of the tensors from each rank that saved, about equal in size
+
+A directory bears such a name only when every byte of it is on the disk. Before and after it is called
+
+    step-000000100.partial-002    attempt 2 is writing it, or died while it did
+    step-000000100.damaged        it failed its verification; kept to be looked at
+    step-000000100.removed        it is being deleted
+
+Tensors are known by name alone, so any number of ranks loads what any other number saved. Nothing here is
+pickled, and what only looks at checkpoints needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from trainer.errors import CheckpointError, OnwardError
+from trainer.run import CheckpointInfo, Record, RunDir, fsync, read_record, sha256
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 16 << 20
+"""What is hashed or written between two heartbeats."""
+
+Beat = Callable[[], object]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+UNSEALED = "0" * 64
+
+
+class TrainState(Record):
+    """The position of a training: with the tensors, all that decides how it goes on."""
+
+    step: int
+    """Weight updates made."""
+    samples_seen: int
+    scaler: dict[str, float]
+    """State of the loss scaler."""
+    metrics: dict[str, float]
+    """The last evaluation."""
+    evaluated_at: int = 0
+    """The step of that evaluation."""
+
+    def evaluated(self, metrics: dict[str, float]) -> TrainState:
+        """This position, evaluated."""
+        return self.model_copy(update={"metrics": metrics, "evaluated_at": self.step})
+
+    def advance(self, samples: int, scaler: dict[str, float]) -> TrainState:
+        """The position one step and `samples` samples later."""
+        moved = {"step": self.step + 1, "samples_seen": self.samples_seen + samples, "scaler": scaler}
+        return self.model_copy(update=moved)
+
+
+class TensorEntry(Record):
+    """A tensor as the manifest knows it; dtype by its safetensors name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class FileEntry(Record):
+    """A file as the manifest knows it."""
+
+    name: Annotated[str, Field(pattern=r"^rank-[0-9]{5}\.safetensors$")]  # so it leads nowhere else
+    bytes: int
+    sha256: Sha256
+    tensors: dict[str, TensorEntry]
+
+
+class Manifest(Record):
+    """What a checkpoint is made of."""
+
+    sha256: Sha256 = UNSEALED
+    """SHA-256 of this very file with zeros in place of these 64 digits."""
+    format: Literal[1] = 1
+    world_size: int
+    """Ranks that saved it; any number may load it."""
+    state: TrainState
+    files: tuple[FileEntry, ...]
+
+
+class Announced(Record):
+    """The verified checkpoints of a run, oldest first."""
+
+    checkpoints: tuple[CheckpointInfo, ...] = ()
+
+
+# -- manifests
+
+
+def sealed(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json."""
+    content = manifest.model_dump_json(indent=1).encode()
+    return content.replace(UNSEALED.encode(), hashlib.sha256(content).hexdigest().encode(), 1)
+
+
+def verify(path: Path, *, beat: Beat = lambda: None) -> CheckpointInfo:
+    """Read every byte and compare with the manifest. Needs no torch.
+
+    Raises CheckpointError with every file that is missing, unknown, of another size or digest; OSError when the
+    disk cannot be read.
+    """
+    manifest = read_manifest(path)
+    expected = {"manifest.json", *(file.name for file in manifest.files)}
+    problems = [f"{name} does not belong to it" for name in sorted({entry.name for entry in path.iterdir()} - expected)]
+    problems += [problem for file in manifest.files for problem in _problems(path, file, beat)]
+    if problems:
+        raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
+    state = manifest.state
+    return CheckpointInfo(
+        step=state.step,
+        path=path,
+        bytes=sum(file.bytes for file in manifest.files) + (path / "manifest.json").stat().st_size,
+        digest=sha256(path / "manifest.json"),
+        metrics=state.metrics if state.evaluated_at == state.step else {},
+    )
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint directory. Raises CheckpointError when it is absent or not what was written."""
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    try:
+        content = (path / "manifest.json").read_bytes()
+        manifest = Manifest.model_validate_json(content)
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {path} is damaged: manifest.json is missing") from None
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"]))
+        raise CheckpointError(f"checkpoint {path} is damaged: manifest.json: {where} {wrong['msg']}") from None
+    digest = hashlib.sha256(content.replace(manifest.sha256.encode(), UNSEALED.encode(), 1)).hexdigest()
+    if digest != manifest.sha256:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: manifest.json has SHA-256 {digest}, not {manifest.sha256} as it says itself"
+        )
+    return manifest
+
+
+def _problems(path: Path, file: FileEntry, beat: Beat) -> Iterator[str]:
+    """What is wrong with one file, the cheapest check first."""
+    place = path / file.name
+    if place.is_symlink() or not place.is_file():
+        yield f"{file.name} is missing"
+    elif (size := place.stat().st_size) != file.bytes:
+        yield f"{file.name} has {size:,} bytes, not {file.bytes:,}"
+    elif (digest := _digest(place, beat)) != file.sha256:
+        yield f"{file.name} has SHA-256 {digest}, not {file.sha256}"
+    elif _header(place) != file.tensors:
+        yield f"{file.name} holds other tensors than manifest.json says"
+
+
+def _digest(path: Path, beat: Beat) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            beat()
+    return digest.hexdigest()
+
+
+def _header(path: Path) -> dict[str, TensorEntry] | None:
+    """What a safetensors file says it holds; None when it is not one."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(size if size < path.stat().st_size else 0))
+            return {name: TensorEntry(dtype=tensor["dtype"], shape=tensor["shape"]) for name, tensor in header.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+
+# -- which ones there are
+
+
+def list_checkpoints(run: RunDir) -> list[Path]:
+    """Those that were committed, whole or damaged since, oldest first."""
+    found = (path for path in run.checkpoints.glob("step-*") if re.fullmatch(r"step-\d{9,}", path.name))
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def newest_whole(run: RunDir, *, beat: Beat = lambda: None) -> Path | None:
+    """The newest checkpoint that verifies; damaged ones are passed over with a warning."""
+    return next((path for path in reversed(list_checkpoints(run)) if is_whole(path, beat=beat)), None)
+
+
+def is_whole(path: Path, *, beat: Beat = lambda: None) -> bool:
+    """Whether a checkpoint verifies; the reason why not is logged."""
+    try:
+        verify(path, beat=beat)
+    except (CheckpointError, OSError) as error:
+        log.warning("passed over: %s", error)
+        return False
+    return True
+
+
+def announced(run: RunDir) -> tuple[CheckpointInfo, ...]:
+    """The checkpoints that the checkpoint task has verified, oldest first; none when there is no readable list."""
+    with contextlib.suppress(OnwardError):
+        return read_record(run.announced, Announced).checkpoints
+    return ()
+
+
+# -- which ones stay
+
+
+def expendable(checkpoints: Iterable[CheckpointInfo], *, keep_newest: int) -> list[CheckpointInfo]:
+    """Of verified checkpoints, those that are neither the best nor among the newest `keep_newest` (at least 1)."""
+    newest_first = sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
+    return [checkpoint for checkpoint in newest_first[max(1, keep_newest) :] if not checkpoint.best]
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint: it loses its name first, so that half of it is never taken for one."""
+    doomed = path.with_name(f"{path.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)  # left by a crash
+    path.rename(doomed)
+    fsync(path.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing resumes from it; replaces an earlier damaged one of its step."""
+    aside = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    fsync(path.parent)
+    return aside
+
+
+def sweep(run: RunDir, attempt: int) -> None:
+    """Delete what this and earlier attempts left unfinished."""
+    for path in run.checkpoints.glob("step-*"):
+        partial = re.fullmatch(r"step-\d+\.partial-(\d+)", path.name)
+        if path.name.endswith(".removed") or (partial and int(partial[1]) <= attempt):
+            shutil.rmtree(path, ignore_errors=True)  # the checkpoint task may be at it, too

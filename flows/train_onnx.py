@@ -9,23 +9,22 @@ from __future__ import annotations
 import contextlib
 import datetime
 import uuid
-from typing import Any
+from typing import Any, cast
 
 from prefect import State, flow, runtime
 from prefect.client.schemas.objects import FlowRun
 from prefect.flows import Flow
-from prefect.futures import wait
 from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
-from tasks.checkpoint import checkpoint as keep_checkpoints
-from tasks.export import export as export_model
-from tasks.shard_data import shard_data
 
 from flows.runs import exclusively, run_of
 from infra.tracking import Status, Tracker
+from tasks.checkpoint import checkpoint as keep_checkpoints
 from tasks.configure import configure
+from tasks.export import export as export_model
 from tasks.init_runtime import init_runtime
 from tasks.monitor import monitor as watch
+from tasks.shard_data import shard_data
 from tasks.train import train as train_model
 from trainer.config import (
     CheckpointConfig,
@@ -41,7 +40,8 @@ from trainer.config import (
     TrainConfig,
 )
 from trainer.errors import ConfigError
-from trainer.run import ExportedModel, RunDir, RunIdentity, read_record
+from trainer.manifest import announced
+from trainer.run import ExportedModel, RunDir, RunIdentity, TrainResult, read_record
 
 MISSED_AFTER = datetime.timedelta(hours=1)
 """A scheduled run that starts later than this is skipped: after a night without power one run is enough."""
@@ -120,7 +120,7 @@ def train_onnx(
         configure(run, name, sections)
         init_runtime(run)
         shard_data(run)
-        watching = [watch.submit(run), keep_checkpoints.submit(run)]  # beside the training
+        watching, keeping = watch.submit(run), keep_checkpoints.submit(run)  # beside the training
         try:
             # here, in the main thread: the one that gets Ctrl-C, SIGTERM and Prefect's cancellation
             trained = train_model.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay_s)(
@@ -128,11 +128,12 @@ def train_onnx(
             )
         finally:
             run.close_log()  # however training ended, the watchers end too
-            wait(watching)
+            watching.wait()
+            keeping.wait()
         if trained.is_cancelled():
             return Cancelled(message=f"stopped as asked; to go on: onward resume {run.root.name}")
-        exported: ExportedModel = export_model(run, trained.result(), watching[1].result())
-        return exported
+        keeping.result()  # raises what went wrong with the checkpoints
+        return export_model(run, cast(TrainResult, trained.result()), announced(run))
 
 
 def run_directory(resume: str = "") -> RunDir:

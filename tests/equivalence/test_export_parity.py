@@ -15,7 +15,6 @@ import torch
 from tasks.export import export_file
 from tests import graphs, runs
 from trainer import checkpoint, graph
-from trainer.errors import ExportRefused
 from trainer.run import RunDir, read_config
 
 Data = Callable[..., dict[str, runs.Array]]
@@ -77,13 +76,3 @@ def test_a_weight_that_never_moves_comes_out_byte_for_byte(tmp_path: Path, case:
     statistics = graph.running_statistics(graph.to_module(onnx.load(read_config(run).model.path)))
     assert exported.changed == len(statistics)
     assert {name for name in after if after[name] != before[name]} == set(statistics)
-
-
-@pytest.mark.mpi
-def test_a_checkpoint_is_not_written_into_another_file(tmp_path: Path) -> None:
-    run, last = trained(tmp_path, "conv net")
-    source = read_config(run).model.path
-    source.write_bytes(graphs.tiny_conv_net(seed=1).SerializeToString())
-    with pytest.raises(ExportRefused, match="changed since the run began"):
-        export_file(run, last, tmp_path / "out.onnx")
-    assert not (tmp_path / "out.onnx").exists()

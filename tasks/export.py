@@ -156,10 +156,10 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path) -> ExportedModel:
     record, refusal, output = folder / "model.json", refusal_in(folder), folder / "export.log"
     for former in (record, refusal):
         former.unlink(missing_ok=True)
-    command = [sys.executable, "-m", *PROCESS, str(run.root), str(checkpoint), "--folder", str(folder)]
+    paths = [str(run.root.absolute()), str(checkpoint.absolute()), "--folder", str(folder.absolute())]
     with output.open("wb") as log_file:
         ended = subprocess.run(
-            command,
+            [sys.executable, "-m", *PROCESS, *paths],
             cwd=Path(trainer.__file__).parents[1],  # where `-m` finds this very trainer
             stdin=subprocess.DEVNULL,
             stdout=log_file,

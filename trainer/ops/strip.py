@@ -1,0 +1,85 @@
+"""Takes out of an ONNX graph what only training needs: dropout, and the learning of running statistics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import onnx
+from onnx import helper
+
+
+def strip_training(model: onnx.ModelProto) -> Counter[str]:
+    """Bring a graph into its inference form, in place; returns what was taken out, by kind and number.
+
+    Dropout nodes go, their readers read what they read; one whose result has a name that must stay (a graph
+    output, a value read by an inner graph, a mask in use) only loses its training mode. BatchNormalization
+    keeps its running statistics as inputs and no longer computes new ones. Constants and initializers that
+    nobody reads any more go too.
+    """
+    nodes, removed = model.graph.node, Counter[str]()
+    read_before = _reads(model.graph)
+    pinned = {value.name for value in model.graph.output} | _inner_reads(nodes)
+    renamed: dict[str, str] = {}
+    kept: list[onnx.NodeProto] = []
+    for node in nodes:
+        for place, name in enumerate(node.input):
+            node.input[place] = renamed.get(name, name)
+        if _is(node, "Dropout"):
+            if not pinned & set(node.output) and not read_before & set(node.output[1:]):
+                removed["Dropout"] += 1
+                renamed[node.output[0]] = node.input[0]
+                continue
+            removed["Dropout training mode"] += len(node.input) > 2
+            del node.input[2:]
+        kept.append(node)
+        if _is(node, "BatchNormalization") and (len(node.output) > 1 or _mode(node)):
+            removed["BatchNormalization update"] += 1
+            kept += _freeze_statistics(node, read_before)
+    if removed:
+        del nodes[:]
+        nodes.extend(kept)
+        _prune(model.graph, read_before)
+    return +removed
+
+
+def _freeze_statistics(node: onnx.NodeProto, read: set[str]) -> Iterable[onnx.NodeProto]:
+    """Inference form of one BatchNormalization; yields what still gives its statistics to those who read them."""
+    for result, statistic in zip(node.output[1:3], node.input[3:5], strict=False):
+        if result in read:
+            yield helper.make_node("Identity", [statistic], [result])
+    del node.output[1:]
+    for mode in _mode(node):
+        node.attribute.remove(mode)
+
+
+def _is(node: onnx.NodeProto, operator: str) -> bool:
+    return node.op_type == operator and node.domain in ("", "ai.onnx")
+
+
+def _mode(node: onnx.NodeProto) -> list[onnx.AttributeProto]:
+    return [attribute for attribute in node.attribute if attribute.name == "training_mode"]
+
+
+def _prune(graph: onnx.GraphProto, read_before: set[str]) -> None:
+    """Remove what was read before and is not now, and the value descriptions of what is gone."""
+    while idle := [node for node in graph.node if set(node.output) <= read_before - _reads(graph)]:
+        for node in idle:
+            graph.node.remove(node)
+    unread = read_before - _reads(graph) - {value.name for value in graph.input}
+    for tensor in [tensor for tensor in graph.initializer if tensor.name in unread]:
+        graph.initializer.remove(tensor)
+    known = _reads(graph) | {name for node in graph.node for name in node.output}
+    for value in [value for value in graph.value_info if value.name not in known]:
+        graph.value_info.remove(value)
+
+
+def _reads(graph: onnx.GraphProto) -> set[str]:
+    """Every name read: by nodes, by inner graphs, as output."""
+    names = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    return (names | _inner_reads(graph.node)) - {""}
+
+
+def _inner_reads(nodes: Iterable[onnx.NodeProto]) -> set[str]:
+    inner = [graph for node in nodes for a in node.attribute for graph in ([a.g] if a.HasField("g") else a.graphs)]
+    return set().union(*map(_reads, inner))

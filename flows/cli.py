@@ -110,7 +110,14 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights back into its ONNX file, and prove the result."""
-    raise NotImplementedError
+    from flows.runs import find_checkpoint
+    from tasks.export import export_file
+
+    run, checkpoint = find_checkpoint(source)
+    exported = export_file(run, checkpoint, output)
+    facts = {"path": str(exported.path), "sha256": exported.sha256, "checkpoint": str(checkpoint)}
+    metrics = {"parity": exported.parity, "before": exported.before, "after": exported.after}
+    _print({**facts, "step": exported.step, **metrics}, as_json=as_json)
 
 
 @reference.command()
@@ -256,12 +263,15 @@ def _train(config: RunConfig, *, resume: str = "", as_json: bool) -> None:
 
 def _facts(config: RunConfig, run: RunDir, exported: ExportedModel) -> dict[str, Any]:
     """What is known of a finished run, as JSON-able values."""
-    from flows.runs import describe
+    from flows.report import bits_per_byte
+    from flows.runs import describe, held_out_text
     from trainer.run import TrainResult, read_record
 
     trained = read_record(run.train, TrainResult)
+    text = held_out_text(run) if config.model.loss == "cross_entropy" else b""
     return {
         **describe(run),
+        "bits_per_byte": bits_per_byte(exported.after["evaluation/loss"], text) if text else {},
         "before": exported.before,
         "after": exported.after,
         "parity": exported.parity,

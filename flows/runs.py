@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.errors import ConfigError
+import numpy as np
+
+from trainer.errors import CheckpointError, ConfigError
 from trainer.events import read_events
+from trainer.manifest import announced, newest_whole
 from trainer.run import (
     AttemptResult,
     ExportedModel,
@@ -18,8 +21,11 @@ from trainer.run import (
     RunIdentity,
     TrainResult,
     onward_home,
+    read_config,
     read_record,
 )
+from trainer.shards import open_shards
+from trainer.sources import locate
 
 TAIL_BYTES = 1 << 16
 """How much of the event log's end is read for the last values."""
@@ -87,6 +93,33 @@ def find_run(text: str) -> RunDir:
     raise ConfigError(f"{what}; " + (f"the newest are {some}" if some else f"there are none under {onward_home()}"))
 
 
+def find_checkpoint(text: str) -> tuple[RunDir, Path]:
+    """The checkpoint meant by its directory, or by a run (the one its config exports), and its run.
+
+    Raises ConfigError, CheckpointError.
+    """
+    path = Path(text).resolve()
+    if (path / "manifest.json").is_file() and path.parent.name == "checkpoints":
+        return RunDir(path.parents[1]), path
+    run = find_run(text)
+    known = announced(run)
+    best = [each.path for each in known if each.best and read_config(run).export.checkpoint == "best"]
+    chosen = best[0] if best else newest_whole(run)
+    if chosen is None:
+        raise CheckpointError(f"{run.root.name} has no whole checkpoint yet; `onward resume` goes on with it")
+    return run, chosen
+
+
+def held_out_text(run: RunDir) -> bytes:
+    """The bytes that the evaluation of a text run predicts, in the order of the files; b"" for other data."""
+    data = read_config(run).data
+    if locate(data.source, data).format != "text" or not isinstance(data.label, str):
+        return b""
+    shards = open_shards(run.shards, "evaluation")
+    windows = shards.read(np.arange(shards.num_rows))[data.label]
+    return np.asarray(windows, dtype=np.uint8).tobytes()
+
+
 def describe(run: RunDir) -> dict[str, Any]:
     """How a run stands, as JSON-able values; read from its files alone."""
     identity = read_record(run.identity, RunIdentity)
@@ -124,13 +157,12 @@ def _state(run: RunDir) -> str:
 
 
 def _progress(run: RunDir) -> tuple[int, int, dict[str, float]]:
-    """(last step, steps in all, the last value of each metric), from the end of the event log."""
-    step, num_steps = 0, 0
+    """(last step, steps in all, the last value of each metric), from the beginning and the end of the event log."""
+    step = 0
     values: dict[str, float] = {}
-    if not run.events.exists():
-        return step, num_steps, values
-    for event, _ in read_events(run.events, max(0, run.events.stat().st_size - TAIL_BYTES)):
+    num_steps = next((event.fields["num_steps"] for event, _ in read_events(run.events) if event.kind == "start"), 0)
+    size = run.events.stat().st_size if run.events.exists() else 0
+    for event, _ in read_events(run.events, max(0, size - TAIL_BYTES)):
         step = event.step
-        num_steps = event.fields.get("num_steps", num_steps)
         values |= event.fields.get("values", {})
     return step, num_steps, values

@@ -60,13 +60,12 @@ def load_model(path: Path) -> onnx.ModelProto:
     Raises ConfigError when there is no readable file, UnsupportedModel when it is not valid ONNX.
     """
     try:
+        path.open("rb").close()
         onnx.checker.check_model(str(path))
         return onnx.load(str(path))
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
-    except RuntimeError as error:
-        raise ConfigError(f"{path} is not an ONNX file, or a part of it is missing: {error}") from None
-    except (onnx.checker.ValidationError, onnx.onnx_cpp2py_export.checker.ValidationError) as error:
+    except onnx.checker.ValidationError as error:
         raise UnsupportedModel(f"{path} is not valid ONNX: {error}") from None
 
 
@@ -80,18 +79,17 @@ def to_module(model: onnx.ModelProto, *, base: Path | None = None, fuse: bool = 
     """
     if model.functions:
         model = inliner.inline_local_functions(model)
-    if problems := unknown_operators(model):
-        raise UnsupportedModel(problems)
+    unknown = unknown_operators(model)
     stored = stored_tensors(model.graph, base)
     found = roles(model.graph, stored)
     attempts: list[list[str]] = []
     for lengths, batch in plans(model.graph, set(stored)):
         importer = Importer(model, Tracer(), found, batch)
         module = importer.build(stored, lengths)
-        if not importer.problems:
+        if not unknown and not importer.problems:
             return _finish(module, importer, fuse=fuse)
         attempts.append(importer.problems)
-    raise UnsupportedModel(min(attempts, key=len))
+    raise UnsupportedModel(dict.fromkeys([*unknown, *min(attempts, key=len)]))
 
 
 def _finish(graph: fx.Graph, importer: Importer, *, fuse: bool) -> ImportedGraph:

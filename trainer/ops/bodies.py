@@ -23,20 +23,26 @@ ELEMENT_TYPES = {
 }
 
 
+def has_definition(node: onnx.NodeProto, opset: int) -> bool:
+    """Whether the standard defines the operator by simpler ones."""
+    try:
+        schema: Any = defs.get_schema(node.op_type, opset, "")
+    except defs.SchemaError:
+        return False
+    return bool(schema.has_function or schema.has_context_dependent_function)
+
+
 def function_body(node: onnx.NodeProto, opset: int, operands: Sequence[Value]) -> onnx.FunctionProto | None:
     """The node's definition in the opset, its attributes filled in; None if the standard gives none."""
-    try:
-        schema: Any = defs.get_schema(node.op_type, opset, "")  # its stub lacks what follows
-    except defs.SchemaError:
+    if not has_definition(node, opset):
         return None
+    schema: Any = defs.get_schema(node.op_type, opset, "")  # its stub lacks what follows
     function = onnx.FunctionProto()
     if schema.has_function:
         function.CopyFrom(schema.function_body)
-    elif schema.has_context_dependent_function:
+    else:
         types = [_type(operand).SerializeToString() for operand in operands]
         function.ParseFromString(schema.get_context_dependent_function(node.SerializeToString(), types))
-    else:
-        return None
     given = {attribute.name: attribute for attribute in node.attribute}
     for name, attribute in schema.attributes.items():
         if name not in given and attribute.default_value.type:

@@ -11,7 +11,7 @@ from onnx import defs
 from torch import fx, nn
 
 from trainer.ops import foreign
-from trainer.ops.bodies import function_body
+from trainer.ops.bodies import function_body, has_definition
 from trainer.ops.roles import Role
 from trainer.ops.table import RULES, Call, run_rule
 from trainer.ops.tracing import Tracer
@@ -26,7 +26,7 @@ def unknown_operators(model: onnx.ModelProto) -> list[str]:
         opset = opsets.get(_domain(node), 1)
         if not _known(node, opset):
             version = _since(node, opset)
-            problems.append(f"node {node.name or node.output[0]!r}: {_label(node)}-{version} is not implemented")
+            problems.append(f"node {node.name or node.output[0]!r}: {_label(node)}-{version}: it is not implemented")
     return problems
 
 
@@ -34,7 +34,7 @@ def _known(node: onnx.NodeProto, opset: int) -> bool:
     version = _since(node, opset)
     if _domain(node) == "" and (node.op_type, version) in RULES:
         return True
-    if _domain(node) == "" and function_body(node, opset, []) is not None:
+    if _domain(node) == "" and has_definition(node, opset):
         return True
     return (foreign.users_converter(node, version) or foreign.stock_converter(node, version)) is not None
 
@@ -129,6 +129,9 @@ class Importer:
         if not self.problems and missing:
             self.problems.append(f"no node computes the graph's output {', '.join(missing)}")
         if not self.problems:
+            sequences = [value.name for value in self.model.graph.output if isinstance(values[value.name], list)]
+            self.problems += [f"output {name!r} is a sequence, not a tensor" for name in sequences]
+        if not self.problems:
             outputs = tuple(self.tracer.to_tensor(values[value.name]) for value in self.model.graph.output)
             nodes = self.tracer._nodes(outputs)
             self.tracer.graph.output(nodes[0] if len(nodes) == 1 else nodes)
@@ -198,4 +201,7 @@ class Importer:
             causes = self.problems[before:]
             del self.problems[before:]
             raise Unsupported(f"in its definition, {causes[0]}")
+        wanted = [formal for formal, actual in zip(body.output, node.output, strict=False) if actual]
+        if missing := [name for name in wanted if name not in inner]:
+            raise Unsupported(f"its definition does not compute {', '.join(missing)}")
         return [inner.get(name) for name in body.output][: len(node.output)]

@@ -51,6 +51,8 @@ CARRIES: dict[str, tuple[int, ...]] = {
     "ScatterElements": (0, 2),
     "ScatterND": (0, 2),
     "BatchNormalization": (0, 1, 2),
+    "SoftmaxCrossEntropyLoss": (0,),
+    "NegativeLogLikelihoodLoss": (0,),
 }
 """Operator -> the operands whose values reach its result; all of them for operators not named."""
 

@@ -172,12 +172,13 @@ class Tracer:
         return array
 
     def to_tensor(self, value: Value) -> Value:
-        """Host integers as an int64 tensor; other values as they are."""
+        """Host integers as an int64 (or, of truth values, bool) tensor; other values as they are."""
         if not isinstance(value, np.ndarray):
             return value
         numbers, shape = list(value.reshape(-1)), list(value.shape)
         if not any(isinstance(number, Traced) for number in numbers):
-            return torch.tensor(numbers, dtype=torch.int64).reshape(shape)
+            truth = bool(numbers) and all(isinstance(number, bool) for number in numbers)
+            return torch.tensor(numbers, dtype=torch.bool if truth else torch.int64).reshape(shape)
         traced = self.call(tensor_of, self.anchor, numbers, shape)
         self._hosts[traced.node] = value
         return traced

@@ -19,7 +19,7 @@ HostInts: TypeAlias = np.ndarray[Any, np.dtype[np.object_]]
 """An int64 tensor held as a numpy array of objects: Python ints, and `Traced` ints for dynamic dimensions."""
 
 
-class Unsupported(Exception):  # noqa: N818  a clause, not a sentence: the importer makes the error of it
+class Unsupported(Exception):
     """Why one node cannot be imported: a clause that follows "because"."""
 
 

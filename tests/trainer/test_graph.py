@@ -1,0 +1,384 @@
+"""An ONNX graph in torch is the same function, with the same weights under the same names, and goes back exactly."""
+
+import copy
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from tests.graphs import (
+    MODELS,
+    feed,
+    tiny_bert,
+    tiny_conv_net,
+    tiny_conv_net_with_batch_norm,
+    tiny_mlp,
+    tiny_transformer,
+)
+from trainer import graph
+from trainer.errors import CheckpointError, ConfigError, UnsupportedModel
+from trainer.reference import GraphWriter, build_gpt2, build_squeezenet
+
+SUBJECTS = {
+    **MODELS,
+    "squeezenet": lambda: build_squeezenet(num_classes=10, image_size=32),
+    "gpt2": lambda: build_gpt2(vocab_size=64, sequence_length=16, num_layers=2, num_heads=4, width=32),
+}
+
+
+def under_onnxruntime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    return onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+
+
+def tensors(module: graph.ImportedGraph, feeds: dict[str, np.ndarray]) -> list[torch.Tensor]:
+    return [torch.from_numpy(feeds[name]) for name in module.input_names]
+
+
+def outputs(module: graph.ImportedGraph, feeds: dict[str, np.ndarray]) -> tuple[torch.Tensor, ...]:
+    result = module(*tensors(module, feeds))
+    return result if isinstance(result, tuple) else (result,)
+
+
+def assert_same(module: graph.ImportedGraph, model: onnx.ModelProto, *, batch: int, within: float = 1e-5) -> None:
+    feeds = feed(model, batch, seed=batch)
+    for got, want in zip(outputs(module.eval(), feeds), under_onnxruntime(model, feeds), strict=True):
+        assert got.shape == want.shape
+        assert np.abs(got.detach().numpy() - want).max() <= within * np.abs(want).max()
+
+
+def stored(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+def train_steps(module: graph.ImportedGraph, model: onnx.ModelProto, steps: int = 3) -> None:
+    module.train()
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(steps):
+        loss = sum(output.square().mean() for output in outputs(module, feed(model, 4, seed=step)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+# -- the same function
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_forward_equals_onnxruntime_at_any_batch_size(name):
+    model = SUBJECTS[name]()
+    module = graph.to_module(model)
+    for batch in (1, 2, 3):
+        assert_same(module, model, batch=batch)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_fused_equals_unfused(name):
+    model = SUBJECTS[name]()
+    feeds = feed(model, 2)
+    plain = outputs(graph.to_module(model, fuse=False).eval(), feeds)
+    for a, b in zip(outputs(graph.to_module(model).eval(), feeds), plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_gpt2_attention_and_linear_layers_become_single_calls():
+    module = graph.to_module(SUBJECTS["gpt2"]())
+    attention = [child for name, child in module.named_children() if name.startswith("attention_")]
+    assert [(child.causal, child.dropout) for child in attention] == [(True, pytest.approx(0.1))] * 2
+    calls = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    assert calls.count(torch.nn.functional.linear) == 4 * 2
+    assert torch.nn.functional.softmax not in calls
+
+
+def test_padding_stays_masked_when_attention_is_fused():
+    model = tiny_bert()
+    module = graph.to_module(model)
+    assert [child.causal for name, child in module.named_children() if name.startswith("attention_")] == [False, False]
+    assert_same(module, model, batch=3)  # its masks hold zeros and ones
+
+
+def test_outputs_come_in_graph_order():
+    model = MODELS["tiny_two_outputs"]()
+    module = graph.to_module(model)
+    assert module.output_names == ("late", "early")
+    assert [output.shape[1] for output in outputs(module, feed(model, 2))] == [2, 6]
+
+
+def test_a_file_of_fixed_batch_size_trains_at_any():
+    g = GraphWriter("fixed", seed=0)
+    x = g.op("Reshape", g.input("x", (2, 3, 4)), g.weight("flat", [2, 12]))
+    x = g.op("MatMul", x, g.weight("w", g.normal(1, 12, 6)))
+    x = g.op("Reshape", x, g.weight("rows", [4, 3]))  # twice the batch: merged into the leading dimension
+    g.op("Softmax", x, outputs="y")
+    g.output("y", (4, 3))
+    module = graph.to_module(g.model())
+    assert_same(module, g.model(), batch=2)
+    assert module(torch.randn(5, 3, 4)).shape == (10, 3)
+
+
+# -- the same weights
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_parameters_are_named_after_their_initializers_and_all_get_gradients(name):
+    model = SUBJECTS[name]()
+    module = graph.to_module(model).train()
+    floats = {key for key, array in stored(model).items() if array.dtype == np.float32 and array.ndim}
+    statistics = {key for key in floats if "running" in key}
+    assert {key for key, _ in module.named_parameters()} == floats - statistics
+    assert set(graph.running_statistics(module)) == statistics
+    assert set(module.state_dict()) == floats
+    sum(output.square().sum() for output in outputs(module, feed(model, 4))).backward()
+    assert [key for key, parameter in module.named_parameters() if parameter.grad is None] == []
+    assert [key for key, parameter in module.named_parameters() if not parameter.grad.any()] == []
+
+
+def test_a_shared_initializer_is_one_parameter():
+    model = tiny_transformer()
+    module = graph.to_module(model).eval()
+    inputs = tensors(module, feed(model, 2))
+    module(*inputs).sum().backward()
+    table = module.transformer.wte.weight
+    reads = [n for n in module.graph.nodes if n.op == "get_attr" and n.target == "transformer.wte.weight"]
+    assert len(reads) == 1
+    assert len(reads[0].users) == 2
+    unseen = np.setdiff1d(np.arange(32), inputs[0].numpy())
+    assert table.grad[unseen].abs().sum() > 0  # rows no input looked up still get a gradient: from the output layer
+
+
+def test_names_that_are_no_attribute_paths_are_mapped():
+    g = GraphWriter("names", seed=0)
+    x = g.input("x.1", ("batch", 4))
+    for name in ("onnx::MatMul_7", "a", "a.b", "x..y", "forward", "/m/w.0"):
+        x = g.op("MatMul", x, g.weight(name, g.normal(1, 4, 4)))
+    g.op("Relu", x, outputs="y")
+    g.output("y", ("batch", 4))
+    model = g.model()
+    module = graph.to_module(model)
+    assert set(graph.weights(module)) == set(stored(model))
+    assert_same(module, model, batch=2, within=1e-4)
+    train_steps(module, model, 1)
+    assert_same(module, graph.to_onnx(module, model), batch=2, within=1e-4)
+
+
+def test_what_is_not_a_weight_is_not_trained():
+    g = GraphWriter("roles", seed=0)
+    x, ids = g.input("x", ("batch", 3, 3)), g.input("ids", ("batch",), TensorProto.INT64)
+    positions = g.op("Unsqueeze", g.op("Cast", ids, to=TensorProto.FLOAT), g.weight("axes", [1, 2]))
+    waves = g.op("Sin", g.op("Mul", positions, g.weight("frequency", g.normal(1, 3))))
+    mask = g.weight("mask", np.triu(np.full((3, 3), -1e9, np.float32), 1))
+    x = g.op("Add", g.op("Mul", x, g.weight("half", 0.5)), mask)
+    x = g.op("Mul", x, g.weight("lower", np.tril(np.ones((3, 3), np.float32))))
+    x = g.op("Mul", g.op("Add", x, waves), g.weight("scale", np.ones((3, 3), np.float32)))
+    x = g.op("Add", g.op("MatMul", x, g.weight("w", g.normal(1, 3, 1))), g.weight("b", np.zeros(1, np.float32)))
+    g.op("Relu", x, outputs="y")
+    g.output("y", ("batch", 3, 1))
+    module = graph.to_module(g.model())
+    assert {name for name, _ in module.named_parameters()} == {"scale", "w", "b"}
+    reasons = {name: why for name, kind, why in graph.describe(module) if kind == "frozen"}
+    assert reasons["frequency"] == "meets no data in float arithmetic"
+    assert reasons["half"] == "a single number"
+    assert reasons["mask"] == reasons["lower"] == "a mask"
+
+
+def test_a_copy_knows_its_names():
+    module = copy.deepcopy(graph.to_module(tiny_mlp()))
+    assert set(graph.weights(module)) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+    assert module.input_names == ("features",)
+
+
+# -- training
+
+
+def test_batch_norm_uses_the_batch_in_training_and_the_running_statistics_after():
+    model = tiny_conv_net_with_batch_norm()
+    module = graph.to_module(model).train()
+    x = torch.from_numpy(feed(model, 8)["image"])
+    before = {name: tensor.clone() for name, tensor in graph.running_statistics(module).items()}
+    module(x)
+    seen = torch.nn.functional.conv2d(x, getattr(module.features, "0").weight, padding=1)
+    want = 0.9 * before["features.1.running_mean"] + 0.1 * seen.mean((0, 2, 3))
+    torch.testing.assert_close(graph.running_statistics(module)["features.1.running_mean"], want)
+    assert_same(module, graph.to_onnx(module, model), batch=3)
+
+
+def test_dropout_follows_train_and_eval():
+    model = SUBJECTS["gpt2"]()
+    module = graph.to_module(model)
+    inputs = tensors(module, feed(model, 2))
+    module.train()
+    assert not torch.equal(module(*inputs), module(*inputs))
+    module.eval()
+    assert torch.equal(module(*inputs), module(*inputs))
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_after_training_only_trained_tensors_differ_and_onnxruntime_agrees(name):
+    model = SUBJECTS[name]()
+    module = graph.to_module(model)
+    train_steps(module, model)
+    written = graph.to_onnx(module, model)
+    before, after = stored(model), stored(written)
+    changed = {key for key in before if before[key].tobytes() != after[key].tobytes()}
+    assert changed == set(graph.weights(module))
+    for proto in (blank := copy.deepcopy(written)).graph.initializer:
+        if proto.name in changed:
+            proto.raw_data = before[proto.name].tobytes()
+    assert blank.SerializeToString() == model.SerializeToString()  # nothing but those bytes
+    for batch in (2, 3):
+        assert_same(module, written, batch=batch)
+
+
+def test_patterns_choose_what_is_trained():
+    model = tiny_transformer()
+    module = graph.to_module(model)
+    graph.trainable(module, train=("*",), freeze=("*.wpe.*", "*.ln_?.*"))
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    assert frozen == {n for n in graph.weights(module) if fnmatchcase(n, "*.wpe.*") or fnmatchcase(n, "*.ln_?.*")}
+    train_steps(module, model, 1)
+    before, after = stored(model), stored(graph.to_onnx(module, model))
+    assert {n for n in before if before[n].tobytes() == after[n].tobytes()} >= frozen
+    assert ("transformer.wpe.weight", "frozen", "by model.train or model.freeze") in graph.describe(module)
+
+
+def test_every_pattern_that_matches_nothing_is_named():
+    module = graph.to_module(tiny_mlp())
+    with pytest.raises(ConfigError) as refusal:
+        graph.trainable(module, train=("fc1.*", "fc9.wieght"), freeze=("head.*",))
+    assert len(refusal.value.problems) == 2
+    assert "'fc9.wieght'" in refusal.value.problems[0]
+    with pytest.raises(ConfigError, match="leave none of the 4 weights"):
+        graph.trainable(module, train=("*",), freeze=("*",))
+
+
+def test_weights_of_another_model_are_refused():
+    module = graph.to_module(tiny_mlp())
+    other = graph.weights(graph.to_module(tiny_mlp(hidden=8)))
+    with pytest.raises(CheckpointError, match=r"fc1.bias is \[8\], the model's is \[16\]"):
+        graph.load_weights(module, other)
+    with pytest.raises(ConfigError, match="not the one imported"):
+        graph.to_onnx(module, tiny_conv_net())
+
+
+def test_weights_loaded_are_weights_written():
+    model, module = tiny_mlp(seed=0), graph.to_module(tiny_mlp(seed=1))
+    graph.load_weights(module, graph.weights(graph.to_module(model)))
+    assert graph.to_onnx(module, tiny_mlp(seed=1)).graph.initializer == model.graph.initializer
+
+
+# -- every way a file can store a weight
+
+
+def rewritten(model: onnx.ModelProto, how: str) -> onnx.ModelProto:
+    """The model with its float tensors in another type or place."""
+    model = copy.deepcopy(model)
+    floats = [tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT and tensor.dims]
+    for tensor in floats:
+        array = numpy_helper.to_array(tensor)
+        if how == "float_data":
+            tensor.CopyFrom(helper.make_tensor(tensor.name, TensorProto.FLOAT, array.shape, array.reshape(-1)))
+        elif how == "Constant nodes":
+            model.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value=tensor))
+            model.graph.initializer.remove(tensor)
+    return model
+
+
+@pytest.mark.parametrize("how", ["float_data", "Constant nodes"])
+def test_weights_are_written_back_where_they_were_stored(how):
+    model = rewritten(tiny_conv_net(), how)
+    module = graph.to_module(model)
+    assert graph.to_onnx(module, model).SerializeToString() == model.SerializeToString()
+    assert len(list(module.parameters())) == 6
+    train_steps(module, model)
+    written = graph.to_onnx(module, model)
+    assert_same(module, written, batch=2)
+    assert [node.op_type for node in written.graph.node] == [node.op_type for node in model.graph.node]
+    assert all(not tensor.raw_data for tensor in written.graph.initializer if tensor.float_data)
+
+
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+@pytest.mark.parametrize("typed", [False, True])
+def test_half_precision_files_are_trained_in_fp32_and_rounded_once(kind, typed):
+    weight = np.random.default_rng(0).standard_normal((4, 3), np.float32)
+    halves = weight.astype(helper.tensor_dtype_to_np_dtype(kind))
+    proto = numpy_helper.from_array(halves, "w")
+    if typed:
+        bits = halves.view(np.uint16).reshape(-1).tolist()
+        proto = TensorProto(name="w", data_type=kind, dims=[4, 3], int32_data=bits)
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    ends = [helper.make_tensor_value_info(name, kind, ["batch", width]) for name, width in (("x", 4), ("y", 3))]
+    model = helper.make_model(helper.make_graph([node], "half", ends[:1], ends[1:], [proto]))
+    module = graph.to_module(model)
+    assert module.w.dtype == torch.float32
+    assert graph.to_onnx(module, model).SerializeToString() == model.SerializeToString()
+    with torch.no_grad():
+        module.w += 0.1
+    back = graph.to_onnx(module, model).graph.initializer[0]
+    assert bool(back.int32_data) == typed
+    rounded = module.w.detach().numpy().astype(halves.dtype)
+    assert numpy_helper.to_array(back).tobytes() == rounded.tobytes()
+
+
+def test_external_data_is_read(tmp_path: Path):
+    model = tiny_mlp()
+    onnx.save(copy.deepcopy(model), tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
+    loaded = graph.load_model(tmp_path / "m.onnx")
+    assert_same(graph.to_module(loaded), model, batch=2)
+    (tmp_path / "m.bin").unlink()
+    with pytest.raises(UnsupportedModel, match=r"m\.bin"):
+        graph.load_model(tmp_path / "m.onnx")
+
+
+def test_a_file_that_is_not_onnx_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot read the model"):
+        graph.load_model(tmp_path / "absent.onnx")
+    (tmp_path / "text.onnx").write_text("not a model")
+    with pytest.raises(UnsupportedModel, match="is not valid ONNX: Unable to parse"):
+        graph.load_model(tmp_path / "text.onnx")
+
+
+# -- refusals
+
+
+def test_everything_that_cannot_be_imported_is_listed_at_once():
+    g = GraphWriter("refused")
+    x = g.input("x", ("batch", 4))
+    a = g.op("QuantizeLinear", x, g.weight("scale", 1.0))
+    g.op("Unique", g.op("DequantizeLinear", a, "scale"), outputs="y")
+    g.output("y", ("n",))
+    g.op("TopK", x, g.op("Cast", g.op("ReduceMax", x, keepdims=0), to=TensorProto.INT64), outputs=["z", "where"])
+    g.output("z", ("batch", "k"))
+    with pytest.raises(UnsupportedModel) as refusal:
+        graph.to_module(g.model())
+    assert list(refusal.value.problems) == [
+        "node 'QuantizeLinear_0': QuantizeLinear-19: it is not implemented",
+        "node 'DequantizeLinear_1': DequantizeLinear-19: it is not implemented",
+        "node 'Unique_2': Unique-11: it is not implemented",
+        "node 'TopK_5': TopK-11: an operand that must be a constant or a shape is computed at run time",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [({"dilations": [2, 2]}, "dilations"), ({"ceil_mode": 1, "pads": [0, 0, 1, 1]}, "ceil_mode with pads that differ")],
+)
+def test_an_attribute_that_is_not_implemented_is_refused(attributes, reason):
+    g = GraphWriter("attributes")
+    g.op("AveragePool", g.input("x", ("batch", 1, 8, 8)), outputs="y", kernel_shape=[2, 2], **attributes)
+    g.output("y", ("batch", 1, "h", "w"))
+    with pytest.raises(UnsupportedModel, match=f"AveragePool-19: {reason}"):
+        graph.to_module(g.model())
+
+
+def test_a_shape_that_depends_on_the_data_is_refused():
+    g = GraphWriter("data dependent")
+    x, shape = g.input("x", ("batch", 4)), g.input("shape", (2,), TensorProto.INT64)
+    g.op("Reshape", x, shape, outputs="y")
+    g.output("y", ("m", "n"))
+    with pytest.raises(UnsupportedModel, match=r"Reshape-19: .* computed at run time"):
+        graph.to_module(g.model())

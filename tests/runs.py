@@ -20,10 +20,10 @@ import numpy as np
 import onnx
 import psutil
 import torch
-from tasks.shard_data import shard_data
 
+from tasks.shard_data import shard_data
 from tests.ranks import ROOT, SETTINGS
-from trainer import checkpoint
+from trainer import checkpoint, manifest
 from trainer.config import build_config
 from trainer.events import Event, read_events
 from trainer.run import AttemptResult, RunDir, RunIdentity, read_config, read_record, sha256, write_record
@@ -31,10 +31,10 @@ from trainer.run import AttemptResult, RunDir, RunIdentity, read_config, read_re
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def make_run(folder: Path, model: onnx.ModelProto, columns: Mapping[str, Array], **sections: Any) -> RunDir:
+def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array], /, **sections: Any) -> RunDir:
     """A run directory ready to train, as the tasks before `train` leave it."""
     folder.mkdir(parents=True, exist_ok=True)
-    onnx.save(model, folder / "model.onnx")
+    onnx.save(proto, folder / "model.onnx")
     np.savez(folder / "data.npz", **columns)
     fast = {"start_timeout_s": 90, "heartbeat_timeout_s": 60, "collective_timeout_s": 30, "threads_per_rank": 1}
     config = build_config(
@@ -76,7 +76,7 @@ def train_run(run: RunDir, *, timeout_s: float = 120) -> AttemptResult:
     job = start_attempt(run)
     job.wait(timeout_s)
     attempt = run.current_attempt
-    assert run.result(attempt).exists(), run.log(attempt).read_text()[-4000:]
+    assert run.result(attempt).exists(), f"{run.first_error(attempt)}\n{run.log(attempt).read_text()[-4000:]}"
     return read_record(run.result(attempt), AttemptResult)
 
 
@@ -104,7 +104,7 @@ def rank_pids(mpirun: int) -> list[int]:
 
 def final_tensors(run: RunDir) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of the newest whole checkpoint."""
-    newest = checkpoint.newest_whole(run)
+    newest = manifest.newest_whole(run)
     assert newest is not None
     return checkpoint.load(newest)[1]
 

@@ -2,7 +2,7 @@
 
     mpirun -n 2 python -m trainer preflight RUN_DIR     report host, device, versions; check one all-reduce
     mpirun -n 2 python -m trainer train RUN_DIR         train, or go on from the newest whole checkpoint
-    python -m trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and prove it
+    python -m trainer export RUN_DIR CHECKPOINT [DIR]   write the trained ONNX file and prove it
 
 Everything else is in RUN_DIR/config.json. Exit status: 0 done, 75 stopped with a checkpoint, 70 failed
 (RUN_DIR/errors says why), 72 fenced off by a newer attempt, 78 refused: trying again would not help.
@@ -13,7 +13,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from trainer.distributed import StopSignal, connect, disconnect, install_excepthook, run_preflight
 from trainer.errors import Stopped
@@ -45,9 +48,33 @@ def train_rank(run: RunDir) -> int:
     return 0 if result.status == "done" else Stopped.exit_code
 
 
-def export_file(run: RunDir, checkpoint: Path) -> int:
+def export_file(run: RunDir, path: Path, *, folder: Path | None) -> int:
     """Write the checkpoint's weights back into the ONNX file, and prove the result."""
-    raise NotImplementedError
+    from trainer import export
+    from trainer.checkpoint import load
+    from trainer.data import evaluation_batches
+    from trainer.loss import Evaluation, Loss
+    from trainer.shards import open_shards
+
+    config, cpu = read_config(run), torch.device("cpu")
+    held_out = open_shards(run.shards, "evaluation")
+
+    def totals(output_names: Sequence[str]) -> Evaluation:
+        return Evaluation(Loss(config.model, output_names), ignore_index=config.model.ignore_index, device=cpu)
+
+    with export.refusals(folder or run.export):
+        state, tensors = load(path)
+        weights = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
+        export.export(
+            run,
+            export.Checkpoint(step=state.step, weights=weights),
+            evaluator=export.Evaluator(
+                batches=lambda: evaluation_batches(held_out, config, replica=0, num_replicas=1, device=cpu),
+                totals=totals,
+            ),
+            folder=folder,
+        )
+    return 0
 
 
 def main() -> int:
@@ -59,13 +86,14 @@ def main() -> int:
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
         if name == "export":
             command.add_argument("checkpoint", type=Path)
+            command.add_argument("folder", type=Path, nargs="?", help="where the file goes; the run's own if left out")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if arguments.command == "preflight":
         run_preflight(arguments.run)
         return 0
     if arguments.command == "export":
-        return export_file(arguments.run, arguments.checkpoint)
+        return export_file(arguments.run, arguments.checkpoint, folder=arguments.folder)
     return train_rank(arguments.run)
 
 

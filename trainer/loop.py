@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn import Parameter
 
 from trainer import graph
 from trainer.checkpoint import TrainState, load, newest_whole, save
@@ -70,7 +71,9 @@ def train(
     graph.trainable(module, train=config.model.train, freeze=config.model.freeze)
     module.to(mpi.device)
     weights = graph.weights(module)  # initializer name -> tensor, frozen ones and running statistics included
-    trained = {name: tensor for name, tensor in weights.items() if tensor.requires_grad}
+    trained = {
+        name: weight for name, weight in weights.items() if isinstance(weight, Parameter) and weight.requires_grad
+    }
     loss_of = Loss(config.model, module.output_names)
     pipeline = Pipeline(
         module, loss_of, autocast=partial(autocast, config.precision, mpi.device), device=mpi.device, group=replicas
@@ -82,14 +85,16 @@ def train(
     reducer = Reducer(trained.values(), graph.running_statistics(module).values(), replicas)
 
     # -- 4. Data: this replica's share
-    share = {"replica": replica, "num_replicas": dims.data, "device": mpi.device}
-    batches = Batches(open_shards(run.shards, "train"), config, **share)
+    batches = Batches(
+        open_shards(run.shards, "train"), config, replica=replica, num_replicas=dims.data, device=mpi.device
+    )
     held_out = open_shards(run.shards, "evaluation")
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     def evaluate(step: int) -> dict[str, float]:
         totals = Evaluation(loss_of, ignore_index=config.model.ignore_index, device=mpi.device)
-        values = pipeline.evaluate(evaluation_batches(held_out, config, **share), totals, heartbeat.beat)
+        part = evaluation_batches(held_out, config, replica=replica, num_replicas=dims.data, device=mpi.device)
+        values = pipeline.evaluate(part, totals, heartbeat.beat)
         metrics = {f"evaluation/{name}": value for name, value in values.items()}
         events.emit("evaluation", step, values=metrics)
         return metrics
@@ -103,8 +108,9 @@ def train(
 
     # -- 5. Resume, or start at zero
     state = TrainState(step=0, samples_seen=0, scaler=scaler.state(), metrics={})
-    if checkpoint := newest_whole(run) or (config.checkpoint.load and Path(config.checkpoint.load)):
-        state, tensors = load(checkpoint)
+    newest = newest_whole(run, mpi=mpi, beat=heartbeat.beat)
+    if checkpoint := newest or (config.checkpoint.load and Path(config.checkpoint.load)):
+        state, tensors = load(checkpoint, beat=heartbeat.beat)
         graph.load_weights(module, {n.removeprefix("model/"): t for n, t in tensors.items() if n.startswith("model/")})
         load_optimizer_tensors(optimizer, trained.items(), tensors)
         scaler.restore(state.scaler)

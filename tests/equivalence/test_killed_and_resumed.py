@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +12,6 @@ from tests.runs import (
     events,
     final_tensors,
     losses,
-    rank_pids,
-    start_attempt,
     train_run,
     train_until,
 )
@@ -61,17 +56,3 @@ def test_asked_to_stop_it_saves_at_once_and_goes_on_with_the_same_bits(make: Mak
     assert stopped.checkpoint(first.step).is_dir()
     assert train_run(stopped).status == "done"
     assert_equal_bits(final_tensors(stopped), final_tensors(undisturbed))
-
-
-@pytest.mark.mpi
-def test_nothing_of_a_job_is_left_when_a_rank_was_killed(make: Make) -> None:
-    run = make("run", **SETTINGS)
-    job = start_attempt(run)
-    while not (pids := rank_pids(job.pid)) or len(pids) < 2:
-        assert job.poll() is None
-    os.kill(pids[1], signal.SIGKILL)
-    job.wait(30)
-    deadline = time.monotonic() + 15
-    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, f"still there: {alive}"
-        time.sleep(0.05)

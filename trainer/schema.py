@@ -205,9 +205,9 @@ def extremes(values: Values) -> tuple[int | float, ...]:
 
 
 def merge(one: Column, other: Column) -> Column:
-    """One column that holds the rows of both."""
+    """One column that holds the rows of both. Where some rows are numbers, text is what is wrong with the others."""
     if TEXT in (one.dtype, other.dtype):
-        return one.model_copy(update={"dtype": TEXT, "shape": (), "variable": False, "extremes": ()})
+        return other if one.dtype == TEXT else one
     dtype = np.promote_types(one.dtype, other.dtype)
     values, ends = sorted({*one.extremes, *other.extremes}), 2 if dtype.kind in "iu" else 1
     varies = one.variable or other.variable or (one.shape != other.shape and len(one.shape) == len(other.shape) == 1)

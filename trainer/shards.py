@@ -91,7 +91,7 @@ def peek(data: DataConfig, max_rows: int = 10_000) -> Schema:
     rows, size, bad = 0, 0, list[str]()
     for block in sources.first_blocks(data):
         bad += [f"{block.where(row)}: {why}" for row, why in block.bad.items()]
-        for name, cells in block.cells.items():
+        for name, cells in block.cells.items() if len(block.index) else ():
             column = infer(name, cells[: max_rows - rows])
             found[name] = merge(found[name], column) if name in found else column
         rows += len(block.index)

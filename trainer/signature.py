@@ -217,7 +217,7 @@ def _shape_misfit(use: Use, column: Column) -> str:
         wrong = None not in row and not column.variable and math.prod(column.shape) != math.prod(d or 0 for d in row)
         if column.variable:
             wrong = None not in row and column.shape[0] < math.prod(d or 0 for d in row)
-        takes = f"the output needs labels of shape {_shape(row)} a sample"
+        takes = f"data.label must be {_shape(row)} a sample to fit the output"
     elif column.variable:
         wrong = len(row) != 1 or (row[0] or 0) > column.shape[0]
         takes = f"{use.reader} takes {_shape(row)} a sample"

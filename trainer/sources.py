@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sysconfig
 import zipfile
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -149,10 +151,11 @@ def _blocks(source: Source, data: DataConfig, names: Sequence[str] | None) -> It
 def _npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     """The rows of an .npz file: its arrays side by side along their first axis, read as a stream."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(path) as archive, contextlib.ExitStack() as opened:
             members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
             chosen = [name for name in members if names is None or name in names]
-            arrays = {name: _Stream(path, archive, members[name]) for name in chosen}
+            files = {name: opened.enter_context(archive.open(members[name])) for name in chosen}
+            arrays = {name: _Stream(f"{path}: {name}", file) for name, file in files.items()}
             counts = {name: array.num_rows for name, array in arrays.items()}
             if len(set(counts.values())) > 1:
                 sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -170,14 +173,14 @@ def _npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 class _Stream:
     """One array of an .npz file, row after row; compressed or not, no more of it is in memory than asked for."""
 
-    def __init__(self, path: Path, archive: zipfile.ZipFile, member: str) -> None:
-        self._file = archive.open(member)
+    def __init__(self, name: str, file: IO[bytes]) -> None:
+        self._file = file
         version = np.lib.format.read_magic(self._file)
         header = {(1, 0): np.lib.format.read_array_header_1_0}.get(version, np.lib.format.read_array_header_2_0)
         shape, column_major, self._dtype = header(self._file)
         if self._dtype.hasobject or not shape or (column_major and len(shape) > 1):
             what = "Python objects" if self._dtype.hasobject else "in column order" if shape else "a single number"
-            raise DataError(f"{path}: {member} is {what}; save it as a plain array with a row for each sample")
+            raise DataError(f"{name} is {what}; save it as a plain array with a row for each sample")
         self.num_rows, *row = shape
         self._row = tuple(row)
         self.row_bytes = int(np.prod(row, dtype=np.int64)) * self._dtype.itemsize

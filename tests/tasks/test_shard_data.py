@@ -1,0 +1,70 @@
+"""The task leaves a link to whole shards, and refuses data that does not fit the model anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from tasks.shard_data import shard_data
+from tests import graphs
+from trainer.config import build_config
+from trainer.errors import ConfigError, DataError
+from trainer.run import RunDir, write_record
+from trainer.shards import check_shards, open_shards
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
+
+
+def configured(tmp_path: Path, label: Any, name: str = "run", **data: Any) -> RunDir:
+    np.savez(tmp_path / "data.npz", image=np.zeros((len(label), 3, 8, 8), np.uint8), label=label)
+    onnx.save(graphs.tiny_conv_net(), tmp_path / "model.onnx")
+    run = RunDir(tmp_path / name)
+    config = build_config(
+        {
+            "model": {"path": tmp_path / "model.onnx"},
+            "data": {"source": str(tmp_path / "data.npz"), **data},
+            "train": {"num_steps": 1},
+        }
+    )
+    write_record(run.config, config)
+    return run
+
+
+def test_the_run_directory_links_to_the_shards(tmp_path: Path) -> None:
+    run = configured(tmp_path, np.arange(40) % 4)
+    manifest = shard_data.fn(run)
+    assert run.shards.resolve().parent == tmp_path / "home" / "shards"
+    assert (open_shards(run.shards, "train").num_rows, open_shards(run.shards, "evaluation").num_rows) == (36, 4)
+    assert manifest.table["label"].extremes == (0, 1, 2, 3)
+    assert check_shards(run.shards) == []
+
+
+def test_a_second_run_and_a_retry_share_the_shards(tmp_path: Path) -> None:
+    first, second = (configured(tmp_path, np.arange(40) % 4, name) for name in ("one", "two"))
+    manifests = [shard_data.fn(run) for run in (first, second, first)]
+    assert manifests[0] == manifests[1] == manifests[2]
+    assert first.shards.resolve() == second.shards.resolve()
+    assert len(list((tmp_path / "home" / "shards").iterdir())) == 1
+    assert [path.name for path in first.root.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_label_out_of_range_is_found_wherever_it_is(tmp_path: Path) -> None:
+    run = configured(tmp_path, np.r_[np.zeros(30_000, np.int64), 7])
+    with pytest.raises(ConfigError, match=r"are 0\.\.7, but must be 0\.\.3, for output logits is 4 wide"):
+        shard_data.fn(run)
+    assert not run.shards.exists()
+
+
+def test_bad_rows_stop_the_run_with_their_names(tmp_path: Path) -> None:
+    label = np.r_[np.zeros(40), np.nan]
+    with pytest.raises(DataError, match=r"data\.npz, row 41: label is missing"):
+        shard_data.fn(configured(tmp_path, label))
+    manifest = shard_data.fn(configured(tmp_path, label, bad_rows="skip"))
+    assert (manifest.skipped, manifest.rows("train") + manifest.rows("evaluation")) == (1, 40)

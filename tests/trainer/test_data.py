@@ -1,0 +1,155 @@
+"""Batches are what the graph takes: its order, its types, padded, stacked; prepared in the background."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from tests import graphs
+from trainer.config import RunConfig, build_config
+from trainer.data import Batches, evaluation_batches
+from trainer.errors import ConfigError, DataError
+from trainer.shards import Shards, make_shards, open_shards
+from trainer.signature import read_signature, wanted
+
+CPU = torch.device("cpu")
+
+
+class Prepared:
+    """A configuration and its shards."""
+
+    def __init__(self, folder: Path, graph: onnx.ModelProto, source: Path, **sections: Any) -> None:
+        onnx.save(graph, folder / "model.onnx")
+        raw = {
+            "model": {"path": folder / "model.onnx", **sections.get("model", {})},
+            "data": {"source": str(source), **sections.get("data", {})},
+            "train": {"global_batch_size": 8, "num_epochs": 1, "shuffle": False} | sections.get("train", {}),
+        }
+        self.config: RunConfig = build_config(raw)
+        wants = wanted(self.config, read_signature(folder / "model.onnx"))
+        self.directory, _, _ = make_shards(self.config.data, wants, folder / "cache")
+
+    @property
+    def train(self) -> Shards:
+        return open_shards(self.directory, "train")
+
+    def batches(self, **share: Any) -> Batches:
+        return Batches(self.train, self.config, **{"replica": 0, "num_replicas": 1, "device": CPU, **share})
+
+    def evaluation(self) -> Iterator[Any]:
+        split = open_shards(self.directory, "evaluation")
+        return evaluation_batches(split, self.config, replica=0, num_replicas=1, device=CPU)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Callable[..., Prepared]:
+    def prepare(**sections: Any) -> Prepared:
+        image = np.arange(50 * 192, dtype=np.uint8).reshape(50, 3, 8, 8)
+        np.savez(tmp_path / "images.npz", image=image, label=np.arange(50, dtype=np.int16) % 4)
+        return Prepared(tmp_path, graphs.tiny_conv_net(), tmp_path / "images.npz", **sections)
+
+    return prepare
+
+
+def test_bytes_become_the_floats_the_graph_takes_and_labels_int64(images: Callable[..., Prepared]) -> None:
+    prepared = images()
+    (batch,) = prepared.batches().take(0, 8)
+    (image,) = batch.inputs
+    assert (image.dtype, image.shape, batch.labels.dtype, batch.size) == (torch.float32, (8, 3, 8, 8), torch.int64, 8)
+    np.testing.assert_array_equal(image.numpy(), prepared.train.read(batch.rows)["image"])
+
+
+def test_several_columns_become_one_vector_in_the_order_given(tmp_path: Path) -> None:
+    rows = np.arange(200).reshape(40, 5)
+    (tmp_path / "t.csv").write_text("a,b,c,d,y\n" + "\n".join(",".join(map(str, row)) for row in rows))
+    prepared = Prepared(
+        tmp_path,
+        graphs.tiny_mlp(),
+        tmp_path / "t.csv",
+        model={"loss": "mse"},
+        data={"inputs": {"features": ["d", "a", "b", "c"]}, "label": "y"},
+    )
+    (batch,) = prepared.batches().take(0, 8)
+    first = batch.inputs[0][0].tolist()
+    assert batch.inputs[0].shape == (8, 4)
+    assert first == [first[1] + 3, first[1], first[1] + 1, first[1] + 2]
+    assert (batch.labels.dtype, float(batch.labels[0])) == (torch.float32, first[1] + 4)
+
+
+def test_rows_of_varying_length_are_filled_up_with_the_values_asked_for(tmp_path: Path) -> None:
+    lines = [{"input_ids": [1] * n, "attention_mask": [1] * n, "label": n % 3} for n in (2, 5, 3, 4) * 10]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prepared = Prepared(tmp_path, graphs.tiny_bert(), tmp_path / "t.jsonl", data={"pad_values": {"input_ids": 9}})
+    (batch,) = prepared.batches().take(0, 8)
+    ids, mask = batch.inputs
+    assert ids.shape == mask.shape == (8, 5)
+    assert torch.equal(ids, torch.where(mask == 1, 1, 9))
+    lengths = [len(row) for row in prepared.train.read(batch.rows)["input_ids"]]
+    assert mask.sum(1).tolist() == lengths
+
+
+def test_labels_of_varying_length_are_filled_up_with_what_does_not_count(tmp_path: Path) -> None:
+    lines = [{"input_ids": [1] * n, "label": [2] * n} for n in (2, 5, 3, 4) * 10]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    model = graphs.tiny_transformer()
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[1].dim_param = "sequence"
+    prepared = Prepared(tmp_path, model, tmp_path / "t.jsonl", model={"ignore_index": -1})
+    (batch,) = prepared.batches().take(0, 8)
+    assert torch.equal(batch.labels, torch.where(batch.inputs[0] == 1, 2, -1))
+
+
+def test_a_graph_with_its_own_loss_gets_no_labels_but_its_inputs_in_order(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", labels=np.arange(40) % 3, features=np.ones((40, 4), np.float32))
+    prepared = Prepared(tmp_path, graphs.tiny_loss_model(), tmp_path / "t.npz", model={"loss": "output"})
+    (batch,) = prepared.batches().take(0, 8)
+    assert batch.labels is None
+    assert [(x.dtype, x.shape) for x in batch.inputs] == [(torch.float32, (8, 4)), (torch.int64, (8,))]
+
+
+def test_without_shuffling_rows_come_as_they_are(images: Callable[..., Prepared]) -> None:
+    batches = images().batches()
+    assert batches.rows(40, 10).tolist() == [40, 41, 42, 43, 44, 0, 1, 2, 3, 4]
+
+
+def test_what_was_prepared_is_what_would_have_been_made(images: Callable[..., Prepared]) -> None:
+    prepared = images(train={"shuffle": True, "global_batch_size": 16, "num_epochs": 2})
+    ahead, cold = prepared.batches(), prepared.batches()
+    for position, count in [(0, 16), (16, 16), (16, 16), (0, 16), (16, 16), (32, 13), (80, 10)]:
+        (got,) = ahead.take(position, count)
+        cold._next = None
+        (wanted_batch,) = cold.take(position, count)
+        assert got.rows.tolist() == wanted_batch.rows.tolist()
+        assert torch.equal(got.inputs[0], wanted_batch.inputs[0])
+    ahead.close()
+    cold.close()
+
+
+def test_an_error_in_the_background_is_raised_by_the_step_that_needs_it(images: Callable[..., Prepared]) -> None:
+    prepared = images(data={"rows_per_shard": 8})
+    batches = prepared.batches()
+    shard = prepared.directory / "train-00001.arrow"
+    shard.write_bytes(b"damaged!")
+    batches.take(0, 8)
+    with pytest.raises(DataError, match=r"train-00001\.arrow cannot be read"):
+        batches.take(8, 8)
+    batches.close()
+
+
+def test_shards_of_another_model_are_refused(images: Callable[..., Prepared], tmp_path: Path) -> None:
+    prepared = images()
+    onnx.save(graphs.tiny_mlp(), tmp_path / "model.onnx")
+    with pytest.raises(ConfigError, match="the shards have no column features, only image, label"):
+        prepared.batches()
+
+
+def test_evaluation_batches_end_with_a_smaller_one(images: Callable[..., Prepared]) -> None:
+    prepared = images(data={"evaluation_fraction": 0.26}, train={"evaluation_batch_size": 5})
+    assert [batch.size for batch in prepared.evaluation()] == [5, 5, 3]

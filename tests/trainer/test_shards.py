@@ -1,0 +1,255 @@
+"""Shards keep every row, once; the predecessor's bytes are its bytes; its bugs are not ours."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from trainer import shards
+from trainer.config import DataConfig
+from trainer.errors import DataError
+from trainer.protofile import ProtoReader, ProtoWriter
+from trainer.schema import Column, Want
+from trainer.shards import ShardManifest, Shards, check_shards, make_shards, open_shards
+
+GOLDEN = bytes.fromhex("1e000000 0b000000 080210073a0201024201 78 0b000000 1001 2204 0000003f 4201 79")
+"""int64 x = [1, 2] and scalar float y = 0.5, as the predecessor reads them."""
+GOLDEN_COLUMNS = [Column(name="x", dtype="int64", shape=(2,)), Column(name="y", dtype="float32")]
+
+COLUMNS = {
+    "image": np.arange(100 * 12, dtype=np.float32).reshape(100, 2, 2, 3),
+    "flag": np.arange(100) % 2 == 0,
+    "half": np.linspace(0, 1, 100, dtype=np.float16),
+    "label": np.arange(100) - 50,
+}
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> Path:
+    np.savez(tmp_path / "data.npz", **COLUMNS)
+    return tmp_path / "data.npz"
+
+
+def both(directory: Path) -> tuple[Shards, Shards]:
+    return open_shards(directory, "train"), open_shards(directory, "evaluation")
+
+
+@pytest.mark.parametrize("form", ["arrow", "pb"])
+@pytest.mark.parametrize("rows_per_shard", [1, 7, 1000])
+def test_every_row_is_in_exactly_one_split_with_its_values(
+    tmp_path: Path, npz: Path, form: Any, rows_per_shard: int
+) -> None:
+    data = DataConfig(source=str(npz), shard_format=form, rows_per_shard=rows_per_shard)
+    directory, manifest, _ = make_shards(data, None, tmp_path / "cache")
+    train, evaluation = both(directory)
+    assert (train.num_rows, evaluation.num_rows) == (90, 10) == (manifest.rows("train"), manifest.rows("evaluation"))
+    assert len(manifest.train) == -(-90 // rows_per_shard)
+    random = np.random.default_rng(0)
+    parts = [split.read(random.permutation(split.num_rows)) for split in (train, evaluation)]
+    order = np.argsort(np.concatenate([part["label"] for part in parts]))
+    for name, values in COLUMNS.items():
+        got = np.concatenate([part[name] for part in parts])[order]
+        np.testing.assert_array_equal(got, values)
+        assert got.dtype == values.dtype
+    assert manifest.table["label"].extremes == (-50, -49, 48, 49)
+    assert check_shards(directory) == []
+
+
+@pytest.mark.parametrize("form", ["arrow", "pb"])
+def test_rows_of_varying_length_come_back_in_any_order(tmp_path: Path, form: Any) -> None:
+    rows = [list(range(n % 5 + 1)) for n in range(50)]
+    (tmp_path / "t.jsonl").write_text("\n".join(f'{{"v": {row}}}' for row in rows))
+    data = DataConfig(source=str(tmp_path / "t.jsonl"), shard_format=form, rows_per_shard=8, evaluation_fraction=0.02)
+    directory, _, _ = make_shards(data, {"v": Want("int64", (None,))}, tmp_path / "cache")
+    train = open_shards(directory, "train")
+    read = train.read(np.arange(train.num_rows)[::-1])["v"]
+    held_out = open_shards(directory, "evaluation").read(np.arange(1))["v"][0].tolist()
+    assert sorted([row.tolist() for row in read] + [held_out]) == sorted(rows)
+
+
+def test_arrow_shards_are_mapped_not_loaded(tmp_path: Path, npz: Path) -> None:
+    directory, _, _ = make_shards(DataConfig(source=str(npz)), None, tmp_path / "cache")
+    train = open_shards(directory, "train")
+    train.read(np.array([0]))
+    assert f"{directory}/train-00000.arrow" in Path("/proc/self/maps").read_text()
+
+
+# -- the predecessor's format
+
+
+def test_the_golden_sample_is_written_byte_for_byte(tmp_path: Path) -> None:
+    writer = ProtoWriter(tmp_path / "t.pb", GOLDEN_COLUMNS)
+    writer.write({"x": np.array([[1, 2]]), "y": np.array([0.5], np.float32)})
+    writer.close()
+    assert (tmp_path / "t.pb").read_bytes() == GOLDEN
+
+
+def test_the_golden_sample_is_read(tmp_path: Path) -> None:
+    (tmp_path / "t.pb").write_bytes(GOLDEN * 3)
+    reader = ProtoReader(tmp_path / "t.pb", GOLDEN_COLUMNS)
+    rows = reader.read(np.array([2, 0]))
+    assert reader.num_rows == 3
+    np.testing.assert_array_equal(rows["x"], [[1, 2], [1, 2]])
+    np.testing.assert_array_equal(rows["y"], np.array([0.5, 0.5], np.float32))
+
+
+def test_raw_data_in_any_order_is_read_too(tmp_path: Path) -> None:
+    features = [
+        onnx.numpy_helper.from_array(np.array(value, kind), name).SerializeToString()
+        for name, value, kind in (("y", 0.5, np.float32), ("other", 1, np.int32), ("x", [1, 2], np.int64))
+    ]
+    packed = b"".join(struct.pack("<I", len(f)) + f for f in features)
+    (tmp_path / "t.pb").write_bytes(struct.pack("<I", len(packed)) + packed)
+    rows = ProtoReader(tmp_path / "t.pb", GOLDEN_COLUMNS).read(np.array([0]))
+    assert (rows["x"][0].tolist(), float(rows["y"][0])) == ([1, 2], 0.5)
+
+
+def test_a_tensor_that_is_missing_is_named_with_its_byte(tmp_path: Path) -> None:
+    (tmp_path / "t.pb").write_bytes(GOLDEN * 2)
+    reader = ProtoReader(tmp_path / "t.pb", [Column(name="z", dtype="float32")])
+    with pytest.raises(DataError, match=r"t\.pb, sample 2 \(byte 34\): there is no tensor 'z', only x, y"):
+        reader.read(np.array([1]))
+
+
+# -- the predecessor's bugs (the index bug and the wrapping last batch: test_each_sample_once.py)
+
+
+def proto_source(path: Path, shapes: list[int]) -> DataConfig:
+    writer = ProtoWriter(path, [Column(name="x", dtype="float32", shape=(2,), variable=True)])
+    writer.write({"x": [np.ones(n, np.float32) for n in shapes]})
+    writer.close()
+    return DataConfig(source=str(path.parent / "*.pb"))
+
+
+def test_samples_of_mixed_shapes_are_refused_by_name(tmp_path: Path) -> None:
+    data = proto_source(tmp_path / "t.pb", [2] * 30 + [3] + [2] * 30)
+    with pytest.raises(DataError, match=r"t\.pb, sample 31: x has shape \[3\], not \[2\]"):
+        make_shards(data, {"x": Want("float32", (2,))}, tmp_path / "cache")
+
+
+def test_an_empty_shard_among_others_changes_nothing(tmp_path: Path) -> None:
+    data = proto_source(tmp_path / "b.pb", [2] * 30)
+    (tmp_path / "a.pb").write_bytes(b"")
+    _, manifest, _ = make_shards(data, {"x": Want("float32", (2,))}, tmp_path / "cache")
+    assert manifest.rows("train") + manifest.rows("evaluation") == 30
+
+
+def test_unequal_shards_are_one_stream_of_rows(tmp_path: Path) -> None:
+    for name, count in (("a", 3), ("b", 40), ("c", 1)):
+        np.savez(tmp_path / f"{name}.npz", x=np.full(count, ord(name)))
+    data = DataConfig(source=str(tmp_path / "*.npz"), evaluation_source=str(tmp_path / "a.npz"), rows_per_shard=16)
+    directory, manifest, _ = make_shards(data, None, tmp_path / "cache")
+    assert [file.rows for file in manifest.train] == [16, 16, 12]
+    rows = open_shards(directory, "train").read(np.array([43, 0, 42, 3, 16]))["x"]
+    assert bytes(np.asarray(rows, np.uint8)) == b"cabbb"
+
+
+@pytest.mark.parametrize(("rows", "fraction"), [(1, 0.5), (3, 0.01), (5, 0.0)])
+def test_an_empty_split_is_refused_with_numbers(tmp_path: Path, rows: int, fraction: float) -> None:
+    np.savez(tmp_path / "t.npz", x=np.arange(rows))
+    data = DataConfig(source=str(tmp_path / "t.npz"), evaluation_fraction=fraction)
+    with pytest.raises(
+        DataError, match=rf"\d rows to train on and \d to evaluate on \(by data.evaluation_fraction {fraction:g}"
+    ):
+        make_shards(data, None, tmp_path / "cache")
+
+
+# -- the cache
+
+
+def make(data: DataConfig, cache: Path) -> tuple[Path, ShardManifest, bool]:
+    return make_shards(data, None, cache)
+
+
+def test_unchanged_input_is_not_sharded_twice(tmp_path: Path, npz: Path) -> None:
+    first, _, cached = make(DataConfig(source=str(npz)), tmp_path / "cache")
+    before = (first / "manifest.json").stat().st_mtime_ns
+    moved = tmp_path / "elsewhere" / "data.npz"
+    moved.parent.mkdir()
+    moved.write_bytes(npz.read_bytes())
+    for same in (npz, moved):
+        assert make(DataConfig(source=str(same), pad_values={"x": 1}), tmp_path / "cache")[::2] == (first, True)
+    assert not cached
+    assert (first / "manifest.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "settings", [{"evaluation_fraction": 0.2}, {"rows_per_shard": 9}, {"shard_format": "pb"}, {"bad_rows": "skip"}]
+)
+def test_settings_that_matter_make_other_shards(tmp_path: Path, npz: Path, settings: dict[str, Any]) -> None:
+    first = make(DataConfig(source=str(npz)), tmp_path / "cache")[0]
+    assert make(DataConfig(source=str(npz), **settings), tmp_path / "cache")[0] != first
+
+
+def test_changed_content_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
+    path, keys = tmp_path / "t.csv", set()
+    for value in "12":
+        path.write_text("x\n" + f"{value}\n" * 40)
+        os.utime(path, (1, 1))
+        keys.add(make(DataConfig(source=str(path)), tmp_path / "cache")[0])
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("damage", ["remove", "truncate", "manifest"])
+def test_damaged_shards_are_made_again(tmp_path: Path, npz: Path, damage: str) -> None:
+    data = DataConfig(source=str(npz))
+    directory, manifest, _ = make(data, tmp_path / "cache")
+    shard = directory / manifest.train[0].name
+    if damage == "remove":
+        shard.unlink()
+    elif damage == "truncate":
+        shard.write_bytes(shard.read_bytes()[:-8])
+    else:
+        (directory / "manifest.json").write_text("{")
+    if damage != "manifest":
+        assert len(check_shards(directory)) == 1
+    assert make(data, tmp_path / "cache") == (directory, manifest, False)
+    assert check_shards(directory) == []
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [directory.name]
+
+
+def test_a_flipped_bit_is_found_by_the_check(tmp_path: Path, npz: Path) -> None:
+    directory, manifest, _ = make(DataConfig(source=str(npz)), tmp_path / "cache")
+    shard = directory / manifest.train[0].name
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    (problem,) = check_shards(directory)
+    assert problem.startswith(f"{shard} has SHA-256 ")
+
+
+def test_of_two_builders_the_second_uses_the_firsts(tmp_path: Path, npz: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = threading.Barrier(2)
+    write = shards._write
+
+    def write_together(*arguments: Any) -> ShardManifest:
+        meeting.wait(10)
+        return write(*arguments)
+
+    monkeypatch.setattr(shards, "_write", write_together)
+    results: list[Any] = []
+    builders = [
+        threading.Thread(target=lambda: results.append(make(DataConfig(source=str(npz)), tmp_path / "cache")))
+        for _ in range(2)
+    ]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join(20)
+    assert results[0] == results[1]
+    assert check_shards(results[0][0]) == []
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [results[0][0].name]
+
+
+def test_after_an_error_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x\n" + "1\n" * 50 + "?\n")
+    with pytest.raises(DataError):
+        make(DataConfig(source=str(tmp_path / "t.csv")), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []

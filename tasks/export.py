@@ -156,7 +156,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path) -> ExportedModel:
     record, refusal, output = folder / "model.json", refusal_in(folder), folder / "export.log"
     for former in (record, refusal):
         former.unlink(missing_ok=True)
-    paths = [str(path.absolute()) for path in (run.root, checkpoint, folder)]
+    paths = [str(run.root.absolute()), str(checkpoint.absolute()), "--folder", str(folder.absolute())]
     with output.open("wb") as log_file:
         ended = subprocess.run(
             [sys.executable, "-m", *PROCESS, *paths],

@@ -5,7 +5,6 @@ Importing onnx2torch costs torchvision, so nothing here does until it is needed.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,25 +16,14 @@ from torch import nn
 from trainer.ops.table import RULES, Call, Rule, run_rule
 from trainer.ops.tracing import Tracer
 from trainer.ops.values import Unsupported, Value
+from trainer.vision import import_torchvision
 
 Converter = Callable[[Any, Any], Any]
 
-_torchvision = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-
 
 def _registry() -> dict[Any, Converter]:
-    """Every converter by (domain, operator, version).
-
-    Where torchvision's compiled operators do not load beside this torch, onnx2torch loads without them.
-    """
-    try:
-        importlib.import_module("onnx2torch")
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("torchvision", "onnx2torch")]:
-            del sys.modules[name]
-        for operator in ("nms", "qnms"):  # torchvision only wants to describe them at import
-            schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            _torchvision.define(schema)  # type: ignore[no-untyped-call]
+    """Every converter by (domain, operator, version)."""
+    import_torchvision()
     from onnx2torch.node_converters import registry
 
     converters: dict[Any, Converter] = registry._CONVERTER_REGISTRY

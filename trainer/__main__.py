@@ -2,7 +2,7 @@
 
     mpirun -n 2 python -m trainer preflight RUN_DIR     report host, device, versions; check one all-reduce
     mpirun -n 2 python -m trainer train RUN_DIR         train, or go on from the newest whole checkpoint
-    python -m trainer export RUN_DIR CHECKPOINT [DIR]   write the trained ONNX file and prove it
+    python -m trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and prove it
 
 Everything else is in RUN_DIR/config.json. Exit status: 0 done, 75 stopped with a checkpoint, 70 failed
 (RUN_DIR/errors says why), 72 fenced off by a newer attempt, 78 refused: trying again would not help.
@@ -86,7 +86,7 @@ def main() -> int:
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
         if name == "export":
             command.add_argument("checkpoint", type=Path)
-            command.add_argument("folder", type=Path, nargs="?", help="where the file goes; the run's own if left out")
+            command.add_argument("--folder", type=Path, help="where the file goes, if not in the run directory")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if arguments.command == "preflight":

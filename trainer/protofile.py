@@ -23,24 +23,36 @@ from trainer.schema import Array, Block, Column, Values
 
 PREFIX = struct.Struct("<I")
 BATCH_BYTES = 4 << 20
+AS_BITS = {"float16": np.uint16, "bool": np.uint8}
+"""Types that travel as the integers of their bits."""
 
 
 class ProtoWriter:
     """Writes one shard file, sample by sample, in the predecessor's bytes."""
 
     def __init__(self, path: Path, columns: Sequence[Column]) -> None:
-        self._types = {column.name: helper.np_dtype_to_tensor_dtype(np.dtype(column.dtype)) for column in columns}
+        self._kinds = {column.name: helper.np_dtype_to_tensor_dtype(np.dtype(column.dtype)) for column in columns}
         self._file = path.open("wb")
 
     def write(self, values: Mapping[str, Values]) -> None:
         """Append rows: column name -> its values."""
-        for row in zip(*(values[name] for name in self._types), strict=True):
-            features = []
-            for (name, kind), value in zip(self._types.items(), row, strict=True):
-                array = np.asarray(value)
-                data = helper.make_tensor(name, kind, array.shape, array.ravel()).SerializeToString()
-                features += [PREFIX.pack(len(data)), data]
-            self._file.write(PREFIX.pack(sum(map(len, features))) + b"".join(features))
+        columns = [self._tensors(name, values[name]) for name in self._kinds]
+        for row in zip(*columns, strict=True):
+            features = b"".join(PREFIX.pack(len(data)) + data for data in row)
+            self._file.write(PREFIX.pack(len(features)) + features)
+
+    def _tensors(self, name: str, values: Values) -> Iterator[bytes]:
+        """Each row as a serialized TensorProto, its numbers in the typed field as the predecessor's writer had them."""
+        kind = self._kinds[name]
+        tensor = onnx.TensorProto(data_type=kind, name=name)
+        numbers = getattr(tensor, helper.tensor_dtype_to_field(kind))
+        for value in values:
+            array = np.asarray(value)
+            del tensor.dims[:], numbers[:]
+            tensor.dims.extend(array.shape)
+            bits = AS_BITS.get(array.dtype.name)
+            numbers.extend((array.view(bits) if bits else array).ravel().tolist())
+            yield tensor.SerializeToString()
 
     def close(self) -> None:
         """Flush to the kernel."""

@@ -1,0 +1,90 @@
+"""Peak memory while sharding inputs of growing size: `python -m tests.bench.sharding_memory [MB ...]`.
+
+Each case is a process of its own, which reports its peak resident memory above what its imports take; that
+it does not grow with the input is what is shown. Exits with 1 if the largest input takes more than
+ALLOWED_GROWTH times the memory of the smallest.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tests.ranks import ROOT
+from trainer.config import DataConfig
+from trainer.schema import Want
+from trainer.shards import make_shards
+
+SIZES_MB = (50, 100, 200)
+ALLOWED_GROWTH = 1.3
+NUM_FEATURES = 32
+
+
+def write(path: Path, megabytes: int) -> None:
+    """A table of random numbers of this size, in the format of the path's suffix."""
+    random = np.random.default_rng(0)
+    names = [f"x{number}" for number in range(NUM_FEATURES)]
+    with path.open("w") as file:
+        if path.suffix == ".csv":
+            file.write(",".join([*names, "label"]) + "\n")
+        while file.tell() < megabytes * 1_000_000:
+            for row in random.random((2000, NUM_FEATURES)).round(6).tolist():
+                label = random.integers(0, 9)
+                if path.suffix == ".csv":
+                    file.write(",".join(map(str, row)) + f",{label}\n")
+                else:
+                    file.write(json.dumps({"x": row, "label": int(label)}) + "\n")
+
+
+def measure(path: Path, form: str) -> None:
+    """Shard one file and print: peak bytes above the imports, seconds, rows."""
+    import pandas  # noqa: F401 - counted with the imports
+
+    scalar = Want("float32", ())
+    features = (
+        {f"x{number}": scalar for number in range(NUM_FEATURES)}
+        if path.suffix == ".csv"
+        else {"x": Want("float32", (NUM_FEATURES,))}
+    )
+    before, started_at = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    data = DataConfig(source=str(path), shard_format="pb" if form == "pb" else "arrow")
+    _, manifest, _ = make_shards(data, features | {"label": Want("int64", ())}, path.parent / "cache")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(json.dumps([peak * 1024, time.monotonic() - started_at, manifest.rows("train")]))
+
+
+def main(sizes: list[int]) -> int:
+    print(f"{'input':>16} {'shards':>7} {'rows':>9} {'seconds':>8} {'MB/s':>6} {'peak MB':>8}")
+    bounded = True
+    for suffix, form in ((".csv", "arrow"), (".jsonl", "arrow"), (".csv", "pb")):
+        peaks = []
+        for megabytes in sizes:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / f"data{suffix}"
+                write(path, megabytes)
+                command = [sys.executable, "-m", "tests.bench.sharding_memory", "--measure", str(path), form]
+                answer = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+            peak, seconds, rows = json.loads(answer)
+            peaks.append(peak)
+            print(
+                f"{f'{megabytes} MB {suffix}':>16} {form:>7} {rows:>9,} {seconds:>8.1f} "
+                f"{megabytes / seconds:>6.0f} {peak / 1e6:>8.0f}",
+                flush=True,
+            )
+        bounded &= peaks[-1] <= ALLOWED_GROWTH * peaks[0]
+    print("bounded" if bounded else f"NOT bounded: more than {ALLOWED_GROWTH} times as much for the largest input")
+    return 0 if bounded else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        measure(Path(sys.argv[2]), sys.argv[3])
+    else:
+        sys.exit(main([int(size) for size in sys.argv[1:]] or list(SIZES_MB)))

@@ -10,7 +10,7 @@ import pytest
 from tests.flows.workshop import Workshop, api, ranks_of, reached, until
 from trainer.run import RunDir, RunIdentity, read_record
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +19,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     workshop = Workshop.made(tmp_path_factory.mktemp("workshop"))
     workshop.onward("up")
     yield workshop
-    assert workshop.onward("down")["left"] == []
-    until(lambda: not workshop.processes(), limit_s=15)
+    try:
+        assert workshop.onward("down")["left"] == []
+        until(lambda: not workshop.processes(), limit_s=15)
+    finally:
+        workshop.close()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def test_a_schedule_makes_runs_that_run(workshop: Workshop, server: str) -> None
     deployment = made["deployment_id"]
     try:
         until(lambda: flow_runs(server, deployment, "SCHEDULED"), limit_s=30)
-        (ran, *_) = until(lambda: flow_runs(server, deployment, "COMPLETED", "FAILED", "CRASHED"), limit_s=120)
+        (ran, *_) = until(lambda: flow_runs(server, deployment, "COMPLETED", "FAILED", "CRASHED"), limit_s=240)
     finally:
         api(server, f"/deployments/{deployment}", method="DELETE")
     assert ran["state"]["type"] == "COMPLETED", ran["state"]
@@ -66,15 +69,15 @@ def test_a_failed_run_set_to_retry_goes_on_in_its_directory_and_its_mlflow_run(w
     )
     begun = api(server, f"/deployments/{made['deployment_id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
     run = RunDir(workshop.home / "runs" / begun)
-    until(lambda: reached(run, 100), limit_s=90)
+    until(lambda: reached(run, 200), limit_s=150)
     before = read_record(run.identity, RunIdentity)
     ranks_of(run)[1].kill()
-    until(lambda: state_of(server, begun) == "FAILED", limit_s=60)
+    until(lambda: state_of(server, begun) == "FAILED", limit_s=120)
     assert [found.info.status for found in workshop.mlflow_runs(run)] == ["FAILED"]
 
     retry = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}}  # what the UI's Retry button sends
     assert api(server, f"/flow_runs/{begun}/set_state", retry)["status"] == "ACCEPT"
-    until(lambda: state_of(server, begun) in ("COMPLETED", "FAILED", "CRASHED"), limit_s=120)
+    until(lambda: state_of(server, begun) in ("COMPLETED", "FAILED", "CRASHED"), limit_s=240)
     assert state_of(server, begun) == "COMPLETED"
     assert run.current_attempt == 2
     assert read_record(run.identity, RunIdentity).created_at == before.created_at

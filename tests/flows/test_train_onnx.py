@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ from trainer.run import RunDir
 
 
 def whole(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test of whole runs."""
-    return pytest.mark.mpi(pytest.mark.slow(test))
+    """Marks a test of whole runs, each tens of seconds."""
+    return pytest.mark.mpi(pytest.mark.slow(pytest.mark.timeout(900)(test)))
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop.made(tmp_path_factory.mktemp("workshop"))
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    workshop = Workshop.made(tmp_path_factory.mktemp("workshop"))
+    yield workshop
+    workshop.close()
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def test_a_killed_rank_or_mpirun_is_retried_and_the_file_has_the_bits_of_an_undi
 ) -> None:
     process = workshop.start("run", str(workshop.root / "config.toml"))
     run = workshop.new_run()
-    until(lambda: reached(run, 100), limit_s=60)
+    until(lambda: reached(run, 200), limit_s=150)
     rank = ranks_of(run)[1]
     killed = rank if victim == "rank" else next(p for p in rank.parents() if "mpirun" in Path(p.cmdline()[0]).name)
     killed.kill()
@@ -74,7 +76,7 @@ def test_after_the_flow_was_killed_nothing_is_left_and_resume_ends_with_the_same
 ) -> None:
     process = workshop.start("run", str(workshop.root / "config.toml"))
     run = workshop.new_run()
-    until(lambda: reached(run, 100), limit_s=60)
+    until(lambda: reached(run, 200), limit_s=150)
     process.kill()
     process.communicate()
     until(lambda: gone(workshop), limit_s=15)
@@ -94,9 +96,9 @@ def test_a_run_that_is_asked_to_end_saves_says_how_to_go_on_and_does(
 ) -> None:
     process = workshop.start("run", str(workshop.root / "config.toml"))
     run = workshop.new_run()
-    until(lambda: reached(run, 50), limit_s=60)
+    until(lambda: reached(run, 200), limit_s=150)
     process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=120)
     assert process.returncode == status, error[-3000:]
     assert f"onward resume {run.root.name}" in error
     described = workshop.onward("status", run.root.name)

@@ -30,8 +30,8 @@ path = "model.onnx"
 source = "data.npz"
 [train]
 global_batch_size = 8
-num_steps = 600
-evaluation_period = 200
+num_steps = 2000
+evaluation_period = 500
 [optimizer]
 learning_rate = 1e-3
 [parallel]
@@ -41,7 +41,7 @@ device = "cpu"
 threads_per_rank = 1
 retry_delay_s = 0.5
 [checkpoint]
-period = 20
+period = 50
 """
 
 
@@ -93,7 +93,7 @@ class Workshop:
         """`onward WORDS --json`, ended with `status`: the one JSON object on its stdout."""
         return finished(self.start(*words), status=status)
 
-    def new_run(self, *, limit_s: float = 90.0) -> RunDir:
+    def new_run(self, *, limit_s: float = 150.0) -> RunDir:
         """The run that is about to begin: the first one whose directory does not exist yet when this is called."""
         before = set(self._runs())
         return RunDir(until(lambda: next(iter(set(self._runs()) - before), None), limit_s=limit_s))
@@ -111,6 +111,12 @@ class Workshop:
             return named and process.status() != psutil.STATUS_ZOMBIE
         return False
 
+    def close(self) -> None:
+        """Kill what a failed test left."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
     def mlflow_runs(self, run: RunDir) -> list[Any]:
         """The MLflow runs of one run."""
         identity = read_record(run.identity, RunIdentity)
@@ -120,7 +126,7 @@ class Workshop:
         return list(client.search_runs([experiment.experiment_id], f"tags.`onward.run_id` = '{identity.run_id}'"))
 
 
-def finished(process: subprocess.Popen[str], *, status: int = 0, limit_s: float = 150.0) -> dict[str, Any]:
+def finished(process: subprocess.Popen[str], *, status: int = 0, limit_s: float = 300.0) -> dict[str, Any]:
     """The JSON object a command printed, once it has ended with `status`."""
     out, error = process.communicate(timeout=limit_s)
     assert process.returncode == status, f"exit status {process.returncode}: {error[-3000:]}"

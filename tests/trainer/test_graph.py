@@ -186,10 +186,49 @@ def test_what_is_not_a_weight_is_not_trained():
     assert reasons["mask"] == reasons["lower"] == "a mask"
 
 
+def test_a_weight_that_gets_its_shape_from_the_input_is_trained():
+    g = GraphWriter("vit", seed=0)
+    x = g.input("x", ("batch", "sequence", 4))
+    sizes = g.op("Shape", x)
+    batch = g.op("Gather", sizes, g.weight("index_0", [0]))
+    length = g.op("Gather", sizes, g.weight("index_1", [1]))
+    token = g.op(
+        "Expand", g.weight("token", g.normal(1, 1, 1, 4)), g.op("Concat", batch, g.weight("ones", [1, 1]), axis=0)
+    )
+    places = g.op("Slice", g.weight("places", g.normal(1, 1, 16, 4)), "index_0", length, "index_1")
+    g.op("Concat", token, g.op("Add", x, places), axis=1, outputs="y")
+    g.output("y", ("batch", "longer", 4))
+    module = graph.to_module(g.model())
+    assert {name for name, _ in module.named_parameters()} == {"token", "places"}
+    assert_same(module, g.model(), batch=3)
+
+
 def test_a_copy_knows_its_names():
     module = copy.deepcopy(graph.to_module(tiny_mlp()))
     assert set(graph.weights(module)) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
     assert module.input_names == ("features",)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_everything_the_graph_uses_moves_with_the_module(name):
+    model = SUBJECTS[name]()
+    module = graph.to_module(model).to("meta")  # a device that meets no other, like a GPU
+    for tensor in (*module.parameters(), *module.buffers()):
+        assert tensor.is_meta
+    results = module(*(tensor.to("meta") for tensor in tensors(module, feed(model, 2))))
+    assert all(output.is_meta for output in (results if isinstance(results, tuple) else (results,)))
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_mixed_precision_stays_close_and_gives_gradients(name):
+    model = SUBJECTS[name]()
+    module, feeds = graph.to_module(model).eval(), feed(model, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = outputs(module, feeds)
+    sum(output.float().square().sum() for output in rough).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+    for a, b in zip(rough, outputs(module, feeds), strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=0.05, atol=0.05 * float(b.detach().abs().max()))
 
 
 # -- training

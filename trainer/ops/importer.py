@@ -59,6 +59,16 @@ def _since(node: onnx.NodeProto, opset: int) -> int:
         return opset
 
 
+def _without_unread(node: onnx.NodeProto, read: set[str]) -> onnx.NodeProto:
+    """The node with the outputs nobody reads left out: rules then need not compute them."""
+    if len(node.output) < 2 or node.op_type == "Split" or all(name in read for name in node.output):
+        return node
+    lean = onnx.NodeProto()
+    lean.CopyFrom(node)
+    lean.output[:] = [name if name in read else "" for name in node.output]
+    return lean
+
+
 # -- the sizes a graph is tried at
 
 Lengths = Mapping[tuple[str, int], tuple[int, int]]
@@ -124,7 +134,7 @@ class Importer:
             self._input(value, lengths, values)
         for name, tensor in stored.items():
             values[name] = self._stored(name, tensor)
-        self._run(self.model.graph.node, values, _opsets(self.model))
+        self._run(self.model.graph, values, _opsets(self.model))
         missing = [value.name for value in self.model.graph.output if value.name not in values]
         if not self.problems and missing:
             self.problems.append(f"no node computes the graph's output {', '.join(missing)}")
@@ -160,14 +170,19 @@ class Importer:
         self.onnx_names[str(traced.node.target)] = name
         return traced
 
-    def _run(self, nodes: Iterable[onnx.NodeProto], values: dict[str, Value], opsets: Mapping[str, int]) -> None:
-        for node in nodes:
+    def _run(
+        self, body: onnx.GraphProto | onnx.FunctionProto, values: dict[str, Value], opsets: Mapping[str, int]
+    ) -> None:
+        """Lower every node of a graph or a definition; the results go into `values`, by name."""
+        returned = (output if isinstance(output, str) else output.name for output in body.output)
+        read = {*returned, *(name for node in body.node for name in node.input)}
+        for node in body.node:
             if node.op_type == "Constant" and node.output[0] in values:
                 continue  # its tensor is stored
             if not all(name in values for name in node.input):
                 continue  # it depends on a node that was refused
             try:
-                results = self._lower(node, values, opsets.get(_domain(node), 1))
+                results = self._lower(_without_unread(node, read), values, opsets.get(_domain(node), 1))
             except Unsupported as error:
                 version = _since(node, opsets.get(_domain(node), 1))
                 self.problems.append(f"node {node.name or node.output[0]!r}: {_label(node)}-{version}: {error}")
@@ -196,7 +211,7 @@ class Importer:
         inner: dict[str, Value] = {"": None, **dict.fromkeys(body.input, None)}
         inner.update(zip(body.input, operands, strict=False))
         before = len(self.problems)
-        self._run(body.node, inner, _opsets(body))
+        self._run(body, inner, _opsets(body))
         if len(self.problems) > before:
             causes = self.problems[before:]
             del self.problems[before:]

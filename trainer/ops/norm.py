@@ -88,7 +88,7 @@ def layer_normalization(c: Call, x: Value, scale: Value, bias: Value = None) -> 
     else:
         y = c(torch.mul, c(F.layer_norm, x, shape, None, None, epsilon), scale)
         y = y if bias is None else c(torch.add, y, bias)
-    return (y, *c(moments, x, axis, epsilon)) if c.num_outputs > 1 else y
+    return (y, *c(moments, x, axis, epsilon)) if c.wants(1) or c.wants(2) else y
 
 
 def _static(sizes: list[Value]) -> list[Value] | None:

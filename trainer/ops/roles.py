@@ -109,7 +109,9 @@ class _Analysis:
             return "data"
         if node.op_type.startswith("Gather") and operands[0].carried and operands[1].origin != "stored":
             return "data"  # an embedding: rows of a table, chosen by the input
-        return "integers" if "integers" in origins else "stored"
+        if node.op_type == "Where" or node.op_type.startswith(("Gather", "Scatter")):
+            carriers = operands  # what is chosen depends on the input, unlike what is only given a shape by it
+        return "integers" if any(flow.origin != "stored" for flow in carriers) else "stored"
 
 
 def roles(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> dict[str, Role]:

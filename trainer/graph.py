@@ -77,10 +77,10 @@ def to_module(model: onnx.ModelProto, *, base: Path | None = None, fuse: bool = 
     into single calls; the results differ by rounding only. Dropout and BatchNormalization follow train()
     and eval(). Raises UnsupportedModel with one sentence for every node that cannot be imported.
     """
+    stored = stored_tensors(model.graph, base)  # before inlining: what a local function holds has no place of its own
     if model.functions:
         model = inliner.inline_local_functions(model)
     unknown = unknown_operators(model)
-    stored = stored_tensors(model.graph, base)
     found = roles(model.graph, stored)
     attempts: list[list[str]] = []
     for lengths, batch in plans(model.graph, set(stored)):

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from trainer.distributed import StopSignal, connect, disconnect, install_excepthook, run_preflight
+from trainer.distributed import StopSignal, connect, die_with_parent, disconnect, install_excepthook, run_preflight
 from trainer.errors import Stopped
 from trainer.events import Heartbeat
 from trainer.run import RunDir, read_config, write_record
@@ -50,30 +50,27 @@ def train_rank(run: RunDir) -> int:
 
 def export_file(run: RunDir, path: Path, *, folder: Path | None) -> int:
     """Write the checkpoint's weights back into the ONNX file, and prove the result."""
+    die_with_parent()
     from trainer import export
     from trainer.checkpoint import load
-    from trainer.data import evaluation_batches
+    from trainer.data import Batch, evaluation_batches
     from trainer.loss import Evaluation, Loss
     from trainer.shards import open_shards
 
-    config, cpu = read_config(run), torch.device("cpu")
-    held_out = open_shards(run.shards, "evaluation")
-
-    def totals(output_names: Sequence[str]) -> Evaluation:
-        return Evaluation(Loss(config.model, output_names), ignore_index=config.model.ignore_index, device=cpu)
-
     with export.refusals(folder or run.export):
+        config, cpu = read_config(run), torch.device("cpu")
+        held_out = open_shards(run.shards, "evaluation")
         state, tensors = load(path)
+
+        def totals(output_names: Sequence[str]) -> Evaluation:
+            return Evaluation(Loss(config.model, output_names), ignore_index=config.model.ignore_index, device=cpu)
+
+        def batches() -> Iterator[Batch]:
+            return evaluation_batches(held_out, config, replica=0, num_replicas=1, device=cpu)
+
         weights = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
-        export.export(
-            run,
-            export.Checkpoint(step=state.step, weights=weights),
-            evaluator=export.Evaluator(
-                batches=lambda: evaluation_batches(held_out, config, replica=0, num_replicas=1, device=cpu),
-                totals=totals,
-            ),
-            folder=folder,
-        )
+        checkpoint = export.Checkpoint(step=state.step, weights=weights)
+        export.export(run, checkpoint, evaluator=export.Evaluator(batches=batches, totals=totals), folder=folder)
     return 0
 
 

@@ -108,7 +108,7 @@ def connect(*, expected_world_size: int, timeout_s: float, device: str = "auto",
     Raises RuntimeUnavailable when MPI is missing, the world has another size, or a rank finds no GPU.
     """
     if launched_rank() is not None:
-        _die_with_parent()
+        die_with_parent()
     world = _init_mpi().COMM_WORLD
     if world.size != expected_world_size:
         raise RuntimeUnavailable(_wrong_world(world.size, expected_world_size))
@@ -146,8 +146,8 @@ def launched_rank() -> int | None:
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this rank when its launcher dies, even by SIGKILL: orphans would go on training.
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, even by SIGKILL: orphans would go on training.
 
     A launcher that was already dead before this call is noticed by MPI_Init, which cannot reach it.
     """

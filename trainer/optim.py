@@ -41,15 +41,18 @@ def learning_rate(step: int, *, optimizer: OptimizerConfig, schedule: ScheduleCo
     """The learning rate of weight update `step`, counted from 1 to `num_steps`.
 
     With r = step / num_steps and w = warmup_ratio the factor grows as r/w up to w. Then it falls with
-    p = (r-w)/(1-w) from 1 to `floor`, reached at the last step. In the `compatible` shape cosine and poly
-    use p = r instead, and so jump down where warm-up ends, as the predecessor's do
-    (orttraining, models/runner/training_util.h).
+    p = (r-w)/(1-w + 1/num_steps) from 1 towards `floor`, which the step after the last would reach: an
+    update at rate 0 would be a wasted one. In the `compatible` shape the last update has rate 0, and cosine
+    and poly use p = r and so jump down where warm-up ends, as the predecessor's do (orttraining,
+    models/runner/training_util.h).
     """
     progress, warmup = min(step / num_steps, 1.0), schedule.warmup_ratio
     compatible = schedule.shape == "compatible"
     if schedule.mode != "none" and (progress < warmup or (progress == warmup and not compatible)):
         return optimizer.learning_rate * progress / warmup
-    if not compatible or schedule.mode == "linear":
+    if not compatible:
+        progress = (progress - warmup) / (1.0 - warmup + 1.0 / num_steps)
+    elif schedule.mode == "linear":
         progress = (progress - warmup) / (1.0 - warmup) if warmup < 1.0 else 1.0
     factor = schedule.floor + (1.0 - schedule.floor) * SHAPES[schedule.mode](progress)
     return optimizer.learning_rate * factor

@@ -57,9 +57,9 @@ def test_compatible_schedules_give_the_predecessors_numbers(mode: str, table: li
     [
         ("none", [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
         ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("cosine", [0.5, 1, 0.961940, 0.853553, 0.691342, 0.5, 0.308658, 0.146447, 0.038060, 0]),
-        ("linear", [0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0]),
-        ("poly", [0.5, 1, 0.935414, 0.866025, 0.790569, 0.707107, 0.612372, 0.5, 0.353553, 0]),
+        ("cosine", [0.5, 1, 0.969846, 0.883022, 0.75, 0.586824, 0.413176, 0.25, 0.116978, 0.030154]),
+        ("linear", [0.5, 1, 8 / 9, 7 / 9, 6 / 9, 5 / 9, 4 / 9, 3 / 9, 2 / 9, 1 / 9]),
+        ("poly", [0.5, 1, 0.942809, 0.881917, 0.816497, 0.745356, 0.666667, 0.577350, 0.471405, 0.333333]),
     ],
 )
 def test_continuous_schedules_descend_from_where_warm_up_ends(mode: str, table: list[float]) -> None:
@@ -67,11 +67,12 @@ def test_continuous_schedules_descend_from_where_warm_up_ends(mode: str, table: 
 
 
 @pytest.mark.parametrize("mode", ["cosine", "linear", "poly"])
-def test_continuous_schedules_never_jump_and_end_at_the_floor(mode: str) -> None:
+def test_continuous_schedules_never_jump_and_end_just_above_the_floor(mode: str) -> None:
     curve = rates(mode=mode, warmup_ratio=0.3, floor=0.1, num_steps=10_000)
     assert max(abs(b - a) for a, b in itertools.pairwise(curve)) < 0.02
     assert max(curve) == 1.0
-    assert curve[-1] == pytest.approx(0.1)
+    assert curve[-1] > 0.1, "an update at the floor of 0 would be a wasted one"
+    assert curve[-1] == pytest.approx(0.1, abs=0.02)
 
 
 @pytest.mark.parametrize("shape", ["compatible", "continuous"])

@@ -61,8 +61,10 @@ def test_a_killed_rank_or_mpirun_is_retried_and_the_file_has_the_bits_of_an_undi
     run = workshop.new_run()
     until(lambda: reached(run, 200), limit_s=150)
     rank = ranks_of(run)[1]
-    killed = rank if victim == "rank" else next(p for p in rank.parents() if "mpirun" in Path(p.cmdline()[0]).name)
-    killed.kill()
+    launcher = rank.parent()
+    assert launcher is not None
+    assert launcher.parent() == psutil.Process(process.pid)
+    (rank if victim == "rank" else launcher).kill()
     facts = finished(process)
     assert facts["attempts"] == 2
     assert facts["sha256"] == undisturbed["sha256"]

@@ -30,7 +30,7 @@ path = "model.onnx"
 source = "data.npz"
 [train]
 global_batch_size = 8
-num_steps = 2000
+num_steps = 1500
 evaluation_period = 500
 [optimizer]
 learning_rate = 1e-3

@@ -71,8 +71,8 @@ class DataConfig(Section):
     evaluation_source: str = ""
     """Samples to evaluate on; empty = set aside `evaluation_fraction` of the source."""
     evaluation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
-    """The share of rows (of files, for text) set aside for evaluation; which ones depends on the row
-    (or the file's name) alone."""
+    """The share of rows (of files, for text) set aside for evaluation; which ones depends on the row's
+    place in its file (or on the file's name) alone, so appended rows move none to the other side."""
     inputs: dict[str, str | tuple[str, ...]] = {}
     """Graph input -> its column, or several columns stacked into one vector. Inputs not named here read
     the column of their own name."""

@@ -199,6 +199,14 @@ def test_a_thousand_bad_rows_are_counted_and_twenty_named(tmp_path: Path) -> Non
     assert lines[21].startswith("1,000 bad rows")
 
 
+def test_a_quote_that_is_never_closed_is_found_before_memory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MAX_ROW_BYTES", 1000)
+    (tmp_path / "t.csv").write_text("a,y\n1,0\n" + '"1,0\n' + "1,0\n" * 1000)
+    assert "t.csv, line 3: the row does not end" in refusal(tmp_path, tmp_path / "t.csv")
+
+
 def test_columns_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,y\n" + "1,0\nx,0\n" * 20)
     assert shard(tmp_path, tmp_path / "t.csv", {"y": Want("int64", ())})[1].skipped == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import psutil
 import pytest
 
 from flows.train_onnx import MISSED_AFTER, missed
@@ -18,7 +19,9 @@ from trainer.run import RunDir
 
 def whole(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test of whole runs, each tens of seconds."""
-    return pytest.mark.mpi(pytest.mark.slow(pytest.mark.timeout(900)(test)))
+    for mark in (pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(900)):
+        test = mark(test)
+    return test
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from prefect.exceptions import MissingContextError
 from infra.tracking import Tracker, TrackingUnavailable
 from trainer.config import CheckpointConfig
 from trainer.errors import CheckpointError
-from trainer.manifest import Announced, announced, expendable, list_checkpoints, remove, set_aside, verify
+from trainer.manifest import Announced, announced, expendable, list_checkpoints, remove, set_aside, sweep, verify
 from trainer.run import CheckpointInfo, RunDir, RunIdentity, read_config, read_record, sha256, write_record
 
 OUTAGE_PERIOD_S = 5.0
@@ -74,6 +74,7 @@ class Keeper:
     def look(self) -> None:
         """Verify what is new, delete what is no longer needed, announce the rest. Waits out a disk that fails."""
         try:
+            sweep(self._run)
             found = self._found()
             unneeded = expendable(found, keep_newest=self._config.keep_newest)
             for each in unneeded:  # before announcing, which needs room on the disk

@@ -144,7 +144,7 @@ class _Saving:
             return "kept"
         self.run.checkpoints.mkdir(exist_ok=True)
         fsync(self.run.root)
-        manifest.sweep(self.run, self.attempt)
+        manifest.sweep(self.run, attempt=self.attempt)
         if shutil.disk_usage(self.run.checkpoints).free < self.num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run.checkpoints))
         self.partial.mkdir()

@@ -245,9 +245,9 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def sweep(run: RunDir, attempt: int) -> None:
-    """Delete what this and earlier attempts left unfinished."""
+def sweep(run: RunDir, *, attempt: int = 0) -> None:
+    """Delete what a crash left of removals, and what this and earlier attempts left of saves."""
     for path in run.checkpoints.glob("step-*"):
         partial = re.fullmatch(r"step-\d+\.partial-(\d+)", path.name)
         if path.name.endswith(".removed") or (partial and int(partial[1]) <= attempt):
-            shutil.rmtree(path, ignore_errors=True)  # the checkpoint task may be at it, too
+            shutil.rmtree(path, ignore_errors=True)  # somebody else may be at it, too

@@ -1,0 +1,45 @@
+"""Histograms and norms: of the chosen weights, at the chosen steps, of weight and gradient both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.config import MonitorConfig
+from trainer.events import EventWriter, read_events
+from trainer.summary import NUM_BINS, summarise
+
+
+def summaries(tmp_path: Path, step: int, **config: object) -> list[tuple[str, dict[str, object]]]:
+    weights = {name: torch.nn.Parameter(torch.arange(6.0) + n) for n, name in enumerate(("conv.weight", "conv.bias"))}
+    for weight in weights.values():
+        weight.grad = torch.full((6,), 0.5)
+    writer = EventWriter(tmp_path / "events.jsonl", attempt=1, rank=0)
+    summarise(writer, step, weights, config=MonitorConfig.model_validate({"summary_period": 10, **config}))
+    writer.close()
+    return [(event.kind, event.fields) for event, _ in read_events(tmp_path / "events.jsonl")]
+
+
+def test_histograms_count_every_value_of_weight_and_gradient(tmp_path: Path) -> None:
+    found = summaries(tmp_path, 20, histograms=["*.weight"])
+    assert [fields["name"] for _, fields in found] == ["weight/conv.weight", "gradient/conv.weight"]
+    for _, fields in found:
+        counts, edges = fields["counts"], fields["edges"]
+        assert isinstance(counts, list)
+        assert isinstance(edges, list)
+        assert sum(counts) == 6
+        assert len(edges) == NUM_BINS + 1
+
+
+def test_norms_are_l2(tmp_path: Path) -> None:
+    ((kind, fields),) = summaries(tmp_path, 10, norms=["conv.bias"])
+    assert kind == "scalars"
+    assert fields["values"] == pytest.approx(
+        {"train/weight_norm/conv.bias": 91**0.5, "train/gradient_norm/conv.bias": 1.5**0.5}
+    )
+
+
+def test_between_its_periods_nothing_is_recorded(tmp_path: Path) -> None:
+    assert summaries(tmp_path, 15, histograms=["*"], norms=["*"]) == []

@@ -1,0 +1,217 @@
+"""The checkpoint task against real directories and real MLflow stores; no training, only what it saves."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infra.tracking import Tracker
+from tasks.checkpoint import checkpoint, judged
+from tests.stores import Server, client, free_port, new_run, points
+from trainer.checkpoint import save
+from trainer.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from trainer.distributed import MPIContext
+from trainer.manifest import TrainState, announced
+from trainer.run import CheckpointInfo, RunDir, RunIdentity, sha256, write_record
+
+ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
+
+
+def make_run(root: Path, tracker: Tracker, **checkpoints: Any) -> RunDir:
+    """A run directory as configure leaves it, of a first attempt."""
+    run = RunDir(root)
+    model, data = ModelConfig(path=root / "m.onnx"), DataConfig(source="digits")
+    keep = CheckpointConfig(**{"keep_newest": 2, **checkpoints})
+    write_record(run.config, RunConfig(model=model, data=data, train=TrainConfig(num_steps=10), checkpoint=keep))
+    where = {"mlflow_run_id": tracker.run_id, "tracking_uri": tracker.tracking_uri}
+    write_record(run.identity, RunIdentity(run_id="r", name="r", created_at="", model_sha256="", **where))
+    run.begin_attempt()
+    return run
+
+
+def save_steps(run: RunDir, losses: dict[int, float | None]) -> None:
+    """Save steps as the loop does; one with a loss was evaluated, the others carry the evaluation before."""
+    state = TrainState(step=0, samples_seen=0, scaler={}, metrics={})
+    for step, loss in losses.items():
+        state = state.model_copy(update={"step": step})
+        state = state if loss is None else state.evaluated({"evaluation/loss": loss})
+        tensors = {"model/w": torch.full((100,), float(step))}
+        save(run, attempt=run.current_attempt, state=state, tensors=tensors, mpi=ALONE)
+
+
+def steps(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.glob("step-*"))
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < give_up_at, "it never became true"
+        time.sleep(0.02)
+
+
+def recorded(tracker: Tracker) -> dict[str, dict[str, str]]:
+    """Name -> tags of each checkpoint that MLflow knows."""
+    experiment = client(tracker).get_run(tracker.run_id).info.experiment_id
+    found = client(tracker).search_logged_models([experiment], f"source_run_id = '{tracker.run_id}'")
+    return {model.name: {**model.tags} for model in found}
+
+
+def test_beside_a_training_it_announces_records_and_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    results: list[CheckpointInfo | None] = []
+    watcher = threading.Thread(target=lambda: results.append(checkpoint.fn(run, tick_s=0.01)))
+    watcher.start()
+    for step, loss in {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3}.items():
+        save_steps(run, {step: loss})
+        wait_until(lambda step=step: step in [info.step for info in announced(run)])
+    save_steps(run, {5: 0.2})
+    run.close_log()  # what was saved before this is seen, however late
+    watcher.join(60)
+    assert steps(run) == ["step-000000002", "step-000000004", "step-000000005"]
+    infos = announced(run)
+    assert [(info.step, info.best, info.metrics) for info in infos] == [
+        (2, True, {"evaluation/loss": 0.1}),
+        (4, False, {"evaluation/loss": 0.3}),
+        (5, False, {"evaluation/loss": 0.2}),
+    ]
+    assert results == [infos[0]]
+    known = recorded(tracker)
+    assert [known[info.path.name]["best"] for info in infos] == ["true", "false", "false"]
+    assert known["step-000000002"]["path"] == str(run.checkpoint(2))
+    assert known["step-000000002"]["sha256"] == sha256(run.checkpoint(2) / "manifest.json")
+    assert (2, 0.1) in points(tracker, "checkpoint/evaluation/loss")
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_never_announced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path, new_run())
+    save_steps(run, {1: 0.5, 2: 0.1})
+    file = run.checkpoint(2) / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    run.close_log()
+    result = checkpoint.fn(run)
+    assert result is not None
+    assert result.step == 1
+    assert steps(run) == ["step-000000001", "step-000000002.damaged"]
+    assert f"SHA-256 {sha256(tmp_path / 'checkpoints/step-000000002.damaged' / file.name)}, not" in caplog.text
+
+
+def test_a_restart_goes_on_with_what_is_on_disk(tmp_path: Path) -> None:
+    run = make_run(tmp_path, new_run())
+    save_steps(run, {1: 0.5, 2: 0.4, 3: 0.3})
+    run.close_log()
+    checkpoint.fn(run)
+    shutil.rmtree(run.checkpoint(2))
+    (run.checkpoint(3) / "manifest.json").unlink()  # damaged since it was announced
+    save_steps(run, {4: 0.6})
+    result = checkpoint.fn(run)
+    assert [(info.step, info.best) for info in announced(run)] == [(4, True)]
+    run.announced.write_text("{ not readable")
+    assert checkpoint.fn(run) == result == announced(run)[0]
+
+
+def test_without_a_checkpoint_it_returns_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path, new_run())
+    run.close_log()
+    assert checkpoint.fn(run) is None
+
+
+def test_without_the_metric_the_newest_counts_as_the_best_and_it_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path, new_run(), best_metric="evaluation/acuracy")
+    save_steps(run, {1: 0.5, 2: 0.4})
+    run.close_log()
+    result = checkpoint.fn(run)
+    assert result is not None
+    assert (result.step, result.best) == (2, False)
+    assert "no checkpoint has the metric evaluation/acuracy" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "best_is", "expected"),
+    [
+        ([], "least", None),
+        ([None, None], "least", None),
+        ([0.5, 0.1, 0.4], "least", 1),
+        ([0.5, 0.1, 0.4], "greatest", 0),
+        ([0.2, 0.1, 0.1], "least", 1),
+        ([0.9, None, 0.9], "greatest", 0),
+        ([float("nan"), 0.7], "least", 1),
+        ([float("inf"), None], "least", 0),
+    ],
+)
+def test_the_best_is_the_first_of_the_best_values(
+    values: list[float | None], best_is: Any, expected: int | None
+) -> None:
+    infos = [
+        CheckpointInfo(step=s, path=Path(str(s)), bytes=1, digest="", metrics={} if v is None else {"m": v}, best=True)
+        for s, v in enumerate(values)
+    ]
+    flags = [info.best for info in judged(infos, CheckpointConfig(best_metric="m", best_is=best_is))]
+    assert flags == [place == expected for place in range(len(values))]
+
+
+def test_an_evaluation_of_an_earlier_step_makes_no_checkpoint_the_best(tmp_path: Path) -> None:
+    run = make_run(tmp_path, new_run())
+    save_steps(run, {1: 0.1, 2: None, 3: 0.3})
+    run.close_log()
+    checkpoint.fn(run)
+    assert [(info.step, info.metrics) for info in announced(run)][1:] == [(2, {}), (3, {"evaluation/loss": 0.3})]
+
+
+def test_an_outage_of_mlflow_delays_the_records_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.checkpoint.OUTAGE_PERIOD_S", 0.2)
+    server = Server(tmp_path / "mlflow")
+    server.start()
+    try:
+        tracker = new_run(server.uri)
+        run = make_run(tmp_path / "run", tracker)
+        server.kill()
+        watcher = threading.Thread(target=lambda: checkpoint.fn(run, tick_s=0.01))
+        watcher.start()
+        save_steps(run, {1: 0.5, 2: 0.4, 3: 0.3})
+        wait_until(lambda: "recorded in MLflow when it is back" in caplog.text)
+        wait_until(lambda: [info.step for info in announced(run)] == [2, 3])
+        server.start()
+        run.close_log()
+        watcher.join(60)
+        assert not watcher.is_alive()
+        assert recorded(tracker)["step-000000003"]["best"] == "true"
+    finally:
+        server.kill()
+
+
+def test_an_mlflow_that_stays_away_ends_in_an_error_line_not_in_a_failed_task(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Tracker(f"http://127.0.0.1:{free_port()}", "no-such-run")
+    run = make_run(tmp_path, tracker)
+    save_steps(run, {1: 0.5})
+    run.close_log()
+    result = checkpoint.fn(run, patience_s=0.0)
+    assert result is not None
+    assert result.step == 1
+    assert "did not take the checkpoints for 0 s" in caplog.text
+
+
+def test_a_run_that_mlflow_does_not_know_costs_its_record_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path, Tracker(new_run().tracking_uri, "no-such-run"))
+    save_steps(run, {1: 0.5})
+    run.close_log()
+    assert checkpoint.fn(run) is not None
+    assert "MLflow did not take the record of" in caplog.text

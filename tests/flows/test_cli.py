@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from flows import cli
+from flows.direct import prefect_server
 from flows.report import bits_per_byte, config_lines, meanings, outcome, table
 from flows.runs import all_runs, describe, exclusively, find_run
+from infra import services
 from trainer.config import RunConfig, build_config, load_config
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RuntimeUnavailable
 from trainer.events import EventWriter
 from trainer.run import AttemptResult, RankError, RunDir, RunIdentity, write_record
 
@@ -181,3 +183,9 @@ def test_config_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_down_says_when_nothing_runs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(onward(capsys, "down", "--json")) == {"stopped": [], "left": []}
+
+
+def test_deploying_without_a_server_says_how_to_start_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "configured_prefect", lambda: "")
+    with pytest.raises(RuntimeUnavailable, match="start it with `onward up`"), prefect_server(start=False):
+        pass

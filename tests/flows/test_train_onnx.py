@@ -12,8 +12,10 @@ import onnx
 import psutil
 import pytest
 
-from flows.train_onnx import MISSED_AFTER, missed
+from flows.report import meanings
+from flows.train_onnx import MISSED_AFTER, missed, train_onnx
 from tests.flows.workshop import Workshop, finished, ranks_of, reached, until
+from trainer.config import RunConfig
 from trainer.run import RunDir
 
 
@@ -110,6 +112,15 @@ def test_a_run_that_is_asked_to_end_saves_says_how_to_go_on_and_does(
     assert described["state"] == "stopped"
     assert run.checkpoint(described["step"]).is_dir()
     assert workshop.onward("resume", "last")["sha256"] == undisturbed["sha256"]
+
+
+def test_the_form_has_every_section_and_the_meaning_of_every_setting() -> None:
+    schema = train_onnx.parameters.model_dump()
+    assert set(schema["properties"]) == {*RunConfig.model_fields, "resume"}
+    for key, meaning in meanings().items():
+        section, _, name = key.partition(".")
+        model = RunConfig.model_fields[section].annotation.__name__  # type: ignore[union-attr]
+        assert " ".join(schema["definitions"][model]["properties"][name]["description"].split()) == meaning
 
 
 @pytest.mark.parametrize(

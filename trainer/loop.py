@@ -132,7 +132,7 @@ def train(
         part = pipeline.run(batches.take(state.samples_seen, size), reducer, scale=scaler.scale)
         norm = float(reducer.reduce()) / scaler.scale  # whatever overlap did not already do
         loss, overflows, stops = reducer.sum(part, not math.isfinite(norm), stop_requested())
-        stopping = stops > 0
+        stopping = stops > 0 and not overflows  # what is saved is the state after a whole step
 
         if overflows:
             if not scaler.back_off():

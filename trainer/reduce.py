@@ -37,7 +37,8 @@ class Reducer:
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._alone = group.size() == 1
         self._buckets = [_Bucket(members) for members in _pack(list(parameters)[::-1])]
-        self._sent = 0
+        self.num_sent = 0
+        """Buckets on their way, or there, in this step."""
         self._armed = False
         for bucket in self._buckets:
             for parameter in bucket.parameters:
@@ -50,7 +51,7 @@ class Reducer:
 
     def arm(self) -> None:
         """The next backward pass is the last of this step: send each bucket as it fills."""
-        self._armed, self._sent = True, 0
+        self._armed, self.num_sent = True, 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
 
@@ -119,15 +120,15 @@ class Reducer:
 
     def _send_ready(self) -> None:
         # in index order, whatever order they filled in: collectives must match across replicas
-        ready = self._sent
+        ready = self.num_sent
         while ready < len(self._buckets) and self._buckets[ready].missing == 0:
             ready += 1
         self._send(ready)
 
     def _send(self, until: int) -> None:
-        for bucket in self._buckets[self._sent : until]:
+        for bucket in self._buckets[self.num_sent : until]:
             bucket.send(self._group, alone=self._alone)
-        self._sent = max(self._sent, until)
+        self.num_sent = max(self.num_sent, until)
 
     def _average_buffers(self) -> Callable[[], None]:
         if self._alone or not self._buffers:

@@ -103,3 +103,24 @@ def test_running_statistics_are_averaged_over_replicas() -> None:
     (first, average), (second, other) = run_ranks(2, "tests.trainer.test_reduce:averaged_statistics")
     assert average == other == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
     assert first != second
+
+
+def sent_before_the_end_of_backward(mpi: MPIContext) -> list[int]:
+    reduce.BUCKET_BYTES = 1  # every parameter in a bucket of its own
+    module = network()
+    reducer = Reducer(module.parameters(), (), dist.group.WORLD)
+    sent: list[int] = []
+    module[0].weight.register_hook(lambda gradient: sent.append(reducer.num_sent))  # the last gradient to be made
+    reducer.clear()
+    reducer.arm()
+    module(torch.ones(1, 3)).sum().backward()
+    reducer.reduce()
+    return sent
+
+
+@pytest.mark.mpi
+def test_gradients_travel_while_the_backward_pass_still_runs() -> None:
+    for sent in run_ranks(2, "tests.trainer.test_reduce:sent_before_the_end_of_backward"):
+        assert sent[0] >= 3, (
+            "of 5 gradients, those of the later layers are on their way before the first layer's is made"
+        )

@@ -180,7 +180,17 @@ def up(as_json: Json = False) -> None:
 @app.command()
 def ui(as_json: Json = False) -> None:
     """Print the links to Prefect and MLflow, starting both if need be; `onward down` ends them."""
-    _print(_serve("prefect", "mlflow"), as_json=as_json)
+    from flows.runs import all_runs
+    from trainer.run import RunIdentity, read_record
+
+    links = _serve("prefect", "mlflow")
+    if known := all_runs()[:1]:
+        identity = read_record(known[0].identity, RunIdentity)
+        base, _, query = links["mlflow"].partition("?")
+        links["last run"] = identity.prefect_url
+        if identity.tracking_uri.startswith("sqlite:"):
+            links["last run in mlflow"] = f"{base}#/runs/{identity.mlflow_run_id}?{query}"
+    _print(links, as_json=as_json)
 
 
 @app.command()

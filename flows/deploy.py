@@ -6,7 +6,7 @@ import datetime
 import os
 from typing import Any, cast
 
-from infra.services import POOL, QUIET
+from infra.keeper import POOL, QUIET
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.run import onward_home

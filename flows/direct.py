@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from flows.runs import is_owned, run_of
-from infra import services
+from infra import keeper, services
 from trainer.config import RunConfig
 from trainer.errors import RuntimeUnavailable, Stopped
 from trainer.run import ExportedModel, RunDir, onward_home
@@ -38,7 +38,7 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
         try:
             if url := services.configured_prefect():
                 services.check_reachable(url)
-                told = {**services.QUIET, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
+                told = {**keeper.QUIET, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
             else:
                 held.enter_context(services.lease(home))
                 if not start and "prefect" not in services.running(home):
@@ -46,7 +46,7 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
                 if "prefect" not in services.running(home):
                     print("onward: starting a Prefect server of its own", file=sys.stderr)
                 server = services.ensure(home, ["prefect"])["prefect"]
-                told = services.environment(home, prefect_url=server)
+                told = keeper.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None
         os.environ.update(told)

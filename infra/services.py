@@ -1,98 +1,48 @@
-"""Onward's own servers on this machine: who starts them, who needs them, when they leave.
+"""Onward's own servers on this machine, for those who use them: lease, start, find, stop.
 
-Three services, all on 127.0.0.1, all under one home directory:
+Three services, all on 127.0.0.1, all under one home directory, each with a keeper (infra/keeper.py):
 
     prefect   the flow server, SQLite      needed by every `onward run` that has no server of its own
     mlflow    the tracking server, SQLite  to look at (a run writes to the store directly)
     worker    starts deployed runs
 
-Each has a keeper: a small process in its own session that owns the server, and ends it when nobody needs it.
-Needed means: somebody holds a shared lock on `services/lease` (the kernel lets go of it however its holder
-dies), or `services/pinned` exists (`onward up`). So parallel runs share one server, and nothing stays behind
-after `kill -9`.
-
-    services/lease            shared flock: those who need the servers
-    services/pinned           exists between `onward up` and `onward down`
-    services/starting         exclusive flock: one starts at a time
-    services/prefect.keeper   exclusive flock by a living keeper; inside: its pid, and the address once healthy
-    services/prefect.log      what the server printed
+Parallel runs share one server; it leaves a few seconds after the last of them, however that ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 
-POOL = "onward"
-"""The Prefect work pool that deployed runs wait in."""
-LINGER_S = 4.0
-"""How long a server stays after its last user: two runs in a row share it."""
-START_S = 120.0
-"""Longest a service may take until it is healthy; a new home's first start makes the databases."""
-DRAIN_S = 40.0
-"""Longest the deployed runs may take to save and leave when the worker is stopped."""
-TERM_S = 5.0
-"""From SIGTERM to SIGKILL."""
+from infra.keeper import (
+    DRAIN_S,
+    SERVICES,
+    START_S,
+    TERM_S,
+    directory,
+    healthy,
+    kept,
+    log_tail,
+    opened,
+    read_state,
+    signal_all,
+    try_exclusive,
+)
 
 
 class ServiceError(Exception):
     """A server does not start or does not answer; the sentence says which, why, and what to do."""
-
-
-@dataclass(frozen=True)
-class Service:
-    """One kind of server."""
-
-    command: Callable[[Path, int], list[str]]
-    """(home, port) -> what to run."""
-    port: int
-    """The port to prefer; 0 = it listens nowhere."""
-    health: str
-    """The path that answers 200 when the server is ready; without a port, what its log says then."""
-
-
-def _prefect_command(home: Path, port: int) -> list[str]:
-    return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-
-
-def _mlflow_command(home: Path, port: int) -> list[str]:
-    (home / "mlflow").mkdir(parents=True, exist_ok=True)
-    return [
-        *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
-        *("--backend-store-uri", f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"),
-        *("--artifacts-destination", str(home / "mlflow" / "artifacts")),
-    ]
-
-
-def _worker_command(home: Path, port: int) -> list[str]:
-    # Never --limit: with it, Prefect's worker dies when a run that still lives is scheduled again.
-    return [
-        *(sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"),
-        *("--name", f"onward-{socket.gethostname()}", "--install-policy", "never"),
-    ]
-
-
-SERVICES: Mapping[str, Service] = {
-    "prefect": Service(_prefect_command, port=4200, health="/api/health"),
-    "mlflow": Service(_mlflow_command, port=5000, health="/health"),
-    "worker": Service(_worker_command, port=0, health="started!"),
-}
 
 
 # -- what a user of the servers calls
@@ -101,7 +51,7 @@ SERVICES: Mapping[str, Service] = {
 @contextlib.contextmanager
 def lease(home: Path) -> Iterator[None]:
     """Hold the servers: as long as this process lives inside, they are not stopped for want of users."""
-    with _opened(home, "lease") as file:
+    with opened(home, "lease") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # waits for keepers that are just leaving
         yield
 
@@ -111,21 +61,21 @@ def ensure(home: Path, names: Iterable[str]) -> dict[str, str]:
 
     Raises ServiceError with the end of the server's log.
     """
-    with _opened(home, "starting") as file:
+    with opened(home, "starting") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         return {name: _ensured(home, name) for name in names}
 
 
 def running(home: Path) -> dict[str, str]:
     """name -> address of the services that run and are healthy ('' for one that listens nowhere)."""
-    found = {name: _healthy(home, name) for name in SERVICES}
+    found = {name: healthy(home, name) for name in SERVICES}
     return {name: url for name, url in found.items() if url is not None}
 
 
 def up(home: Path, names: Iterable[str] = tuple(SERVICES)) -> dict[str, str]:
     """Start services that stay until `down`; return name -> address."""
     with lease(home):
-        pinned = _directory(home) / "pinned"
+        pinned = directory(home) / "pinned"
         was_pinned = pinned.exists()
         pinned.touch()
         try:
@@ -141,45 +91,13 @@ def down(home: Path) -> tuple[list[str], list[str]]:
 
     The worker goes first and gives its runs time to save. Takes at most about a minute.
     """
-    (_directory(home) / "pinned").unlink(missing_ok=True)
-    kept = [name for name in ("worker", "mlflow", "prefect") if _kept(home, name)]
-    for name in kept:
+    (directory(home) / "pinned").unlink(missing_ok=True)
+    found = [name for name in ("worker", "mlflow", "prefect") if kept(home, name)]
+    for name in found:
         if name != "prefect" or not _leased(home):
             _stop_keeper(home, name)
-    left = [name for name in kept if _kept(home, name)]
-    return [name for name in kept if name not in left], left
-
-
-def environment(home: Path, *, prefect_url: str = "") -> dict[str, str]:
-    """What the servers and their clients are told; `prefect_url` as `ensure` returned it.
-
-    No telemetry, no temporary servers, few retries against an MLflow that is down, and a browser page
-    from elsewhere cannot drive the server.
-    """
-    told = {
-        "ONWARD_HOME": str(home),
-        "PREFECT_HOME": str(home / "prefect"),
-        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-        **QUIET,
-    }
-    if prefect_url:
-        told["PREFECT_API_URL"] = f"{prefect_url}/api"
-        told["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] = prefect_url
-    return told
-
-
-QUIET: Mapping[str, str] = {
-    "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "DO_NOT_TRACK": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60",
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,infra,trainer",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-}
-"""Settings that go with any Prefect or MLflow server, Onward's own or not."""
+    left = [name for name in found if kept(home, name)]
+    return [name for name in found if name not in left], left
 
 
 def configured_prefect() -> str:
@@ -208,181 +126,12 @@ def check_reachable(url: str) -> None:
         ) from None
 
 
-# -- the keeper
-
-
-def keep(home: Path, name: str) -> int:
-    """Run one service until nobody needs it, it dies, or SIGTERM; returns the exit status.
-
-    The body of the keeper process: `python -m infra.services HOME NAME`.
-    """
-    with _opened(home, f"{name}.keeper") as state:
-        try:
-            fcntl.flock(state, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return 0  # another keeper was faster
-        _write_state(state, {"pid": os.getpid()})
-        asked_to_stop: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, frame: asked_to_stop.append(number))
-        started = _started(home, name, stop=lambda: bool(asked_to_stop))
-        if started is None:
-            return 1
-        process, url = started
-        _write_state(state, {"pid": os.getpid(), "url": url})
-        with _until_unneeded(home, process, stop=lambda: bool(asked_to_stop)):
-            _stop(process, drain_s=DRAIN_S if name == "worker" else 0.0)
-        return 0
-
-
-def _started(home: Path, name: str, *, stop: Callable[[], bool]) -> tuple[psutil.Popen, str] | None:
-    """Start the server and wait until it is healthy; a port lost to somebody else is exchanged for another."""
-    service = SERVICES[name]
-    for attempt in range(3):
-        port = _free_port(service.port if attempt == 0 else 0) if service.port else 0
-        process = _launch(home, name, port)
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and process.poll() is None and not stop():
-            if _serves(process, port, service.health) if port else service.health in _log_tail(home, name, 65536):
-                return process, f"http://127.0.0.1:{port}" if port else ""
-            time.sleep(0.1)
-        died_by_itself = process.poll() is not None
-        _stop(process, drain_s=0.0)
-        if not died_by_itself or "address already in use" not in _log_tail(home, name, 65536):
-            return None
-    return None
-
-
-def _launch(home: Path, name: str, port: int) -> psutil.Popen:
-    own_url = f"http://127.0.0.1:{port}" if name == "prefect" else (_healthy(home, "prefect") or "")
-    with (_directory(home) / f"{name}.log").open("wb") as log:
-        return psutil.Popen(
-            SERVICES[name].command(home, port),
-            env={**os.environ, **environment(home, prefect_url=own_url)},
-            cwd=home,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-
-
-def _die_with_parent() -> None:
-    """Between fork and exec: a server whose keeper is killed ends too (mlflow passes the signal on)."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent or parent == 1:
-        os._exit(1)
-
-
-def _serves(process: psutil.Popen, port: int, health: str) -> bool:
-    """Whether it is this process (not a stranger on the same port) that answers."""
-    with contextlib.suppress(psutil.Error):
-        family = [process, *process.children(recursive=True)]
-        listening = any(
-            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-            for member in family
-            for connection in member.net_connections("tcp")
-        )
-        return listening and _answers(f"http://127.0.0.1:{port}{health}")
-    return False
-
-
-@contextlib.contextmanager
-def _until_unneeded(home: Path, process: psutil.Popen, *, stop: Callable[[], bool]) -> Iterator[None]:
-    """Wait; enter the body when the service is to end, with new users kept out until the body is done."""
-    pinned = _directory(home) / "pinned"
-    idle_since = time.monotonic()
-    with _opened(home, "lease") as users:
-        while process.poll() is None and not stop():
-            if pinned.exists() or not _try_exclusive(users):
-                idle_since = time.monotonic()
-            elif time.monotonic() - idle_since > LINGER_S:
-                break  # the lock is kept: who comes now waits, and then finds no keeper
-            else:
-                fcntl.flock(users, fcntl.LOCK_UN)
-            time.sleep(0.3)
-        yield
-
-
-def _stop(process: psutil.Popen, *, drain_s: float) -> None:
-    """SIGTERM, then SIGKILL, the whole tree; with `drain_s`, its children first get time to save and leave."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        runs = process.children() if drain_s else []
-        family = process.children(recursive=True)
-        _signal(runs, signal.SIGTERM)
-        psutil.wait_procs(runs, timeout=drain_s)
-        _signal([process], signal.SIGTERM)
-        _, alive = psutil.wait_procs([process, *family], timeout=TERM_S)
-        _signal(alive, signal.SIGKILL)
-        psutil.wait_procs(alive, timeout=TERM_S)
-
-
-def _signal(processes: Iterable[psutil.Process], number: int) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-
-
-# -- locks, addresses, logs
-
-
-def _directory(home: Path) -> Path:
-    directory = home / "services"
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
-
-
-@contextlib.contextmanager
-def _opened(home: Path, name: str) -> Iterator[IO[bytes]]:
-    """A file of the services directory, to lock; closing it lets go of the lock."""
-    with (_directory(home) / name).open("a+b") as file:
-        yield file
-
-
-def _try_exclusive(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+# -- one service
 
 
 def _leased(home: Path) -> bool:
-    with _opened(home, "lease") as file:
-        return not _try_exclusive(file)
-
-
-def _kept(home: Path, name: str) -> bool:
-    """Whether a keeper of this service lives."""
-    path = _directory(home) / f"{name}.keeper"
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        return not _try_exclusive(file)
-
-
-def _write_state(file: IO[bytes], state: Mapping[str, Any]) -> None:
-    file.truncate(0)
-    file.write(json.dumps(state).encode())
-    file.flush()
-
-
-def _read_state(home: Path, name: str) -> dict[str, Any]:
-    """What the living keeper wrote: `pid`, and `url` once the service is healthy; {} without a keeper."""
-    if not _kept(home, name):
-        return {}
-    try:
-        state = json.loads((_directory(home) / f"{name}.keeper").read_bytes())
-    except ValueError:
-        return {}  # between its truncate and its write
-    return state if isinstance(state, dict) else {}
-
-
-def _healthy(home: Path, name: str) -> str | None:
-    """The address of a service that answers ('' for one that listens nowhere), else None."""
-    url = _read_state(home, name).get("url")
-    return url if url is not None and (not url or _answers(url + SERVICES[name].health)) else None
+    with opened(home, "lease") as file:
+        return not try_exclusive(file)
 
 
 def _ensured(home: Path, name: str) -> str:
@@ -390,28 +139,28 @@ def _ensured(home: Path, name: str) -> str:
     keeper: subprocess.Popen[bytes] | None = None
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        if (url := _healthy(home, name)) is not None:
+        if (url := healthy(home, name)) is not None:
             return url
-        if keeper is None and not _kept(home, name):
+        if keeper is None and not kept(home, name):
             keeper = subprocess.Popen(
-                [sys.executable, "-m", "infra.services", str(home), name],
+                [sys.executable, "-m", "infra.keeper", str(home), name],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal is not for it
             )
-        if keeper is not None and keeper.poll() and not _kept(home, name):
+        if keeper is not None and keeper.poll() and not kept(home, name):
             break
         time.sleep(0.1)
     raise ServiceError(
         f"the {name} server does not start (it has {START_S:g} s); its log "
-        f"{_directory(home) / name}.log ends:\n{_log_tail(home, name, 2000)}"
+        f"{directory(home) / name}.log ends:\n{log_tail(home, name, 2000)}"
     )
 
 
 def _stop_keeper(home: Path, name: str) -> None:
     """SIGTERM to a keeper and wait until it has stopped its service; in the end, SIGKILL to both."""
-    pid = _read_state(home, name).get("pid")
+    pid = read_state(home, name).get("pid")
     if pid is None:
         return
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -420,32 +169,4 @@ def _stop_keeper(home: Path, name: str) -> None:
         keeper.terminate()
         longest_s = 3 * TERM_S + (DRAIN_S if name == "worker" else 0.0)
         _, alive = psutil.wait_procs([keeper], timeout=longest_s)
-        _signal([*alive, *(family if alive else [])], signal.SIGKILL)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
-
-
-def _free_port(preferred: int) -> int:
-    """The preferred port if nobody has it, else any free one (0 = any)."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", preferred))
-        except OSError:
-            return _free_port(0)
-        return int(probe.getsockname()[1])
-
-
-def _log_tail(home: Path, name: str, size: int) -> str:
-    path = _directory(home) / f"{name}.log"
-    return path.read_bytes()[-size:].decode(errors="replace") if path.exists() else ""
-
-
-if __name__ == "__main__":
-    sys.exit(keep(Path(sys.argv[1]), sys.argv[2]))
+        signal_all([*alive, *(family if alive else [])], signal.SIGKILL)

@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra import services
+from infra import keeper, services
 
 USER = """
 import sys, time
 from pathlib import Path
-from infra import services
+from infra import keeper, services
 with services.lease(Path(sys.argv[1])):
     print(services.ensure(Path(sys.argv[1]), ["prefect"])["prefect"], flush=True)
     sys.stdin.read()
@@ -77,7 +77,7 @@ def test_two_users_share_one_server_that_outlives_a_killed_user_and_leaves_with_
             assert first_url == second_url == services.running(shared_home)["prefect"]
             first.send_signal(signal.SIGKILL)
             first.wait()
-        still_there = not until(lambda: "prefect" not in services.running(shared_home), limit_s=2 * services.LINGER_S)
+        still_there = not until(lambda: "prefect" not in services.running(shared_home), limit_s=2 * keeper.LINGER_S)
         assert still_there
     assert until(lambda: not of_home(shared_home), limit_s=15), of_home(shared_home)
 
@@ -85,9 +85,9 @@ def test_two_users_share_one_server_that_outlives_a_killed_user_and_leaves_with_
 @pytest.mark.slow
 def test_a_server_ends_with_its_killed_keeper_and_the_next_user_gets_a_new_one(shared_home: Path) -> None:
     with user(shared_home):
-        keeper = psutil.Process(services._read_state(shared_home, "prefect")["pid"])
-        (server,) = keeper.children()
-        keeper.kill()
+        its_keeper = psutil.Process(keeper.read_state(shared_home, "prefect")["pid"])
+        (server,) = its_keeper.children()
+        its_keeper.kill()
         assert until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, limit_s=10)
         with user(shared_home) as (_, url):
             assert services.running(shared_home) == {"prefect": url}
@@ -98,7 +98,7 @@ def test_a_taken_port_is_exchanged_for_another() -> None:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
         taken = stranger.getsockname()[1]
-        assert services._free_port(taken) != taken
+        assert keeper.free_port(taken) != taken
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_the_configured_server_is_the_environments_else_the_active_profiles(
 
 
 def test_servers_hear_no_other_origin_and_send_no_telemetry(tmp_path: Path) -> None:
-    told = services.environment(tmp_path, prefect_url="http://127.0.0.1:4200")
+    told = keeper.environment(tmp_path, prefect_url="http://127.0.0.1:4200")
     assert told["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4200"
     assert told["DO_NOT_TRACK"] == told["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert told["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"

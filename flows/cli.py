@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -187,7 +188,8 @@ def ui(as_json: Json = False) -> None:
     if known := all_runs()[:1]:
         identity = read_record(known[0].identity, RunIdentity)
         base, _, query = links["mlflow"].partition("?")
-        links["last run"] = identity.prefect_url
+        if identity.prefect_url.startswith("http://127.0.0.1:"):  # the port may be another one today
+            links["last run"] = links["prefect"].removesuffix("/v2/runs") + urlsplit(identity.prefect_url).path
         if identity.tracking_uri.startswith("sqlite:"):
             links["last run in mlflow"] = f"{base}#/runs/{identity.mlflow_run_id}?{query}"
     _print(links, as_json=as_json)

@@ -250,15 +250,13 @@ def _entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorEntry]:
 # -- loading
 
 
-def newest_whole(run: RunDir, *, mpi: MPIContext | None = None, beat: Beat = lambda: None) -> Path | None:
-    """The newest checkpoint that verifies; damaged ones are passed over with a warning.
+def newest_whole(run: RunDir, *, mpi: MPIContext, beat: Beat = lambda: None) -> Path | None:
+    """The newest checkpoint that verifies; damaged ones are passed over with a warning. Collective: every rank.
 
-    With `mpi`: collective, and every rank gets the oldest of their answers, for a network file system may not yet
-    show the newest one everywhere.
+    All get the oldest of their answers: a network file system may not yet show the newest one everywhere.
     """
     found = manifest.newest_whole(run, beat=beat)
-    answers = _gather(mpi, found.name if found else "") if mpi else [found.name if found else ""]
-    oldest = min(answers, key=lambda name: (len(name), name))
+    oldest = min(_gather(mpi, found.name if found else ""), key=lambda name: (len(name), name))
     return run.checkpoints / oldest if oldest else None
 
 

@@ -15,6 +15,8 @@ from trainer.schema import Array, Block, Cells, Column, Values
 
 BATCH_BYTES = 4 << 20
 """About this much of a file is in memory at a time."""
+STREAM_BYTES = 1 << 20
+"""Read ahead in each column of a Parquet file, whose row groups may be as large as the file."""
 
 
 # -- shard files
@@ -119,13 +121,15 @@ def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     """The rows of a Parquet file, some of a row group at a time; `names`: the columns to read, None for all."""
     import pyarrow.parquet as pq  # imported here: ranks never need it
 
-    with _refusing(path), pq.ParquetFile(path, pre_buffer=False) as file:
+    with _refusing(path), pq.ParquetFile(path, pre_buffer=False, buffer_size=STREAM_BYTES) as file:
         rows = max(1, file.metadata.num_rows)
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         row_bytes = max(1, sum(group.total_byte_size for group in groups) // rows)
         columns = None if names is None else [name for name in names if name in file.schema_arrow.names]
         first = 0
-        for batch in file.iter_batches(max(1, min(65536, BATCH_BYTES // row_bytes)), columns=columns):
+        for batch in file.iter_batches(
+            max(1, min(65536, BATCH_BYTES // row_bytes)), columns=columns, use_threads=False
+        ):
             yield _block(path, batch, first)
             first += batch.num_rows
 

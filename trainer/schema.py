@@ -162,6 +162,30 @@ def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
     return f"holds {wrong}, which is no {dtype}"
 
 
+def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values], Array, dict[int, str]]:
+    """(values of every column, which rows are good bool [n], what is wrong with the others by index)."""
+    bad, values = dict(block.bad), {}
+    good = np.ones(len(block.index), bool)
+    for column in columns:
+        cells = block.cells.get(column.name)
+        if cells is None and len(block.index):
+            # a JSON key that no row of this block has; in other formats every row lacks it
+            cells = [None] * len(block.index)
+        values[column.name], wrong = fit([] if cells is None else cells, column) if len(block.index) else ([], {})
+        for at, why in wrong.items():
+            good[at] = False
+            bad.setdefault(int(block.index[at]), f"{column.name} {why}")
+    return values, good, bad
+
+
+def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
+    """The rows that are chosen: bool [n]."""
+    where = np.flatnonzero(chosen)
+    return {
+        name: [rows[at] for at in where] if isinstance(rows, list) else rows[where] for name, rows in values.items()
+    }
+
+
 # -- what columns look like
 
 

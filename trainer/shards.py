@@ -29,7 +29,7 @@ from trainer.config import DataConfig
 from trainer.errors import DataError, OnwardError
 from trainer.protofile import ProtoReader, ProtoWriter
 from trainer.run import Record, fsync, read_record, sha256, write_record
-from trainer.schema import TEXT, Array, Block, Column, Schema, Values, Want, extremes, fit, infer, merge, stored
+from trainer.schema import TEXT, Array, Column, Schema, Values, Want, extremes, fit_block, infer, merge, select, stored
 
 FORMAT = 1
 """Changes when the same source would give other shards, so that old ones are not taken for new."""
@@ -197,13 +197,13 @@ def _write(data: DataConfig, columns: Sequence[Column], key: str, directory: Pat
     splits = {split: _SplitWriter(directory, split, columns, data=data) for split in ("train", "evaluation")}
     skipped, skipped_rows = 0, list[str]()
     for block, held_out in sources.read(data, [column.name for column in columns]):
-        values, good, bad = _fit(block, columns)
+        values, good, bad = fit_block(block, columns)
         skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), NAMED - len(skipped_rows))]
         skipped += len(bad)
         if skipped and data.bad_rows == "fail":
             continue  # nothing will be kept: only count
-        splits["train"].add(_select(values, good & ~held_out))
-        splits["evaluation"].add(_select(values, good & held_out))
+        splits["train"].add(select(values, good & ~held_out))
+        splits["evaluation"].add(select(values, good & held_out))
     files = {split: tuple(writer.close()) for split, writer in splits.items()}
     rows = {split: sum(file.rows for file in files[split]) for split in files}
     if skipped and data.bad_rows == "fail":
@@ -243,29 +243,6 @@ def _refuse_empty(data: DataConfig, rows: Mapping[str, int], skipped: int) -> No
         f"(by {source}; {skipped} bad rows left out); both need at least one: give more rows, another "
         "data.evaluation_fraction, or an evaluation_source"
     )
-
-
-def _fit(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values], Array, dict[int, str]]:
-    """(values of every column, which rows are good bool [n], what is wrong with the others by index)."""
-    bad, values = dict(block.bad), {}
-    good = np.ones(len(block.index), bool)
-    for column in columns:
-        cells = block.cells.get(column.name)
-        if cells is None and len(block.index):
-            # a JSON key that no row of this block has; in other formats every row lacks it
-            cells = [None] * len(block.index)
-        values[column.name], wrong = fit([] if cells is None else cells, column) if len(block.index) else ([], {})
-        for at, why in wrong.items():
-            good[at] = False
-            bad.setdefault(int(block.index[at]), f"{column.name} {why}")
-    return values, good, bad
-
-
-def _select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
-    where = np.flatnonzero(chosen)
-    return {
-        name: [rows[at] for at in where] if isinstance(rows, list) else rows[where] for name, rows in values.items()
-    }
 
 
 class _Writer(Protocol):

@@ -15,12 +15,13 @@ import pytest
 from flows import cli
 from flows.direct import prefect_server
 from flows.report import bits_per_byte, config_lines, meanings, outcome, table
-from flows.runs import all_runs, describe, exclusively, find_run
+from flows.runs import all_runs, describe, exclusively, find_run, held_out_text
 from infra import services
 from trainer.config import RunConfig, build_config, load_config
 from trainer.errors import ConfigError, RuntimeUnavailable
 from trainer.events import EventWriter
 from trainer.run import AttemptResult, RankError, RunDir, RunIdentity, write_record
+from trainer.shards import make_shards
 
 CONFIGS = sorted((Path(cli.__file__).parent / "configs").glob("*.toml"))
 
@@ -173,6 +174,23 @@ def test_a_uniform_guess_costs_8_bits_per_byte_and_compressors_beat_it_on_repeti
     assert bits["model"] == pytest.approx(8.0)
     assert bits["xz -9"] < bits["model"]
     assert bits["gzip -9"] < 1.0
+
+
+def test_the_compressors_get_the_very_bytes_that_the_evaluation_predicts(home: Path) -> None:
+    text = home / "text"
+    text.mkdir()
+    for number in range(4):
+        (text / f"{number}.py").write_bytes(bytes([65 + number]) * 100)
+    data = {"source": str(text), "evaluation_fraction": 0.25, "sequence_length": 10}
+    run = RunDir(home / "runs" / "aaaa-1")
+    config = build_config({"model": {"path": "m.onnx"}, "data": data, "train": {"num_steps": 9}})
+    write_record(run.config, config)
+    directory, _, _ = make_shards(config.data, None, home / "cache")
+    run.shards.symlink_to(directory)
+    held_out = held_out_text(run)  # of one file, less the first byte, which nothing precedes
+    assert len(held_out) == 100
+    assert held_out[:99] == held_out[:1] * 99
+    assert held_out[99:] == b"\0"
 
 
 def test_config_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from flows.runs import is_owned, run_of
+from flows.runs import close_mlflow, is_owned, run_of
 from infra import keeper, services
 from trainer.config import RunConfig
 from trainer.errors import RuntimeUnavailable, Stopped
@@ -76,7 +76,7 @@ def announce(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
 
 
 def bury_the_dead() -> None:
-    """Mark as Crashed the flow runs that Prefect shows as running though nobody works on them any more.
+    """Mark as Crashed, and KILLED in MLflow, what Prefect shows as running though nobody works on it any more.
 
     A process that was killed, or a machine that lost power, leaves such runs; they would be shown as running
     for ever, and hold their deployment's only slot.
@@ -97,6 +97,7 @@ def bury_the_dead() -> None:
             if run.root.exists() and not is_owned(run) and not about_to_own_it:  # absent: another machine's
                 message = f"its process was killed; to go on: onward resume {run.root.name}"
                 client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
+                close_mlflow(run, "KILLED")
 
 
 def run_here(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> ExportedModel:

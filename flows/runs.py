@@ -11,6 +11,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from infra.tracking import Status, Tracker, TrackingError
 from trainer.errors import CheckpointError, ConfigError
 from trainer.events import read_events
 from trainer.manifest import announced, newest_whole
@@ -66,6 +67,14 @@ def _lock(file: IO[bytes]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def close_mlflow(run: RunDir, status: Status) -> None:
+    """Say in MLflow how a run ended, if it got as far as having an MLflow run and MLflow answers."""
+    if run.identity.exists():
+        identity = read_record(run.identity, RunIdentity)
+        with contextlib.suppress(TrackingError):  # Prefect has the state, and the files have everything
+            Tracker(identity.tracking_uri, identity.mlflow_run_id).set_status(status)
 
 
 def all_runs() -> list[RunDir]:

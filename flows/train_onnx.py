@@ -6,7 +6,6 @@ through Prefect is paths and small records. Any task can be repeated: the run di
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import uuid
 from typing import Any, cast
@@ -17,8 +16,8 @@ from prefect.flows import Flow
 from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.runs import exclusively, run_of
-from infra.tracking import Status, Tracker
+from flows.runs import close_mlflow, exclusively, run_of
+from infra.tracking import Status
 from tasks.checkpoint import checkpoint as keep_checkpoints
 from tasks.configure import configure
 from tasks.export import export as export_model
@@ -41,21 +40,17 @@ from trainer.config import (
 )
 from trainer.errors import ConfigError
 from trainer.manifest import announced
-from trainer.run import ExportedModel, RunDir, RunIdentity, TrainResult, read_record
+from trainer.run import ExportedModel, RunDir, TrainResult
 
 MISSED_AFTER = datetime.timedelta(hours=1)
 """A scheduled run that starts later than this is skipped: after a night without power one run is enough."""
 
 
-def close_mlflow(status: Status) -> Any:
-    """A hook that says in MLflow how the flow run ended when nothing in the flow was left to say it."""
+def closing(status: Status) -> Any:
+    """A hook that says in MLflow how the flow run ended, when nothing in the flow was left to say it."""
 
     def close(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-        run = run_of(flow_run.id, flow_run.parameters)
-        if run.identity.exists():
-            identity = read_record(run.identity, RunIdentity)
-            with contextlib.suppress(Exception):  # Prefect has the state already; MLflow may be down
-                Tracker(identity.tracking_uri, identity.mlflow_run_id).set_status(status)
+        close_mlflow(run_of(flow_run.id, flow_run.parameters), status)
 
     return close
 
@@ -64,9 +59,9 @@ def close_mlflow(status: Status) -> Any:
     name="train-onnx",
     flow_run_name="{name}",
     task_runner=ThreadPoolTaskRunner(max_workers=4),  # type: ignore[arg-type]  # of whatever futures
-    on_failure=[close_mlflow("FAILED")],
-    on_crashed=[close_mlflow("FAILED")],
-    on_cancellation=[close_mlflow("KILLED")],
+    on_failure=[closing("FAILED")],
+    on_crashed=[closing("KILLED")],
+    on_cancellation=[closing("KILLED")],
 )
 def train_onnx(
     model: ModelConfig,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,10 @@ def test_after_the_flow_was_killed_nothing_is_left_and_resume_ends_with_the_same
     (mlflow_run,) = workshop.mlflow_runs(run)
     assert mlflow_run.info.status == "FINISHED"
     until(lambda: gone(workshop), limit_s=15)
+    with contextlib.closing(sqlite3.connect(workshop.home / "prefect" / "prefect.db")) as shown:
+        assert shown.execute("select state_type from flow_run where id = ?", [run.root.name]).fetchall() == [
+            ("CRASHED",)
+        ]
 
 
 @whole

@@ -52,7 +52,7 @@ class TrackingError(Exception):
     """MLflow refused a call; repeating it would not help."""
 
 
-class TrackingUnavailable(TrackingError):  # noqa: N818
+class TrackingUnavailable(TrackingError):
     """MLflow cannot be reached or is out of order for now; the same call may be repeated later."""
 
 

@@ -152,8 +152,8 @@ def test_an_mlflow_server_killed_and_started_again_while_the_training_runs(tmp_p
         write_record(run.config, RunConfig(model=model, data=data, train=TrainConfig(num_steps=STEPS)))
         where = {"mlflow_run_id": tracker.run_id, "tracking_uri": server.uri}
         write_record(run.identity, RunIdentity(run_id="r", name="r", created_at="", model_sha256="", **where))
-        watching = threading.Thread(target=monitor.fn, args=(run,), kwargs={"tick_s": 0.05})
-        writing = threading.Thread(target=write_log, args=(run, 0.02))
+        watching = threading.Thread(target=monitor.fn, args=(run,), kwargs={"tick_s": 0.05}, daemon=True)
+        writing = threading.Thread(target=write_log, args=(run, 0.02), daemon=True)
         watching.start()
         writing.start()
 

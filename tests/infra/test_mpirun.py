@@ -196,7 +196,7 @@ def test_an_exception_in_the_supervising_thread_lets_the_job_save_first(tmp_path
         until(lambda: both_up(tmp_path))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    helper = threading.Thread(target=cancel_when_up)
+    helper = threading.Thread(target=cancel_when_up, daemon=True)
     helper.start()
     try:
         with pytest.raises(Cancelled):

@@ -68,7 +68,7 @@ def test_beside_a_training_it_announces_records_and_keeps_the_newest_and_the_bes
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     results: list[CheckpointInfo | None] = []
-    watcher = threading.Thread(target=lambda: results.append(checkpoint.fn(run, tick_s=0.01)))
+    watcher = threading.Thread(target=lambda: results.append(checkpoint.fn(run, tick_s=0.01)), daemon=True)
     watcher.start()
     for step, loss in {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3}.items():
         save_steps(run, {step: loss})
@@ -180,7 +180,7 @@ def test_an_outage_of_mlflow_delays_the_records_and_nothing_else(
         tracker = new_run(server.uri)
         run = make_run(tmp_path / "run", tracker)
         server.kill()
-        watcher = threading.Thread(target=lambda: checkpoint.fn(run, tick_s=0.01))
+        watcher = threading.Thread(target=lambda: checkpoint.fn(run, tick_s=0.01), daemon=True)
         watcher.start()
         save_steps(run, {1: 0.5, 2: 0.4, 3: 0.3})
         wait_until(lambda: "recorded in MLflow when it is back" in caplog.text)

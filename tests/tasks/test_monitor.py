@@ -108,11 +108,11 @@ def test_beside_a_training_points_arrive_while_it_runs_and_the_run_is_running_ag
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     tracker.set_status("FAILED")  # the attempt before
-    watching = threading.Thread(target=monitor.fn, args=(run,), kwargs={"tick_s": 0.02})
+    watching = threading.Thread(target=monitor.fn, args=(run,), kwargs={"tick_s": 0.02}, daemon=True)
     watching.start()
     attempt(run, first=1, last=4)
     wait_until(lambda: len(points(tracker, "train/loss")) == 4)
-    assert client(tracker).get_run(tracker.run_id).info.status == "RUNNING"
+    wait_until(lambda: client(tracker).get_run(tracker.run_id).info.status == "RUNNING")
     attempt(run, first=5, last=10, status="done")
     run.close_log()  # at once: what was just written is still shipped
     watching.join()

@@ -236,7 +236,9 @@ def test_of_two_builders_the_second_uses_the_firsts(tmp_path: Path, npz: Path, m
     monkeypatch.setattr(shards, "_write", write_together)
     results: list[Any] = []
     builders = [
-        threading.Thread(target=lambda: results.append(make(DataConfig(source=str(npz)), tmp_path / "cache")))
+        threading.Thread(
+            target=lambda: results.append(make(DataConfig(source=str(npz)), tmp_path / "cache")), daemon=True
+        )
         for _ in range(2)
     ]
     for builder in builders:

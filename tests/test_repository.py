@@ -64,6 +64,29 @@ def test_the_top_level_is_the_design_cards() -> None:
     assert {name for name in top if not name.startswith(".")} <= allowed
 
 
+def test_every_file_the_readme_links_exists() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / "README.md").read_text())
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_readmes_config_is_the_demos() -> None:
+    assert readme_block("A config").strip() == (ROOT / "flows/configs/squeezenet-digits.toml").read_text().strip()
+
+
+def test_every_command_in_the_readme_is_one() -> None:
+    """Each `onward ...` line is understood by the command line as far as its command and options go."""
+    from typer.main import get_command
+
+    from flows.cli import app
+
+    known = get_command(app).commands  # type: ignore[attr-defined]
+    shown = re.findall(r"^(?:make \S+ && )?onward (\S+)", (ROOT / "README.md").read_text(), re.M)
+    assert len(shown) >= 10
+    assert set(shown) <= set(known)
+    assert set(known) == set(shown), "the tour shows every command"
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "flows" / "configs").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_example_config_loads_and_opens_with_its_command(path: Path) -> None:
     assert load_config(path).name == path.stem

@@ -79,13 +79,15 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
         tracking_uri=known.tracking_uri if known else _tracking_uri(config),
     )
     try:
-        mlflow_run_id, mlflow_url = tracking.Tracker(identity.tracking_uri).start_run(
+        tracker = tracking.Tracker(identity.tracking_uri)
+        mlflow_run_id, mlflow_url = tracker.start_run(
             config.monitor.experiment,
             key=identity.run_id,
             name=config.name,
             tags=_tags(run, config, identity),
             params=_settings(config),
         )
+        tracker.log_file(run.config)
     except tracking.TrackingUnavailable as error:
         if known is None:
             raise RuntimeUnavailable(

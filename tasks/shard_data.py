@@ -10,8 +10,10 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from infra.tracking import Tracker, TrackingError
+from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.run import RunDir, onward_home, read_config
+from trainer.run import RunDir, RunIdentity, onward_home, read_config, read_record
 from trainer.shards import ShardManifest, make_shards
 from trainer.signature import misfits, read_signature, wanted
 
@@ -46,7 +48,22 @@ def shard_data(run: RunDir) -> ShardManifest:
     if manifest.skipped:
         rows = "; ".join(manifest.skipped_rows[:5])
         log.warning("%d bad rows were left out (data.bad_rows = 'skip'): %s", manifest.skipped, rows)
+    _record(run, config, manifest)
     return manifest
+
+
+def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
+    """Name the data in MLflow by its digest, so that runs on equal data are found; an outage costs only that."""
+    identity = read_record(run.identity, RunIdentity)
+    if not identity.mlflow_run_id:
+        return
+    rows = {"train": manifest.rows("train"), "evaluation": manifest.rows("evaluation")}
+    try:
+        Tracker(identity.tracking_uri, identity.mlflow_run_id).log_dataset(
+            Path(config.data.source).name, digest=manifest.key, source=run.shards.resolve(), rows=rows
+        )
+    except TrackingError as error:
+        log.warning("the data is not named in MLflow: %s", error)
 
 
 def _link(link: Path, target: Path) -> None:

@@ -64,6 +64,7 @@ def test_a_run_begun_again_has_the_same_directory_and_the_same_mlflow_run(
     runs = Tracker(store)._client.search_runs(["1"], f"tags.`onward.run_id` = '{first.run_id}'")
     assert [found.info.run_id for found in runs] == [first.mlflow_run_id]
     assert runs[0].data.params["train.num_steps"] == "4"
+    assert [file.path for file in Tracker(store)._client.list_artifacts(first.mlflow_run_id)] == ["config.json"]
 
 
 def test_changed_settings_are_refused_by_name_and_the_saved_ones_stay(sections: dict[str, Section]) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from tasks.shard_data import shard_data
 from tests import graphs
+from tests.stores import client, new_run
 from trainer.config import build_config
 from trainer.errors import ConfigError, DataError
-from trainer.run import RunDir, write_record
+from trainer.run import RunDir, RunIdentity, write_record
 from trainer.shards import check_shards, open_shards
 
 
@@ -34,6 +35,7 @@ def configured(tmp_path: Path, label: Any, name: str = "run", **data: Any) -> Ru
         }
     )
     write_record(run.config, config)
+    write_record(run.identity, RunIdentity(run_id=name, name=name, created_at="2026-01-01", model_sha256=""))
     return run
 
 
@@ -68,3 +70,24 @@ def test_bad_rows_stop_the_run_with_their_names(tmp_path: Path) -> None:
         shard_data.fn(configured(tmp_path, label))
     manifest = shard_data.fn(configured(tmp_path, label, bad_rows="skip"))
     assert (manifest.skipped, manifest.rows("train") + manifest.rows("evaluation")) == (1, 40)
+
+
+def test_the_data_is_named_in_mlflow_by_its_digest_and_rows(tmp_path: Path) -> None:
+    run, tracker = configured(tmp_path, np.arange(40) % 4), new_run()
+    ids = {"mlflow_run_id": tracker.run_id, "tracking_uri": tracker.tracking_uri}
+    write_record(run.identity, RunIdentity(run_id="r", name="r", created_at="2026-01-01", model_sha256="", **ids))
+    manifest = shard_data.fn(run)
+    shard_data.fn(run)  # a retry: named once
+    inputs = client(tracker).get_run(tracker.run_id).inputs.dataset_inputs
+    assert {(i.dataset.name, i.dataset.digest, i.dataset.profile) for i in inputs} == {
+        ("data.npz/train", manifest.key[:36], '{"num_rows": 36}'),
+        ("data.npz/evaluation", manifest.key[:36], '{"num_rows": 4}'),
+    }
+    assert len(inputs) == 2
+
+
+def test_an_outage_of_mlflow_does_not_stop_the_sharding(tmp_path: Path) -> None:
+    run = configured(tmp_path, np.arange(40) % 4)
+    nowhere = {"mlflow_run_id": "f" * 32, "tracking_uri": "http://127.0.0.1:9"}
+    write_record(run.identity, RunIdentity(run_id="r", name="r", created_at="2026-01-01", model_sha256="", **nowhere))
+    assert shard_data.fn(run).rows("train") == 36

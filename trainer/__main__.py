@@ -18,7 +18,15 @@ from pathlib import Path
 
 import torch
 
-from trainer.distributed import StopSignal, connect, die_with_parent, disconnect, install_excepthook, run_preflight
+from trainer.distributed import (
+    StopSignal,
+    connect,
+    die_with_parent,
+    disconnect,
+    install_excepthook,
+    launched_rank,
+    run_preflight,
+)
 from trainer.errors import Stopped
 from trainer.events import Heartbeat
 from trainer.run import RunDir, read_config, write_record
@@ -26,7 +34,9 @@ from trainer.run import RunDir, read_config, write_record
 
 def train_rank(run: RunDir) -> int:
     """Train as one rank of the attempt that owns the run directory."""
-    attempt = run.current_attempt or run.begin_attempt()
+    if launched_rank() in (None, 0) and not run.current_attempt:
+        run.begin_attempt()  # started by hand, without a supervisor to count the attempts
+    attempt = run.current_attempt or 1
     stop = StopSignal()
     heartbeat = Heartbeat(run.heartbeat)
     install_excepthook(run, attempt=attempt, step=lambda: heartbeat.step)

@@ -58,10 +58,15 @@ class EventWriter:
         """Append one histogram: `len(edges) == len(counts) + 1`."""
         self.emit("histogram", step, name=name, counts=list(counts), edges=list(edges))
 
-    def close(self) -> None:
-        """Flush to the disk and close."""
+    def sync(self) -> None:
+        """Put what was emitted on the disk: before a checkpoint, after which no run tells it again."""
         if self._file is not None:
             os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Put it on the disk and close."""
+        self.sync()
+        if self._file is not None:
             self._file.close()
             self._file = None
 

@@ -28,6 +28,7 @@ import trainer.ops  # noqa: F401  files the operator table
 from trainer.errors import CheckpointError, ConfigError, UnsupportedModel
 from trainer.ops.fuse import fuse as fuse_graph
 from trainer.ops.importer import Importer, plans, unknown_operators
+from trainer.ops.norm import BatchNorm
 from trainer.ops.roles import Role, roles
 from trainer.ops.stored import slots, store, stored_tensors
 from trainer.ops.tracing import Tracer
@@ -142,7 +143,8 @@ def load_weights(module: ImportedGraph, tensors: Mapping[str, torch.Tensor]) -> 
 def trainable(module: ImportedGraph, *, train: Sequence[str] = ("*",), freeze: Sequence[str] = ()) -> None:
     """Train the parameters that match a pattern of `train` and none of `freeze`; the others get no gradient.
 
-    Patterns are globs over names in the file. Raises ConfigError for each that matches no parameter, and
+    Patterns are globs over names in the file. A BatchNormalization whose scale and bias are not trained keeps
+    its running statistics too, and uses them. Raises ConfigError for each that matches no parameter, and
     when nothing is left to train.
     """
     parameters = {module.onnx_names[path]: parameter for path, parameter in module.named_parameters()}
@@ -161,6 +163,15 @@ def trainable(module: ImportedGraph, *, train: Sequence[str] = ("*",), freeze: S
         problems.append(f"model.train and model.freeze leave none of the {len(parameters)} weights to train")
     if problems:
         raise ConfigError(problems)
+    for node in module.graph.nodes:
+        if node.op == "call_module" and isinstance(norm := module.get_submodule(str(node.target)), BatchNorm):
+            own = [parameters[name] for arg in node.args[1:3] if (name := _file_name(module, arg)) in parameters]
+            norm.frozen = bool(own) and not any(parameter.requires_grad for parameter in own)
+
+
+def _file_name(module: ImportedGraph, argument: object) -> str:
+    """The name in the file of a stored tensor that is an operand; "" for any other operand."""
+    return module.onnx_names.get(str(argument.target), "") if isinstance(argument, fx.Node) else ""
 
 
 def describe(module: ImportedGraph) -> list[tuple[str, str, str]]:

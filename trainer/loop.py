@@ -23,7 +23,7 @@ from trainer.checkpoint import TrainState, load, newest_whole, save
 from trainer.config import RunConfig
 from trainer.data import Batches, evaluation_batches
 from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.errors import Diverged
+from trainer.errors import ConfigError, Diverged
 from trainer.events import EventWriter, Heartbeat
 from trainer.loss import Evaluation, Loss
 from trainer.optim import (
@@ -101,6 +101,7 @@ def train(
 
     def save_checkpoint() -> None:
         reducer.check_agreement(weights)
+        events.sync()
         tensors = {f"model/{name}": tensor for name, tensor in weights.items()}
         tensors |= optimizer_tensors(optimizer, trained.items())
         path = save(run, attempt=attempt, state=state, tensors=tensors, mpi=mpi, beat=heartbeat.beat)
@@ -114,12 +115,14 @@ def train(
         graph.load_weights(module, {n.removeprefix("model/"): t for n, t in tensors.items() if n.startswith("model/")})
         load_optimizer_tensors(optimizer, trained.items(), tensors)
         scaler.restore(state.scaler)
+        check_room(checkpoint, state, config=config, num_rows=batches.num_rows)
+    reducer.check_agreement(weights)  # nothing is broadcast: all replicas read the same file, or stop here
     num_parameters = sum(tensor.numel() for tensor in trained.values())
     events.emit("start", state.step, num_steps=num_steps, num_samples=num_samples, num_parameters=num_parameters)
     if state.step == 0:
         state = state.evaluated(evaluate(0))
 
-    # -- 6. One iteration is one weight update; after an overflow the same step is tried at half the scale
+    # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
     stopping, timed_from, timed_samples = False, time.monotonic(), 0
     while state.step < num_steps and not stopping:
         step = state.step + 1
@@ -129,29 +132,34 @@ def train(
         rate = learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=num_steps)
         set_learning_rate(optimizer, rate)
 
-        part = pipeline.run(batches.take(state.samples_seen, size), reducer, scale=scaler.scale)
+        micro_batches = batches.take(state.samples_seen, size)
+        part = pipeline.run(micro_batches, reducer, scale=scaler.scale, beat=heartbeat.beat)
         norm = float(reducer.reduce()) / scaler.scale  # whatever overlap did not already do
-        loss, overflows, stops = reducer.sum(part, not math.isfinite(norm), stop_requested())
-        stopping = stops > 0 and not overflows  # what is saved is the state after a whole step
+        finite = math.isfinite(norm) and bool(torch.isfinite(part))
+        loss, overflows, stops = reducer.sum(part, not finite, stop_requested())
 
         if overflows:
-            if not scaler.back_off():
+            reducer.undo()
+            remedy = scaler.overflow()
+            if remedy == "none":
                 raise Diverged(
                     f"step {step}: loss {loss:g}, gradient norm {norm:g} at learning rate {rate:g} and loss scale "
                     f"{scaler.scale:g}; lower the learning rate, lengthen the warm-up, or compute in bf16 or fp32"
                 )
             events.scalars(step, skipped=1, loss_scale=scaler.scale)
-            continue
-
-        reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
-        summarise(events, step, trained, config=config.monitor)
-        optimizer.step()
-        scaler.grow()
+            if remedy == "again":
+                continue
+        else:
+            reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
+            summarise(events, step, trained, config=config.monitor)
+            optimizer.step()
+            scaler.grow()
         state = state.advance(size, scaler.state())
+        stopping = stops > 0
         last = stopping or step == num_steps
 
         timed_samples += size
-        if every(config.train.log_period, step) or last:
+        if not overflows and (every(config.train.log_period, step) or last):
             speed = timed_samples / (time.monotonic() - timed_from)
             events.scalars(
                 step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, samples_per_s=speed
@@ -176,6 +184,17 @@ def train(
         metrics=state.metrics,
         elapsed_s=time.monotonic() - started_at,
     )
+
+
+def check_room(checkpoint: Path, state: TrainState, *, config: RunConfig, num_rows: int) -> None:
+    """Raises ConfigError when no training of this length and batch size passes through the checkpoint's position."""
+    left = config.total_samples(num_rows) - state.samples_seen
+    if left < 0 or state.step + math.ceil(left / config.train.global_batch_size) != config.num_steps(num_rows):
+        raise ConfigError(
+            f"{checkpoint} is at step {state.step} after {state.samples_seen:,} samples, but this run makes "
+            f"{config.num_steps(num_rows)} steps of {config.train.global_batch_size} = "
+            f"{config.total_samples(num_rows):,} samples; keep the batch size it was saved with, and go beyond it"
+        )
 
 
 def every(period: int, step: int) -> bool:

@@ -8,6 +8,7 @@ because of this.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -88,18 +89,20 @@ class Evaluation:
     def __init__(self, loss: Loss, *, ignore_index: int, device: torch.device) -> None:
         # imported here: it takes as long as torch itself, and not every rank program evaluates
         import_torchvision()
-        from torchmetrics import MeanMetric
+        from torchmetrics import SumMetric
         from torchmetrics.classification import BinaryAccuracy
         from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
         self._loss = loss
         self._ignore_index = ignore_index
         self._num_classes = 0
-        self._metrics: dict[str, Metric] = {"loss": MeanMetric().set_dtype(torch.float64)}
+        # sums, so that one NaN makes the total NaN: a mean of torchmetrics would leave the batch out
+        self._totals = [SumMetric(nan_strategy="disable").set_dtype(torch.float64).to(device) for _ in range(2)]
+        self._metrics: dict[str, Metric] = {}
         if loss.name == "bce_with_logits":
             self._metrics["accuracy"] = BinaryAccuracy()
         elif loss.name in ("mse", "l1"):
-            self._metrics |= {"mse": MeanSquaredError(), "mae": MeanAbsoluteError()}
+            self._metrics = {"mse": MeanSquaredError(), "mae": MeanAbsoluteError()}
         self._device = device
         for metric in self._metrics.values():
             metric.to(device)
@@ -108,8 +111,10 @@ class Evaluation:
     def update(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None:
         """Add one batch. Not collective: ranks may have different numbers of batches."""
         output = self._loss.output(outputs)
-        if count := self._loss.count(labels, size):
-            self._metrics["loss"].update(self._loss(outputs, labels, size) / count, weight=count)
+        for total, value in zip(
+            self._totals, (self._loss(outputs, labels, size), self._loss.count(labels, size)), strict=True
+        ):
+            total.update(value)
         if labels is None or self._loss.name == "output":
             return
         if self._loss.name == "cross_entropy":
@@ -117,8 +122,11 @@ class Evaluation:
             self._metrics["accuracy"].update(output.flatten(0, -2), labels.flatten())
             return
         target = labels.reshape(output.shape)
-        for name in self._metrics.keys() - {"loss"}:
-            self._metrics[name].update(output, target.int() if name == "accuracy" else target.float())
+        for name in self._metrics:
+            if name == "accuracy":  # decided here: torchmetrics takes logits within [0, 1] for probabilities
+                self._metrics[name].update((output > 0).int(), (target > 0.5).int())
+            else:
+                self._metrics[name].update(output, target.float())
 
     def compute(self) -> dict[str, float]:
         """Exact totals over all batches of all ranks. Collective: every rank of the default group."""
@@ -128,7 +136,9 @@ class Evaluation:
             self._classes(int(width))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*``compute`` method of metric.*before the ``update``")
-            return {name: float(metric.compute()) for name, metric in sorted(self._metrics.items())}
+            total, count = (float(metric.compute()) for metric in self._totals)
+            values = {name: float(metric.compute()) for name, metric in sorted(self._metrics.items())}
+        return {"loss": total / count if count else math.nan, **values}
 
     def _classes(self, num_classes: int) -> None:
         if num_classes and not self._num_classes:

@@ -65,7 +65,14 @@ class Pipeline:
         self._device = device
         self._group = group
 
-    def run(self, micro_batches: Sequence[MicroBatch], reducer: GradientReducer, *, scale: float) -> Tensor:
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        reducer: GradientReducer,
+        *,
+        scale: float,
+        beat: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """Every forward and backward pass of one step; leaves scaled gradients with `reducer`.
 
         The gradient is that of `scale` x the mean over the targets of *all* replicas and micro-batches,
@@ -85,6 +92,7 @@ class Pipeline:
                 reducer.arm()
             (loss * (scale / total.clamp(min=1))).backward()  # type: ignore[no-untyped-call]
             share += loss.detach()
+            beat()
         counted()
         return share / total.clamp(min=1)
 

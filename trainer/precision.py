@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 
 from trainer.config import PrecisionConfig
 
+Remedy = Literal["again", "skip", "none"]
+MOST_SKIPS = 10
+"""Overflows in a row that a static scale may skip before training has diverged."""
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -31,24 +35,32 @@ class LossScaler:
         self._config = config
         self._dynamic = config.compute == "fp16" and not config.loss_scale
         self.scale = 1.0
+        self._static = config.compute == "fp16" and config.loss_scale > 0
         self._finite_updates = 0
+        self._skipped = 0
         if config.compute == "fp16":
             self.scale = config.loss_scale or config.initial_scale
 
     def grow(self) -> None:
         """A finite update was made."""
         self._finite_updates += self._dynamic
-        if self._finite_updates == self._config.growth_interval:
+        self._skipped = 0
+        if self._finite_updates >= self._config.growth_interval:
             self.scale = min(2.0 * self.scale, self._config.max_scale)
             self._finite_updates = 0
 
-    def back_off(self) -> bool:
-        """A gradient overflowed and its update was skipped. False when a smaller scale is not to be had."""
+    def overflow(self) -> Remedy:
+        """A gradient overflowed, on whichever rank: what to do about its update, which must not be made.
+
+        Dynamic: try the same step `again`, at half the scale. Static: `skip` it, as the predecessor does, but
+        not MOST_SKIPS times in a row. `none` when no scale can mend it: fp32, bf16, or the smallest scale.
+        """
         self._finite_updates = 0
-        before = self.scale
-        if self._dynamic:
+        self._skipped += 1
+        if self._dynamic and self.scale > 1.0:
             self.scale = max(0.5 * self.scale, 1.0)
-        return self.scale < before
+            return "again"
+        return "skip" if self._static and self._skipped < MOST_SKIPS else "none"
 
     def state(self) -> dict[str, float]:
         """For the checkpoint: JSON-able."""

@@ -35,6 +35,7 @@ class Reducer:
     def __init__(self, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
         self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._before: list[Tensor] = []
         self._alone = group.size() == 1
         self._buckets = [_Bucket(members) for members in _pack(list(parameters)[::-1])]
         self.num_sent = 0
@@ -45,9 +46,15 @@ class Reducer:
                 parameter.register_post_accumulate_grad_hook(self._arrived(bucket))  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
-        """Set every gradient to zero, in place."""
+        """Set every gradient to zero, in place; remember the buffers."""
+        self._before = [buffer.clone() for buffer in self._buffers]
         for bucket in self._buckets:
             bucket.gradients.zero_()
+
+    def undo(self) -> None:
+        """Put the buffers back to what they were at `clear`: a skipped update changes nothing."""
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(before)
 
     def arm(self) -> None:
         """The next backward pass is the last of this step: send each bucket as it fills."""

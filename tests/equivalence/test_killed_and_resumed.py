@@ -56,3 +56,20 @@ def test_asked_to_stop_it_saves_at_once_and_goes_on_with_the_same_bits(make: Mak
     assert stopped.checkpoint(first.step).is_dir()
     assert train_run(stopped).status == "done"
     assert_equal_bits(final_tensors(stopped), final_tensors(undisturbed))
+
+
+@pytest.mark.mpi
+def test_a_run_may_start_from_another_ones_checkpoint_but_only_where_it_passes_through(make: Make, case: str) -> None:
+    first = make("first", **SETTINGS)
+    train_run(first)
+    start = str(first.checkpoint(20))
+    second = make("second", **SETTINGS | {"checkpoint": {"load": start}})
+    assert train_run(second).step == 24
+    assert_equal_bits(final_tensors(second), final_tensors(first))
+
+    if case == "transformer":
+        return
+    for name, train in {"smaller": {"global_batch_size": 4}, "shorter": {"num_steps": 10}}.items():
+        wrong = make(name, **SETTINGS | {"checkpoint": {"load": start}, "train": SETTINGS["train"] | train})
+        with pytest.raises(AssertionError, match="is at step 20 after 160 samples, but this run makes"):
+            train_run(wrong)

@@ -421,3 +421,43 @@ def test_a_shape_that_depends_on_the_data_is_refused():
     g.output("y", ("m", "n"))
     with pytest.raises(UnsupportedModel, match=r"Reshape-19: .* computed at run time"):
         graph.to_module(g.model())
+
+
+def test_integers_that_meet_a_weight_as_features_train_it() -> None:
+    """One-hot rows, pixels and counts come as integers; a row of frequencies times positions stays a table."""
+    g = GraphWriter("integers", seed=0)
+    tokens = g.input("tokens", ["batch"], TensorProto.INT64)
+    depth, values = g.weight("depth", np.array([5], np.int64)), g.weight("values", [0.0, 1.0])
+    rows = g.op("OneHot", tokens, depth, g.op("Cast", values, to=TensorProto.FLOAT), axis=-1)
+    x = g.op("MatMul", rows, g.weight("table", np.ones((5, 4), np.float32)))
+    counts = g.op("Cast", g.input("counts", ["batch", 3], TensorProto.INT32), to=TensorProto.FLOAT)
+    y = g.op("Gemm", counts, g.weight("w", np.ones((3, 4), np.float32)), g.weight("b", np.ones(4, np.float32)))
+    axis = g.weight("axis", np.array([1], np.int64))
+    position = g.op("Unsqueeze", g.op("Cast", tokens, to=TensorProto.FLOAT), axis)
+    angles = g.op("MatMul", position, g.weight("frequencies", np.ones((1, 4), np.float32)))
+    g.op("Sum", x, y, g.op("Cos", angles), outputs="out")
+    g.output("out", ["batch", 4])
+    module = graph.to_module(g.model())
+    assert {name for name, _ in module.named_parameters()} == {"table", "w", "b"}
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics_and_uses_them() -> None:
+    module = graph.to_module(tiny_conv_net_with_batch_norm())
+    norms = [name for name in graph.weights(module) if "features" in name]
+    graph.trainable(module, freeze=["features.*"])
+    assert norms
+    before = {name: tensor.clone() for name, tensor in graph.running_statistics(module).items()}
+    x = torch.randn(4, 3, 8, 8)
+    assert torch.equal(module.train()(x), module.eval()(x))
+    assert all(torch.equal(before[name], tensor) for name, tensor in graph.running_statistics(module).items())
+    graph.trainable(module)
+    assert not torch.equal(module.train()(x), module.eval()(x)), "trained again, it learns again"
+
+
+def test_a_single_value_per_channel_has_no_variance_to_learn_from() -> None:
+    from trainer.ops.norm import BatchNorm
+
+    norm = BatchNorm(0.1, 1e-5).train()
+    mean, variance = torch.zeros(2), torch.ones(2)
+    assert norm(torch.ones(1, 2), torch.ones(2), torch.zeros(2), mean, variance).shape == (1, 2)
+    assert torch.equal(mean, torch.zeros(2))

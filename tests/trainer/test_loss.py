@@ -95,3 +95,19 @@ def test_regression_and_binary_tasks_have_their_metrics() -> None:
 def test_evaluating_nothing_gives_nan_not_a_good_score() -> None:
     totals = Evaluation(loss_named("mse"), ignore_index=-100, device=CPU)
     assert math.isnan(totals.compute()["loss"])
+
+
+def test_binary_accuracy_does_not_depend_on_the_batches_even_for_logits_that_look_like_probabilities() -> None:
+    logits, labels = torch.tensor([0.2, 0.3, 0.4, -1.0]), torch.tensor([1, 1, 1, 0])
+    for size in (4, 2, 1):
+        totals = Evaluation(loss_named("bce_with_logits"), ignore_index=-100, device=CPU)
+        for out, lab in zip(logits.split(size), labels.split(size), strict=True):
+            totals.update(out, lab, size)
+        assert totals.compute()["accuracy"] == 1.0
+
+
+def test_a_batch_that_is_not_a_number_makes_the_loss_none() -> None:
+    totals = Evaluation(loss_named("mse"), ignore_index=-100, device=CPU)
+    totals.update(torch.tensor([float("nan")]), torch.zeros(1), 1)
+    totals.update(torch.ones(1), torch.zeros(1), 1)
+    assert math.isnan(totals.compute()["loss"])

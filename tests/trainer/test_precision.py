@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.config import PrecisionConfig
-from trainer.precision import LossScaler, autocast
+from trainer.precision import MOST_SKIPS, LossScaler, autocast
 
 
 def grown(scaler: LossScaler, updates: int) -> LossScaler:
@@ -19,13 +19,13 @@ def test_2000_finite_updates_double_the_scale_and_one_overflow_halves_it() -> No
     scaler = LossScaler(PrecisionConfig(compute="fp16"))
     assert grown(scaler, 1999).scale == 65536
     assert grown(scaler, 1).scale == 131072
-    assert scaler.back_off()
+    assert scaler.overflow() == "again"
     assert scaler.scale == 65536
 
 
 def test_an_overflow_starts_the_count_anew() -> None:
     scaler = grown(LossScaler(PrecisionConfig(compute="fp16")), 1999)
-    scaler.back_off()
+    scaler.overflow()
     assert grown(scaler, 1999).scale == 32768
     assert grown(scaler, 1).scale == 65536
 
@@ -33,7 +33,7 @@ def test_an_overflow_starts_the_count_anew() -> None:
 def test_the_scale_stays_between_1_and_its_cap() -> None:
     scaler = LossScaler(PrecisionConfig(compute="fp16", growth_interval=1))
     assert grown(scaler, 20).scale == 2**24
-    assert [scaler.back_off() for _ in range(26)] == [True] * 24 + [False] * 2
+    assert [scaler.overflow() for _ in range(26)] == ["again"] * 24 + ["none"] * 2
     assert scaler.scale == 1
 
 
@@ -48,7 +48,7 @@ def test_the_scale_stays_between_1_and_its_cap() -> None:
 )
 def test_a_scale_that_is_not_dynamic_never_moves(config: PrecisionConfig, scale: float) -> None:
     scaler = LossScaler(config)
-    assert not scaler.back_off()
+    assert scaler.overflow() != "again"
     assert grown(scaler, 4001).scale == scale
     scaler.restore({"scale": 7.0, "finite_updates": 3.0})
     assert scaler.scale == scale
@@ -56,11 +56,22 @@ def test_a_scale_that_is_not_dynamic_never_moves(config: PrecisionConfig, scale:
 
 def test_a_restored_scaler_goes_on_counting() -> None:
     first = LossScaler(PrecisionConfig(compute="fp16"))
-    first.back_off()
+    first.overflow()
     second = LossScaler(PrecisionConfig(compute="fp16"))
     second.restore(grown(first, 1500).state())
     assert second.state() == {"scale": 32768.0, "finite_updates": 1500.0}
     assert grown(second, 500).scale == 65536
+
+
+def test_a_static_scale_skips_overflows_but_not_for_ever() -> None:
+    scaler = LossScaler(PrecisionConfig(compute="fp16", loss_scale=128))
+    assert [scaler.overflow() for _ in range(MOST_SKIPS)] == ["skip"] * (MOST_SKIPS - 1) + ["none"]
+    assert grown(scaler, 1).overflow() == "skip"
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_without_a_scale_nothing_mends_an_overflow(compute: str) -> None:
+    assert LossScaler(PrecisionConfig.model_validate({"compute": compute})).overflow() == "none"
 
 
 @pytest.mark.parametrize(

@@ -95,14 +95,17 @@ def averaged_statistics(mpi: MPIContext) -> list[list[float]]:
     norm(torch.randn(8, 3) + mpi.rank)
     mine = norm.running_mean.tolist()
     reducer.reduce()
-    return [mine, norm.running_mean.tolist()]
+    average = norm.running_mean.tolist()
+    reducer.undo()
+    return [mine, average, norm.running_mean.tolist()]
 
 
 @pytest.mark.mpi
-def test_running_statistics_are_averaged_over_replicas() -> None:
-    (first, average), (second, other) = run_ranks(2, "tests.trainer.test_reduce:averaged_statistics")
+def test_running_statistics_are_averaged_over_replicas_and_can_be_undone() -> None:
+    (first, average, undone), (second, other, _) = run_ranks(2, "tests.trainer.test_reduce:averaged_statistics")
     assert average == other == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
     assert first != second
+    assert undone == [0.0, 0.0, 0.0], "a skipped update leaves them as they were"
 
 
 def sent_before_the_end_of_backward(mpi: MPIContext) -> list[int]:

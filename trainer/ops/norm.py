@@ -25,12 +25,16 @@ class BatchNorm(nn.Module):
         super().__init__()
         self.momentum = momentum
         self.epsilon = epsilon
+        self.frozen = False
+        """Its scale and bias are not trained, so neither are its statistics."""
 
     def forward(
         self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
     ) -> torch.Tensor:
         """x: [batch, channels, ...]; the others: [channels]."""
-        return F.batch_norm(x, mean, variance, scale, bias, self.training, self.momentum, self.epsilon)
+        # a single value in each channel has no variance: a ragged last batch of one sample
+        learns = self.training and not self.frozen and x.numel() > x.shape[1]
+        return F.batch_norm(x, mean, variance, scale, bias, learns, self.momentum, self.epsilon)
 
     def extra_repr(self) -> str:
         return f"momentum={self.momentum:g}, epsilon={self.epsilon:g}"

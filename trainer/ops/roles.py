@@ -2,8 +2,8 @@
 
 A float tensor is trained when it meets data in float arithmetic: directly, or after being reshaped,
 transposed or combined with other stored tensors. One that meets only integers made into floats
-(positions, masks) is a table. Masks and single numbers are frozen wherever they appear, but for a bias
-of one output.
+(positions, masks) is a table, unless they meet it as features: in a matrix product or a convolution.
+Masks and single numbers are frozen wherever they appear, but for a bias of one output.
 """
 
 from __future__ import annotations
@@ -111,7 +111,20 @@ class _Analysis:
             return "data"  # an embedding: rows of a table, chosen by the input
         if node.op_type == "Where" or node.op_type.startswith(("Gather", "Scatter")):
             carriers = operands  # what is chosen depends on the input, unlike what is only given a shape by it
+        if self._is_layer(node, operands):
+            return "data"
         return "integers" if any(flow.origin != "stored" for flow in carriers) else "stored"
+
+    def _is_layer(self, node: onnx.NodeProto, operands: list[_Flow]) -> bool:
+        """Whether integers, made into floats, meet a weight as features do: one-hot rows, pixels, counts.
+
+        A single row times positions is a table of angles, not a layer.
+        """
+        if len(operands) < 2 or operands[0].origin != "integers":
+            return False
+        shapes = [self.weights[name].shape for name in operands[1].carried]
+        rows = any(len(shape) >= 2 and shape[-2] > 1 for shape in shapes)
+        return rows if node.op_type == "MatMul" else bool(shapes) and node.op_type in WEIGHTED
 
 
 def roles(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> dict[str, Role]:

@@ -25,7 +25,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     """Leave RUN_DIR/shards, a link into the shard cache; unchanged data is not sharded twice.
 
     Raises DataError for data that cannot be read (file and line), ConfigError where all of the data, unlike
-    its first rows, does not fit the model.
+    its first rows, does not fit the model, or where the data is no longer what the run began to learn from.
     """
     config = read_config(run)
     started_at = time.monotonic()
@@ -33,6 +33,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     directory, manifest, cached = make_shards(config.data, wants, onward_home() / "shards")
     if problems := misfits(config, manifest.table):
         raise ConfigError(problems)
+    _refuse_changes(run, manifest.key)
     _link(run.shards, directory)
     files = len(manifest.train) + len(manifest.evaluation)
     log.info(
@@ -50,6 +51,17 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.warning("%d bad rows were left out (data.bad_rows = 'skip'): %s", manifest.skipped, rows)
     _record(run, config, manifest)
     return manifest
+
+
+def _refuse_changes(run: RunDir, key: str) -> None:
+    """Raises ConfigError when training began on other data: its checkpoints' sample order would mean nothing here."""
+    if not (run.current_attempt and run.shards.is_symlink()):
+        return
+    before = run.shards.readlink().name  # the cache names shards by their key; they themselves may be gone
+    if before != key:
+        raise ConfigError(
+            f"the data changed since the run began ({before[:12]}, now {key[:12]}); put it back, or start a new run"
+        )
 
 
 def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:

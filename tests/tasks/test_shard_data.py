@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ def test_a_second_run_and_a_retry_share_the_shards(tmp_path: Path) -> None:
     assert first.shards.resolve() == second.shards.resolve()
     assert len(list((tmp_path / "home" / "shards").iterdir())) == 1
     assert [path.name for path in first.root.iterdir() if path.name.startswith(".")] == []
+
+
+def test_data_that_changed_since_training_began_is_refused_with_both_keys(tmp_path: Path) -> None:
+    run = configured(tmp_path, np.arange(40) % 4)
+    before = shard_data.fn(run).key
+    configured(tmp_path, np.arange(44) % 4)
+    other = shard_data.fn(run).key  # nothing was trained yet: the new data is as good
+    run.begin_attempt()
+    configured(tmp_path, np.arange(40) % 4)
+    shutil.rmtree(tmp_path / "home" / "shards")  # somebody emptied the cache
+    with pytest.raises(ConfigError, match=rf"since the run began \({other[:12]}, now {before[:12]}\); put it back"):
+        shard_data.fn(run)
+    configured(tmp_path, np.arange(44) % 4)
+    assert shard_data.fn(run).key == other
 
 
 def test_a_label_out_of_range_is_found_wherever_it_is(tmp_path: Path) -> None:

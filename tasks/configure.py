@@ -12,6 +12,7 @@ import datetime
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from prefect import runtime, task
@@ -61,7 +62,8 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     """Who the run is, in every system that shows it; makes or finds its MLflow run.
 
     Raises ConfigError when the ONNX file is no longer the one the run began with, RuntimeUnavailable when a
-    new run finds no MLflow. A run that was known before goes on without: its events are shipped later.
+    new run finds no MLflow, or MLflow refuses. A run that was known before goes on without an MLflow that is away:
+    its events are shipped later.
     """
     digest = sha256(config.model.path)
     known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
@@ -95,11 +97,16 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             ) from None
         log.warning("going on without MLflow, which gets everything later: %s", error)
         mlflow_run_id, mlflow_url = known.mlflow_run_id, known.mlflow_url
+    except tracking.TrackingError as error:
+        raise RuntimeUnavailable(str(error)) from None
     return identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": mlflow_url})
 
 
 def _tracking_uri(config: RunConfig) -> str:
-    return config.monitor.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or tracking.local_store(onward_home())
+    """Where MLflow is, whatever directory `onward resume` is called in."""
+    chosen = config.monitor.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or tracking.local_store(onward_home())
+    database = chosen.removeprefix("sqlite:///")
+    return chosen if database == chosen else f"sqlite:///{Path(database).absolute()}"
 
 
 def _tags(run: RunDir, config: RunConfig, identity: RunIdentity) -> dict[str, str]:

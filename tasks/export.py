@@ -20,7 +20,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 import trainer
-from infra.tracking import ModelFile, Port, Tracker, TrackingUnavailable
+from infra.tracking import ModelFile, Port, Tracker, TrackingError, TrackingUnavailable
 from trainer import errors
 from trainer.config import RunConfig
 from trainer.errors import CheckpointError, ExportRefused, OnwardError, RuntimeUnavailable
@@ -52,18 +52,29 @@ TAIL_LINES = 20
 
 @task(name="export", task_run_name="export", cache_policy=NO_CACHE)
 def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInfo]) -> ExportedModel:
-    """Export the chosen checkpoint, copy the file to `export.path` if set, register it; leaves `export/model.json`.
+    """Export the chosen checkpoint, register it, copy the file to `export.path` if set; leaves `export/model.json`.
 
     A file that was proven before is not proven again. Raises ExportRefused with every failed check, CheckpointError
-    without a checkpoint, RuntimeUnavailable when MLflow stays away: the file is there then, whole.
+    without a checkpoint, RuntimeUnavailable when MLflow stays away or the copy cannot be written, each tried
+    whatever became of the other: the file is there then, whole.
     """
     config = read_config(run)
     chosen = choose(checkpoints, config.export.checkpoint)
     exported = _proven(run, chosen) or export_file(run, chosen.path)
-    if config.export.path:
-        _copy(exported.path, Path(config.export.path))
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
-    return register(run, exported, tags=tags)
+    problems: list[str] = []
+    try:
+        exported = register(run, exported, tags=tags)
+    except RuntimeUnavailable as error:
+        problems += error.problems
+    try:
+        if config.export.path:
+            _copy(exported.path, Path(config.export.path))
+    except RuntimeUnavailable as error:
+        problems += error.problems
+    if problems:
+        raise RuntimeUnavailable(problems)
+    return exported
 
 
 def choose(checkpoints: Sequence[CheckpointInfo], which: str) -> CheckpointInfo:
@@ -125,6 +136,8 @@ def _patiently(tracker: Tracker, file: ModelFile, name: str, config: RunConfig) 
                 ) from error
             log.warning("%s; trying again in %g s", error, pause_s)
             time.sleep(pause_s)
+        except TrackingError as error:
+            raise RuntimeUnavailable(f"{error}. The exported file is proven and whole at {file.path}") from error
     raise AssertionError("the last try returns or raises")
 
 
@@ -143,8 +156,11 @@ def _proven(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    with durable_file(target) as partial:
-        shutil.copyfile(source, partial)
+    try:
+        with durable_file(target) as partial:
+            shutil.copyfile(source, partial)
+    except OSError as error:
+        raise RuntimeUnavailable(f"cannot write the exported file to {target}: {error}") from error
 
 
 # -- the exporting process

@@ -33,18 +33,23 @@ def check_sections(sections: Sections) -> list[str]:
 
 
 def _model(model: ModelConfig) -> list[str]:
-    if model.path.is_file():
-        return []
-    return [
-        f"model.path: there is no file {model.path}; `onward reference squeezenet -o {model.path}` makes a model to try"
-    ]
+    if not model.path.is_file():
+        return [
+            f"model.path: there is no file {model.path}; `onward reference --help` makes the reference models, and an "
+            "example config's first lines say how its own is made"
+        ]
+    return [] if os.access(model.path, os.R_OK) else [f"model.path: no permission to read {model.path}"]
 
 
 def _data(data: DataConfig) -> list[str]:
     problems = []
     for key, source in (("source", data.source), ("evaluation_source", data.evaluation_source)):
-        if source and source not in BUNDLED_SOURCES and not _matches(source):
+        if not source or source in BUNDLED_SOURCES:
+            continue
+        if not _matches(source):
             problems.append(f"data.{key}: there is no file, directory or glob match {source}")
+        elif Path(source).exists() and not os.access(source, os.R_OK):
+            problems.append(f"data.{key}: no permission to read {source}")
     return problems
 
 
@@ -63,7 +68,9 @@ def _paths(sections: Sections) -> list[str]:
     }
     problems = [f"{key}: {path} does not exist" for key, path in named.items() if path and not Path(path).exists()]
     wanted = getattr(sections.get("export"), "path", "")
-    if wanted and not _writable(Path(wanted).parent):
+    if wanted and Path(wanted).is_dir():
+        problems.append(f"export.path: {wanted} is a directory; name the file to write, such as {wanted}/model.onnx")
+    elif wanted and not _writable(Path(wanted).parent):
         problems.append(f"export.path: cannot write to {Path(wanted).parent}")
     if not _writable(onward_home()):
         problems.append(

@@ -26,6 +26,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -274,6 +275,22 @@ class ExportConfig(Section):
     """The name in MLflow's model registry; empty = the run's name."""
     alias: str = "champion"
     """The alias given to the new version; empty = none."""
+
+    @field_validator("register_as")
+    @classmethod
+    def _is_a_model_name(cls, name: str) -> str:
+        if taken := sorted(set(name) & set("/:'\"")):
+            raise ValueError(f"the model registry takes no {' '.join(taken)} in a name")
+        return name
+
+    @field_validator("alias")
+    @classmethod
+    def _is_an_alias(cls, alias: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9_-]*", alias):
+            raise ValueError("an alias is made of letters, digits, _ and -")
+        if re.fullmatch(r"latest|v\d+", alias, re.IGNORECASE):
+            raise ValueError("the model registry keeps `latest` and v1, v2, ... for itself; choose another alias")
+        return alias
 
 
 class RunConfig(Section):

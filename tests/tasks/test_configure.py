@@ -97,6 +97,14 @@ def test_everything_wrong_is_refused_at_once_and_nothing_is_left(sections: dict[
     assert not home.exists()
 
 
+def test_a_relative_database_is_the_same_from_every_directory(
+    sections: dict[str, Section], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    assert identity(begin(sections)).tracking_uri == local_store(tmp_path).replace("/mlflow/", "/")
+
+
 def test_without_mlflow_a_new_run_is_refused_and_a_known_one_goes_on(
     sections: dict[str, Section], monkeypatch: pytest.MonkeyPatch
 ) -> None:

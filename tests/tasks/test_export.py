@@ -13,7 +13,16 @@ from tests.stores import client, free_port, new_run, points
 from tests.tasks.exporting import PARITY
 from trainer.config import build_config
 from trainer.errors import CheckpointError, ExportRefused, RuntimeUnavailable
-from trainer.run import CheckpointInfo, ExportedModel, RunDir, RunIdentity, TrainResult, read_record, write_record
+from trainer.run import (
+    CheckpointInfo,
+    ExportedModel,
+    RunDir,
+    RunIdentity,
+    TrainResult,
+    read_record,
+    sha256,
+    write_record,
+)
 
 RESULT = TrainResult(status="done", attempts=2, step=20, samples_seen=160, metrics={}, elapsed_s=1.0)
 
@@ -120,6 +129,28 @@ def test_an_outage_of_mlflow_loses_nothing(tmp_path: Path, process: Process, mon
     identify(run, new_run())
     process("crash")
     assert task.export.fn(run, RESULT, infos(run, 20)).version == "1"
+
+
+def test_a_copy_that_cannot_be_written_does_not_keep_the_file_out_of_the_registry(
+    tmp_path: Path, process: Process
+) -> None:
+    process("export")
+    (tmp_path / "file").touch()
+    tracker, target = new_run(), tmp_path / "file" / "model.onnx"
+    run = make_run(tmp_path, tracker, register_as="kept", path=str(target))
+    with pytest.raises(RuntimeUnavailable, match=f"cannot write the exported file to {target}"):
+        task.export.fn(run, RESULT, infos(run, 20))
+    assert read_record(run.exported, ExportedModel).registered_as == "kept"
+    version = client(tracker).get_model_version_by_alias("kept", "champion")
+    assert version.tags["sha256"] == sha256(run.export / "model.onnx")
+
+
+def test_what_mlflow_refuses_is_said_at_once(tmp_path: Path, process: Process) -> None:
+    process("export")
+    tracker = new_run()
+    run = make_run(tmp_path, Tracker(tracker.tracking_uri, "f" * 32), register_as="refused-run")
+    with pytest.raises(RuntimeUnavailable, match=r"refused: .*whole at .*model\.onnx"):
+        task.export.fn(run, RESULT, infos(run, 20))
 
 
 def test_an_export_to_a_path_leaves_the_run_directory_alone(tmp_path: Path, process: Process) -> None:

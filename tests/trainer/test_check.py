@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainer.check import check_sections
-from trainer.config import CheckpointConfig, DataConfig, ExportConfig, LaunchConfig, ModelConfig
+from trainer.config import CheckpointConfig, DataConfig, ExportConfig, LaunchConfig, ModelConfig, build_config
+from trainer.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,29 @@ def test_every_absent_path_is_named(tmp_path: Path) -> None:
     )
     keys = ["model.path", "data.source", "data.evaluation_source", "launch.hostfile", "checkpoint.load", "export.path"]
     assert [problem.partition(":")[0] for problem in problems] == keys
+
+
+def test_an_export_path_names_a_file_not_a_directory(tmp_path: Path) -> None:
+    (problem,) = check_sections({"export": ExportConfig(path=str(tmp_path))})
+    assert f"{tmp_path} is a directory; name the file to write" in problem
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"alias": "latest"}, {"alias": "v12"}, {"alias": "a.b"}, {"register_as": "a/b"}, {"register_as": "it's"}],
+    ids=str,
+)
+def test_a_name_that_the_registry_does_not_take_is_refused(wrong: dict[str, str]) -> None:
+    raw = {"model": {"path": "m"}, "data": {"source": "d"}, "train": {"num_steps": 1}, "export": wrong}
+    (key, value), (problem,) = *wrong.items(), refused(raw)
+    assert problem.startswith(f"export.{key}: ")
+    assert repr(value) in problem
+
+
+def refused(raw: dict[str, Any]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        build_config(raw)
+    return error.value.problems
 
 
 def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

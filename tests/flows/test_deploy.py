@@ -10,7 +10,7 @@ import pytest
 from tests.flows.workshop import Workshop, api, ranks_of, reached, until
 from trainer.run import RunDir, RunIdentity, read_record
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,17 @@ def test_a_schedule_makes_runs_that_run(workshop: Workshop, server: str) -> None
     assert "auto-scheduled" in ran["tags"]
     run = RunDir(workshop.home / "runs" / ran["id"])
     assert run.exported.exists()
+
+
+def test_a_cron_expression_is_a_schedule_too(workshop: Workshop, server: str) -> None:
+    config = str(workshop.root / "config.toml")
+    made = workshop.onward("deploy", config, "--name", "yearly", "--cron", "0 2 1 1 *", "--timezone", "Europe/Berlin")
+    deployment = made["deployment_id"]
+    try:
+        (first, *_) = until(lambda: flow_runs(server, deployment, "SCHEDULED"), limit_s=30)
+    finally:
+        api(server, f"/deployments/{deployment}", method="DELETE")
+    assert first["expected_start_time"][4:16] == "-01-01T01:00"  # UTC
 
 
 def test_a_failed_run_set_to_retry_goes_on_in_its_directory_and_its_mlflow_run(workshop: Workshop, server: str) -> None:

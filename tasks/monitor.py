@@ -303,21 +303,21 @@ class Shipping:
         self._status: Status = "FAILED"  # of an attempt before this one, perhaps
 
     def tick(self, status: Status = "RUNNING") -> bool:
-        """Ship what there is and tell MLflow the status; False while MLflow is away."""
+        """Ship what there is and tell MLflow the status; False while MLflow, or the disk of the cursor, is away."""
         if not self._due():
             return False
         try:
             self._shipper.ship()
             if self._status != status:
                 self._shipper.tracker.set_status(status)
-        except TrackingError as error:
+        except (TrackingError, OSError) as error:
             if not self._due.period_s:
                 self._log.warning("metrics wait in the event log: %s", error)
             self._due = Periodic(OUTAGE_PERIOD_S)
             self._due()
             return False
         if self._due.period_s:
-            self._log.info("MLflow is back, and has everything")
+            self._log.info("MLflow has everything again")
         self._due, self._status = Periodic(0.0), status
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import threading
@@ -19,7 +20,7 @@ from tasks.monitor import Cursor, Progress, Shipper, monitor
 from tests.stores import client, free_port, new_run, points
 from trainer.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainer.events import Event, EventWriter
-from trainer.run import AttemptResult, MetricsSummary, RunDir, RunIdentity, read_record, write_record
+from trainer.run import AttemptResult, MetricsSummary, Record, RunDir, RunIdentity, read_record, write_record
 
 
 def make_run(root: Path, tracker: Tracker) -> RunDir:
@@ -136,6 +137,30 @@ def test_an_outage_to_the_end_is_said_and_the_next_monitor_ships_everything(
     identify(run, tracker)
     monitor.fn(run)
     assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]
+
+
+def test_a_full_disk_is_said_once_and_waited_out_and_ends_only_the_view(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    run.tensorboard.write_text("a file where TensorBoard's directory should be")
+    attempt(run, first=1, last=10, status="done")
+    run.close_log()
+    full = [OSError(errno.ENOSPC, "No space left on device")] * 2
+
+    def write(path: Path, record: Record) -> None:
+        if path == run.cursor and full:
+            raise full.pop()
+        write_record(path, record)
+
+    monkeypatch.setattr("tasks.monitor.write_record", write)
+    monkeypatch.setattr("tasks.monitor.OUTAGE_PERIOD_S", 0.01)
+    with caplog.at_level(logging.WARNING):
+        assert monitor.fn(run).status == "FINISHED"
+    assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]
+    assert caplog.text.count("metrics wait in the event log: [Errno 28]") == 1
+    assert caplog.text.count("TensorBoard gets nothing more") == 1
 
 
 # -- shipping

@@ -9,12 +9,12 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import urlsplit
 
 import typer
 
-from trainer.errors import ConfigError, OnwardError, Refused
+from trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnavailable
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
@@ -50,9 +50,13 @@ def resume(run: RunName, as_json: Json = False) -> None:
     from flows.runs import find_run, is_owned
     from trainer.check import check_sections
     from trainer.config import build_config
-    from trainer.run import read_config
+    from trainer.run import onward_home, read_config
 
-    found = find_run(run)
+    found, home = find_run(run), onward_home().resolve()
+    if found.root.resolve().parent != home / "runs":
+        raise ConfigError(
+            f"{found.root} is not a run of {home}; to go on with it, set ONWARD_HOME={found.root.resolve().parents[1]}"
+        )
     if is_owned(found):
         raise ConfigError(f"{found.root.name} is running; `onward status {found.root.name[:8]}` says how far it is")
     config = build_config(dict(read_config(found)), check=check_sections)
@@ -170,6 +174,14 @@ def gpt2(
 @app.command()
 def up(as_json: Json = False) -> None:
     """Start Prefect, MLflow and the worker that runs deployments, to stay until `onward down`."""
+    from infra import services
+    from infra.keeper import POOL
+
+    if configured := services.configured_prefect():
+        raise RuntimeUnavailable(
+            f"the Prefect server {configured} is configured, so Onward starts none of its own; give that one a worker "
+            f"with `prefect worker start --pool {POOL} --type process`, or unset PREFECT_API_URL"
+        )
     links = _serve("prefect", "mlflow", "worker")
     from flows.direct import bury_the_dead, prefect_server
 
@@ -308,7 +320,6 @@ def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
 def _serve(*names: str) -> dict[str, str]:
     """Start services to stay; their links."""
     from infra import services
-    from trainer.errors import RuntimeUnavailable
     from trainer.run import onward_home
 
     try:
@@ -340,14 +351,20 @@ def main() -> None:
     try:
         app()
     except OnwardError as error:
-        problems = error.problems if isinstance(error, Refused) else (str(error),)
-        for problem in problems:
-            print(f"  - {problem}", file=sys.stderr)
-        if "--json" in sys.argv:
-            _print_json({"error": type(error).__name__, "problems": list(problems), "exit_code": error.exit_code})
-        sys.exit(error.exit_code)
+        _give_up(error)
+    except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError) as error:  # a place of the user's
+        _give_up(RuntimeUnavailable(f"cannot use {error.filename}: {error.strerror}"))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _give_up(error: OnwardError) -> NoReturn:
+    problems = error.problems if isinstance(error, Refused) else (str(error),)
+    for problem in problems:
+        print(f"  - {problem}", file=sys.stderr)
+    if "--json" in sys.argv:
+        _print_json({"error": type(error).__name__, "problems": list(problems), "exit_code": error.exit_code})
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from infra.keeper import POOL, QUIET
 from trainer.config import RunConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RuntimeUnavailable
 from trainer.run import onward_home
 
 HOW_TO = """\
@@ -23,7 +23,10 @@ Trains `{model}` on `{data}` with {ranks} ranks, and gives back the same ONNX fi
 
 
 def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 0.0, timezone: str = "UTC") -> str:
-    """Make or replace the deployment `train-onnx/NAME`; returns its id. Needs a reachable Prefect server."""
+    """Make or replace the deployment `train-onnx/NAME`; returns its id. Needs a reachable Prefect server.
+
+    Raises RuntimeUnavailable when no worker was ever started for it, ConfigError for a wrong `cron`.
+    """
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
     from prefect.deployments.runner import RunnerDeployment
     from prefect.schedules import Cron, Interval, Schedule
@@ -39,6 +42,7 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
             raise ConfigError(f"--cron {cron!r} is not a cron expression: {error}") from None
     if interval_s:
         schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
+    _find_pool()
     parameters: dict[str, Any] = config.model_dump(mode="json")
     deployment = train_onnx.to_deployment(
         name,
@@ -54,6 +58,21 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
         job_variables={"env": {**QUIET, "ONWARD_HOME": str(onward_home()), **_tracking()}},
     )
     return str(cast(RunnerDeployment, deployment).apply())
+
+
+def _find_pool() -> None:
+    """The pool is made by its first worker."""
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_work_pool(POOL)
+        except ObjectNotFound:
+            raise RuntimeUnavailable(
+                f"the Prefect server {client.api_url} has no work pool {POOL!r}, in which deployed runs wait for a "
+                f"worker; start one with `prefect worker start --pool {POOL} --type process`"
+            ) from None
 
 
 def _tracking() -> dict[str, str]:

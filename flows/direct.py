@@ -10,6 +10,7 @@ import datetime
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,6 +24,8 @@ from trainer.run import ExportedModel, RunDir, onward_home
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
 
+SECOND_LOOK_S = 2.0
+"""Between finding a run without an owner and calling it dead: one that is just leaving says itself how it ended."""
 PACKAGES = ("flows", "tasks", "infra", "trainer")
 
 
@@ -31,7 +34,7 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
     """The Prefect API to use inside: the configured one, else that of Onward's own server, held by a lease.
 
     Sets the environment that Prefect and MLflow read. Raises RuntimeUnavailable, also when Onward's own
-    server does not run and may not be started.
+    server and its worker do not both run and may not be started.
     """
     home = onward_home()
     with contextlib.ExitStack() as held:
@@ -41,8 +44,8 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
                 told = {**keeper.QUIET, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
             else:
                 held.enter_context(services.lease(home))
-                if not start and "prefect" not in services.running(home):
-                    raise services.ServiceError("no Prefect server is running: start it with `onward up`")
+                if not start and not {"prefect", "worker"} <= services.running(home).keys():
+                    raise services.ServiceError("no Prefect server with a worker is running: start it with `onward up`")
                 if "prefect" not in services.running(home):
                     print("onward: starting a Prefect server of its own", file=sys.stderr)
                 server = services.ensure(home, ["prefect"])["prefect"]
@@ -83,20 +86,35 @@ def bury_the_dead() -> None:
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
+    from prefect.client.schemas.responses import SetStateStatus
     from prefect.states import Crashed
 
-    running = {"state": {"type": {"any_": ["RUNNING", "CANCELLING"]}}}
+    types = ["RUNNING", "CANCELLING"]
+    running = {"state": {"type": {"any_": types}}}
     just_now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=10)
     with get_client(sync_client=True) as client:
-        for flow_run in client.read_flow_runs(
+        shown = client.read_flow_runs(
             flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx"]}}),
             flow_run_filter=FlowRunFilter.model_validate(running),
-        ):
-            run = run_of(flow_run.id, flow_run.parameters)
-            about_to_own_it = (flow_run.start_time or just_now) > just_now
-            if run.root.exists() and not is_owned(run) and not about_to_own_it:  # absent: another machine's
-                message = f"its process was killed; to go on: onward resume {run.root.name}"
-                client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
+        )
+        ownerless = [
+            (flow_run.id, run)
+            for flow_run in shown
+            if (run := run_of(flow_run.id, flow_run.parameters)).root.exists()  # absent: another machine's
+            and not is_owned(run)
+            and (flow_run.start_time or just_now) <= just_now  # else it may be about to own it
+        ]
+        if ownerless:
+            time.sleep(SECOND_LOOK_S)
+        for flow_run_id, run in ownerless:
+            state = client.read_flow_run(flow_run_id).state
+            if is_owned(run) or state is None or state.type.value not in types:
+                continue
+            message = f"its process was killed; to go on: onward resume {run.root.name}"
+            # a cancelled run stays Cancelling unless forced; a running one that just ended keeps its own end
+            died: State[object] = Crashed(message=message)
+            answer = client.set_flow_run_state(flow_run_id, died, force=state.is_cancelling())
+            if answer.status == SetStateStatus.ACCEPT:
                 close_mlflow(run, "KILLED")
 
 

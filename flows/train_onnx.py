@@ -7,6 +7,7 @@ through Prefect is paths and small records. Any task can be repeated: the run di
 from __future__ import annotations
 
 import datetime
+import logging
 import uuid
 from typing import Any, cast
 
@@ -42,12 +43,14 @@ from trainer.errors import ConfigError
 from trainer.manifest import announced
 from trainer.run import ExportedModel, RunDir, TrainResult
 
+log = logging.getLogger(__name__)
+
 MISSED_AFTER = datetime.timedelta(hours=1)
 """A scheduled run that starts later than this is skipped: after a night without power one run is enough."""
 
 
 def closing(status: Status) -> Any:
-    """A hook that says in MLflow how the flow run ended, when nothing in the flow was left to say it."""
+    """A hook that says in MLflow how the flow run ended, though nothing in the flow may be left to say it."""
 
     def close(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
         close_mlflow(run_of(flow_run.id, flow_run.parameters), status)
@@ -59,6 +62,7 @@ def closing(status: Status) -> Any:
     name="train-onnx",
     flow_run_name="{name}",
     task_runner=ThreadPoolTaskRunner(max_workers=4),  # type: ignore[arg-type]  # of whatever futures
+    on_completion=[closing("FINISHED")],
     on_failure=[closing("FAILED")],
     on_crashed=[closing("KILLED")],
     on_cancellation=[closing("KILLED")],
@@ -125,6 +129,8 @@ def train_onnx(
             run.close_log()  # however training ended, the watchers end too
             watching.wait()
             keeping.wait()
+        if isinstance(died := watching.result(raise_on_failure=False), Exception):
+            log.error("the monitor died, the event log has what it did not ship: %s: %s", type(died).__name__, died)
         if trained.is_cancelled():
             return Cancelled(message=f"stopped as asked; to go on: onward resume {run.root.name}")
         keeping.result()  # raises what went wrong with the checkpoints
@@ -141,6 +147,6 @@ def run_directory(resume: str = "") -> RunDir:
 
 def missed(scheduled_at: datetime.datetime, *, tags: list[str]) -> bool:
     """Whether a schedule made this run and its time is long past; a retry of a run that began is not missed."""
-    began = run_directory().config.exists()
+    began = run_directory().root.exists()  # even one that was refused before it had a configuration
     late = datetime.datetime.now(datetime.UTC) - scheduled_at > MISSED_AFTER
     return "auto-scheduled" in tags and late and not began

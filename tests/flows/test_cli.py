@@ -205,5 +205,44 @@ def test_down_says_when_nothing_runs(home: Path, capsys: pytest.CaptureFixture[s
 
 def test_deploying_without_a_server_says_how_to_start_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "configured_prefect", lambda: "")
-    with pytest.raises(RuntimeUnavailable, match="start it with `onward up`"), prefect_server(start=False):
-        pass
+    for started in ({}, {"prefect": "http://127.0.0.1:4200"}):  # nothing, or a server without a worker
+        monkeypatch.setattr(services, "running", lambda home, started=started: started)
+        with pytest.raises(RuntimeUnavailable, match="start it with `onward up`"), prefect_server(start=False):
+            pass
+
+
+def ending(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
+    """Run a command that gives up in this process: its exit status and what it said."""
+    monkeypatch.setattr(sys, "argv", ["onward", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return int(end.value.code or 0), capsys.readouterr().err
+
+
+def test_with_a_configured_server_up_says_how_to_give_it_a_worker(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "configured_prefect", lambda: "http://elsewhere/api")
+    status, said = ending(capsys, monkeypatch, "up")
+    assert status == 3
+    assert "http://elsewhere/api is configured" in said
+    assert "`prefect worker start --pool onward --type process`" in said
+
+
+def test_a_run_of_another_home_is_not_resumed_but_its_home_is_named(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(home / "other", "aaaa-1", "digits")
+    status, said = ending(capsys, monkeypatch, "resume", str(run.root))
+    assert (status, said.count("\n")) == (2, 1)
+    assert f"set ONWARD_HOME={home.resolve() / 'other'}" in said
+
+
+def test_a_place_that_cannot_be_written_to_is_a_sentence(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "file").touch()
+    target = home / "file" / "x.onnx"
+    status, said = ending(capsys, monkeypatch, "reference", "squeezenet", "--image-size", "17", "-o", str(target))
+    assert (status, said.count("\n")) == (3, 1)
+    assert f"cannot use {home / 'file'}: " in said

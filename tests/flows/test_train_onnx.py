@@ -23,7 +23,7 @@ from trainer.run import RunDir
 
 def whole(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test of whole runs, each tens of seconds."""
-    for mark in (pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(900)):
+    for mark in (pytest.mark.mpi, pytest.mark.timeout(900)):
         test = mark(test)
     return test
 
@@ -103,6 +103,7 @@ def test_after_the_flow_was_killed_nothing_is_left_and_resume_ends_with_the_same
 
 
 @whole
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_asked_to_end_saves_says_how_to_go_on_and_does(
     number: signal.Signals, status: int, workshop: Workshop, undisturbed: dict[str, Any]
@@ -130,14 +131,24 @@ def test_the_form_has_every_section_and_the_meaning_of_every_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "tags", "expected"),
+    ("late", "tags", "began", "expected"),
     [
-        (2 * MISSED_AFTER, ["auto-scheduled"], True),
-        (MISSED_AFTER / 2, ["auto-scheduled"], False),
-        (2 * MISSED_AFTER, [], False),
+        (2 * MISSED_AFTER, ["auto-scheduled"], False, True),
+        (MISSED_AFTER / 2, ["auto-scheduled"], False, False),
+        (2 * MISSED_AFTER, [], False, False),
+        (2 * MISSED_AFTER, ["auto-scheduled"], True, False),  # a retry, perhaps of a run that configure refused
     ],
 )
-def test_only_a_scheduled_run_that_is_long_late_is_missed(
-    late: datetime.timedelta, tags: list[str], expected: bool
+def test_only_a_scheduled_run_that_is_long_late_and_never_began_is_missed(
+    late: datetime.timedelta,
+    tags: list[str],
+    began: bool,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "the-run")
+    if began:
+        (tmp_path / "runs" / "the-run").mkdir(parents=True)
     assert missed(datetime.datetime.now(datetime.UTC) - late, tags=tags) is expected

@@ -9,10 +9,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto
 
 from tests import graphs
+from tests.runs import final_tensors, make_run, train_run, train_until
 from trainer.config import RunConfig, build_config
 from trainer.data import Batches, evaluation_batches
+from trainer.reference import GraphWriter
 from trainer.shards import Shards, make_shards, open_shards
 from trainer.signature import read_signature, wanted
 
@@ -142,3 +145,39 @@ def test_the_last_batch_is_smaller_and_does_not_wrap_around(folder: Path) -> Non
     config = configure(folder, batch=30, epochs=1)
     sizes = [len(step) for step in steps(config)]
     assert sizes == [30, 30, 30, 2]
+
+
+def counting_model(rows: int) -> onnx.ModelProto:
+    """Its loss is the mean of the batch's entries of a table: a step of rate B takes exactly 1 from each entry."""
+    g = GraphWriter("counts")
+    row = g.input("row", ["batch"], TensorProto.INT64)
+    table = g.weight("seen", np.zeros((rows, 2), np.float32))
+    g.op("ReduceMean", g.op("Gather", table, row), keepdims=0, outputs="loss")
+    g.output("loss", [])
+    return g.model()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 1), (2, 2)])
+def test_on_real_ranks_killed_twice_every_sample_has_been_learned_from_once_in_each_epoch(
+    tmp_path: Path, ranks: int, accumulation: int
+) -> None:
+    run = make_run(
+        tmp_path,
+        counting_model(80),
+        {"row": np.arange(80, dtype=np.int64)},
+        model={"loss": "output"},
+        train={"global_batch_size": 8, "num_epochs": 3, "gradient_accumulation_steps": accumulation, "clip_norm": 0},
+        optimizer={"name": "sgd", "learning_rate": 16.0},
+        parallel={"data": ranks},
+        checkpoint={"period": 4},
+    )
+    for step in (6, 15):
+        train_until(run, lambda event, step=step: event.kind == "scalars" and event.step >= step, rank=ranks - 1)
+    train_run(run)
+    seen = -final_tensors(run)["model/seen"].numpy()
+    trained = open_shards(run.shards, "train")
+    expected = np.zeros((80, 2), np.float32)
+    expected[trained.read(np.arange(trained.num_rows))["row"]] = 3.0
+    assert trained.num_rows == 64
+    assert np.array_equal(seen, expected)

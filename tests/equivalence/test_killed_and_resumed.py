@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pytest
 
+from tasks.train import train
+from tests import graphs
 from tests.runs import (
     assert_equal_bits,
     events,
     final_tensors,
     losses,
+    make_run,
+    tiny_images,
     train_run,
     train_until,
 )
-from trainer.run import AttemptResult, RunDir, read_record
+from trainer.errors import TrainingFailed
+from trainer.events import read_events
+from trainer.run import AttemptResult, RunDir, TrainResult, read_record
 
 Make = Callable[..., RunDir]
 SETTINGS = {
@@ -69,7 +79,34 @@ def test_a_run_may_start_from_another_ones_checkpoint_but_only_where_it_passes_t
 
     if case == "transformer":
         return
-    for name, train in {"smaller": {"global_batch_size": 4}, "shorter": {"num_steps": 10}}.items():
-        wrong = make(name, **SETTINGS | {"checkpoint": {"load": start}, "train": SETTINGS["train"] | train})
+    for name, change in {"smaller": {"global_batch_size": 4}, "shorter": {"num_steps": 10}}.items():
+        wrong = make(name, **SETTINGS | {"checkpoint": {"load": start}, "train": SETTINGS["train"] | change})
         with pytest.raises(AssertionError, match="is at step 20 after 160 samples, but this run makes"):
             train_run(wrong)
+
+
+@pytest.mark.mpi
+def test_a_job_that_falls_silent_is_killed_and_the_next_attempt_resumes(tmp_path: Path) -> None:
+    limits = {"heartbeat_timeout_s": 6, "collective_timeout_s": 5}
+    settings = SETTINGS | {"train": SETTINGS["train"] | {"num_steps": 600}, "launch": limits}
+    run = make_run(tmp_path, graphs.tiny_conv_net(), tiny_images(80), **settings)
+
+    def freeze_after_the_first_checkpoint() -> None:
+        while not events(run, "checkpoint"):
+            time.sleep(0.005)
+        for process in psutil.process_iter(["cmdline"]):
+            if {"trainer", "train", str(run.root)} <= set(process.info["cmdline"] or ()):
+                process.send_signal(signal.SIGSTOP)  # mpirun too: nobody is left to say anything
+
+    freezing = threading.Thread(target=freeze_after_the_first_checkpoint, daemon=True)
+    freezing.start()
+    with pytest.raises(TrainingFailed, match="no heartbeat for 6 s"):
+        train.fn(run)
+    freezing.join()
+    frozen_at = max(event.step for event, _ in read_events(run.events))
+    assert 5 <= frozen_at < 600
+
+    result = train.fn(run)
+    assert isinstance(result, TrainResult)
+    assert (result.status, result.attempts, result.step) == ("done", 2, 600)
+    assert 5 <= events(run, "start")[1].step <= frozen_at

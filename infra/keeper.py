@@ -1,10 +1,11 @@
 """One server on this machine and the small process that keeps it: starts it, watches who needs it, ends it.
 
 A service is needed while somebody holds a shared lock on `services/lease` (the kernel lets go of it however its
-holder dies), or `services/pinned` exists. So nothing stays behind after `kill -9`. Under Onward's home:
+holder dies), or `services/pinned` names this boot of the machine. So nothing stays behind after `kill -9`. Under
+Onward's home:
 
     services/lease            shared flock: those who need the servers
-    services/pinned           exists between `onward up` and `onward down`
+    services/pinned           exists between `onward up` and `onward down`; inside: the boot id
     services/starting         exclusive flock: one starts at a time
     services/prefect.keeper   exclusive flock by a living keeper; inside: its pid, and the address once healthy
     services/prefect.log      what the server printed
@@ -40,6 +41,10 @@ DRAIN_S = 40.0
 """Longest the deployed runs may take to save and leave when the worker is stopped."""
 TERM_S = 5.0
 """From SIGTERM to SIGKILL."""
+
+
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens addresses of this machine: the proxy that the environment may name does not know them."""
 
 
 @dataclass(frozen=True)
@@ -197,11 +202,10 @@ def _serves(process: psutil.Popen, port: int, health: str) -> bool:
 @contextlib.contextmanager
 def _until_unneeded(home: Path, process: psutil.Popen, *, stop: Callable[[], bool]) -> Iterator[None]:
     """Wait; enter the body when the service is to end, with new users kept out until the body is done."""
-    pinned = directory(home) / "pinned"
     idle_since = time.monotonic()
     with opened(home, "lease") as users:
         while process.poll() is None and not stop():
-            if pinned.exists() or not try_exclusive(users):
+            if pinned(home) or not try_exclusive(users):
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since > LINGER_S:
                 break  # the lock is kept: who comes now waits, and then finds no keeper
@@ -214,14 +218,31 @@ def _until_unneeded(home: Path, process: psutil.Popen, *, stop: Callable[[], boo
 def _stop(process: psutil.Popen, *, drain_s: float) -> None:
     """SIGTERM, then SIGKILL, the whole tree; with `drain_s`, its children first get time to save and leave."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        runs = process.children() if drain_s else []
+        if drain_s:
+            _drain(process, drain_s)
         family = process.children(recursive=True)
-        signal_all(runs, signal.SIGTERM)
-        psutil.wait_procs(runs, timeout=drain_s)
-        signal_all([process], signal.SIGTERM)
+        if drain_s:  # it stands still: what it began at the last moment is in the family
+            signal_all(family, signal.SIGTERM)
+            process.kill()
+        else:
+            process.terminate()
         _, alive = psutil.wait_procs([process, *family], timeout=TERM_S)
         signal_all(alive, signal.SIGKILL)
         psutil.wait_procs(alive, timeout=TERM_S)
+
+
+def _drain(worker: psutil.Popen, longest_s: float) -> None:
+    """Let the worker's runs save and leave, those too that it starts meanwhile; then it stands still.
+
+    It is not asked to leave first: on its own way out it would kill its runs.
+    """
+    asked: set[psutil.Process] = set()
+    give_up_at = time.monotonic() + longest_s
+    while (runs := set(worker.children())) and time.monotonic() < give_up_at:
+        signal_all(runs - asked, signal.SIGTERM)
+        asked |= runs
+        psutil.wait_procs(runs, timeout=0.5)
+    worker.suspend()
 
 
 def signal_all(processes: Iterable[psutil.Process], number: int) -> None:
@@ -237,6 +258,26 @@ def directory(home: Path) -> Path:
     directory = home / "services"
     directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def pin(home: Path) -> None:
+    """Let the services stay without users: until `unpin`, or the machine's next start."""
+    (directory(home) / "pinned").write_text(_boot())
+
+
+def unpin(home: Path) -> None:
+    (directory(home) / "pinned").unlink(missing_ok=True)
+
+
+def pinned(home: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return (directory(home) / "pinned").read_text() == _boot()
+    return False
+
+
+def _boot() -> str:
+    """A new one each time the machine starts."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @contextlib.contextmanager
@@ -288,7 +329,7 @@ def healthy(home: Path, name: str) -> str | None:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with DIRECT.open(url, timeout=5) as response:
             return bool(response.status == 200)
     except OSError:
         return False

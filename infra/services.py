@@ -35,9 +35,12 @@ from infra.keeper import (
     kept,
     log_tail,
     opened,
+    pin,
+    pinned,
     read_state,
     signal_all,
     try_exclusive,
+    unpin,
 )
 
 
@@ -75,14 +78,13 @@ def running(home: Path) -> dict[str, str]:
 def up(home: Path, names: Iterable[str] = tuple(SERVICES)) -> dict[str, str]:
     """Start services that stay until `down`; return name -> address."""
     with lease(home):
-        pinned = directory(home) / "pinned"
-        was_pinned = pinned.exists()
-        pinned.touch()
+        was_pinned = pinned(home)
+        pin(home)
         try:
             return ensure(home, names)
         except ServiceError:
             if not was_pinned:
-                pinned.unlink(missing_ok=True)
+                unpin(home)
             raise
 
 
@@ -91,7 +93,7 @@ def down(home: Path) -> tuple[list[str], list[str]]:
 
     The worker goes first and gives its runs time to save. Takes at most about a minute.
     """
-    (directory(home) / "pinned").unlink(missing_ok=True)
+    unpin(home)
     found = [name for name in ("worker", "mlflow", "prefect") if kept(home, name)]
     for name in found:
         if name != "prefect" or not _leased(home):
@@ -144,6 +146,7 @@ def _ensured(home: Path, name: str) -> str:
         if keeper is None and not kept(home, name):
             keeper = subprocess.Popen(
                 [sys.executable, "-m", "infra.keeper", str(home), name],
+                cwd=Path(__file__).parents[1],  # where `-m` finds this very keeper
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
@@ -114,6 +116,73 @@ def test_a_configured_server_that_does_not_answer_is_an_error_that_says_what_to_
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}/api"
         with pytest.raises(services.ServiceError, match=r"does not answer.*unset PREFECT_API_URL"):
             services.check_reachable(url)
+
+
+def test_a_pin_does_not_outlive_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not keeper.pinned(tmp_path)
+    keeper.pin(tmp_path)
+    assert keeper.pinned(tmp_path)
+    with monkeypatch.context() as restarted:
+        restarted.setattr(keeper, "_boot", lambda: "another")
+        assert not keeper.pinned(tmp_path)
+    keeper.unpin(tmp_path)
+    assert not keeper.pinned(tmp_path)
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Says 200 to everything."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_proxy_is_not_asked_for_the_servers_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        server.timeout = 10
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert keeper.answers(f"http://127.0.0.1:{server.server_port}/health")
+        thread.join()
+
+
+RUN = """
+import signal, sys, time
+from pathlib import Path
+
+def leave(number, frame):
+    Path(sys.argv[1]).write_text("saved")
+    sys.exit()
+
+signal.signal(signal.SIGTERM, leave)
+Path(sys.argv[1]).write_text("runs")
+time.sleep(60)
+"""
+
+WORKER = """
+import subprocess, sys, time
+
+run, *files = sys.argv[1:]
+for file in files:
+    subprocess.run([sys.executable, "-c", run, file])
+time.sleep(60)
+"""
+"""A worker with one run, which starts another as soon as that is gone."""
+
+
+def test_a_stopped_worker_leaves_no_run_not_even_one_that_it_starts_meanwhile(tmp_path: Path) -> None:
+    files = [tmp_path / "first", tmp_path / "second"]
+    worker = psutil.Popen([sys.executable, "-c", WORKER, RUN, *map(str, files)])
+    assert until(lambda: files[0].exists() and files[0].read_text() == "runs", limit_s=20)
+    keeper._stop(worker, drain_s=20.0)
+    assert not worker.is_running()
+    assert files[0].read_text() == "saved"
+    assert not [process for file in files for process in of_home(file)]
 
 
 @pytest.mark.parametrize(

@@ -221,9 +221,8 @@ def _stop(process: psutil.Popen, *, drain_s: float) -> None:
         if drain_s:
             _drain(process, drain_s)
         family = process.children(recursive=True)
-        if drain_s:  # it stands still: what it began at the last moment is in the family
-            signal_all(family, signal.SIGTERM)
-            process.kill()
+        if drain_s:
+            process.kill()  # it stands still, and has nothing of its own to save
         else:
             process.terminate()
         _, alive = psutil.wait_procs([process, *family], timeout=TERM_S)
@@ -232,17 +231,24 @@ def _stop(process: psutil.Popen, *, drain_s: float) -> None:
 
 
 def _drain(worker: psutil.Popen, longest_s: float) -> None:
-    """Let the worker's runs save and leave, those too that it starts meanwhile; then it stands still.
+    """Let a worker's runs save and leave, while it stands still, so that it starts no other.
 
     It is not asked to leave first: on its own way out it would kill its runs.
     """
-    asked: set[psutil.Process] = set()
-    give_up_at = time.monotonic() + longest_s
-    while (runs := set(worker.children())) and time.monotonic() < give_up_at:
-        signal_all(runs - asked, signal.SIGTERM)
-        asked |= runs
-        psutil.wait_procs(runs, timeout=0.5)
     worker.suspend()
+    runs = worker.children()
+    signal_all(runs, signal.SIGTERM)
+    give_up_at = time.monotonic() + longest_s
+    while any(map(_lives, runs)) and time.monotonic() < give_up_at:
+        time.sleep(0.1)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Also false for one that ended and whose parent has not asked yet how."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def signal_all(processes: Iterable[psutil.Process], number: int) -> None:

@@ -94,3 +94,17 @@ def test_a_failed_run_set_to_retry_goes_on_in_its_directory_and_its_mlflow_run(w
     assert read_record(run.identity, RunIdentity).created_at == before.created_at
     (mlflow_run,) = workshop.mlflow_runs(run)
     assert (mlflow_run.info.run_id, mlflow_run.info.status) == (before.mlflow_run_id, "FINISHED")
+
+
+@pytest.mark.slow
+def test_down_lets_a_deployed_run_save_and_resume_goes_on_with_it(workshop: Workshop, server: str) -> None:
+    made = workshop.onward("deploy", str(workshop.root / "config.toml"), "train.num_steps=3000", "--name", "saved")
+    begun = api(server, f"/deployments/{made['deployment_id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
+    run = RunDir(workshop.home / "runs" / begun)
+    until(lambda: reached(run, 60), limit_s=150)
+    assert workshop.onward("down")["left"] == []
+    until(lambda: not workshop.processes(), limit_s=15)
+    described = workshop.onward("status", begun)
+    assert described["state"] == "stopped"
+    assert run.checkpoint(described["step"]).is_dir()
+    assert workshop.onward("resume", begun)["step"] == 3000

@@ -30,8 +30,8 @@ path = "model.onnx"
 source = "data.npz"
 [train]
 global_batch_size = 8
-num_steps = 1500
-evaluation_period = 500
+num_steps = 900
+evaluation_period = 300
 [optimizer]
 learning_rate = 1e-3
 [parallel]

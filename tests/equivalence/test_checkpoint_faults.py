@@ -189,6 +189,7 @@ def fill_the_disk(mpi: MPIContext, root: str) -> list[str]:
 
     too_little = refusal(run, mpi, 2, tensors=tensors(2, size=4 << 20))
     lost = refusal(run, mpi, 2, tensors=tensors(2, size=1 << 18), beat=fill)
+    torch.distributed.barrier()  # rank 0 sweeps after it has told the others
     assert names(run) == ["step-000000001"]
     torch.distributed.barrier()
     filler.unlink(missing_ok=True)

@@ -30,7 +30,9 @@ from trainer.config import (
     CheckpointConfig,
     DataConfig,
     ExportConfig,
+    GraphConfig,
     LaunchConfig,
+    LoraConfig,
     ModelConfig,
     MonitorConfig,
     OptimizerConfig,
@@ -71,6 +73,8 @@ def train_onnx(
     model: ModelConfig,
     data: DataConfig,
     train: TrainConfig,
+    graph: GraphConfig = GraphConfig(),
+    lora: LoraConfig = LoraConfig(),
     precision: PrecisionConfig = PrecisionConfig(),
     optimizer: OptimizerConfig = OptimizerConfig(),
     schedule: ScheduleConfig = ScheduleConfig(),
@@ -88,6 +92,8 @@ def train_onnx(
         model: The ONNX file and its loss.
         data: Where samples come from, and which column feeds which input.
         train: How long, and how much at a time.
+        graph: How the imported graph is computed.
+        lora: Low-rank adapters, instead of training whole weights.
         precision: The arithmetic of forward and backward.
         optimizer: The update rule.
         schedule: The learning rate over the steps.
@@ -105,6 +111,8 @@ def train_onnx(
         "model": model,
         "data": data,
         "train": train,
+        "graph": graph,
+        "lora": lora,
         "precision": precision,
         "optimizer": optimizer,
         "schedule": schedule,

@@ -51,13 +51,54 @@ class ModelConfig(Section):
     """Cross-entropy (classes on the last axis), mean squared or absolute error, binary cross-entropy on
     logits, or `output`: the graph computes its own scalar loss."""
     output: str = ""
-    """The graph output that the loss reads (or that is the loss); empty = the first."""
+    """What the loss reads (or is): a graph output, or any tensor inside the graph; empty = the first output."""
+    start: tuple[str, ...] = ()
+    """Tensors inside the graph to begin from: they become the inputs, fed from the data's columns of their names,
+    and what comes before them is neither computed nor trained; empty = the graph's own inputs."""
+    num_classes: NonNegativeInt = 0
+    """Replace the head: its last layer gets this many outputs, newly initialised; 0 = keep it."""
+    head: str = ""
+    """The weight of the layer to replace; empty = the last one before the output."""
+    untie: tuple[str, ...] = ()
+    """Glob patterns of initializers that several nodes share and should not (exporters merge equal ones): each
+    node gets a copy of its own, which the written file keeps."""
+    tie: bool = True
+    """Train the copies that an exporter made of one weight (a second, transposed embedding) as that one weight."""
     ignore_index: int = -100
     """Labels with this value do not count, neither in the loss nor in its average (cross-entropy only)."""
     train: tuple[str, ...] = ("*",)
     """Glob patterns of the initializers to train; what no pattern matches stays frozen."""
     freeze: tuple[str, ...] = ()
     """Glob patterns of the initializers to freeze; stronger than `train`."""
+
+
+class GraphConfig(Section):
+    """How the imported graph is computed; the file that comes out does not depend on it."""
+
+    fuse: bool = True
+    """Rewrite attention, normalisation, GELU and linear layers into torch's fused kernels; false = node by node."""
+    compile: bool = False
+    """Compile the graph with torch.compile."""
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    """Of images inside the graph; `auto` = channels_last for convolution graphs on a GPU."""
+    dropout: Decay = 0.0
+    """A regulariser where exporters strip dropout: on embeddings, residual branches and attention weights of the
+    fused graph. The written file never contains it."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: W + (alpha / rank) B A, of which only A and B are trained; merged into W at export."""
+
+    weights: tuple[str, ...] = ()
+    """Glob patterns of the MatMul, Gemm and Conv weights that get an adapter; empty = no adapters."""
+    rank: PositiveInt = 8
+    """Rows of A, columns of B."""
+    alpha: PositiveFloat = 16.0
+    """The adapters' scale is alpha / rank."""
+    dropout: Decay = 0.0
+    """Dropout of the adapters' input."""
+    also_train: tuple[str, ...] = ()
+    """Glob patterns of weights trained whole beside the adapters, such as a new head; all others are frozen."""
 
 
 class DataConfig(Section):
@@ -271,6 +312,13 @@ class ExportConfig(Section):
     """Greatest difference of onnxruntime from the trained module, relative to the output's largest value."""
     parity_batches: PositiveInt = 4
     """Evaluation batches on which the two are compared."""
+    training: bool = False
+    """Also write what trains the model where no torch is: model_with_loss, eval, training and optimizer .onnx."""
+    variants: tuple[Literal["optimized", "fp16", "bf16", "int8_dynamic", "int8_static"], ...] = ()
+    """Further files for deployment: onnxruntime's graph optimisation, half-precision weights, 8-bit quantization
+    (static: calibrated on evaluation data). Each is measured, and has a gate of its own."""
+    variant_tolerance: PositiveFloat = 0.02
+    """Greatest loss of a variant: of accuracy absolutely, of the evaluation loss relatively if there is no accuracy."""
     register_as: str = ""
     """The name in MLflow's model registry; empty = the run's name."""
     alias: str = "champion"
@@ -300,6 +348,8 @@ class RunConfig(Section):
     """The run's name in Prefect, MLflow and the run list."""
     model: ModelConfig
     data: DataConfig
+    graph: GraphConfig = GraphConfig()
+    lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
     precision: PrecisionConfig = PrecisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -157,6 +157,24 @@ class MetricsSummary(Record):
     samples_per_s: float
 
 
+class Variant(Record):
+    """A further file made of the exported one, and what it gained and lost by it."""
+
+    kind: str
+    """One of `export.variants`."""
+    path: Path | None
+    """None: it was refused."""
+    bytes: int
+    size_ratio: float
+    """Its size over the exported file's."""
+    latency_ratio: float
+    """Its time on an evaluation batch over the exported file's, both on the CPU and measured in turns."""
+    metrics: dict[str, float]
+    """Its evaluation, over the whole evaluation data."""
+    refused: str = ""
+    """Why there is none."""
+
+
 class ExportedModel(Record):
     """The trained ONNX file, and the proof that it is right."""
 
@@ -173,6 +191,12 @@ class ExportedModel(Record):
     """Initializers whose bytes differ from the file that came in."""
     removed: dict[str, int] = {}
     """What only training needs and the file has no more: kind -> number of nodes."""
+    judged_by: str = "onnxruntime"
+    """Who computed the file's side of parity and evaluation."""
+    variants: tuple[Variant, ...] = ()
+    """What was made of it for deployment, the refused ones included."""
+    training: tuple[Path, ...] = ()
+    """What trains it without torch: model_with_loss, eval, training and optimizer .onnx."""
     registered_as: str = ""
     version: str = ""
 

@@ -1,0 +1,196 @@
+"""Each variant of an exported file is measured beside it, runs under onnxruntime, is refused if it lost too much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from tests import graphs
+from trainer import graph, variants
+from trainer.config import ModelConfig
+from trainer.judge import Evaluator
+from trainer.loss import Evaluation, Loss
+from trainer.reference import GraphWriter
+from trainer.variants import make_variant, too_much
+
+
+@dataclass(frozen=True)
+class Rows:
+    inputs: tuple[Tensor, ...]
+    labels: Tensor
+    size: int
+
+
+def totals(names: Iterable[str]) -> Evaluation:
+    return Evaluation(Loss(ModelConfig(path=Path("-")), list(names)), ignore_index=-100, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluator]:
+    """A convolution net that knows the digits, as a file, and what to judge it by."""
+    data = load_digits()
+    images = torch.from_numpy(data.images[:, None] / 16).float()
+    labels = torch.from_numpy(data.target)
+    model = graphs.tiny_conv_net(num_classes=10, channels=1)
+    module = graph.to_module(model)
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(module.parameters(), 5e-3)
+    for step in range(120):
+        rows = slice(step * 64 % 1280, step * 64 % 1280 + 64)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(module(images[rows]), labels[rows]).backward()
+        optimizer.step()
+    path = tmp_path_factory.mktemp("digits") / "digits.onnx"
+    path.write_bytes(graph.to_onnx(module, model).SerializeToString())
+    held_out = [
+        Rows((images[start : start + 64],), labels[start : start + 64], len(labels[start : start + 64]))
+        for start in range(1344, len(labels), 64)
+    ]
+    return path, Evaluator(batches=lambda: held_out, totals=totals)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluator]:
+    """A small transformer and sequences to judge it by."""
+    model = graphs.tiny_transformer(vocab_size=64, width=32)
+    path = tmp_path_factory.mktemp("text") / "text.onnx"
+    path.write_bytes(model.SerializeToString())
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(64, (4, 8, 17), generator=generator)
+    batches = [Rows((rows[:, :-1],), rows[:, 1:], 8) for rows in ids]
+    return path, Evaluator(batches=lambda: batches, totals=totals)
+
+
+CASES = [
+    ("digits", "optimized", 0.9, 1.6),
+    ("digits", "fp16", 0.5, 0.8),
+    ("digits", "bf16", 0.5, 0.8),
+    ("digits", "int8_static", 0.3, 1.5),
+    ("text", "optimized", 0.5, 1.6),
+    ("text", "fp16", 0.5, 0.8),
+    ("text", "bf16", 0.5, 0.8),
+    ("text", "int8_dynamic", 0.2, 0.8),
+    ("text", "int8_static", 0.2, 1.0),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "least", "most"), CASES)
+def test_a_variant_runs_keeps_its_ends_and_loses_little(
+    case: str, kind: str, least: float, most: float, request: pytest.FixtureRequest
+) -> None:
+    path, evaluator = request.getfixturevalue(case)
+    variant = make_variant(kind, path, evaluator=evaluator, tolerance=0.02)
+    assert not variant.refused
+    assert variant.path is not None
+    assert least < variant.size_ratio < most
+    assert variant.bytes == variant.path.stat().st_size
+    assert variant.latency_ratio > 0
+    if case == "digits":
+        assert variant.metrics["evaluation/accuracy"] > 0.85
+    onnx.checker.check_model(str(variant.path))
+    sessions = [
+        onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"]) for file in (path, variant.path)
+    ]
+    ends = [[(end.name, end.type, end.shape) for end in (*s.get_inputs(), *s.get_outputs())] for s in sessions]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_the_weights_of_a_half_precision_variant_are_the_files_rounded_once(
+    kind: str, digits: tuple[Path, Evaluator]
+) -> None:
+    path, evaluator = digits
+    variant = make_variant(kind, path, evaluator=evaluator, tolerance=0.02)
+    assert variant.path is not None
+    before = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+    halves = {
+        t.name: numpy_helper.to_array(t) for t in onnx.load(variant.path).graph.initializer if t.name not in before
+    }
+    assert halves
+    relative = 2.0**-8 if kind == "bf16" else 2.0**-10
+    for name, half in halves.items():
+        original = before[name.removesuffix(".half")]
+        np.testing.assert_allclose(half.astype(np.float32), original, rtol=relative, atol=1e-7)
+
+
+def test_a_broken_variant_is_refused_with_its_figures(
+    digits: tuple[Path, Evaluator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, evaluator = digits
+
+    def broken(exported: Path, target: Path, *_: object) -> None:
+        model = onnx.load(exported)
+        tensor = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+        tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), tensor.name))
+        target.write_bytes(model.SerializeToString())
+
+    monkeypatch.setitem(variants.MAKERS, "optimized", broken)
+    (path.parent / "digits.optimized.onnx").unlink(missing_ok=True)
+    variant = make_variant("optimized", path, evaluator=evaluator, tolerance=0.02)
+    assert "evaluation/accuracy 0." in variant.refused
+    assert variant.path is None
+    assert not (path.parent / "digits.optimized.onnx").exists()
+
+
+def test_a_model_with_nothing_to_quantize_is_refused_with_the_reason(tmp_path: Path) -> None:
+    g = GraphWriter("plain")
+    x = g.op("Relu", g.input("image", ("batch", 3, 8, 8)))
+    g.op("Flatten", g.op("GlobalAveragePool", x), outputs="logits")
+    g.output("logits", ("batch", 3))
+    path = tmp_path / "plain.onnx"
+    path.write_bytes(g.model().SerializeToString())
+    batches = [Rows((torch.rand(4, 3, 8, 8),), torch.zeros(4, dtype=torch.int64), 4)]
+    evaluator = Evaluator(batches=lambda: batches, totals=totals)
+    for kind, reason in {
+        "int8_dynamic": "nothing was quantized: no MatMul",
+        "fp16": "no fp32 weight has 1024 elements or more",
+    }.items():
+        variant = make_variant(kind, path, evaluator=evaluator, tolerance=0.02)
+        assert reason in variant.refused
+    assert [file.name for file in tmp_path.iterdir()] == ["plain.onnx"]
+
+
+def test_weights_beyond_the_range_of_fp16_are_refused(digits: tuple[Path, Evaluator]) -> None:
+    path, evaluator = digits
+    model = onnx.load(path)
+    tensor = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    values = numpy_helper.to_array(tensor).copy()
+    values.reshape(-1)[0] = 1e6
+    tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    great = path.with_name("great.onnx")
+    great.write_bytes(model.SerializeToString())
+    assert (
+        "beyond fp16's 65504; bf16 holds them" in make_variant("fp16", great, evaluator=evaluator, tolerance=1).refused
+    )
+    assert tensor.data_type == TensorProto.FLOAT
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refused"),
+    [
+        (
+            {"evaluation/accuracy": 0.9, "evaluation/loss": 1.0},
+            {"evaluation/accuracy": 0.89, "evaluation/loss": 9.0},
+            False,
+        ),
+        ({"evaluation/accuracy": 0.9}, {"evaluation/accuracy": 0.87}, True),
+        ({"evaluation/accuracy": 0.9}, {"evaluation/accuracy": 0.95}, False),
+        ({"evaluation/loss": 1.0}, {"evaluation/loss": 1.01}, False),
+        ({"evaluation/loss": 1.0}, {"evaluation/loss": 1.03}, True),
+        ({"evaluation/loss": -1.0}, {"evaluation/loss": -0.9}, True),
+        ({"evaluation/loss": 1.0}, {"evaluation/loss": float("nan")}, True),
+        ({}, {}, True),
+    ],
+)
+def test_what_is_too_great_a_loss(before: dict[str, float], after: dict[str, float], refused: bool) -> None:
+    assert bool(too_much(before, after, 0.02)) == refused

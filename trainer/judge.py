@@ -1,0 +1,293 @@
+"""What an ONNX file computes, by onnxruntime: on evaluation data, against a torch module, against another file.
+
+Where onnxruntime cannot judge, the next best does, and the record says which: a file in half precision is
+judged as its fp32 shadow (the module computes in fp32, and onnxruntime's CPU has no bfloat16); a file that
+onnxruntime takes only row by row (RotaryEmbedding with the cache of one row) goes row by row, and as a batch
+through onnx.reference; a file it does not take at all goes through onnx.reference alone.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnx import AttributeProto, GraphProto, TensorProto, TypeProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
+
+from trainer.errors import ExportRefused
+
+log = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+class Batch(Protocol):
+    """One evaluation batch: the graph's inputs in order, the labels, and the number of samples."""
+
+    @property
+    def inputs(self) -> Sequence[Tensor]: ...
+    @property
+    def labels(self) -> Tensor | None: ...
+    @property
+    def size(self) -> int: ...
+
+
+class Totals(Protocol):
+    """Adds up an evaluation (trainer/loss.py)."""
+
+    def update(self, outputs: Sequence[Tensor], labels: Tensor | None, size: int) -> None: ...
+    def compute(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """What a file is judged by; each call begins anew."""
+
+    batches: Callable[[], Iterable[Batch]]
+    """All evaluation data, on the CPU."""
+    totals: Callable[[Sequence[str]], Totals]
+    """Names of the graph's outputs in order -> empty totals."""
+
+
+class Judge:
+    """Runs an ONNX file on the evaluation data. `model`: a path, or a model that holds its tensors.
+
+    `shadow`: judge a file in half precision as its fp32 shadow. Raises ExportRefused when neither onnxruntime
+    nor onnx.reference can load it.
+    """
+
+    def __init__(self, model: Path | onnx.ModelProto, evaluator: Evaluator, *, shadow: bool = True) -> None:
+        self._evaluator = evaluator
+        structure = onnx.load_model(model, load_external_data=False) if isinstance(model, Path) else model
+        stored = {tensor.name for tensor in structure.graph.initializer}
+        self._inputs = [value for value in structure.graph.input if value.name not in stored]
+        self.outputs = [value.name for value in structure.graph.output]
+        self.by = "onnxruntime"
+        """Who computes, for the record."""
+        self._shadowed = shadow and in_half_precision(structure)
+        if self._shadowed:
+            model, self.by = fp32_shadow(model), "onnxruntime, on the file's fp32 shadow"
+        self._model = model
+        self._compute = self._open(model)
+        self._rows = self._fixed
+        """Rows taken at a time; 0 = any number."""
+
+    def _open(self, model: Path | onnx.ModelProto) -> Callable[[Mapping[str, Array]], list[Array]]:
+        try:
+            session = open_session(model)
+        except Exception as error:  # onnxruntime's errors share no base
+            reason = str(error)
+        else:
+            return lambda feed: list(session.run(None, dict(feed)))
+        try:
+            reference = ReferenceEvaluator(str(model) if isinstance(model, Path) else model)
+        except Exception as error:  # nor do those of onnx.reference
+            raise ExportRefused(
+                f"onnxruntime cannot load the model: {reason}; nor can onnx.reference: {error}"
+            ) from error
+        log.warning("onnxruntime cannot load the model, so onnx.reference judges it, slowly: %s", reason)
+        self.by = "onnx.reference"
+        return lambda feed: list(reference.run(None, dict(feed)))
+
+    def compare(self, module: nn.Module, *, batches: int, tolerance: float) -> tuple[float, list[str]]:
+        """Greatest difference from the module, relative to each output's greatest value, over a few batches and
+        over one row alone; and a sentence for each output where it is above `tolerance`.
+
+        `module` takes the inputs in order and gives the outputs in order.
+        """
+        worst = dict.fromkeys(self.outputs, (0.0, ""))
+        for where, inputs, run in self._samples(batches):
+            with torch.no_grad():
+                results = module(*inputs)
+            expected = [results] if isinstance(results, Tensor) else results
+            for name, ours, theirs in zip(self.outputs, expected, run(inputs), strict=True):
+                difference, sentence = relative_difference(ours.double().numpy(), np.asarray(theirs).astype(np.float64))
+                if not (math.isnan(worst[name][0]) or difference <= worst[name][0]):  # NaN is the worst
+                    worst[name] = (difference, f"output {name!r}, {where}: {sentence}")
+        problems = [
+            f"{sentence}: {self.by} is {difference:.3g} off the trained module, above export.tolerance {tolerance:g}"
+            for difference, sentence in worst.values()
+            if not difference <= tolerance
+        ]
+        return max(difference for difference, _ in worst.values()), problems
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics over the whole evaluation data, as `evaluation/<name>`."""
+        totals = self._evaluator.totals(self.outputs)
+        for batch in self._evaluator.batches():
+            results = [torch.from_numpy(np.array(array)) for array in self.run(batch.inputs)]
+            totals.update(results, batch.labels, batch.size)
+        return {f"evaluation/{name}": value for name, value in totals.compute().items()}
+
+    def example(self) -> bytes:
+        """One row (or as many as a fixed batch takes) as the content of an .npz file."""
+        batch = next(iter(self._evaluator.batches()))
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:  # not np.savez: its own arguments are names, too
+            for name, array in self.feed([tensor[: self._fixed or 1] for tensor in batch.inputs]).items():
+                with archive.open(f"{name}.npy", "w") as file:
+                    np.lib.format.write_array(file, array, allow_pickle=False)
+        return content.getvalue()
+
+    def _samples(self, batches: int) -> Iterator[tuple[str, Sequence[Tensor], Callable[..., list[Array]]]]:
+        number = 0
+        for number, batch in enumerate(islice(self._evaluator.batches(), batches), start=1):
+            if number == 1:
+                yield "row 1 alone", [tensor[:1] for tensor in batch.inputs], self.run
+            yield f"batch {number} ({batch.size} rows)", batch.inputs, self.run
+            if number == 1 and self._rows == 1 and not self._fixed and batch.size > 1:
+                yield "rows 1 and 2, by onnx.reference", [tensor[:2] for tensor in batch.inputs], self._refer
+        if not number:
+            raise ExportRefused("no evaluation data to prove the file on; set data.evaluation_fraction above 0")
+
+    @property
+    def _fixed(self) -> int:
+        """The batch size the file declares; 0 = any."""
+        leading = {value.type.tensor_type.shape.dim[0].dim_value for value in self._inputs if _ndim(value)}
+        return leading.pop() if len(leading) == 1 else 0
+
+    def feed(self, inputs: Sequence[Tensor]) -> dict[str, Array]:
+        """Input name -> array of the declared type, the last row repeated up to a fixed batch size."""
+        feed = {}
+        for value, tensor in zip(self._inputs, inputs, strict=True):
+            element_type = value.type.tensor_type.elem_type
+            array = tensor.numpy().astype(self._dtype(element_type))
+            if 0 < len(array) < self._fixed:
+                array = np.concatenate([array, np.repeat(array[-1:], self._fixed - len(array), axis=0)])
+            feed[value.name] = array
+        return feed
+
+    def _dtype(self, element_type: int) -> np.dtype[Any]:
+        shadowed = self._shadowed and element_type in HALVES
+        return np.dtype(np.float32 if shadowed else onnx.helper.tensor_dtype_to_np_dtype(element_type))
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Array]:
+        """The file's outputs for one batch, in pieces if the file takes a fixed number of rows."""
+        rows = len(inputs[0])
+        try:
+            return self._in_pieces(inputs, self._rows or max(rows, 1))
+        except Exception as error:
+            if self._rows or rows <= 1:
+                raise ExportRefused(f"{self.by} cannot run the model on {rows} rows: {error}") from error
+            try:
+                results = self._in_pieces(inputs, 1)
+            except Exception:
+                raise ExportRefused(f"{self.by} cannot run the model on {rows} rows: {error}") from error
+            log.warning("%s runs the model on one row at a time only: %s", self.by, error)
+            self._rows, self.by = 1, f"{self.by}, row by row"
+            return results
+
+    def _in_pieces(self, inputs: Sequence[Tensor], piece: int) -> list[Array]:
+        rows = len(inputs[0])
+        parts = [
+            self._compute(self.feed([tensor[start : start + piece] for tensor in inputs]))
+            for start in range(0, rows, piece)
+        ]
+        if len(parts) == 1 and rows == piece:
+            return list(parts[0])
+        return [np.concatenate(pieces)[:rows] for pieces in zip(*parts, strict=True)]
+
+    def _refer(self, inputs: Sequence[Tensor]) -> list[Array]:
+        """The outputs by onnx.reference."""
+        model = str(self._model) if isinstance(self._model, Path) else self._model
+        return list(ReferenceEvaluator(model).run(None, self.feed(inputs)))
+
+
+def _ndim(value: onnx.ValueInfoProto) -> int:
+    return len(value.type.tensor_type.shape.dim)
+
+
+def open_session(
+    model: Path | onnx.ModelProto, *, optimise: bool = True, save: Path | None = None
+) -> onnxruntime.InferenceSession:
+    """An onnxruntime session on the CPU. `save`: also write the graph it runs, optimised for any machine."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimise else levels.ORT_DISABLE_ALL
+    if save:  # beyond EXTENDED, the layout is that of this very processor
+        options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath = str(save)
+    content = str(model) if isinstance(model, Path) else model.SerializeToString()
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def relative_difference(ours: Array, theirs: Array) -> tuple[float, str]:
+    """(greatest |difference| / greatest |value|, a clause with both); NaN if either has one where the other has not.
+
+    Equal values differ by nothing, infinite ones included.
+    """
+    if ours.shape != theirs.shape:
+        return float("nan"), f"shape {list(theirs.shape)} instead of {list(ours.shape)}"
+    with np.errstate(invalid="ignore"):
+        apart = np.where(ours == theirs, 0.0, np.abs(ours - theirs))
+    greatest = float(np.abs(ours[np.isfinite(ours)]).max(initial=0.0))
+    difference = float(apart.max(initial=0.0))
+    relative = difference / greatest if greatest else difference
+    return relative, f"greatest difference {difference:.3g}, greatest value {greatest:.3g}"
+
+
+# -- half precision
+
+
+def in_half_precision(model: onnx.ModelProto) -> bool:
+    """Whether any tensor the file stores, takes or gives is fp16 or bf16."""
+    return any(tensor.data_type in HALVES for tensor in _tensors(model.graph)) or any(
+        value.type.tensor_type.elem_type in HALVES for value in (*model.graph.input, *model.graph.output)
+    )
+
+
+def fp32_shadow(model: Path | onnx.ModelProto) -> onnx.ModelProto:
+    """The same model with every fp16 and bf16 made fp32: what the file computes, without the rounding between."""
+    shadow = onnx.ModelProto()
+    shadow.CopyFrom(onnx.load_model(model) if isinstance(model, Path) else model)
+    for graph in _graphs(shadow.graph):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            _widen_type(value.type)
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.name in ("to", "dtype", "output_dtype", "stash_type") and attribute.i in HALVES:
+                    attribute.i = TensorProto.FLOAT
+    for tensor in _tensors(shadow.graph):
+        if tensor.data_type in HALVES:
+            name = tensor.name
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), name))
+    return shadow
+
+
+def _widen_type(kind: TypeProto) -> None:
+    if kind.HasField("tensor_type") and kind.tensor_type.elem_type in HALVES:
+        kind.tensor_type.elem_type = TensorProto.FLOAT
+    elif kind.HasField("sequence_type"):
+        _widen_type(kind.sequence_type.elem_type)
+    elif kind.HasField("optional_type"):
+        _widen_type(kind.optional_type.elem_type)
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.GRAPH:
+                yield from _graphs(attribute.g)
+
+
+def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """Every tensor stored in a graph or a graph inside it."""
+    for inner in _graphs(graph):
+        yield from inner.initializer
+        for node in inner.node:
+            yield from (attribute.t for attribute in node.attribute if attribute.type == AttributeProto.TENSOR)

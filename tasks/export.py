@@ -31,20 +31,22 @@ from trainer.run import (
     RunDir,
     RunIdentity,
     TrainResult,
+    Variant,
     durable_file,
     example_in,
     read_config,
     read_record,
     refusal_in,
     sha256,
+    variant_in,
     write_record,
 )
 from trainer.signature import TensorInfo, read_signature
 
 log = logging.getLogger(__name__)
 
-PROCESS = ("trainer", "export")
-"""The module that exports, and its command."""
+PROCESS = ("trainer",)
+"""The module that exports and makes variants."""
 PAUSES_S = (1.0, 3.0, 10.0)
 """Between two tries to reach MLflow."""
 TAIL_LINES = 20
@@ -167,30 +169,56 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _run_process(run: RunDir, checkpoint: Path, folder: Path) -> ExportedModel:
-    """Run it to its end; returns its record or raises its error."""
+    """Export in a process of its own, then make each variant in one; returns the record or raises the error."""
     folder.mkdir(parents=True, exist_ok=True)
-    record, refusal, output = folder / "model.json", refusal_in(folder), folder / "export.log"
+    record, refusal = folder / "model.json", refusal_in(folder)
     for former in (record, refusal):
         former.unlink(missing_ok=True)
-    paths = [str(run.root.absolute()), str(checkpoint.absolute()), "--folder", str(folder.absolute())]
+    ending = _in_process("export", run, str(checkpoint.absolute()), folder)
+    if refusal.exists():
+        raise _own_error(read_record(refusal, Refusal))
+    if ending or not record.exists():
+        raise ExportRefused(f"the exporting process {ending or 'left no record'}")
+    exported = read_record(record, ExportedModel)
+    variants = tuple(_variant(kind, run, folder) for kind in read_config(run).export.variants)
+    exported = exported.model_copy(update={"variants": variants})
+    write_record(record, exported)
+    return exported
+
+
+def _variant(kind: str, run: RunDir, folder: Path) -> Variant:
+    """One variant; whatever becomes of it, the exported file stands."""
+    record = variant_in(folder, kind)
+    record.unlink(missing_ok=True)
+    ending = _in_process("variant", run, kind, folder)
+    if ending or not record.exists():
+        refused = f"its process {ending or 'left no record'}"
+        made = Variant(kind=kind, path=None, bytes=0, size_ratio=0, latency_ratio=0, metrics={}, refused=refused)
+        write_record(record, made)
+    made = read_record(record, Variant)
+    if made.refused:
+        log.warning("%s: refused: %s", kind, made.refused)
+    return made
+
+
+def _in_process(command: str, run: RunDir, what: str, folder: Path) -> str:
+    """Run one command of the trainer to its end; "" if it went well, else how it ended, with its last lines."""
+    output = folder / f"{command}.log"
+    arguments = [str(run.root.absolute()), what, "--folder", str(folder.absolute())]
     with output.open("wb") as log_file:
         ended = subprocess.run(
-            [sys.executable, "-m", *PROCESS, *paths],
+            [sys.executable, "-m", *PROCESS, command, *arguments],
             cwd=Path(trainer.__file__).parents[1],  # where `-m` finds this very trainer
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=subprocess.STDOUT,
             check=False,
         )
-    if refusal.exists():
-        raise _own_error(read_record(refusal, Refusal))
-    if ended.returncode or not record.exists():
-        lines = output.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        ending = f"signal {-ended.returncode}" if ended.returncode < 0 else f"status {ended.returncode}"
-        raise ExportRefused(
-            "\n  | ".join([f"the exporting process ended with {ending}, without a result. Its last lines:", *lines])
-        )
-    return read_record(record, ExportedModel)
+    if not ended.returncode:
+        return ""
+    lines = output.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"status {ended.returncode}"
+    return "\n  | ".join([f"ended with {how}, without a result. Its last lines:", *lines])
 
 
 def _own_error(refusal: Refusal) -> OnwardError:

@@ -3,6 +3,7 @@
     mpirun -n 2 python -m trainer preflight RUN_DIR     report host, device, versions; check one all-reduce
     mpirun -n 2 python -m trainer train RUN_DIR         train, or go on from the newest whole checkpoint
     python -m trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and prove it
+    python -m trainer variant RUN_DIR KIND              make a further file of the exported one
 
 Everything else is in RUN_DIR/config.json. Exit status: 0 done, 75 stopped with a checkpoint, 70 failed
 (RUN_DIR/errors says why), 72 fenced off by a newer attempt, 78 refused: trying again would not help.
@@ -15,6 +16,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +31,10 @@ from trainer.distributed import (
 )
 from trainer.errors import Stopped
 from trainer.events import Heartbeat
-from trainer.run import RunDir, read_config, write_record
+from trainer.run import ExportedModel, RunDir, read_config, read_record, variant_in, write_record
+
+if TYPE_CHECKING:
+    from trainer.judge import Evaluator
 
 
 def train_rank(run: RunDir) -> int:
@@ -58,29 +63,48 @@ def train_rank(run: RunDir) -> int:
     return 0 if result.status == "done" else Stopped.exit_code
 
 
-def export_file(run: RunDir, path: Path, *, folder: Path | None) -> int:
+def evaluator(run: RunDir) -> Evaluator:
+    """All evaluation data and the configured loss, as exported files are judged by."""
+    from trainer.data import Batch, evaluation_batches
+    from trainer.judge import Evaluator
+    from trainer.loss import Evaluation, Loss
+    from trainer.shards import open_shards
+
+    config, cpu = read_config(run), torch.device("cpu")
+    held_out = open_shards(run.shards, "evaluation")
+
+    def totals(output_names: Sequence[str]) -> Evaluation:
+        return Evaluation(Loss(config.model, output_names), ignore_index=config.model.ignore_index, device=cpu)
+
+    def batches() -> Iterator[Batch]:
+        return evaluation_batches(held_out, config, replica=0, num_replicas=1, device=cpu)
+
+    return Evaluator(batches=batches, totals=totals)
+
+
+def export_file(run: RunDir, path: Path, *, folder: Path) -> int:
     """Write the checkpoint's weights back into the ONNX file, and prove the result."""
     die_with_parent()
     from trainer import export
     from trainer.checkpoint import load
-    from trainer.data import Batch, evaluation_batches
-    from trainer.loss import Evaluation, Loss
-    from trainer.shards import open_shards
 
-    with export.refusals(folder or run.export):
-        config, cpu = read_config(run), torch.device("cpu")
-        held_out = open_shards(run.shards, "evaluation")
+    with export.refusals(folder):
         state, tensors = load(path)
-
-        def totals(output_names: Sequence[str]) -> Evaluation:
-            return Evaluation(Loss(config.model, output_names), ignore_index=config.model.ignore_index, device=cpu)
-
-        def batches() -> Iterator[Batch]:
-            return evaluation_batches(held_out, config, replica=0, num_replicas=1, device=cpu)
-
         weights = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
         checkpoint = export.Checkpoint(step=state.step, weights=weights)
-        export.export(run, checkpoint, evaluator=export.Evaluator(batches=batches, totals=totals), folder=folder)
+        export.export(run, checkpoint, evaluator=evaluator(run), folder=folder)
+    return 0
+
+
+def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
+    """Make one variant of the file exported into `folder`, and leave its record there."""
+    die_with_parent()
+    from trainer import variants
+
+    exported = read_record(folder / "model.json", ExportedModel)
+    tolerance = read_config(run).export.variant_tolerance
+    made = variants.make_variant(kind, exported.path, evaluator=evaluator(run), tolerance=tolerance)
+    write_record(variant_in(folder, kind), made)
     return 0
 
 
@@ -88,19 +112,26 @@ def main() -> int:
     """Parse the command line and be that process."""
     parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__.splitlines()[0] if __doc__ else "")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, does in (("preflight", "check the machine"), ("train", "train as one rank"), ("export", "export")):
+    for name, does in (
+        ("preflight", "check the machine"),
+        ("train", "train as one rank"),
+        ("export", "write the trained file and prove it"),
+        ("variant", "make a further file of the exported one"),
+    ):
         command = commands.add_parser(name, help=does)
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
-        if name == "export":
-            command.add_argument("checkpoint", type=Path)
-            command.add_argument("--folder", type=Path, help="where the file goes, if not in the run directory")
+        if name in ("export", "variant"):
+            command.add_argument("what", help="the checkpoint's directory, or the kind of variant")
+            command.add_argument("--folder", type=Path, help="where the file is, if not in the run directory")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if arguments.command == "preflight":
         run_preflight(arguments.run)
         return 0
     if arguments.command == "export":
-        return export_file(arguments.run, arguments.checkpoint, folder=arguments.folder)
+        return export_file(arguments.run, Path(arguments.what), folder=arguments.folder or arguments.run.export)
+    if arguments.command == "variant":
+        return make_variant(arguments.run, arguments.what, folder=arguments.folder or arguments.run.export)
     return train_rank(arguments.run)
 
 

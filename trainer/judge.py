@@ -84,6 +84,8 @@ class Judge:
         self._compute = self._open(model)
         self._rows = self._fixed
         """Rows taken at a time; 0 = any number."""
+        self.parity = math.nan
+        """What `compare` found."""
 
     def _open(self, model: Path | onnx.ModelProto) -> Callable[[Mapping[str, Array]], list[Array]]:
         try:
@@ -102,9 +104,9 @@ class Judge:
         self.by = "onnx.reference"
         return lambda feed: list(reference.run(None, dict(feed)))
 
-    def compare(self, module: nn.Module, *, batches: int, tolerance: float) -> tuple[float, list[str]]:
-        """Greatest difference from the module, relative to each output's greatest value, over a few batches and
-        over one row alone; and a sentence for each output where it is above `tolerance`.
+    def compare(self, module: nn.Module, *, batches: int, tolerance: float) -> list[str]:
+        """Compare with the module over a few batches and one row alone: a sentence for each output that is
+        further off than `tolerance`, relative to its greatest value. The greatest of them becomes `parity`.
 
         `module` takes the inputs in order and gives the outputs in order.
         """
@@ -122,7 +124,8 @@ class Judge:
             for difference, sentence in worst.values()
             if not difference <= tolerance
         ]
-        return max(difference for difference, _ in worst.values()), problems
+        self.parity = max(difference for difference, _ in worst.values())
+        return problems
 
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics over the whole evaluation data, as `evaluation/<name>`."""

@@ -23,6 +23,8 @@ Flow, tasks and ranks meet in this directory and nowhere else:
         tensorboard/            a view of the event log        monitor
         export/                 the trained ONNX file, model.json (ExportedModel), example.npz, export.log; or
                                 refused.json (Refusal)         export
+        export/variant-int8_static.json   Variant, beside its file     export
+        export/training/        what trains the model without torch    export
 
 Durable files are written under a temporary name, fsynced and renamed: they are whole or absent.
 """
@@ -358,6 +360,11 @@ class RunDir:
 def example_in(export: Path) -> Path:
     """One real evaluation row: input name -> array."""
     return export / "example.npz"
+
+
+def variant_in(folder: Path, kind: str) -> Path:
+    """Where the record of a variant goes, beside the exported file."""
+    return folder / f"variant-{kind}.json"
 
 
 def refusal_in(export: Path) -> Path:

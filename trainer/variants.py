@@ -11,6 +11,7 @@ take their process down, so each has one of its own: `python -m trainer variant`
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -48,7 +49,7 @@ def make_variant(kind: str, exported: Path, *, evaluator: Evaluator, tolerance: 
     known = Judge(exported, evaluator)
     before = known.evaluate()
     size = _bytes(exported)
-    base = Variant(kind=kind, path=None, bytes=0, size_ratio=math.nan, latency_ratio=math.nan, metrics={})
+    base = Variant(kind=kind, path=None, bytes=0, size_ratio=0, latency_ratio=0, metrics={})
     if size > 2**31 - 2**20:
         return base.model_copy(update={"refused": f"the file has {size:,} bytes; variants are made up to 2 GB"})
     try:
@@ -175,12 +176,13 @@ def _static(exported: Path, target: Path, judge: Judge, evaluator: Evaluator) ->
 
 def _prepared(exported: Path, folder: Path) -> Path:
     """The file with the shapes a quantizer asks for."""
-    prepared = folder / "prepared.onnx"
-    try:
-        quant_pre_process(exported, prepared)
-    except Exception:  # its symbolic shape inference gives up on some graphs; onnx's own does not
-        log.info("quantizing without symbolic shapes")
-        quant_pre_process(exported, prepared, skip_symbolic_shape=True)
+    exported, prepared = exported.resolve(), folder / "prepared.onnx"
+    with contextlib.chdir(folder):  # it leaves files where it stands when it fails
+        try:
+            quant_pre_process(exported, prepared)
+        except Exception:  # its symbolic shape inference gives up on some graphs; onnx's own does not
+            log.info("quantizing without symbolic shapes")
+            quant_pre_process(exported, prepared, skip_symbolic_shape=True)
     return prepared
 
 

@@ -1,6 +1,6 @@
-"""Stands in for `python -m trainer export` in the task's tests: what such a process may do, without a checkpoint.
+"""Stands in for `python -m trainer` in the task's tests: what such a process may do, without a checkpoint.
 
-python -m tests.tasks.exporting {export,refuse,crash} RUN_DIR CHECKPOINT --folder FOLDER
+python -m tests.tasks.exporting {export,refuse,crash} {export,variant} RUN_DIR {CHECKPOINT,KIND} --folder FOLDER
 """
 
 from __future__ import annotations
@@ -51,6 +51,6 @@ def crash(run: RunDir, checkpoint: Path, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    what, root, checkpoint, _, folder = sys.argv[1:]
-    act = {"export": export, "refuse": refuse, "crash": crash}[what]
+    what, command, root, checkpoint, _, folder = sys.argv[1:]
+    act = {"export": export, "refuse": refuse, "crash": crash}[what if command == "export" else "crash"]
     sys.exit(act(RunDir(Path(root)), Path(checkpoint), Path(folder)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     return lambda what: monkeypatch.setattr(task, "PROCESS", ("tests.tasks.exporting", what))
 
 
-def make_run(folder: Path, tracker: Tracker, **settings: str) -> RunDir:
+def make_run(folder: Path, tracker: Tracker, **settings: Any) -> RunDir:
     """A run directory as training leaves it, as far as the task looks."""
     run = RunDir(folder / "run")
     sections = {"train": {"num_steps": 20}, "data": {"source": "digits"}, "model": {"path": folder / "model.onnx"}}
@@ -184,3 +185,17 @@ def test_a_process_that_died_is_refused_with_its_last_words(tmp_path: Path, proc
     run = make_run(tmp_path, new_run())
     with pytest.raises(ExportRefused, match=r"signal 11(.|\n)*the last word"):
         task.export_file(run, run.checkpoint(10))
+
+
+def test_a_variant_that_takes_its_process_down_is_recorded_and_the_file_stands(
+    tmp_path: Path, process: Process
+) -> None:
+    process("export")
+    run = make_run(tmp_path, new_run(), variants=["int8_static"])
+    exported = task.export_file(run, run.checkpoint(20))
+    (variant,) = exported.variants
+    assert variant.path is None
+    assert variant.refused.startswith("its process ended with signal 11")
+    assert "the last word" in variant.refused
+    assert exported.path.exists()
+    assert read_record(run.exported, ExportedModel) == exported

@@ -1,10 +1,10 @@
 """ONNX file <-> torch module: the graph becomes a torch.fx GraphModule whose parameters are the initializers.
 
     model = load_model(path)
-    module = to_module(model)               # called with the graph's inputs, in order
+    module = to_module(model, base=path.parent)     # called with the graph's inputs, in order
     trainable(module, train=("*",), freeze=("*.wpe.*",))
     ...
-    trained = to_onnx(module, model)        # the same file, with the module's weights in it
+    write(module, model, path, target)              # the same file, with the module's weights in it
 
 Weights keep their name, their layout and their ties: nothing is transposed, scaled, folded or copied on
 the way in, so the way back is exact. Files in half precision are computed in fp32 and rounded once, when
@@ -13,7 +13,9 @@ they are written back. The operators are in trainer/ops/; what is not there is r
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import shutil
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,17 +23,19 @@ from typing import Any
 
 import onnx
 import torch
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, inliner
 from torch import fx, nn
 
 import trainer.ops  # noqa: F401  files the operator table
 from trainer.errors import CheckpointError, ConfigError, UnsupportedModel
+from trainer.ops.external import all_tensors, external_problems, is_external, place, with_small_tensors, write_back
 from trainer.ops.fuse import fuse as fuse_graph
-from trainer.ops.importer import Importer, plans, unknown_operators
+from trainer.ops.importer import Importer, import_graph
 from trainer.ops.norm import BatchNorm
 from trainer.ops.roles import Role, roles
 from trainer.ops.stored import slots, store, stored_tensors
-from trainer.ops.tracing import Tracer
+from trainer.run import durable_file
 
 
 class ImportedGraph(fx.GraphModule):
@@ -56,41 +60,39 @@ class ImportedGraph(fx.GraphModule):
 
 
 def load_model(path: Path) -> onnx.ModelProto:
-    """Read and check an ONNX file, its external data included.
+    """Read and check an ONNX file. What it keeps in other files stays there; `to_module(base=path.parent)` maps it.
 
-    Raises ConfigError when there is no readable file, UnsupportedModel when it is not valid ONNX.
+    Raises ConfigError when there is no readable file, UnsupportedModel when it is not valid ONNX or one of its
+    other files is absent, cut short or outside its directory.
     """
     try:
         path.open("rb").close()
         onnx.checker.check_model(str(path))
-        return onnx.load(str(path))
+        model = onnx.load(str(path), load_external_data=False)
     except OSError as error:
         raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
     except onnx.checker.ValidationError as error:
         raise UnsupportedModel(f"{path} is not valid ONNX: {error}") from None
+    if problems := external_problems(model, path.parent):
+        raise UnsupportedModel(problems)
+    return model
 
 
 def to_module(model: onnx.ModelProto, *, base: Path | None = None, fuse: bool = True) -> ImportedGraph:
     """Import a model. The module takes the graph's inputs in order (not those that have an initializer) and
     gives the graph's outputs in order: the tensor itself if there is one, else a tuple.
 
-    `base`: the directory of external data that was not loaded. `fuse`: rewrite attention and linear layers
-    into single calls; the results differ by rounding only. Dropout and BatchNormalization follow train()
-    and eval(). Raises UnsupportedModel with one sentence for every node that cannot be imported.
+    `base`: the model's directory, for what it keeps in other files: mapped copy-on-write, not read. `fuse`:
+    rewrite attention and linear layers into single calls; the results differ by rounding only. Dropout and
+    BatchNormalization follow train() and eval(). Raises UnsupportedModel with one sentence for every node that
+    cannot be imported.
     """
     stored = stored_tensors(model.graph, base)  # before inlining: what a local function holds has no place of its own
+    model = with_small_tensors(model, base)
     if model.functions:
         model = inliner.inline_local_functions(model)
-    unknown = unknown_operators(model)
-    found = roles(model.graph, stored)
-    attempts: list[list[str]] = []
-    for lengths, batch in plans(model.graph, set(stored)):
-        importer = Importer(model, Tracer(), found, batch)
-        module = importer.build(stored, lengths)
-        if not unknown and not importer.problems:
-            return _finish(module, importer, fuse=fuse)
-        attempts.append(importer.problems)
-    raise UnsupportedModel(dict.fromkeys([*unknown, *min(attempts, key=len)]))
+    importer, traced = import_graph(model, stored, roles(model.graph, stored), base)
+    return _finish(traced, importer, fuse=fuse)
 
 
 def _finish(graph: fx.Graph, importer: Importer, *, fuse: bool) -> ImportedGraph:
@@ -118,6 +120,11 @@ def weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
     """Every parameter, frozen or not, and every running statistic, by its name in the file."""
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     return {name: tensors[path] for path, name in module.onnx_names.items()}
+
+
+def stored_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
+    """What each place in the file is to hold: `weights`, and the copies of some of them that the file has."""
+    return weights(module)
 
 
 def running_statistics(module: ImportedGraph) -> dict[str, torch.Tensor]:
@@ -191,18 +198,82 @@ def to_onnx(module: ImportedGraph, model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of `model` with the module's weights in it, each in the type and the field it was stored in.
 
     A tensor is touched only if its bytes changed: without training the copy equals the original, bit for
-    bit. Raises ConfigError when `model` is not the one the module came from, or keeps its tensors elsewhere.
+    bit. Raises ConfigError when `model` is not the one the module came from, or keeps weights in other files
+    (see `write`).
     """
+    trained, outside = _filled(module, model)
+    if outside:
+        raise ConfigError(f"weight {next(iter(outside))!r} is in another file; graph.write writes it there")
+    return trained
+
+
+def write(module: ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
+    """Write `model` with the module's weights in it to `target`, and beside it the files it keeps weights in.
+
+    Those keep their names and are copies of the ones beside `source` but for the bytes of changed weights. All
+    are written under temporary names and renamed, the model last. Memory does not grow with the weights; a
+    model that was not trained comes out as the same bytes. Returns every file written, the model first.
+    Raises ConfigError when `model` is not the one the module came from, or a file in the way is not ours.
+    """
+    trained, outside = _filled(module, model)
+    externals = [tensor for tensor in all_tensors(trained) if is_external(tensor)]
+    locations = sorted({place(tensor).location for tensor in externals})
+    if problems := _in_the_way(source, target, locations):
+        raise ConfigError(problems)
+    with contextlib.ExitStack() as files:
+        content = files.enter_context(durable_file(target))
+        copies = {name: files.enter_context(durable_file(target.parent / name)) for name in locations}
+        for location, copy in copies.items():
+            shutil.copyfile(source.parent / location, copy)
+        written = {id(proto) for _, proto in outside.values()}
+        write_back(outside, (proto for proto in externals if id(proto) not in written), copies)
+        content.write_bytes(_content(trained, source))
+    return [target, *(target.parent / name for name in locations)]
+
+
+def _filled(
+    module: ImportedGraph, model: onnx.ModelProto
+) -> tuple[onnx.ModelProto, dict[str, tuple[torch.Tensor, TensorProto]]]:
+    """A copy of the model with the weights it holds itself; and those that belong into other files, by name."""
     trained = onnx.ModelProto()
     trained.CopyFrom(model)
     places = dict(slots(trained.graph))
-    for name, tensor in weights(module).items():
+    outside = {}
+    for name, tensor in stored_weights(module).items():
         proto = places.get(name)
         if proto is None or list(proto.dims) != list(tensor.shape):
             raise ConfigError(
                 f"the model has no tensor {name!r} of shape {list(tensor.shape)}: it is not the one imported"
             )
-        if proto.data_location == TensorProto.EXTERNAL:
-            raise ConfigError(f"tensor {name!r} is in an external file; read the model with load_model")
-        store(tensor, proto)
-    return trained
+        if is_external(proto):
+            outside[name] = (tensor, proto)
+        else:
+            store(tensor, proto)
+    return trained, outside
+
+
+def _content(model: onnx.ModelProto, source: Path) -> bytes:
+    """The model as bytes: those of the source if they say the same, for not every writer orders them as we do."""
+    content: bytes = model.SerializeToString()
+    original = source.read_bytes()
+    same = onnx.ModelProto.FromString(original).SerializeToString() == content
+    return original if same else content
+
+
+def _in_the_way(source: Path, target: Path, locations: Sequence[str]) -> list[str]:
+    """One sentence for each file that must not be written over: the source's own, and those of other models."""
+    if target.exists() and target.samefile(source):
+        return [f"{target} is the model that was trained; write to another file"]
+    ours: set[str] = set()
+    if target.is_file():
+        with contextlib.suppress(DecodeError, OSError):
+            before = onnx.load(str(target), load_external_data=False)
+            ours = {place(tensor).location for tensor in all_tensors(before) if is_external(tensor)}
+    problems = []
+    for location in locations:
+        side = target.parent / location
+        if side.exists() and side.samefile(source.parent / location):
+            problems.append(f"{side} holds the weights of {source}; write to another directory")
+        elif side.exists() and location not in ours:
+            problems.append(f"{side} exists and is not a file of {target.name}; write to another directory")
+    return problems

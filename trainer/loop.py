@@ -67,7 +67,7 @@ def train(
     events = EventWriter(run.events, attempt=attempt, rank=mpi.rank)
 
     # -- 2. Model: the ONNX graph becomes a module whose parameters are its initializers
-    module = graph.to_module(graph.load_model(config.model.path))
+    module = graph.to_module(graph.load_model(config.model.path), base=config.model.path.parent)
     graph.trainable(module, train=config.model.train, freeze=config.model.freeze)
     module.to(mpi.device)
     weights = graph.weights(module)  # initializer name -> tensor, frozen ones and running statistics included

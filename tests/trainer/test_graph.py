@@ -367,7 +367,9 @@ def test_external_data_is_read(tmp_path: Path):
     model = tiny_mlp()
     onnx.save(copy.deepcopy(model), tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
     loaded = graph.load_model(tmp_path / "m.onnx")
-    assert_same(graph.to_module(loaded), model, batch=2)
+    assert_same(graph.to_module(loaded, base=tmp_path), model, batch=2)
+    with pytest.raises(UnsupportedModel, match=r"'fc1.weight' is in another file; say in which directory"):
+        graph.to_module(loaded)
     (tmp_path / "m.bin").unlink()
     with pytest.raises(UnsupportedModel, match=r"m\.bin"):
         graph.load_model(tmp_path / "m.onnx")

@@ -12,22 +12,28 @@ import torch
 from onnx import TensorProto, numpy_helper
 
 from trainer.errors import UnsupportedModel
+from trainer.ops.external import differs, is_external, mapped
 from trainer.ops.values import DTYPES, element_type_name, read_tensor
 
 
 def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch.Tensor]:
-    """Every initializer, and every tensor in a Constant node, by name."""
-    if graph.sparse_initializer:
-        raise UnsupportedModel(f"{len(graph.sparse_initializer)} sparse initializers are not implemented")
-    protos = dict(slots(graph))
+    """Every initializer, and every tensor in a Constant node, by name; those in other files are mapped.
+
+    `base`: the directory of those files. Raises UnsupportedModel with a sentence for each that cannot be used.
+    """
+    sparse = [tensor.values.name for tensor in graph.sparse_initializer]
     refused = [
-        f"initializer {name!r}: {element_type_name(proto.data_type)} cannot be computed"
-        for name, proto in protos.items()
-        if proto.data_type not in DTYPES
+        f"initializer {name!r} is sparse, which is not implemented; store it as a plain tensor" for name in sparse
     ]
+    found = dict(slots(graph))
+    for name, proto in found.items():
+        if proto.data_type not in DTYPES:
+            refused.append(f"initializer {name!r}: {element_type_name(proto.data_type)} cannot be computed")
+        elif is_external(proto) and base is None:
+            refused.append(f"initializer {name!r} is in another file; say in which directory, as `base`")
     if refused:
         raise UnsupportedModel(refused)
-    return {name: read_tensor(proto, base) for name, proto in protos.items()}
+    return {name: _read(proto, base) for name, proto in found.items()}
 
 
 def slots(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
@@ -41,18 +47,20 @@ def slots(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
                     yield node.output[0], attribute.t
 
 
+def _read(proto: TensorProto, base: Path | None) -> torch.Tensor:
+    return mapped(proto, base) if base is not None and is_external(proto) else read_tensor(proto)
+
+
 def store(tensor: torch.Tensor, proto: TensorProto) -> None:
-    """Write a tensor where the proto keeps its values, unless they are the same already."""
-    array = tensor.detach().cpu().numpy()
-    target = numpy_helper.to_array(proto)
-    converted = array.astype(target.dtype)
-    if converted.tobytes() == target.tobytes():
+    """Write a tensor where the proto keeps its values, unless they are the same already. Not for external ones."""
+    if not differs(tensor, read_tensor(proto)):
         return
+    array = tensor.detach().cpu().numpy()
+    converted = array.astype(numpy_helper.to_array(proto).dtype)
     if proto.HasField("raw_data"):
         proto.raw_data = converted.tobytes()  # little-endian, like every machine torch runs on
         return
-    fresh = _typed_fields(converted, proto.data_type)
-    for name, values in fresh.items():
+    for name, values in _typed_fields(converted, proto.data_type).items():
         values_field = getattr(proto, name)
         del values_field[:]
         values_field.extend(values)

@@ -1,15 +1,16 @@
-"""Operators that ONNX itself defines by simpler ones: their definition, ready to be imported node by node."""
+"""What stands in place of a node or inside one: definitions (ONNX's own, the model's own) and inner graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
 from onnx import defs, helper
 
-from trainer.ops.values import Value
+from trainer.ops.values import Value, read_tensor
 
 ELEMENT_TYPES = {
     torch.float32: onnx.TensorProto.FLOAT,
@@ -59,7 +60,17 @@ def _type(operand: Value) -> onnx.TypeProto:
     return helper.make_tensor_type_proto(ELEMENT_TYPES[dtype], [None] * operand.ndim)
 
 
-def _fill_in(node: onnx.NodeProto, given: dict[str, onnx.AttributeProto]) -> None:
+def local_body(function: onnx.FunctionProto, node: onnx.NodeProto) -> onnx.FunctionProto:
+    """A function of the model, the calling node's attributes filled in."""
+    body = onnx.FunctionProto()
+    body.CopyFrom(function)
+    given = {attribute.name: attribute for attribute in (*function.attribute_proto, *node.attribute)}
+    for inner in body.node:
+        _fill_in(inner, given)
+    return body
+
+
+def _fill_in(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> None:
     """Replace references to the outer node's attributes by their values; drop those it does not have."""
     kept = []
     for attribute in node.attribute:
@@ -70,7 +81,81 @@ def _fill_in(node: onnx.NodeProto, given: dict[str, onnx.AttributeProto]) -> Non
             value.CopyFrom(given[attribute.ref_attr_name])
             value.name = attribute.name
             attribute = value
-        kept.append(attribute)
-    copies = [onnx.AttributeProto.FromString(attribute.SerializeToString()) for attribute in kept]
+        kept.append(onnx.AttributeProto.FromString(attribute.SerializeToString()))
     del node.attribute[:]
-    node.attribute.extend(copies)
+    node.attribute.extend(kept)
+    for graph in subgraphs(node):
+        for inner in graph.node:
+            _fill_in(inner, given)
+
+
+# -- inner graphs: branches and loop bodies
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterable[onnx.GraphProto]:
+    """The inner graphs of a node."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def captured(node: onnx.NodeProto) -> list[str]:
+    """The outer values that the inner graphs of a node read."""
+    if not any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
+        return []
+    return list(dict.fromkeys(name for graph in subgraphs(node) for name in _free(graph)))
+
+
+def _free(graph: onnx.GraphProto) -> list[str]:
+    own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer} | {""}
+    free: list[str] = []
+    for node in graph.node:
+        free += [name for name in (*node.input, *captured(node)) if name not in own]
+        own.update(node.output)
+    return free + [value.name for value in graph.output if value.name not in own]
+
+
+def scoped(node: onnx.NodeProto, base: Path | None) -> tuple[onnx.NodeProto, dict[str, torch.Tensor]]:
+    """The node with the tensors its inner graphs store taken out, and these under names of their own.
+
+    The inner graphs then read them as they read outer values: so they reach a leaf as operands.
+    """
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    tensors: dict[str, torch.Tensor] = {}
+    prefix = next(filter(None, node.output), node.name)
+    for i, graph in enumerate(subgraphs(copy)):
+        _take_out(graph, f"{prefix}/{i}", {}, tensors, base)
+    return copy, tensors
+
+
+def _take_out(
+    graph: onnx.GraphProto, prefix: str, names: Mapping[str, str], tensors: dict[str, torch.Tensor], base: Path | None
+) -> None:
+    """Move stored tensors into `tensors`. `names`: what outer stored tensors are called now."""
+    own = {value.name for value in graph.input} | {name for node in graph.node for name in node.output}
+    renamed = {old: new for old, new in names.items() if old not in own}
+    stored = [(tensor.name, tensor) for tensor in graph.initializer]
+    stored += [
+        (node.output[0], attribute.t)
+        for node in graph.node
+        if node.op_type == "Constant"
+        for attribute in node.attribute
+        if attribute.name == "value"
+    ]
+    for name, proto in stored:
+        renamed[name] = f"{prefix}/{name}"
+        tensors[renamed[name]] = read_tensor(proto, base)
+    gone = {name for name, _ in stored}
+    kept = [node for node in graph.node if node.op_type != "Constant" or node.output[0] not in gone]
+    for position, node in enumerate(kept):
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        for i, inner in enumerate(subgraphs(node)):
+            _take_out(inner, f"{prefix}/{position}/{i}", renamed, tensors, base)
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
+    for value in graph.output:
+        value.name = renamed.get(value.name, value.name)
+    del graph.initializer[:]
+    del graph.node[:]
+    graph.node.extend(kept)

@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 from trainer.ops.table import RULES, Call, Rule, run_rule
-from trainer.ops.tracing import Tracer
-from trainer.ops.values import Unsupported, Value
+from trainer.ops.tracing import Eager, Tracer
+from trainer.ops.values import RunTime, Unsupported, Value
 from trainer.vision import import_torchvision
 
 Converter = Callable[[Any, Any], Any]
+
+WITH_BODIES = ("If", "Loop", "Scan", "SequenceMap")
+"""Operators with inner graphs, which onnx2torch has no place for."""
 
 
 def _registry() -> dict[Any, Converter]:
@@ -43,7 +46,8 @@ class RuleNode(nn.Module):
         """args: the operands the node has, in order, without those left out."""
         given = iter(args)
         operands = [next(given) if name else None for name in self.node.input]
-        tracer = Tracer(training=self.training)
+        device = next((arg.device for arg in args), torch.device("cpu"))
+        tracer = Eager(device, training=self.training)
         call = Call(self.node, self.version, tracer)
         results = run_rule(call, self.rule, operands)[: len(self.node.output)]
         outputs = tuple(tracer.to_tensor(result) for result in results)
@@ -72,12 +76,13 @@ def register_with_onnx2torch() -> int:
     registry = _registry()
     from onnx2torch.node_converters.registry import OperationDescription, add_converter
 
-    for (operator, version), rule in RULES.items():
-        key = OperationDescription("", operator, version)
-        if key in registry and _is_users(registry[key]):
+    for (name, version), rule in RULES.items():
+        domain, _, operator = name.rpartition(".")
+        key = OperationDescription(domain, operator, version)
+        if operator in WITH_BODIES or (key in registry and _is_users(registry[key])):
             continue
         registry.pop(key, None)
-        add_converter(operator, version)(_as_converter(version, rule))
+        add_converter(operator, version, domain)(_as_converter(version, rule))
     return len(RULES)
 
 
@@ -118,7 +123,13 @@ def run_converter(
     values = dict(zip(node.input, operands, strict=True))
     if not all(name in values for name in mapping.inputs):
         raise Unsupported("its onnx2torch converter reads values that are not its operands")
-    result = tracer.call_module(name, module, *(tracer.to_tensor(values[name]) for name in mapping.inputs))
+    wanted = [tracer.to_tensor(values[name]) for name in mapping.inputs]
+    try:
+        result = tracer.call_module(name, module, *wanted)
+    except RunTime:
+        if len(node.output) > 1:
+            raise Unsupported("its onnx2torch converter may give one of its several outputs") from None
+        return tracer.leaf(name, module, wanted, 1)
     if not isinstance(result, tuple | list):
         if sum(map(bool, node.output)) > 1:
             raise Unsupported("its onnx2torch converter gives one of its several outputs")

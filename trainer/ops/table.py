@@ -5,8 +5,10 @@
         return c(F.gelu, x, approximate=c.attr("approximate", "none"))
 
 `c(f, ...)` records a call when an operand is known only at run time, and computes otherwise: the same
-function builds graphs, folds constants and runs eagerly. A version that is not listed, an input the
-function does not take and an attribute it did not read are refused, never guessed.
+function builds graphs, folds constants and runs eagerly. A rule that must know what only the run can tell
+raises `RunTime` (the methods of `Call` do), and is called again with real tensors each time the graph runs.
+A version that is not listed, an input the function does not take and an attribute it did not read are
+refused, never guessed.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ import torch
 from torch import nn
 
 from trainer.ops.tracing import Tracer
-from trainer.ops.values import HostInts, Unsupported, Value, attribute_value, torch_dtype
+from trainer.ops.values import HostInts, RunTime, Unsupported, Value, attribute_value, torch_dtype
 
 Rule = Callable[..., Value]
+RunBody = Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]
 
 RULES: dict[tuple[str, int], Rule] = {}
-"""(operator, since_version) -> the function that lowers it; all in the standard domain."""
+"""(operator, since_version) -> the function that lowers it; in other domains than ONNX's, "domain.operator"."""
 
 HOST_RULES: dict[str, Rule] = {}
 """Operator -> how it works on host integers alone (trainer/ops/host.py)."""
@@ -57,7 +60,15 @@ def on_host(*operators: str) -> Callable[[Rule], Rule]:
 class Call:
     """One node being lowered: its attributes, its version, and `c(f, ...)` to compute with."""
 
-    def __init__(self, node: onnx.NodeProto, version: int, tracer: Tracer, *, batch: int | None = None) -> None:
+    def __init__(
+        self,
+        node: onnx.NodeProto,
+        version: int,
+        tracer: Tracer,
+        *,
+        batch: int | None = None,
+        run_body: RunBody | None = None,
+    ) -> None:
         self.op = node.op_type
         self.version = version
         self.tracer = tracer
@@ -67,6 +78,7 @@ class Call:
         self._node = node
         self._attributes = {attribute.name: attribute for attribute in node.attribute}
         self._read: set[str] = set()
+        self._run_body = run_body
 
     def __call__(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Value:
         return self.tracer.call(function, *args, **kwargs)
@@ -75,6 +87,11 @@ class Call:
         """Apply a module that follows train() and eval(), hung on the graph under the node's name."""
         name = self._node.name or self._node.output[0]
         return self.tracer.call_module(name.replace(".", "_").replace("/", "_") or self.op, module, *args)
+
+    def body(self, name: str, inputs: Sequence[Value]) -> list[Value]:
+        """The results of an inner graph, an attribute, for these inputs; it reads the values around the node too."""
+        assert self._run_body is not None, "inner graphs are run by a walk"
+        return self._run_body(self.attr(name), inputs)
 
     # -- attributes
 
@@ -108,10 +125,10 @@ class Call:
         return [self.tracer.size(x, dim) for dim in range(x.ndim)]
 
     def ints(self, x: Value) -> list[Value]:
-        """A 0-d or 1-d integer operand as host integers. Raises Unsupported if it is known only at run time."""
+        """A 0-d or 1-d integer operand as host integers. Raises RunTime if it is known only at run time."""
         array = self.tracer.host_ints(x)
         if array is None:
-            raise Unsupported("an operand that must be a constant or a shape is computed at run time")
+            raise RunTime("an operand that must be a constant or a shape is computed at run time")
         return list(array.reshape(-1))
 
     def axis(self, x: Value, axis: int) -> int:
@@ -128,16 +145,16 @@ class Call:
         return [int(axis) for axis in self.ints(given)]
 
     def number(self, x: Value) -> float | int | bool:
-        """A constant of one element as a Python number. Raises Unsupported if it is known only at run time."""
+        """A constant of one element as a Python number. Raises RunTime if it is known only at run time."""
         if isinstance(x, torch.Tensor) and x.numel() == 1:
             return x.item()
-        raise Unsupported("an operand that must be a constant number is computed at run time")
+        raise RunTime("an operand that must be a constant number is computed at run time")
 
     def constant(self, x: Value) -> torch.Tensor:
-        """A constant tensor. Raises Unsupported if it is known only at run time."""
+        """A constant tensor. Raises RunTime if it is known only at run time."""
         if isinstance(x, torch.Tensor):
             return x
-        raise Unsupported("an operand that must be constant is computed at run time")
+        raise RunTime("an operand that must be constant is computed at run time")
 
     def dtype(self, element_type: int) -> torch.dtype:
         """The torch type of an ONNX element type."""

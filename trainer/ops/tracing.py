@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,26 +17,38 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from trainer.ops.values import HostInts, Unsupported, Value
+from trainer.ops.values import HostInts, RunTime, Unsupported, Value
 
 ANCHOR = "_anchor"
 """An empty buffer whose device is where tensors made in the graph are put."""
 
 
 class Traced:
-    """A tensor or an int that is known only when the graph runs.
+    """A tensor or an int that is known only when the graph runs; a sequence of tensors, too, if it is not even tried.
 
-    `probes` is what it is for each of the two sets of input sizes: two meta tensors, or two ints.
+    `probes` is what it is for each of the two sets of input sizes: two meta tensors, or two ints. Without
+    them (`known` is false) even its rank and its type are known only at run time; asking raises RunTime.
     """
 
-    __slots__ = ("node", "probes", "tracer")
+    __slots__ = ("_probes", "node", "tracer")
 
-    def __init__(self, tracer: Tracer, node: fx.Node, probes: tuple[Any, Any]) -> None:
+    def __init__(self, tracer: Tracer, node: fx.Node, probes: tuple[Any, Any] | None) -> None:
         self.tracer = tracer
         self.node = node
-        self.probes = probes
-        if isinstance(probes[0], torch.Tensor):
+        self._probes = probes
+        if probes is not None and isinstance(probes[0], torch.Tensor):
             node.meta["rank"] = probes[0].ndim
+
+    @property
+    def known(self) -> bool:
+        """Whether its rank and its type are known."""
+        return self._probes is not None
+
+    @property
+    def probes(self) -> tuple[Any, Any]:
+        if self._probes is None:
+            raise RunTime("the shape of an operand is known only at run time")
+        return self._probes
 
     @property
     def ndim(self) -> int:
@@ -90,6 +102,7 @@ class Tracer:
         self._sizes: dict[tuple[fx.Node, int], Value] = {}
         self._anchor: Traced | None = None
         self._hosts: dict[fx.Node, HostInts] = {}
+        self.leaves: list[fx.Node] = []
 
     def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Value:
         """Apply a function, or the tensor method of that name: at once to constants, else when the graph runs."""
@@ -111,8 +124,17 @@ class Tracer:
         name = self.attach(name, module.train())
         return self._wrap(self.graph.call_module(name, *self._nodes((args,))), probes)
 
-    def placeholder(self, name: str, probes: tuple[torch.Tensor, torch.Tensor]) -> Traced:
-        """A graph input."""
+    def leaf(self, name: str, module: nn.Module, args: Sequence[Any], num_results: int) -> tuple[Traced, ...]:
+        """Apply a module of whose results nothing is known; with several, it gives a tuple."""
+        node = self.graph.call_module(self.attach(name, module.train()), *self._nodes((tuple(args),)))
+        self.leaves.append(node)
+        if num_results == 1:
+            return (Traced(self, node, None),)
+        parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(num_results)]
+        return tuple(Traced(self, part, None) for part in parts)
+
+    def placeholder(self, name: str, probes: tuple[torch.Tensor, torch.Tensor] | None) -> Traced:
+        """A graph input; without probes it may be anything."""
         return Traced(self, self.graph.placeholder(name), probes)
 
     def tensor(self, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> Traced:
@@ -167,9 +189,7 @@ class Tracer:
             return self._hosts.get(value.node)
         if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.numel() > 4096:
             return None
-        array = np.empty(tuple(value.shape), dtype=object)
-        array[...] = np.array(value.tolist(), dtype=object)
-        return array
+        return _as_host_ints(value)
 
     def to_tensor(self, value: Value) -> Value:
         """Host integers as an int64 (or, of truth values, bool) tensor; other values as they are."""
@@ -178,7 +198,8 @@ class Tracer:
         numbers, shape = list(value.reshape(-1)), list(value.shape)
         if not any(isinstance(number, Traced) for number in numbers):
             truth = bool(numbers) and all(isinstance(number, bool) for number in numbers)
-            return torch.tensor(numbers, dtype=torch.bool if truth else torch.int64).reshape(shape)
+            device = self._empty.device if isinstance(self, Eager) else None
+            return torch.tensor(numbers, dtype=torch.bool if truth else torch.int64, device=device).reshape(shape)
         traced = self.call(tensor_of, self.anchor, numbers, shape)
         self._hosts[traced.node] = value
         return traced
@@ -198,8 +219,11 @@ class Tracer:
 
         try:
             return of(0), of(1)
-        except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError) as error:
-            raise Unsupported(f"torch refuses it: {str(error).splitlines()[0]}") from error
+        except REFUSALS as error:
+            reason = f"torch refuses it: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            if _needs_values(error) or _fits_some_size(run, args, kwargs):
+                raise RunTime(reason) from error
+            raise Unsupported(reason) from error
 
     def _nodes(self, args: Any) -> Any:
         """Replace traced values by their nodes and constants by nodes that read a buffer."""
@@ -225,6 +249,79 @@ class Tracer:
         if isinstance(first, bool | int | float) and first == second:
             return first
         return Traced(self, node, probes)
+
+
+class Eager(Tracer):
+    """Computes at once, on real tensors and with gradients: how a leaf runs the rules that build graphs."""
+
+    def __init__(self, device: torch.device, *, training: bool) -> None:
+        super().__init__(training=training)
+        self._empty = torch.empty(0, device=device)
+
+    def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Value:
+        return (_method(function) if isinstance(function, str) else function)(*args, **kwargs)
+
+    def call_module(self, name: str, module: nn.Module, *args: Any) -> Value:
+        return module.to(self._empty.device).train(self.training)(*args)
+
+    def size(self, tensor: Value, dim: int) -> Value:
+        return tensor.shape[dim]
+
+    @property
+    def anchor(self) -> Value:
+        return self._empty
+
+    def host_ints(self, value: Value) -> HostInts | None:
+        if isinstance(value, np.ndarray):
+            return value
+        return _as_host_ints(value) if isinstance(value, torch.Tensor) and not value.is_floating_point() else None
+
+
+REFUSALS = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError)
+"""What torch raises for operands it does not take."""
+
+
+def _needs_values(error: Exception) -> bool:
+    """Whether torch says that it would have to look at the values: a meta tensor has none."""
+    return "meta" in str(error).lower() and not isinstance(error, IndexError | TypeError)
+
+
+def _fits_some_size(run: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether the call works for some lengths of the dynamic dimensions: then only the run can refuse it."""
+    traced = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Traced)]
+    if not any(_is_dynamic(leaf) for leaf in traced):
+        return False
+
+    def works(length: int) -> bool:
+        def pick(leaf: Any) -> Any:
+            if not isinstance(leaf, Traced):
+                return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+            first, second = leaf.probes
+            if not isinstance(first, torch.Tensor):
+                return first if first == second else length
+            shape = [a if a == b else length for a, b in zip(first.shape, second.shape, strict=True)]
+            return torch.empty(shape, dtype=first.dtype, device="meta")
+
+        try:
+            picked, named = pytree.tree_map(pick, (args, kwargs))
+            with torch.no_grad():
+                run(*picked, **named)
+        except REFUSALS:
+            return False
+        return True
+
+    return any(works(length) for length in (1, 2, 4, 7, 12, 60, 224))
+
+
+def _is_dynamic(value: Traced) -> bool:
+    first, second = value.probes
+    return bool(first.shape != second.shape if isinstance(first, torch.Tensor) else first != second)
+
+
+def _as_host_ints(tensor: torch.Tensor) -> HostInts:
+    array = np.empty(tuple(tensor.shape), dtype=object)
+    array[...] = np.array(tensor.tolist(), dtype=object)
+    return array
 
 
 def tensor_of(anchor: torch.Tensor, values: list[int], shape: list[int]) -> torch.Tensor:

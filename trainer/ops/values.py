@@ -23,6 +23,13 @@ class Unsupported(Exception):
     """Why one node cannot be imported: a clause that follows "because"."""
 
 
+class RunTime(Unsupported):
+    """What one node needs is known only when the graph runs: it becomes a leaf (trainer/ops/leaf.py).
+
+    Any rule may raise it; the same rule is then called with real tensors each time the graph runs.
+    """
+
+
 DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,
     TensorProto.FLOAT16: torch.float32,  # half-precision files are computed and trained in fp32;

@@ -1,0 +1,68 @@
+"""Run-time leaves: one ONNX node as a module that applies the node's rule to real tensors when the graph runs.
+
+A leaf holds no tensors of its own: weights and constants reach it as operands, so they keep their names,
+their gradients and their device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import torch
+from torch import nn
+
+from trainer.ops.tracing import ANCHOR, Eager
+from trainer.ops.values import Unsupported, Value
+
+Functions = Mapping[tuple[str, str, str], onnx.FunctionProto]
+"""(domain, name, overload) -> a function the model itself defines."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a node's meaning depends on besides its operands."""
+
+    opsets: Mapping[str, int]
+    functions: Functions
+
+
+Lower = Callable[[onnx.NodeProto, Mapping[str, Value], Surroundings, Eager], Sequence[Value]]
+"""Computes a node with the values its operands, and the names its inner graphs capture, have."""
+
+
+class Leaf(nn.Module):
+    """One node, computed by its rule each time the graph runs. Follows train() and eval()."""
+
+    def __init__(self, node: onnx.NodeProto, names: Sequence[str], around: Surroundings, lower: Lower) -> None:
+        super().__init__()
+        self.node = node
+        self.names = tuple(names)
+        """The names of the arguments: the node's operands, then what its inner graphs capture."""
+        self.around = around
+        self.lower = lower
+        self.register_buffer(ANCHOR, torch.empty(0), persistent=False)
+
+    def forward(self, *args: Any) -> Any:
+        """args: tensors, sequences of tensors, or None, by `names`. Gives one value for each output of the node."""
+        tracer = Eager(self.get_buffer(ANCHOR).device, training=self.training)
+        values = dict(zip(self.names, args, strict=True))
+        device = tracer.anchor.device
+        with contextlib.nullcontext() if device.type == "cpu" else device:  # where new tensors are put
+            try:
+                results = self.lower(self.node, values, self.around, tracer)
+            except Unsupported as error:
+                raise RuntimeError(f"node {self.node.name or self.node.output[0]!r}: {error}") from error
+        outputs = tuple(tracer.to_tensor(result) for result in results)
+        outputs += (None,) * (len(self.node.output) - len(outputs))
+        return outputs[: len(self.node.output)] if len(self.node.output) > 1 else outputs[0]
+
+    def extra_repr(self) -> str:
+        return f"{self.node.op_type}: {', '.join(self.names)}"
+
+
+# torch.compile leaves it to Python: what it does depends on data
+Leaf.forward._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -1,0 +1,227 @@
+"""Node by node: which rule, converter or definition lowers a node, on an fx graph or with real tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx
+import torch
+from onnx import defs
+from torch.utils import _pytree as pytree
+
+from trainer.ops import foreign
+from trainer.ops.bodies import captured, function_body, has_definition, local_body, scoped, subgraphs
+from trainer.ops.leaf import Functions, Leaf, Surroundings
+from trainer.ops.table import RULES, Call, run_rule
+from trainer.ops.tracing import Eager, Traced, Tracer
+from trainer.ops.values import RunTime, Unsupported, Value
+
+Body = onnx.GraphProto | onnx.FunctionProto
+
+
+def opsets_of(model: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
+    """The version of each domain that a model or a function is written in."""
+    return {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in model.opset_import}
+
+
+def functions_of(model: onnx.ModelProto) -> Functions:
+    """The functions a model defines itself."""
+    return {(function.domain, function.name, function.overload): function for function in model.functions}
+
+
+def _domain(node: onnx.NodeProto) -> str:
+    return "" if node.domain == "ai.onnx" else node.domain
+
+
+@functools.cache
+def _since(operator: str, opset: int, domain: str) -> int:
+    try:
+        return int(defs.get_schema(operator, opset, domain).since_version)
+    except defs.SchemaError:
+        return opset
+
+
+def since(node: onnx.NodeProto, opset: int) -> int:
+    """The opset in which the operator took the meaning it has in `opset`."""
+    return _since(node.op_type, opset, _domain(node))
+
+
+def label(node: onnx.NodeProto, opset: int) -> str:
+    """The node as problems name it."""
+    operator = f"{_domain(node)}.{node.op_type}" if _domain(node) else node.op_type
+    return f"node {node.name or next(filter(None, node.output), '')!r}: {operator}-{since(node, opset)}"
+
+
+def unknown_operators(model: onnx.ModelProto) -> list[str]:
+    """A sentence for every node, inner graphs and functions included, no rule, converter or definition exists for."""
+    functions = functions_of(model)
+    found = [
+        *_unknown(model.graph.node, opsets_of(model), functions),
+        *(text for body in model.functions for text in _unknown(body.node, opsets_of(body), functions)),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _unknown(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], functions: Functions) -> Iterable[str]:
+    for node in nodes:
+        opset = opsets.get(_domain(node), 1)
+        if _function(node, functions) is None and not _known(node, opset):
+            yield f"{label(node, opset)}: it is not implemented"
+        for graph in subgraphs(node):
+            yield from _unknown(graph.node, opsets, functions)
+
+
+def _function(node: onnx.NodeProto, functions: Functions) -> onnx.FunctionProto | None:
+    return functions.get((node.domain, node.op_type, node.overload))
+
+
+def _known(node: onnx.NodeProto, opset: int) -> bool:
+    version = since(node, opset)
+    if _rule(node, version) is not None or (_domain(node) == "" and has_definition(node, opset)):
+        return True
+    return (foreign.users_converter(node, version) or foreign.stock_converter(node, version)) is not None
+
+
+def _rule(node: onnx.NodeProto, version: int) -> Any:
+    domain = _domain(node)
+    return RULES.get((node.op_type if domain == "" else f"{domain}.{node.op_type}", version))
+
+
+def _without_unread(node: onnx.NodeProto, read: set[str]) -> onnx.NodeProto:
+    """The node with the outputs nobody reads left out: rules then need not compute them."""
+    if len(node.output) < 2 or node.op_type == "Split" or all(name in read for name in node.output):
+        return node
+    lean = onnx.NodeProto()
+    lean.CopyFrom(node)
+    lean.output[:] = [name if name in read else "" for name in node.output]
+    return lean
+
+
+def lower_eagerly(
+    node: onnx.NodeProto, values: Mapping[str, Value], around: Surroundings, tracer: Eager
+) -> Sequence[Value]:
+    """Compute one node with real tensors: what a leaf does when the graph runs."""
+    return Walk(tracer, onnx.GraphProto(), around.functions).lower(node, {"": None, **values}, around.opsets)
+
+
+@dataclass
+class Walk:
+    """Walks the nodes of a graph; collects what is refused instead of stopping at the first."""
+
+    tracer: Tracer
+    graph: onnx.GraphProto
+    """The whole graph, for converters that look around in it."""
+    functions: Functions = field(default_factory=dict)
+    batch: int | None = None
+    base: Any = None
+    """The directory of external data."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def eager(self) -> bool:
+        return isinstance(self.tracer, Eager)
+
+    def run(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int]) -> None:
+        """Lower every node of a graph or a definition; the results go into `values`, by name."""
+        returned = (output if isinstance(output, str) else output.name for output in body.output)
+        read = {*returned, *(name for node in body.node for name in (*node.input, *captured(node)))}
+        for node in body.node:
+            if node.op_type == "Constant" and node.output[0] in values:
+                continue  # its tensor is stored
+            if not all(name in values for name in (*node.input, *captured(node))):
+                continue  # it depends on a node that was refused
+            try:
+                results = self._node(node if self.eager else _without_unread(node, read), values, opsets)
+            except Unsupported as error:
+                problem = f"{label(node, opsets.get(_domain(node), 1))}: {error}"
+                if self.eager:
+                    raise Unsupported(problem) from error
+                self.problems.append(problem)
+            else:
+                values.update(zip(node.output, results, strict=False))
+                values[""] = None
+
+    def _node(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
+        """Lower one node, as a leaf if need be."""
+        if self.eager:
+            return self.lower(node, values, opsets)
+        if any(True for _ in subgraphs(node)):
+            node, constants = scoped(node, self.base)
+            values.update(constants)
+        try:
+            return self.lower(node, values, opsets)
+        except RunTime:
+            self._check_attributes(node, opsets.get(_domain(node), 1))
+            return self._leaf(node, values, opsets)
+
+    def _check_attributes(self, node: onnx.NodeProto, opset: int) -> None:
+        """A leaf's rule has not read its attributes yet; those the operator does not have are refused now."""
+        try:
+            known = defs.get_schema(node.op_type, opset, _domain(node)).attributes
+        except defs.SchemaError:
+            return
+        if unread := sorted({attribute.name for attribute in node.attribute} - set(known)):
+            raise Unsupported(f"attribute {', '.join(unread)} is not implemented")
+
+    def _leaf(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
+        around = Surroundings(opsets, self.functions)
+        names = list(dict.fromkeys(name for name in (*node.input, *captured(node)) if name))
+        args = [self.tracer.to_tensor(values[name]) for name in names]
+        if not any(isinstance(value, Traced) for value in pytree.tree_leaves(args)):
+            tracer = Eager(torch.device("cpu"), training=self.tracer.training)
+            with torch.no_grad():
+                return lower_eagerly(node, dict(zip(names, args, strict=True)), around, tracer)
+        name = (node.name or next(filter(None, node.output))).replace(".", "_").replace("/", "_")
+        return self.tracer.leaf(name, Leaf(node, names, around, lower_eagerly), args, len(node.output))
+
+    def lower(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
+        """The user's converter, else our rule, else onnx2torch's converter, else ONNX's own definition."""
+        opset = opsets.get(_domain(node), 1)
+        operands = [values[name] for name in node.input]
+        if (function := _function(node, self.functions)) is not None:
+            return self._expand(node, local_body(function, node), operands)
+        version = since(node, opset)
+        rule = _rule(node, version)
+        converter = foreign.users_converter(node, version)
+        if converter is None and rule is not None:
+
+            def run_body(body: onnx.GraphProto, inputs: Sequence[Value]) -> list[Value]:
+                return self._inner(body, inputs, values, opsets)
+
+            return run_rule(Call(node, version, self.tracer, batch=self.batch, run_body=run_body), rule, operands)
+        body = function_body(node, opset, operands) if _domain(node) == "" else None
+        converter = converter or (None if body is not None else foreign.stock_converter(node, version))
+        if converter is not None:
+            return foreign.run_converter(converter, node, graph=self.graph, operands=operands, tracer=self.tracer)
+        if body is None:
+            raise Unsupported("it is not implemented")
+        return self._expand(node, body, operands)
+
+    def _expand(self, node: onnx.NodeProto, body: onnx.FunctionProto, operands: Sequence[Value]) -> Sequence[Value]:
+        """Lower a definition in place of the node it defines."""
+        inner: dict[str, Value] = {"": None, **dict.fromkeys(body.input, None)}
+        inner.update(zip(body.input, operands, strict=False))
+        self._run_inside(body, inner, opsets_of(body), "definition")
+        wanted = [formal for formal, actual in zip(body.output, node.output, strict=False) if actual]
+        if missing := [name for name in wanted if name not in inner]:
+            raise Unsupported(f"its definition does not compute {', '.join(missing)}")
+        return [inner.get(name) for name in body.output][: len(node.output)]
+
+    def _inner(
+        self, body: onnx.GraphProto, inputs: Sequence[Value], outer: Mapping[str, Value], opsets: Mapping[str, int]
+    ) -> list[Value]:
+        """The results of an inner graph, which reads the outer values too."""
+        inner = {**outer, **dict(zip((value.name for value in body.input), inputs, strict=False))}
+        self._run_inside(body, inner, opsets, "body")
+        return [inner[value.name] for value in body.output]
+
+    def _run_inside(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int], what: str) -> None:
+        before = len(self.problems)
+        self.run(body, values, opsets)
+        if len(self.problems) > before:
+            causes = self.problems[before:]
+            del self.problems[before:]
+            raise Unsupported(f"in its {what}, {causes[0]}")

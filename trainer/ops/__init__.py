@@ -1,5 +1,5 @@
 """The operator table, by family; importing this package files every rule."""
 
-from trainer.ops import conv, elementwise, gather, host, loss, matmul, norm, reduce, shape
+from trainer.ops import control, conv, elementwise, gather, host, loss, matmul, norm, reduce, sequence, shape
 
-__all__ = ["conv", "elementwise", "gather", "host", "loss", "matmul", "norm", "reduce", "shape"]
+__all__ = ["control", "conv", "elementwise", "gather", "host", "loss", "matmul", "norm", "reduce", "sequence", "shape"]

@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -244,36 +243,3 @@ def space_to_depth(c: Call, x: Value) -> Value:
     n, depth, height, width = c.sizes(x)
     x = c("reshape", x, [n, depth, height // block, block, width // block, block])
     return c("reshape", c("permute", x, [0, 3, 5, 1, 2, 4]), [n, depth * block**2, height // block, width // block])
-
-
-# -- sequences of tensors: Python lists while the graph is built
-
-
-@lower("SequenceConstruct", since=(11,))
-def sequence_construct(c: Call, *parts: Value) -> Value:
-    return ([*parts],)
-
-
-@lower("SplitToSequence", since=(11, 24))
-def split_to_sequence(c: Call, x: Value, sizes: Value = None) -> Value:
-    axis, keepdims = c.axis(x, c.attr("axis", 0)), c.attr("keepdims", 1)
-    if sizes is None:
-        parts = c(torch.split, x, 1, axis)
-        return ([*parts] if keepdims else [c(torch.squeeze, part, axis) for part in parts],)
-    lengths: Any = [_plain(n) for n in c.ints(sizes)]
-    return ([*c(torch.split, x, lengths if sizes.ndim else lengths[0], axis)],)
-
-
-@lower("SequenceAt", since=(11,))
-def sequence_at(c: Call, sequence: Value, position: Value) -> Value:
-    return sequence[c.ints(position)[0]]
-
-
-@lower("SequenceLength", since=(11,))
-def sequence_length(c: Call, sequence: Value) -> Value:
-    return torch.tensor(len(sequence))
-
-
-@lower("ConcatFromSequence", since=(11,))
-def concat_from_sequence(c: Call, sequence: Value) -> Value:
-    return c(torch.stack if c.attr("new_axis", 0) else torch.cat, sequence, c.attr("axis"))

@@ -21,7 +21,7 @@ import onnx
 import torch
 from torch import nn
 
-from trainer.ops.tracing import Tracer
+from trainer.ops.tracing import Eager, Tracer
 from trainer.ops.values import HostInts, RunTime, Unsupported, Value, attribute_value, torch_dtype
 
 Rule = Callable[..., Value]
@@ -87,6 +87,11 @@ class Call:
         """Apply a module that follows train() and eval(), hung on the graph under the node's name."""
         name = self._node.name or self._node.output[0]
         return self.tracer.call_module(name.replace(".", "_").replace("/", "_") or self.op, module, *args)
+
+    @property
+    def eager(self) -> bool:
+        """Whether it computes with real tensors now, rather than building a graph."""
+        return isinstance(self.tracer, Eager)
 
     def body(self, name: str, inputs: Sequence[Value]) -> list[Value]:
         """The results of an inner graph, an attribute, for these inputs; it reads the values around the node too."""

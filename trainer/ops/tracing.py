@@ -218,7 +218,10 @@ class Tracer:
                 return run(*picked, **named)
 
         try:
-            return of(0), of(1)
+            first, second = of(0), of(1)
+            if isinstance(first, list | tuple) and len(first) != len(second):
+                raise RunTime("how many results it has depends on a dynamic dimension")
+            return first, second
         except REFUSALS as error:
             reason = f"torch refuses it: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             if _needs_values(error) or _fits_some_size(run, args, kwargs):

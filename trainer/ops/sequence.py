@@ -1,0 +1,104 @@
+"""Sequences and optionals: Python lists, and None, while the graph is built; in a leaf, when it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.ops.table import Call, lower
+from trainer.ops.tracing import Traced
+from trainer.ops.values import RunTime, Value
+
+
+def _items(sequence: Value) -> list[Value]:
+    """The members. Raises RunTime if how many there are is known only at run time."""
+    if isinstance(sequence, Traced):
+        raise RunTime("a sequence is known only at run time")
+    return list(sequence)
+
+
+@lower("SequenceConstruct", since=(11,))
+def sequence_construct(c: Call, *parts: Value) -> Value:
+    return [*parts]
+
+
+@lower("SequenceEmpty", since=(11,))
+def sequence_empty(c: Call) -> Value:
+    c.attr("dtype")
+    return []
+
+
+@lower("SequenceLength", since=(11,))
+def sequence_length(c: Call, sequence: Value) -> Value:
+    return torch.tensor(len(_items(sequence)))
+
+
+@lower("SequenceAt", since=(11,))
+def sequence_at(c: Call, sequence: Value, position: Value) -> Value:
+    return _items(sequence)[c.ints(position)[0]]
+
+
+@lower("SequenceInsert", since=(11,))
+def sequence_insert(c: Call, sequence: Value, x: Value, position: Value = None) -> Value:
+    items = _items(sequence)
+    items.insert(len(items) if position is None else c.ints(position)[0], x)
+    return items
+
+
+@lower("SequenceErase", since=(11,))
+def sequence_erase(c: Call, sequence: Value, position: Value = None) -> Value:
+    items = _items(sequence)
+    del items[-1 if position is None else c.ints(position)[0]]
+    return items
+
+
+@lower("SplitToSequence", since=(11, 24))
+def split_to_sequence(c: Call, x: Value, sizes: Value = None) -> Value:
+    """Pieces of one, of a length (the last may be shorter), or of a length each."""
+    axis, keepdims = c.axis(x, c.attr("axis", 0)), c.attr("keepdims", 1)
+    if sizes is None:
+        return [*c(torch.split, x, 1, axis)] if keepdims else [*c(torch.unbind, x, axis)]
+    lengths: Any = [n if isinstance(n, Traced) else int(n) for n in c.ints(sizes)]
+    return [*c(torch.split, x, lengths if sizes.ndim else lengths[0], axis)]
+
+
+@lower("ConcatFromSequence", since=(11,))
+def concat_from_sequence(c: Call, sequence: Value) -> Value:
+    return c(torch.stack if c.attr("new_axis", 0) else torch.cat, _items(sequence), c.attr("axis"))
+
+
+@lower("SequenceMap", since=(17,))
+def sequence_map(c: Call, sequence: Value, *others: Value) -> Value:
+    """The body for each member, and for the members of the other sequences at its place; tensors go along whole."""
+    results = []
+    for i, item in enumerate(_items(sequence)):
+        along = [other[i] if isinstance(other, list | tuple) else _never_a_sequence(other) for other in others]
+        results.append([c.tracer.to_tensor(value) for value in c.body("body", [item, *along])])
+    return tuple([row[k] for row in results] for k in range(c.num_outputs))
+
+
+def _never_a_sequence(value: Value) -> Value:
+    if isinstance(value, Traced) and not value.known:
+        raise RunTime("it may be a sequence")
+    return value
+
+
+@lower("Optional", since=(15, 28))
+def optional(c: Call, x: Value = None) -> Value:
+    c.attr("type")
+    return x
+
+
+@lower("OptionalGetElement", since=(15, 18, 28))
+def optional_get_element(c: Call, x: Value) -> Value:
+    if x is None:
+        raise RunTime("it takes the element of an empty optional")
+    return x
+
+
+@lower("OptionalHasElement", since=(15, 18, 28))
+def optional_has_element(c: Call, x: Value = None) -> Value:
+    if isinstance(x, Traced) and not x.known:
+        raise RunTime("whether it has an element is known only at run time")
+    return torch.tensor(x is not None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import urlsplit
@@ -108,21 +109,37 @@ def config(config: ConfigFile, overrides: Overrides = None, as_json: Json = Fals
         print("\n".join(config_lines(resolved)))
 
 
+VariantKind = StrEnum("VariantKind", ["optimized", "fp16", "bf16", "int8_dynamic", "int8_static"])  # export.variants
+
+
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A checkpoint directory, or a run.")],
     output: Output,
+    variant: Annotated[
+        list[VariantKind] | None,
+        typer.Option(help="Also write this variant, if it passes its gate; repeatable."),
+    ] = None,
+    training: Annotated[bool, typer.Option("--training", help="Also what trains it where no torch is.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights back into its ONNX file, and prove the result."""
+    from flows.report import variant_rows
     from flows.runs import find_checkpoint
     from tasks.export import export_file
+    from trainer.config import ExportConfig
 
+    extras = ExportConfig.model_validate({"variants": variant or (), "training": training})
     run, checkpoint = find_checkpoint(source)
-    exported = export_file(run, checkpoint, output)
+    exported = export_file(run, checkpoint, output, extras=extras)
     facts = {"path": str(exported.path), "sha256": exported.sha256, "checkpoint": str(checkpoint)}
     metrics = {"parity": exported.parity, "before": exported.before, "after": exported.after}
-    _print({**facts, "step": exported.step, **metrics}, as_json=as_json)
+    made = {"training": [str(path) for path in exported.training]} if training else {}
+    if as_json:
+        variants = [each.model_dump(mode="json") for each in exported.variants]
+        _print_json({**facts, "step": exported.step, **metrics, **made, "variants": variants})
+    else:
+        _print({**facts, "step": exported.step, **metrics, **made, **dict(variant_rows(exported))}, as_json=False)
 
 
 @reference.command()
@@ -280,9 +297,9 @@ def _train(config: RunConfig, *, resume: str = "", as_json: bool) -> None:
     if as_json:
         _print_json(facts)
     else:
-        from flows.report import outcome, table
+        from flows.report import outcome, table, variant_rows
 
-        table(outcome(facts))
+        table([*outcome(facts), *variant_rows(exported)])
 
 
 def _facts(config: RunConfig, run: RunDir, exported: ExportedModel) -> dict[str, Any]:
@@ -300,6 +317,7 @@ def _facts(config: RunConfig, run: RunDir, exported: ExportedModel) -> dict[str,
         "after": exported.after,
         "parity": exported.parity,
         "sha256": exported.sha256,
+        "variants": [variant.model_dump(mode="json") for variant in exported.variants],
         "registered": f"{exported.registered_as} version {exported.version}" if exported.registered_as else "",
         "elapsed_s": trained.elapsed_s,
         "attempts": trained.attempts,

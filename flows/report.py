@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainer.config import RunConfig, Section
+from trainer.run import ExportedModel
 
 
 def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> None:
@@ -41,6 +42,18 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{facts['step']} in {facts['elapsed_s']:.1f} s, {facts['attempts']} attempt(s)"),
         ("to look at it", "onward ui"),
     ]
+
+
+def variant_rows(exported: ExportedModel) -> list[tuple[str, str]]:
+    """A row for each variant: what it gained and lost beside the exported file, or why there is none."""
+    rows = []
+    for variant in exported.variants:
+        name = next((name for name in ("evaluation/accuracy", "evaluation/loss") if name in variant.metrics), "")
+        gained = f"{variant.size_ratio:.0%} of the size, {variant.latency_ratio:.0%} of the time"
+        kept = f"{name.removeprefix('evaluation/')} {exported.after.get(name, math.nan):.4f} -> " if name else ""
+        row = f"{kept}{variant.metrics[name]:.4f}, {gained}: {variant.path}" if name else f"{gained}: {variant.path}"
+        rows.append((variant.kind, f"refused: {variant.refused}" if variant.refused else row))
+    return rows
 
 
 def config_lines(config: RunConfig) -> Iterable[str]:

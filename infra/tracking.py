@@ -81,6 +81,8 @@ class ModelFile:
     sha256: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    beside: tuple[Path, ...] = ()
+    """Files next to it that it keeps weights in."""
     step: int = 0
     example: Mapping[str, Any] = field(default_factory=dict)
     """Input name -> array: one small batch."""
@@ -357,6 +359,8 @@ def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> N
             save_as_external_data=False,
         )
     shutil.copyfile(model.path, folder / "model.onnx")
+    for file in model.beside:
+        shutil.copyfile(file, folder / file.name)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from prefect.cache_policies import NO_CACHE
 import trainer
 from infra.tracking import ModelFile, Port, Tracker, TrackingError, TrackingUnavailable
 from trainer import errors
-from trainer.config import RunConfig
+from trainer.config import ExportConfig, RunConfig
 from trainer.errors import CheckpointError, ExportRefused, OnwardError, RuntimeUnavailable
 from trainer.run import (
     CheckpointInfo,
@@ -71,7 +71,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
         problems += error.problems
     try:
         if config.export.path:
-            _copy(exported.path, Path(config.export.path))
+            copy_to(Path(config.export.path), exported, source=config.model.path)
     except RuntimeUnavailable as error:
         problems += error.problems
     if problems:
@@ -87,17 +87,20 @@ def choose(checkpoints: Sequence[CheckpointInfo], which: str) -> CheckpointInfo:
     return best[0] if best else max(checkpoints, key=lambda info: info.step)
 
 
-def export_file(run: RunDir, checkpoint: Path, out: Path | None = None) -> ExportedModel:
+def export_file(
+    run: RunDir, checkpoint: Path, out: Path | None = None, *, extras: ExportConfig | None = None
+) -> ExportedModel:
     """Export one checkpoint of a run to `out`, or else into the run directory; needs neither Prefect nor MLflow.
 
-    Raises ExportRefused with every failed check (and nothing is written), or what else stopped the exporting process.
+    `extras`: says which variants, and whether the training files too, if not the run's own config. Raises
+    ExportRefused with every failed check (and nothing is written), or what else stopped the exporting process.
     """
+    extras = extras or read_config(run).export
     if out is None:
-        return _run_process(run, checkpoint, run.export)
+        return _run_process(run, checkpoint, run.export, extras)
     with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
-        exported = _run_process(run, checkpoint, Path(folder))
-        _copy(exported.path, out)
-    return exported.model_copy(update={"path": out.absolute()})
+        exported = _run_process(run, checkpoint, Path(folder), extras)
+        return copy_to(out.absolute(), exported, source=read_config(run).model.path)
 
 
 def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> ExportedModel:
@@ -111,6 +114,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
         file = ModelFile(
             path=exported.path,
             sha256=exported.sha256,
+            beside=exported.beside,
             inputs=tuple(map(_port, signature.inputs)),
             outputs=tuple(map(_port, signature.outputs)),
             step=exported.step,
@@ -157,18 +161,49 @@ def _proven(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | None:
     return known if whole and known.step == chosen.step else None
 
 
-def _copy(source: Path, target: Path) -> None:
-    try:
-        with durable_file(target) as partial:
-            shutil.copyfile(source, partial)
-    except OSError as error:
-        raise RuntimeUnavailable(f"cannot write the exported file to {target}: {error}") from error
+def copy_to(target: Path, exported: ExportedModel, *, source: Path) -> ExportedModel:
+    """Copy an exported file, and all that was written with it, to `target` and beside it; says where it is then.
+
+    `source`: the file that came in; the files it keeps weights in are not overwritten. Raises RuntimeUnavailable.
+    """
+    folder = target.parent
+    own = [file.name for file in exported.beside if _same(folder / file.name, source.parent / file.name)]
+    if own:
+        raise RuntimeUnavailable(
+            f"the exported file keeps weights in {', '.join(own)}, and in {folder} those are the original's; "
+            "choose another directory for export.path"
+        )
+    made = [variant for variant in exported.variants if variant.path]
+    places = {variant.kind: target.with_name(f"{target.stem}.{variant.kind}.onnx") for variant in made}
+    copies = {file: folder / file.name for file in exported.beside}
+    copies |= {variant.path: places[variant.kind] for variant in made if variant.path}
+    copies |= {file: target.with_name(f"{target.stem}.training") / file.name for file in exported.training}
+    for file, place in {**copies, exported.path: target}.items():  # the file itself last
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with durable_file(place) as partial:
+                shutil.copyfile(file, partial)
+        except OSError as error:
+            raise RuntimeUnavailable(f"cannot write the exported file to {place}: {error}") from error
+    moved = {
+        "path": target,
+        "beside": tuple(copies[file] for file in exported.beside),
+        "training": tuple(copies[file] for file in exported.training),
+        "variants": tuple(
+            variant.model_copy(update={"path": places.get(variant.kind)}) for variant in exported.variants
+        ),
+    }
+    return exported.model_copy(update=moved)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 # -- the exporting process
 
 
-def _run_process(run: RunDir, checkpoint: Path, folder: Path) -> ExportedModel:
+def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConfig) -> ExportedModel:
     """Export in a process of its own, then make each variant in one; returns the record or raises the error."""
     folder.mkdir(parents=True, exist_ok=True)
     record, refusal = folder / "model.json", refusal_in(folder)
@@ -180,7 +215,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path) -> ExportedModel:
     if ending or not record.exists():
         raise ExportRefused(f"the exporting process {ending or 'left no record'}")
     exported = read_record(record, ExportedModel)
-    variants = tuple(_variant(kind, run, folder) for kind in read_config(run).export.variants)
+    variants = tuple(_variant(kind, run, folder) for kind in extras.variants)
     exported = exported.model_copy(update={"variants": variants})
     write_record(record, exported)
     return exported

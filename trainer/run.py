@@ -195,6 +195,8 @@ class ExportedModel(Record):
     """What only training needs and the file has no more: kind -> number of nodes."""
     judged_by: str = "onnxruntime"
     """Who computed the file's side of parity and evaluation."""
+    beside: tuple[Path, ...] = ()
+    """Files next to it that it keeps weights in."""
     variants: tuple[Variant, ...] = ()
     """What was made of it for deployment, the refused ones included."""
     training: tuple[Path, ...] = ()

@@ -246,3 +246,13 @@ def test_a_place_that_cannot_be_written_to_is_a_sentence(
     status, said = ending(capsys, monkeypatch, "reference", "squeezenet", "--image-size", "17", "-o", str(target))
     assert (status, said.count("\n")) == (3, 1)
     assert f"cannot use {home / 'file'}: " in said
+
+
+def test_the_variants_the_command_line_takes_are_the_configs() -> None:
+    from typing import get_args
+
+    from flows.cli import VariantKind
+    from trainer.config import ExportConfig
+
+    (kinds, _) = get_args(ExportConfig.model_fields["variants"].annotation)
+    assert tuple(VariantKind) == get_args(kinds)

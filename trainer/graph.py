@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,10 @@ from trainer.ops.external import all_tensors, external_problems, is_external, pl
 from trainer.ops.fuse import fuse as fuse_graph
 from trainer.ops.importer import Importer, import_graph
 from trainer.ops.norm import BatchNorm
-from trainer.ops.roles import Role, roles
+from trainer.ops.roles import Role, promoted, roles
 from trainer.ops.stored import slots, store, stored_tensors
+from trainer.ops.ties import Copies, copy_roles, find_copies
+from trainer.ops.ties import tie as tie_copies
 from trainer.run import durable_file
 
 
@@ -47,11 +49,13 @@ class ImportedGraph(fx.GraphModule):
     """Path of each parameter and running statistic in this module -> its name in the file."""
     roles: dict[str, Role]
     """Name in the file -> what it is to training, for every stored float tensor."""
+    copies: Copies
+    """Name in the file of a copy -> (the weight it is a copy of, whether transposed): no parameter of its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImportedGraph:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, ImportedGraph)
-        for name in ("input_names", "output_names", "onnx_names", "roles"):
+        for name in ("input_names", "output_names", "onnx_names", "roles", "copies"):
             setattr(copy, name, getattr(self, name))
         return copy
 
@@ -78,24 +82,29 @@ def load_model(path: Path) -> onnx.ModelProto:
     return model
 
 
-def to_module(model: onnx.ModelProto, *, base: Path | None = None, fuse: bool = True) -> ImportedGraph:
+def to_module(
+    model: onnx.ModelProto, *, base: Path | None = None, fuse: bool = True, tie: bool = True, train: Sequence[str] = ()
+) -> ImportedGraph:
     """Import a model. The module takes the graph's inputs in order (not those that have an initializer) and
     gives the graph's outputs in order: the tensor itself if there is one, else a tuple.
 
     `base`: the model's directory, for what it keeps in other files: mapped copy-on-write, not read. `fuse`:
-    rewrite attention and linear layers into single calls; the results differ by rounding only. Dropout and
-    BatchNormalization follow train() and eval(). Raises UnsupportedModel with one sentence for every node that
-    cannot be imported.
+    rewrite attention and linear layers into single calls; the results differ by rounding only. `tie`: let the
+    copies an exporter made of one weight be that one weight. `train`: stored tensors that are to be weights
+    though they do not look like one, by name. Dropout and BatchNormalization follow train() and eval(). Raises
+    UnsupportedModel with one sentence for every node that cannot be imported.
     """
     stored = stored_tensors(model.graph, base)  # before inlining: what a local function holds has no place of its own
     model = with_small_tensors(model, base)
     if model.functions:
         model = inliner.inline_local_functions(model)
-    importer, traced = import_graph(model, stored, roles(model.graph, stored), base)
-    return _finish(traced, importer, fuse=fuse)
+    found = promoted(roles(model.graph, stored), stored, train)
+    importer, traced = import_graph(model, stored, found, base)
+    return _finish(traced, importer, find_copies(stored, found) if tie else {}, fuse=fuse)
 
 
-def _finish(graph: fx.Graph, importer: Importer, *, fuse: bool) -> ImportedGraph:
+def _finish(graph: fx.Graph, importer: Importer, copies: Copies, *, fuse: bool) -> ImportedGraph:
+    tie_copies(graph, importer.tracer.root, {name: path for path, name in importer.onnx_names.items()}, copies)
     if fuse:
         fuse_graph(graph, importer.tracer.root)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
@@ -109,7 +118,8 @@ def _finish(graph: fx.Graph, importer: Importer, *, fuse: bool) -> ImportedGraph
             module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
     module.input_names = tuple(value.name for value in importer.inputs)
     module.output_names = tuple(value.name for value in importer.model.graph.output)
-    module.roles = dict(importer.roles)
+    module.copies = {name: of for name, of in copies.items() if of[0] in module.onnx_names.values()}
+    module.roles = copy_roles(importer.roles, module.copies)
     return module
 
 
@@ -124,7 +134,8 @@ def weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
 
 def stored_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
     """What each place in the file is to hold: `weights`, and the copies of some of them that the file has."""
-    return weights(module)
+    own = weights(module)
+    return own | {name: own[of].t() if transposed else own[of] for name, (of, transposed) in module.copies.items()}
 
 
 def running_statistics(module: ImportedGraph) -> dict[str, torch.Tensor]:
@@ -150,22 +161,19 @@ def load_weights(module: ImportedGraph, tensors: Mapping[str, torch.Tensor]) -> 
 def trainable(module: ImportedGraph, *, train: Sequence[str] = ("*",), freeze: Sequence[str] = ()) -> None:
     """Train the parameters that match a pattern of `train` and none of `freeze`; the others get no gradient.
 
-    Patterns are globs over names in the file. A BatchNormalization whose scale and bias are not trained keeps
-    its running statistics too, and uses them. Raises ConfigError for each that matches no parameter, and
-    when nothing is left to train.
+    Patterns are globs over names in the file; a weight answers to the names of its copies, too. A
+    BatchNormalization whose scale and bias are not trained keeps its running statistics, too, and uses them.
+    Raises ConfigError for each that matches no parameter, and when nothing is left to train.
     """
     parameters = {module.onnx_names[path]: parameter for path, parameter in module.named_parameters()}
-    problems = []
-    for setting, patterns in (("model.train", train), ("model.freeze", freeze)):
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in parameters):
-                near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.3) or list(parameters)[:1]
-                problems.append(
-                    f"{setting}: no weight matches {pattern!r}; there is {', '.join(near) or 'none at all'}"
-                )
+    called = {name: name for name in parameters} | {name: of for name, (of, _) in module.copies.items()}
+    problems = [
+        *_unmatched(module, "model.train", train, called),
+        *_unmatched(module, "model.freeze", freeze, called),
+    ]
+    chosen, held = ({of for name, of in called.items() if _matches(name, patterns)} for patterns in (train, freeze))
     for name, parameter in parameters.items():
-        chosen = any(fnmatchcase(name, pattern) for pattern in train)
-        parameter.requires_grad_(chosen and not any(fnmatchcase(name, pattern) for pattern in freeze))
+        parameter.requires_grad_(name in chosen - held)
     if not problems and not any(parameter.requires_grad for parameter in parameters.values()):
         problems.append(f"model.train and model.freeze leave none of the {len(parameters)} weights to train")
     if problems:
@@ -174,6 +182,21 @@ def trainable(module: ImportedGraph, *, train: Sequence[str] = ("*",), freeze: S
         if node.op == "call_module" and isinstance(norm := module.get_submodule(str(node.target)), BatchNorm):
             own = [parameters[name] for arg in node.args[1:3] if (name := _file_name(module, arg)) in parameters]
             norm.frozen = bool(own) and not any(parameter.requires_grad for parameter in own)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _unmatched(module: ImportedGraph, setting: str, patterns: Iterable[str], called: Iterable[str]) -> Iterable[str]:
+    """A sentence for each pattern that matches no weight."""
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in called):
+            continue
+        role = module.roles.get(pattern)
+        near = difflib.get_close_matches(pattern, list(called), n=1, cutoff=0.3) or list(called)[:1]
+        known = f"{pattern!r} is {role.kind}: {role.reason}" if role else f"no weight matches {pattern!r}"
+        yield f"{setting}: {known}; there is {', '.join(near) or 'none at all'}"
 
 
 def _file_name(module: ImportedGraph, argument: object) -> str:
@@ -186,7 +209,8 @@ def describe(module: ImportedGraph) -> list[tuple[str, str, str]]:
     parameters = {module.onnx_names[path]: parameter for path, parameter in module.named_parameters()}
     rows = []
     for name, role in module.roles.items():
-        frozen = name in parameters and not parameters[name].requires_grad
+        own = module.copies[name][0] if name in module.copies else name
+        frozen = own in parameters and not parameters[own].requires_grad
         rows.append((name, "frozen", "by model.train or model.freeze") if frozen else (name, role.kind, role.reason))
     return sorted(rows, key=lambda row: ("trained", "statistic", "frozen").index(row[1]))
 

@@ -10,24 +10,14 @@ import onnx
 import torch
 from onnx import defs, helper
 
-from trainer.ops.values import Value, read_tensor
-
-ELEMENT_TYPES = {
-    torch.float32: onnx.TensorProto.FLOAT,
-    torch.float64: onnx.TensorProto.DOUBLE,
-    torch.bool: onnx.TensorProto.BOOL,
-    torch.uint8: onnx.TensorProto.UINT8,
-    torch.int8: onnx.TensorProto.INT8,
-    torch.int16: onnx.TensorProto.INT16,
-    torch.int32: onnx.TensorProto.INT32,
-    torch.int64: onnx.TensorProto.INT64,
-}
+from trainer.ops.tracing import Traced
+from trainer.ops.values import Value, element_type, read_tensor
 
 
 def has_definition(node: onnx.NodeProto, opset: int) -> bool:
     """Whether the standard defines the operator by simpler ones."""
     try:
-        schema: Any = defs.get_schema(node.op_type, opset, "")
+        schema: Any = defs.get_schema(node.op_type, opset, _domain(node))
     except defs.SchemaError:
         return False
     return bool(schema.has_function or schema.has_context_dependent_function)
@@ -37,7 +27,7 @@ def function_body(node: onnx.NodeProto, opset: int, operands: Sequence[Value]) -
     """The node's definition in the opset, its attributes filled in; None if the standard gives none."""
     if not has_definition(node, opset):
         return None
-    schema: Any = defs.get_schema(node.op_type, opset, "")  # its stub lacks what follows
+    schema: Any = defs.get_schema(node.op_type, opset, _domain(node))  # its stub lacks what follows
     function = onnx.FunctionProto()
     if schema.has_function:
         function.CopyFrom(schema.function_body)
@@ -50,14 +40,24 @@ def function_body(node: onnx.NodeProto, opset: int, operands: Sequence[Value]) -
             given[name] = attribute.default_value
     for inner in function.node:
         _fill_in(inner, given)
-    return function
+    return function if function.node else None
+
+
+def _domain(node: onnx.NodeProto) -> str:
+    return "" if node.domain == "ai.onnx" else node.domain
 
 
 def _type(operand: Value) -> onnx.TypeProto:
     if operand is None:
         return onnx.TypeProto()
-    dtype = operand.dtype if operand.dtype in ELEMENT_TYPES else torch.int64  # host integers
-    return helper.make_tensor_type_proto(ELEMENT_TYPES[dtype], [None] * operand.ndim)
+    return helper.make_tensor_type_proto(element_type(operand), _lengths(operand))
+
+
+def _lengths(operand: Value) -> list[int | None]:
+    """The lengths that are known; some definitions need that of the channels."""
+    if not isinstance(operand, Traced):
+        return list(operand.shape)
+    return [a if a == b else None for a, b in zip(*(probe.shape for probe in operand.probes), strict=True)]
 
 
 def local_body(function: onnx.FunctionProto, node: onnx.NodeProto) -> onnx.FunctionProto:

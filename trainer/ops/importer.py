@@ -13,7 +13,7 @@ from torch import fx, nn
 from trainer.errors import UnsupportedModel
 from trainer.ops.roles import Role
 from trainer.ops.tracing import Tracer
-from trainer.ops.values import Unsupported, Value, torch_dtype
+from trainer.ops.values import PACKED, Unsupported, Value, torch_dtype
 from trainer.ops.walk import Walk, functions_of, opsets_of, unknown_operators
 
 # -- the sizes a graph is tried at
@@ -109,6 +109,7 @@ class Importer:
         shapes = [[lengths[value.name, dim][side] for dim in range(len(kind.shape.dim))] for side in (0, 1)]
         probes = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
         values[value.name] = self.tracer.placeholder(argument, (probes[0], probes[1]))
+        values[value.name].packed = kind.elem_type if kind.elem_type in PACKED else None
 
     def _stored(self, name: str, tensor: torch.Tensor) -> Value:
         role = self.roles.get(name)

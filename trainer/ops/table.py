@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from trainer.ops.tracing import Eager, Tracer
-from trainer.ops.values import HostInts, RunTime, Unsupported, Value, attribute_value, torch_dtype
+from trainer.ops.values import HostInts, RunTime, Unsupported, Value, attribute_value, element_type, torch_dtype
 
 Rule = Callable[..., Value]
 RunBody = Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]
@@ -164,6 +164,10 @@ class Call:
     def dtype(self, element_type: int) -> torch.dtype:
         """The torch type of an ONNX element type."""
         return torch_dtype(element_type)
+
+    def element_type(self, x: Value) -> int:
+        """The ONNX type of an operand (FLOAT for those computed in fp32)."""
+        return element_type(x)
 
 
 def run_rule(call: Call, rule: Rule, operands: Sequence[Value]) -> tuple[Value, ...]:

@@ -30,12 +30,13 @@ class Traced:
     them (`known` is false) even its rank and its type are known only at run time; asking raises RunTime.
     """
 
-    __slots__ = ("_probes", "node", "tracer")
+    __slots__ = ("_probes", "node", "packed", "tracer")
 
     def __init__(self, tracer: Tracer, node: fx.Node, probes: tuple[Any, Any] | None) -> None:
         self.tracer = tracer
         self.node = node
         self._probes = probes
+        self.packed: int | None = None  # see trainer.ops.values.element_type
         if probes is not None and isinstance(probes[0], torch.Tensor):
             node.meta["rank"] = probes[0].ndim
 
@@ -106,6 +107,11 @@ class Tracer:
 
     def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Value:
         """Apply a function, or the tensor method of that name: at once to constants, else when the graph runs."""
+        if function not in OF_ANY_TYPE and any(map(is_wide, pytree.tree_leaves((args, kwargs)))):
+            return in_int64(self, function, args, kwargs)
+        return self._call(function, args, kwargs)
+
+    def _call(self, function: Callable[..., Any] | str, args: Any, kwargs: Any) -> Value:
         run = _method(function) if isinstance(function, str) else function
         leaves = pytree.tree_leaves((args, kwargs))
         if not any(isinstance(leaf, Traced) for leaf in leaves):
@@ -254,6 +260,68 @@ class Tracer:
         return Traced(self, node, probes)
 
 
+# -- unsigned integers of more than a byte, with which torch stores but hardly computes
+
+WIDE = (torch.uint16, torch.uint32, torch.uint64)
+
+OF_ANY_TYPE = ("to", "size", "reshape", "permute", torch.unsqueeze, torch.squeeze, torch.zeros_like)
+"""Calls that torch has for every type, and casts."""
+
+MODULO = (
+    torch.add, torch.sub, torch.mul, torch.neg, torch.eq, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor,
+    torch.bitwise_not, torch.bitwise_left_shift, torch.cat, torch.stack, torch.split, torch.flip, torch.where, "repeat",
+)  # fmt: skip
+"""Calls that are right in int64 for every uint64: others are refused the values that int64 does not have."""
+
+
+def is_wide(leaf: Any) -> bool:
+    """Whether it is a tensor of such integers."""
+    return (isinstance(leaf, torch.Tensor) or _is_tensor(leaf)) and leaf.dtype in WIDE
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Traced) and leaf.known and isinstance(leaf.probes[0], torch.Tensor)
+
+
+def in_int64(tracer: Tracer, function: Callable[..., Any] | str, args: Any, kwargs: Any) -> Value:
+    """A call with such operands: computed in int64, and what torch gives the operands' type cast back to it."""
+    run = _method(function) if isinstance(function, str) else function
+
+    def probe(leaf: Any) -> Any:
+        if isinstance(leaf, Traced):
+            return leaf.probes[0]
+        return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+    def widen(leaf: Any) -> Any:
+        if not is_wide(leaf):
+            return leaf
+        checked = leaf.dtype == torch.uint64 and function not in MODULO
+        return tracer._call(to_int64_if_it_fits if checked else "to", (leaf, torch.int64)[: 1 if checked else 2], {})
+
+    try:
+        picked, named = pytree.tree_map(probe, (args, kwargs))
+        expected = run(*picked, **named)
+    except REFUSALS as error:
+        raise Unsupported(f"torch refuses it: {str(error).splitlines()[0]}") from error
+    widened, widened_named = pytree.tree_map(widen, (args, kwargs))
+    result = tracer._call(function, widened, widened_named)
+
+    def narrow(value: Value, like: Any) -> Value:
+        return tracer._call("to", (value, like.dtype), {}) if is_wide(like) else value
+
+    if isinstance(expected, list | tuple):
+        return tuple(narrow(*pair) for pair in zip(result, expected, strict=True))
+    return narrow(result, expected)
+
+
+def to_int64_if_it_fits(x: torch.Tensor) -> torch.Tensor:
+    """Cast uint64 to int64. Raises RuntimeError for values of 2^63 and more."""
+    cast = x.to(torch.int64)
+    if cast.device.type != "meta" and bool((cast < 0).any()):
+        raise RuntimeError("uint64 values of 2^63 and more are not implemented here")
+    return cast
+
+
 class Eager(Tracer):
     """Computes at once, on real tensors and with gradients: how a leaf runs the rules that build graphs."""
 
@@ -261,7 +329,7 @@ class Eager(Tracer):
         super().__init__(training=training)
         self._empty = torch.empty(0, device=device)
 
-    def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Value:
+    def _call(self, function: Callable[..., Any] | str, args: Any, kwargs: Any) -> Value:
         return (_method(function) if isinstance(function, str) else function)(*args, **kwargs)
 
     def call_module(self, name: str, module: nn.Module, *args: Any) -> Value:

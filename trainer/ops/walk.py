@@ -80,7 +80,7 @@ def _function(node: onnx.NodeProto, functions: Functions) -> onnx.FunctionProto 
 
 def _known(node: onnx.NodeProto, opset: int) -> bool:
     version = since(node, opset)
-    if _rule(node, version) is not None or (_domain(node) == "" and has_definition(node, opset)):
+    if _rule(node, version) is not None or has_definition(node, opset):
         return True
     return (foreign.users_converter(node, version) or foreign.stock_converter(node, version)) is not None
 
@@ -182,7 +182,7 @@ class Walk:
         opset = opsets.get(_domain(node), 1)
         operands = [values[name] for name in node.input]
         if (function := _function(node, self.functions)) is not None:
-            return self._expand(node, local_body(function, node), operands)
+            return self._expand(node, local_body(function, node), operands, opsets)
         version = since(node, opset)
         rule = _rule(node, version)
         converter = foreign.users_converter(node, version)
@@ -192,19 +192,21 @@ class Walk:
                 return self._inner(body, inputs, values, opsets)
 
             return run_rule(Call(node, version, self.tracer, batch=self.batch, run_body=run_body), rule, operands)
-        body = function_body(node, opset, operands) if _domain(node) == "" else None
+        body = function_body(node, opset, operands)
         converter = converter or (None if body is not None else foreign.stock_converter(node, version))
         if converter is not None:
             return foreign.run_converter(converter, node, graph=self.graph, operands=operands, tracer=self.tracer)
         if body is None:
             raise Unsupported("it is not implemented")
-        return self._expand(node, body, operands)
+        return self._expand(node, body, operands, opsets)
 
-    def _expand(self, node: onnx.NodeProto, body: onnx.FunctionProto, operands: Sequence[Value]) -> Sequence[Value]:
-        """Lower a definition in place of the node it defines."""
+    def _expand(
+        self, node: onnx.NodeProto, body: onnx.FunctionProto, operands: Sequence[Value], opsets: Mapping[str, int]
+    ) -> Sequence[Value]:
+        """Lower a definition in place of the node it defines, in its own opsets where it names them."""
         inner: dict[str, Value] = {"": None, **dict.fromkeys(body.input, None)}
         inner.update(zip(body.input, operands, strict=False))
-        self._run_inside(body, inner, opsets_of(body), "definition")
+        self._run_inside(body, inner, {**opsets, **opsets_of(body)}, "definition")
         wanted = [formal for formal, actual in zip(body.output, node.output, strict=False) if actual]
         if missing := [name for name in wanted if name not in inner]:
             raise Unsupported(f"its definition does not compute {', '.join(missing)}")

@@ -1,0 +1,334 @@
+"""Recurrent layers: LSTM, GRU and RNN, by torch's fused kernels where they compute the same, else step by step.
+
+ONNX keeps the weights of all gates and directions in one W, one R and one B. They stay so, and are trained
+so; the order of gates torch wants is made of them in the graph, each time it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.ops.table import Call, lower
+from trainer.ops.values import Unsupported, Value
+
+Tensor = torch.Tensor
+Activation = tuple[str, float, float]
+"""Name in lower case, alpha, beta."""
+
+STANDARD = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh"), "RNN": ("tanh",)}
+
+# fmt: off
+ACTIVATIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "relu": lambda x, alpha, beta: torch.relu(x),
+    "tanh": lambda x, alpha, beta: torch.tanh(x),
+    "sigmoid": lambda x, alpha, beta: torch.sigmoid(x),
+    "affine": lambda x, alpha, beta: alpha * x + beta,
+    "leakyrelu": lambda x, alpha, beta: F.leaky_relu(x, alpha),
+    "thresholdedrelu": lambda x, alpha, beta: F.threshold(x, alpha, 0.0),
+    "scaledtanh": lambda x, alpha, beta: alpha * torch.tanh(beta * x),
+    "hardsigmoid": lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1),
+    "elu": lambda x, alpha, beta: F.elu(x, alpha),
+    "softsign": lambda x, alpha, beta: F.softsign(x),
+    "softplus": lambda x, alpha, beta: F.softplus(x),
+}
+# fmt: on
+ALPHA = {"affine": None, "leakyrelu": 0.01, "thresholdedrelu": None, "scaledtanh": None, "hardsigmoid": 0.2, "elu": 1.0}
+"""The activations that take an alpha, and what it is if the file does not say: None where runtimes disagree."""
+BETA = {"affine": None, "scaledtanh": None, "hardsigmoid": 0.5}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the node's attributes say."""
+
+    kind: str
+    directions: tuple[bool, ...]
+    """For each direction, whether it goes from the end to the start."""
+    activations: tuple[tuple[Activation, ...], ...]
+    """For each direction, those of its gates."""
+    clip: float
+    input_forget: bool
+    linear_before_reset: bool
+    batch_first: bool
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether torch has a kernel for it, but for peepholes."""
+        names = {tuple(name for name, _, _ in each) for each in self.activations}
+        usual = names == {STANDARD[self.kind]} or (self.kind == "RNN" and names == {("relu",)})
+        plain = math.isinf(self.clip) and not self.input_forget
+        return usual and plain and (self.kind != "GRU" or self.linear_before_reset)
+
+
+class Recurrence(nn.Module):
+    """A recurrent layer without weights of its own: W, R, B, P and the initial states are operands."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self,
+        x: Tensor,
+        w: Tensor,
+        r: Tensor,
+        b: Tensor | None = None,
+        lengths: Tensor | None = None,
+        initial_h: Tensor | None = None,
+        initial_c: Tensor | None = None,
+        peepholes: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """x: [steps, batch, features]; w: [directions, gates x hidden, features]; r: [.., hidden];
+        b: [directions, 2 x gates x hidden]; lengths: [batch]; states: [directions, batch, hidden].
+
+        Gives Y [steps, directions, batch, hidden], Y_h, and of an LSTM Y_c [directions, batch, hidden]; with
+        `batch_first`, steps and directions come after the batch, as in the states taken and given.
+        """
+        first = self.layer.batch_first
+        x = x.transpose(0, 1) if first else x
+        states = []
+        for state in (initial_h, initial_c)[: 2 if self.layer.kind == "LSTM" else 1]:
+            zeros = x.new_zeros(w.shape[0], x.shape[1], r.shape[2]) if state is None else state
+            states.append(zeros.transpose(0, 1) if first and state is not None else zeros)
+        if self.layer.is_standard and peepholes is None:
+            y, states = fused(self.layer, x, (w, r, b), lengths, states)
+        else:
+            y, states = stepwise(self.layer, x, (w, r, b, peepholes), lengths, states)
+        if not first:
+            return y.transpose(1, 2), *states
+        return y.transpose(0, 1), *(state.transpose(0, 1) for state in states)
+
+    def extra_repr(self) -> str:
+        directions = "/".join("reverse" if backward else "forward" for backward in self.layer.directions)
+        return f"{self.layer.kind}, {directions}, {'fused' if self.layer.is_standard else 'step by step'}"
+
+
+# -- torch's kernels
+
+
+def fused(
+    layer: Layer, x: Tensor, weights: Sequence[Tensor | None], lengths: Tensor | None, states: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """y: [steps, batch, directions, hidden], and the last states."""
+    kernel: Any = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN": torch.rnn_tanh}[layer.kind]
+    if layer.kind == "RNN" and layer.activations[0][0][0] == "relu":
+        kernel = torch.rnn_relu
+    flat, both = flat_weights(layer, *weights), len(layer.directions) == 2
+    backward = layer.directions == (True,)
+    # the same numbers in train() and eval(); cuDNN keeps what a gradient needs only if it is told to train
+    options = (weights[2] is not None, 1, 0.0, torch.is_grad_enabled(), both)
+    x = reverse(x, lengths) if backward else x
+    if lengths is None or x.is_meta:
+        y, *last = kernel(x, states if layer.kind == "LSTM" else states[0], flat, *options, False)
+    else:
+        y, last = _packed(kernel, x, lengths, states, (flat, *options))
+    y = y.unflatten(-1, (len(layer.directions), -1))
+    return reverse(y, lengths) if backward else y, last
+
+
+def _packed(
+    kernel: Any, x: Tensor, lengths: Tensor, states: list[Tensor], rest: tuple[Any, ...]
+) -> tuple[Tensor, list[Tensor]]:
+    """Sequences of several lengths, without computing their padding."""
+    # a sequence of no steps is computed as one of one step, and overwritten
+    steps = lengths.to("cpu", torch.int64)
+    packed = nn.utils.rnn.pack_padded_sequence(x, steps.clamp(min=1), enforce_sorted=False)
+    order, back = packed.sorted_indices, packed.unsorted_indices
+    sorted_states = [state.index_select(1, order) for state in states]
+    hidden = sorted_states if len(states) == 2 else sorted_states[0]
+    data, *last = kernel(packed.data, packed.batch_sizes, hidden, *rest)
+    y, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=data), total_length=x.shape[0])
+    last = [state.index_select(1, back) for state in last]
+    if bool((steps == 0).any()):
+        empty = (lengths == 0).to(x.device)[:, None]
+        return y.masked_fill(empty, 0.0), [torch.where(empty, torch.zeros_like(state), state) for state in last]
+    return y, last
+
+
+def flat_weights(layer: Layer, w: Tensor, r: Tensor, b: Tensor | None) -> list[Tensor]:
+    """w, r and both biases, of each direction, with the gates in torch's order."""
+    hidden = r.shape[2]
+    parts: list[Sequence[Tensor]] = [_reordered(layer.kind, weight, hidden).unbind(0) for weight in (w, r)]
+    if b is not None:
+        parts += [_reordered(layer.kind, half, hidden).unbind(0) for half in b.chunk(2, 1)]
+    if w.is_cuda:  # cuDNN reads one piece of memory, all matrices first; else it copies each time, and warns
+        parts = _one_piece(parts[:2], parts[2:])
+    return [part[d] for d in range(w.shape[0]) for part in parts]
+
+
+def _one_piece(*groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+    """The same tensors as views of one: group by group, within a group direction by direction."""
+    order = [one for group in groups for direction in zip(*group, strict=True) for one in direction]
+    memory = torch.cat([one.reshape(-1) for one in order]).split([one.numel() for one in order])
+    views = iter(part.view(one.shape) for part, one in zip(memory, order, strict=True))
+    found: list[Sequence[Tensor]] = []
+    for group in groups:
+        directions = [[next(views) for _ in group] for _ in (group[0] if group else ())]
+        found += [list(each) for each in zip(*directions, strict=True)]
+    return found
+
+
+def _reordered(kind: str, weight: Tensor, hidden: int) -> Tensor:
+    """[directions, gates x hidden, ...] in torch's order. One split and one concatenation, so is the way back."""
+    if kind == "LSTM":
+        i, o, fc = weight.split([hidden, hidden, 2 * hidden], 1)
+        return torch.cat((i, fc, o), 1)
+    if kind == "GRU":
+        z, reset, new = weight.split(hidden, 1)
+        return torch.cat((reset, z, new), 1)
+    return weight
+
+
+def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """x [steps, batch, ...] from the end of each sequence to its start; padding stays at the end."""
+    if lengths is None:
+        return x.flip(0)
+    step = torch.arange(x.shape[0], device=x.device)[:, None]
+    source = torch.where(step < lengths, lengths - 1 - step, step).to(torch.int64)
+    return x.gather(0, source.reshape(*source.shape, *[1] * (x.ndim - 2)).expand_as(x))
+
+
+# -- step by step
+
+
+def stepwise(
+    layer: Layer, x: Tensor, weights: Sequence[Tensor | None], lengths: Tensor | None, states: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """The same for any activations, clip, peepholes and coupled gates."""
+    outputs, last = [], []
+    for d, backward in enumerate(layer.directions):
+        ordered = reverse(x, lengths) if backward else x
+        mine = [None if weight is None else weight[d] for weight in weights]
+        y, ended = _one_direction(layer, d, ordered, mine, lengths, [state[d] for state in states])
+        outputs.append(reverse(y, lengths) if backward else y)
+        last.append(ended)
+    return torch.stack(outputs, 2), [torch.stack(each) for each in zip(*last, strict=True)]
+
+
+def _one_direction(
+    layer: Layer, d: int, x: Tensor, weights: list[Tensor | None], lengths: Tensor | None, states: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    w, r, b, *rest = weights
+    assert w is not None
+    assert r is not None
+    of_input, of_state = (None, None) if b is None else b.chunk(2)
+    projected = F.linear(x, w, of_input)  # of all steps at once
+    step = _STEPS[layer.kind](layer, layer.activations[d], r, of_state, rest[0] if rest else None)
+    outputs, blank = [], torch.zeros_like(states[0])
+    if lengths is not None:  # a sequence of no steps ends in nothing, whatever it began with
+        some = (lengths > 0)[:, None]
+        states = [torch.where(some, state, blank) for state in states]
+    for t, now in enumerate(projected.unbind(0)):
+        new = step(now, *states)
+        if lengths is None:
+            states = new
+            outputs.append(states[0])
+        else:
+            goes_on = (t < lengths)[:, None]
+            states = [torch.where(goes_on, one, old) for one, old in zip(new, states, strict=True)]
+            outputs.append(torch.where(goes_on, states[0], blank))
+    return (torch.stack(outputs) if outputs else projected.new_zeros(0, *blank.shape)), states
+
+
+Step = Callable[..., list[Tensor]]
+
+
+def _activate(layer: Layer, activation: Activation) -> Callable[[Tensor], Tensor]:
+    name, alpha, beta = activation
+    function = ACTIVATIONS[name]
+    if math.isinf(layer.clip):
+        return lambda x: function(x, alpha, beta)
+    return lambda x: function(x.clamp(-layer.clip, layer.clip), alpha, beta)
+
+
+def _lstm_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Tensor | None, p: Tensor | None) -> Step:
+    f, g = (_activate(layer, activation) for activation in activations[:2])
+    name, alpha, beta = activations[2]  # of the cell, which is not clipped
+    p_i, p_o, p_f = (None, None, None) if p is None else p.chunk(3)
+
+    def peep(gate: Tensor, weight: Tensor | None, cell: Tensor) -> Tensor:
+        return gate if weight is None else gate + weight * cell
+
+    def step(now: Tensor, h: Tensor, c: Tensor) -> list[Tensor]:
+        i, o, forget, new = (now + F.linear(h, r, b)).chunk(4, -1)
+        i = f(peep(i, p_i, c))
+        forget = 1 - i if layer.input_forget else f(peep(forget, p_f, c))
+        c = forget * c + i * g(new)
+        return [f(peep(o, p_o, c)) * ACTIVATIONS[name](c, alpha, beta), c]
+
+    return step
+
+
+def _gru_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Tensor | None, _: Tensor | None) -> Step:
+    f, g = (_activate(layer, activation) for activation in activations)
+    hidden = r.shape[1]
+    gates, last = r.split([2 * hidden, hidden])
+    gate_bias, last_bias = (None, None) if b is None else b.split([2 * hidden, hidden])
+
+    def step(now: Tensor, h: Tensor) -> list[Tensor]:
+        first, new = now.split([2 * hidden, hidden], -1)
+        z, reset = f(first + F.linear(h, gates, gate_bias)).chunk(2, -1)
+        if layer.linear_before_reset:
+            new = g(new + reset * F.linear(h, last, last_bias))
+        else:
+            new = g(new + F.linear(reset * h, last, last_bias))
+        return [torch.lerp(new, h, z)]
+
+    return step
+
+
+def _rnn_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Tensor | None, _: Tensor | None) -> Step:
+    f = _activate(layer, activations[0])
+    return lambda now, h: [f(now + F.linear(h, r, b))]
+
+
+_STEPS: dict[str, Callable[..., Step]] = {"LSTM": _lstm_step, "GRU": _gru_step, "RNN": _rnn_step}
+
+# -- the rule
+
+
+@lower("LSTM", "GRU", "RNN", since=(7, 14, 22))
+def recurrent(c: Call, x: Value, w: Value, r: Value, b: Value = None, *rest: Value) -> Value:
+    c.attr("hidden_size")  # R says it
+    directions = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[
+        c.attr("direction", "forward")
+    ]
+    layer = Layer(
+        kind=c.op,
+        directions=directions,
+        activations=_activations(c, len(directions)),
+        clip=c.attr("clip", math.inf),
+        input_forget=c.op == "LSTM" and bool(c.attr("input_forget", 0)),
+        linear_before_reset=c.op == "GRU" and bool(c.attr("linear_before_reset", 0)),
+        batch_first=bool(c.attr("layout", 0)),
+    )
+    return c.module(Recurrence(layer), x, w, r, b, *rest)
+
+
+def _activations(c: Call, directions: int) -> tuple[tuple[Activation, ...], ...]:
+    """Alphas and betas are given in order, to those activations that take one."""
+    usual = STANDARD[c.op]
+    names = [name.lower() for name in c.attr("activations") or usual * directions]
+    alphas, betas = iter(c.attr("activation_alpha") or ()), iter(c.attr("activation_beta") or ())
+    if unknown := sorted(set(names) - set(ACTIVATIONS)):
+        raise Unsupported(f"activation {', '.join(unknown)} is not among ONNX's")
+    if len(names) != len(usual) * directions:
+        raise Unsupported(f"it has {len(names)} activations, and needs {len(usual) * directions}")
+    found = tuple((name, _given(name, alphas, ALPHA), _given(name, betas, BETA)) for name in names)
+    return tuple(found[len(usual) * d : len(usual) * (d + 1)] for d in range(directions))
+
+
+def _given(name: str, values: Iterator[float], defaults: Mapping[str, float | None]) -> float:
+    if name not in defaults:
+        return 0.0
+    value = next(values, defaults[name])
+    if value is None:
+        raise Unsupported(f"its activation {name} needs alpha and beta said: runtimes disagree on what they are if not")
+    return value

@@ -1,16 +1,20 @@
-"""Shape arithmetic on host integers: what Shape feeds never becomes a tensor unless a tensor asks for it."""
+"""Shape arithmetic on the host: what Shape feeds, ints and the floats made of them, becomes a tensor only if asked."""
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from onnx import TensorProto
+from torch import fx
 
 from trainer.ops.table import Call, lower, on_host
 from trainer.ops.tracing import Traced
-from trainer.ops.values import HostInts, Unsupported, Value
+from trainer.ops.values import HostInts, RunTime, Value
 
 SHAPE_VERSIONS = (1, 13, 15, 19, 21, 23, 24, 25)
 
@@ -42,32 +46,121 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., HostInts]:
     return rule
 
 
-def _truncated(a: Value, b: Value) -> Value:
-    """Integer division towards zero. Traced lengths are never negative."""
-    if isinstance(a, Traced) or isinstance(b, Traced):
-        return a // b
+def _is_float(value: Value) -> bool:
+    return isinstance(value.probes[0] if isinstance(value, Traced) else value, float)
+
+
+def _never_negative(node: object) -> bool:
+    """Whether a traced int, or an int, is a length or made of lengths by what keeps them positive."""
+    if not isinstance(node, fx.Node):
+        return isinstance(node, int) and node >= 0
+    if node.target in (operator.add, operator.mul, operator.floordiv):
+        return all(map(_never_negative, node.args))
+    return node.target == "size"
+
+
+def quotient(a: int, b: int) -> int:
+    """Integer division towards zero."""
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-def _decided(compare: Callable[[int, int], bool]) -> Callable[..., bool]:
+def _truncated(c: Call, a: Value, b: Value) -> Value:
+    """Division towards zero; of lengths it is Python's."""
+    lengths = [_never_negative(value.node if isinstance(value, Traced) else value) for value in (a, b)]
+    return a // b if all(lengths) else c(quotient, a, b)
+
+
+def _decided(compare: Callable[[Any, Any], bool]) -> Callable[..., bool]:
     """A comparison that must come out the same for every size of the dynamic dimensions."""
 
     def decide(a: Value, b: Value) -> bool:
         sides = [[value.probes[i] if isinstance(value, Traced) else value for value in (a, b)] for i in (0, 1)]
         first, second = (bool(compare(*side)) for side in sides)
         if first != second:
-            raise Unsupported("a choice depends on a dynamic dimension")
+            raise RunTime("a choice depends on a dynamic dimension")
         return first
 
     return decide
 
 
+# -- arithmetic: on ints as Python has it, on floats rounded to fp32 as a tensor's elements are
+
+
+def rounded(x: float) -> float:
+    """To the nearest fp32."""
+    return float(np.float32(x))
+
+
+def float_sum(a: float, b: float) -> float:
+    """a + b in fp32."""
+    return rounded(a + b)
+
+
+def float_difference(a: float, b: float) -> float:
+    """a - b in fp32."""
+    return rounded(a - b)
+
+
+def float_product(a: float, b: float) -> float:
+    """a b in fp32."""
+    return rounded(a * b)
+
+
+def float_quotient(a: float, b: float) -> float:
+    """a / b in fp32."""
+    return float(np.float32(a) / np.float32(b)) if b else math.copysign(math.inf, a) if a else math.nan
+
+
+def float_root(x: float) -> float:
+    """The square root in fp32."""
+    return rounded(math.sqrt(x)) if x >= 0 else math.nan
+
+
+def float_floor(x: float) -> float:
+    """The greatest whole number that is not greater."""
+    return float(math.floor(x)) if math.isfinite(x) else x
+
+
+def float_ceil(x: float) -> float:
+    """The least whole number that is not less."""
+    return float(math.ceil(x)) if math.isfinite(x) else x
+
+
+def float_round(x: float) -> float:
+    """The nearest whole number; of two, the even one."""
+    return float(round(x)) if math.isfinite(x) else x
+
+
+ARITHMETIC: dict[str, tuple[Callable[..., Any] | None, Callable[..., float]]] = {
+    "Add": (lambda c, a, b: a + b, float_sum),
+    "Sub": (lambda c, a, b: a - b, float_difference),
+    "Mul": (lambda c, a, b: a * b, float_product),
+    "Div": (_truncated, float_quotient),
+    "Neg": (lambda c, a: -a, operator.neg),
+    "Abs": (lambda c, a: c(abs, a), operator.abs),
+    "Sqrt": (None, float_root),
+    "Floor": (None, float_floor),
+    "Ceil": (None, float_ceil),
+    "Round": (None, float_round),
+}
+"""Operator -> how it works on ints, on floats; None where it does not take them."""
+
+
+def _arithmetic(on_ints: Callable[..., Any] | None, on_floats: Callable[..., float]) -> Callable[..., Any]:
+    def rule(c: Call, *arrays: HostInts) -> Value:
+        floats = any(_is_float(value) for array in arrays for value in array.reshape(-1))
+        if not floats and on_ints is None:
+            return NotImplemented
+        function = functools.partial(c, on_floats) if floats or on_ints is None else functools.partial(on_ints, c)
+        return _array(np.frompyfunc(function, len(arrays), 1)(*arrays))
+
+    return rule
+
+
+for _name, _functions in ARITHMETIC.items():
+    on_host(_name)(_arithmetic(*_functions))
+
 HOST: dict[str, Callable[..., Any]] = {
-    "Add": lambda a, b: a + b,
-    "Sub": lambda a, b: a - b,
-    "Mul": lambda a, b: a * b,
-    "Div": _truncated,
-    "Neg": lambda a: -a,
     "Equal": _decided(lambda a, b: a == b),
     "Less": _decided(lambda a, b: a < b),
     "Greater": _decided(lambda a, b: a > b),
@@ -76,19 +169,26 @@ HOST: dict[str, Callable[..., Any]] = {
     "And": _decided(lambda a, b: bool(a and b)),
     "Or": _decided(lambda a, b: bool(a or b)),
     "Not": lambda a: not a,
-    "Max": lambda *xs: _greatest(xs, 1),
-    "Min": lambda *xs: _greatest(xs, -1),
 }
 for _name, _function in HOST.items():
     on_host(_name)(_elementwise(_function))
 
 
-def _greatest(values: tuple[Value, ...], sign: int) -> Value:
-    best = values[0]
-    for value in values[1:]:
-        if _decided(lambda a, b: sign * a > sign * b)(value, best):
-            best = value
+@on_host("Max", "Min")
+def extreme(c: Call, *arrays: HostInts) -> HostInts:
+    """Asked when the graph runs wherever a dynamic length takes part."""
+    function = functools.partial(c, max if c.op == "Max" else min)
+    best = arrays[0]
+    for array in arrays[1:]:
+        best = _array(np.frompyfunc(function, 2, 1)(best, array))
     return best
+
+
+@on_host("Mod")
+def mod(c: Call, a: HostInts, b: HostInts) -> Value:
+    if c.attr("fmod", 0) or any(_is_float(value) for array in (a, b) for value in array.reshape(-1)):
+        return NotImplemented
+    return _array(np.frompyfunc(lambda x, y: x % y, 2, 1)(a, b))
 
 
 @on_host("Where")
@@ -98,9 +198,13 @@ def where(c: Call, condition: HostInts, yes: HostInts, no: HostInts) -> HostInts
 
 @on_host("Cast")
 def cast(c: Call, x: HostInts) -> Value:
-    if c.attr("to") not in (TensorProto.INT64, TensorProto.INT32):
+    c.attr("saturate"), c.attr("round_mode")  # both are about 8-bit floats
+    to = c.attr("to")
+    if to == TensorProto.FLOAT:
+        return _array(np.frompyfunc(functools.partial(c, float), 1, 1)(x))
+    if to not in (TensorProto.INT64, TensorProto.INT32):
         return NotImplemented
-    return _elementwise(lambda value: int(value) if isinstance(value, bool) else value)(c, x)
+    return _elementwise(lambda value: c(int, value) if _is_float(value) or isinstance(value, bool) else value)(c, x)
 
 
 @on_host("Identity")

@@ -191,7 +191,7 @@ def _on_host(call: Call, operands: Sequence[Value]) -> Value:
         return NotImplemented
     arrays: list[HostInts | None] = []
     for operand in operands:
-        array = None if operand is None else call.tracer.host_ints(operand)
+        array = None if operand is None else call.tracer.host_numbers(operand)
         if operand is not None and array is None:
             return NotImplemented
         arrays.append(array)

@@ -197,11 +197,23 @@ class Tracer:
             return None
         return _as_host_ints(value)
 
+    def host_numbers(self, value: Value) -> HostInts | None:
+        """The same, or a small constant of floats."""
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.numel() <= 64:
+            return _as_host_ints(value)
+        return self.host_ints(value)
+
     def to_tensor(self, value: Value) -> Value:
-        """Host integers as an int64 (or, of truth values, bool) tensor; other values as they are."""
+        """Host numbers as an int64 (or, of floats, fp32; of truth values, bool) tensor; other values as they are."""
         if not isinstance(value, np.ndarray):
             return value
         numbers, shape = list(value.reshape(-1)), list(value.shape)
+        if any(isinstance(n.probes[0] if isinstance(n, Traced) else n, float) for n in numbers):
+            if not any(isinstance(number, Traced) for number in numbers):
+                return floats_of(torch.empty(0), numbers, shape)
+            traced = self.call(floats_of, self.anchor, numbers, shape)
+            self._hosts[traced.node] = value
+            return traced
         if not any(isinstance(number, Traced) for number in numbers):
             truth = bool(numbers) and all(isinstance(number, bool) for number in numbers)
             device = self._empty.device if isinstance(self, Eager) else None
@@ -393,6 +405,11 @@ def _as_host_ints(tensor: torch.Tensor) -> HostInts:
     array = np.empty(tuple(tensor.shape), dtype=object)
     array[...] = np.array(tensor.tolist(), dtype=object)
     return array
+
+
+def floats_of(anchor: torch.Tensor, values: list[float], shape: list[int]) -> torch.Tensor:
+    """An fp32 tensor of the given numbers, on the anchor's device."""
+    return torch.tensor(values, dtype=torch.float32, device=anchor.device).reshape(shape)
 
 
 def tensor_of(anchor: torch.Tensor, values: list[int], shape: list[int]) -> torch.Tensor:

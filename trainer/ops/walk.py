@@ -182,7 +182,7 @@ class Walk:
         opset = opsets.get(_domain(node), 1)
         operands = [values[name] for name in node.input]
         if (function := _function(node, self.functions)) is not None:
-            return self._expand(node, local_body(function, node), operands, opsets)
+            return self._expand(node, local_body(function, node), values, opsets)
         version = since(node, opset)
         rule = _rule(node, version)
         converter = foreign.users_converter(node, version)
@@ -198,14 +198,15 @@ class Walk:
             return foreign.run_converter(converter, node, graph=self.graph, operands=operands, tracer=self.tracer)
         if body is None:
             raise Unsupported("it is not implemented")
-        return self._expand(node, body, operands, opsets)
+        return self._expand(node, body, values, opsets)
 
     def _expand(
-        self, node: onnx.NodeProto, body: onnx.FunctionProto, operands: Sequence[Value], opsets: Mapping[str, int]
+        self, node: onnx.NodeProto, body: onnx.FunctionProto, outer: Mapping[str, Value], opsets: Mapping[str, int]
     ) -> Sequence[Value]:
         """Lower a definition in place of the node it defines, in its own opsets where it names them."""
-        inner: dict[str, Value] = {"": None, **dict.fromkeys(body.input, None)}
-        inner.update(zip(body.input, operands, strict=False))
+        inner: dict[str, Value] = {name: outer[name] for name in captured(node)}  # some definitions take them over
+        inner.update({"": None, **dict.fromkeys(body.input, None)})
+        inner.update(zip(body.input, (outer[name] for name in node.input), strict=False))
         self._run_inside(body, inner, {**opsets, **opsets_of(body)}, "definition")
         wanted = [formal for formal, actual in zip(body.output, node.output, strict=False) if actual]
         if missing := [name for name in wanted if name not in inner]:

@@ -79,10 +79,36 @@ def _function(node: onnx.NodeProto, functions: Functions) -> onnx.FunctionProto 
 
 
 def _known(node: onnx.NodeProto, opset: int) -> bool:
+    return _route(node, opset) != "nothing"
+
+
+def _route(node: onnx.NodeProto, opset: int) -> str:
+    """What imports a node, in the words of `onward doctor`."""
     version = since(node, opset)
-    if _rule(node, version) is not None or has_definition(node, opset):
-        return True
-    return (foreign.users_converter(node, version) or foreign.stock_converter(node, version)) is not None
+    if foreign.users_converter(node, version) is not None:
+        return "your converter"
+    if _rule(node, version) is not None:
+        return "rule"
+    if has_definition(node, opset):
+        return "definition"
+    return "nothing" if foreign.stock_converter(node, version) is None else "onnx2torch"
+
+
+def operators(model: onnx.ModelProto) -> Iterable[tuple[str, int, str]]:
+    """(operator, version, what imports it) of every node, inner graphs and functions included."""
+    functions = functions_of(model)
+
+    def of(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int]) -> Iterable[tuple[str, int, str]]:
+        for node in nodes:
+            opset = opsets.get(_domain(node), 1)
+            route = "function" if _function(node, functions) is not None else _route(node, opset)
+            yield f"{_domain(node)}.{node.op_type}".lstrip("."), since(node, opset), route
+            for graph in subgraphs(node):
+                yield from of(graph.node, opsets)
+
+    yield from of(model.graph.node, opsets_of(model))
+    for body in model.functions:
+        yield from of(body.node, opsets_of(body))
 
 
 def _rule(node: onnx.NodeProto, version: int) -> Any:

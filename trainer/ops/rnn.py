@@ -98,7 +98,7 @@ class Recurrence(nn.Module):
             zeros = x.new_zeros(w.shape[0], x.shape[1], r.shape[2]) if state is None else state
             states.append(zeros.transpose(0, 1) if first and state is not None else zeros)
         if self.layer.is_standard and peepholes is None:
-            y, states = fused(self.layer, x, (w, r, b), lengths, states)
+            y, states = fused(self.layer, x, flat_weights(self.layer, w, r, b), lengths, states)
         else:
             y, states = stepwise(self.layer, x, (w, r, b, peepholes), lengths, states)
         if not first:
@@ -114,16 +114,15 @@ class Recurrence(nn.Module):
 
 
 def fused(
-    layer: Layer, x: Tensor, weights: Sequence[Tensor | None], lengths: Tensor | None, states: list[Tensor]
+    layer: Layer, x: Tensor, flat: list[Tensor], lengths: Tensor | None, states: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """y: [steps, batch, directions, hidden], and the last states."""
+    """y: [steps, batch, directions, hidden], and the last states; `flat`: see `flat_weights`."""
     kernel: Any = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN": torch.rnn_tanh}[layer.kind]
     if layer.kind == "RNN" and layer.activations[0][0][0] == "relu":
         kernel = torch.rnn_relu
-    flat, both = flat_weights(layer, *weights), len(layer.directions) == 2
-    backward = layer.directions == (True,)
+    both, backward = len(layer.directions) == 2, layer.directions == (True,)
     # the same numbers in train() and eval(); cuDNN keeps what a gradient needs only if it is told to train
-    options = (weights[2] is not None, 1, 0.0, torch.is_grad_enabled(), both)
+    options = (len(flat) > 2 * len(layer.directions), 1, 0.0, torch.is_grad_enabled(), both)
     x = reverse(x, lengths) if backward else x
     if lengths is None or x.is_meta:
         y, *last = kernel(x, states if layer.kind == "LSTM" else states[0], flat, *options, False)
@@ -141,6 +140,8 @@ def _packed(
     steps = lengths.to("cpu", torch.int64)
     packed = nn.utils.rnn.pack_padded_sequence(x, steps.clamp(min=1), enforce_sorted=False)
     order, back = packed.sorted_indices, packed.unsorted_indices
+    assert order is not None
+    assert back is not None
     sorted_states = [state.index_select(1, order) for state in states]
     hidden = sorted_states if len(states) == 2 else sorted_states[0]
     data, *last = kernel(packed.data, packed.batch_sizes, hidden, *rest)
@@ -166,7 +167,7 @@ def flat_weights(layer: Layer, w: Tensor, r: Tensor, b: Tensor | None) -> list[T
 def _one_piece(*groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
     """The same tensors as views of one: group by group, within a group direction by direction."""
     order = [one for group in groups for direction in zip(*group, strict=True) for one in direction]
-    memory = torch.cat([one.reshape(-1) for one in order]).split([one.numel() for one in order])
+    memory = torch.split(torch.cat([one.reshape(-1) for one in order]), [one.numel() for one in order])
     views = iter(part.view(one.shape) for part, one in zip(memory, order, strict=True))
     found: list[Sequence[Tensor]] = []
     for group in groups:
@@ -178,10 +179,10 @@ def _one_piece(*groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
 def _reordered(kind: str, weight: Tensor, hidden: int) -> Tensor:
     """[directions, gates x hidden, ...] in torch's order. One split and one concatenation, so is the way back."""
     if kind == "LSTM":
-        i, o, fc = weight.split([hidden, hidden, 2 * hidden], 1)
+        i, o, fc = torch.split(weight, [hidden, hidden, 2 * hidden], 1)
         return torch.cat((i, fc, o), 1)
     if kind == "GRU":
-        z, reset, new = weight.split(hidden, 1)
+        z, reset, new = torch.split(weight, hidden, 1)
         return torch.cat((reset, z, new), 1)
     return weight
 
@@ -269,11 +270,11 @@ def _lstm_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Te
 def _gru_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Tensor | None, _: Tensor | None) -> Step:
     f, g = (_activate(layer, activation) for activation in activations)
     hidden = r.shape[1]
-    gates, last = r.split([2 * hidden, hidden])
-    gate_bias, last_bias = (None, None) if b is None else b.split([2 * hidden, hidden])
+    gates, last = torch.split(r, [2 * hidden, hidden])
+    gate_bias, last_bias = (None, None) if b is None else torch.split(b, [2 * hidden, hidden])
 
     def step(now: Tensor, h: Tensor) -> list[Tensor]:
-        first, new = now.split([2 * hidden, hidden], -1)
+        first, new = torch.split(now, [2 * hidden, hidden], -1)
         z, reset = f(first + F.linear(h, gates, gate_bias)).chunk(2, -1)
         if layer.linear_before_reset:
             new = g(new + reset * F.linear(h, last, last_bias))

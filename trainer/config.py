@@ -70,6 +70,10 @@ class ModelConfig(Section):
     """Glob patterns of the initializers to train; what no pattern matches stays frozen."""
     freeze: tuple[str, ...] = ()
     """Glob patterns of the initializers to freeze; stronger than `train`."""
+    converters: tuple[Path, ...] = ()
+    """Python files that teach Onward operators it does not know, through `onnx2torch.add_converter`, and (as
+    onnx.reference.op_run.OpRun) onnx.reference those that onnxruntime does not know. Relative to the config
+    file; on the command line, to the working directory."""
 
 
 class GraphConfig(Section):
@@ -556,6 +560,7 @@ def _anchor(raw: dict[str, Any], base: Path) -> None:
     """Make the paths of a settings mapping absolute, in place."""
     for section, key in (
         ("model", "path"),
+        ("model", "converters"),
         ("data", "source"),
         ("data", "evaluation_source"),
         ("launch", "hostfile"),
@@ -564,6 +569,8 @@ def _anchor(raw: dict[str, Any], base: Path) -> None:
     ):
         table = raw.get(section)
         value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            table[key] = [str(base / Path(item).expanduser()) for item in value]  # type: ignore[index]
         if isinstance(value, str) and value and not (section == "data" and value in BUNDLED_SOURCES):
             table[key] = str(base / Path(value).expanduser())  # type: ignore[index]
 

@@ -24,6 +24,7 @@ import onnxruntime
 import torch
 from onnx import AttributeProto, GraphProto, TensorProto, TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 from torch import Tensor, nn
 
 from trainer.errors import ExportRefused
@@ -95,10 +96,11 @@ class Judge:
         else:
             return lambda feed: list(session.run(None, dict(feed)))
         try:
-            reference = ReferenceEvaluator(str(model) if isinstance(model, Path) else model)
+            reference = _reference(model)
         except Exception as error:  # nor do those of onnx.reference
             raise ExportRefused(
-                f"onnxruntime cannot load the model: {reason}; nor can onnx.reference: {error}"
+                f"onnxruntime cannot load the model: {reason}; nor can onnx.reference: {error}. Operators of one's own "
+                "are defined as onnx.reference.op_run.OpRun, in a file of model.converters"
             ) from error
         log.warning("onnxruntime cannot load the model, so onnx.reference judges it, slowly: %s", reason)
         self.by = "onnx.reference"
@@ -205,8 +207,24 @@ class Judge:
 
     def _refer(self, inputs: Sequence[Tensor]) -> list[Array]:
         """The outputs by onnx.reference."""
-        model = str(self._model) if isinstance(self._model, Path) else self._model
-        return list(ReferenceEvaluator(model).run(None, self.feed(inputs)))
+        return list(_reference(self._model).run(None, self.feed(inputs)))
+
+
+def _reference(model: Path | onnx.ModelProto) -> ReferenceEvaluator:
+    """onnx.reference, with the operators that a file of `model.converters` has defined for it."""
+    own = [kind for kind in _subclasses(OpRun) if getattr(kind, "op_domain", "") and not _is_onnxs(kind)]
+    return ReferenceEvaluator(str(model) if isinstance(model, Path) else model, new_ops=own)
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    below: type[Any]
+    for below in kind.__subclasses__():
+        yield below
+        yield from _subclasses(below)
+
+
+def _is_onnxs(kind: type[Any]) -> bool:
+    return kind.__module__.split(".")[0] == "onnx"
 
 
 def _ndim(value: onnx.ValueInfoProto) -> int:

@@ -5,14 +5,17 @@ Importing onnx2torch costs torchvision, so nothing here does until it is needed.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
 from torch import nn
 
+from trainer.errors import ConfigError
 from trainer.ops.table import RULES, Call, Rule, run_rule
 from trainer.ops.tracing import Eager, Tracer
 from trainer.ops.values import RunTime, Unsupported, Value
@@ -135,3 +138,22 @@ def run_converter(
             raise Unsupported("its onnx2torch converter gives one of its several outputs")
         result = (result,)
     return tuple(result)
+
+
+def load_converters(files: Iterable[Path]) -> None:
+    """Run the Python files in which users file converters of their own.
+
+    Raises ConfigError for each that cannot be run.
+    """
+    problems = []
+    for file in files:
+        import_torchvision()  # before they import onnx2torch
+        try:
+            spec = importlib.util.spec_from_file_location(f"converters_{file.stem}", file)
+            if spec is None or spec.loader is None:
+                raise ImportError("it is no Python file")
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        except Exception as error:  # a user's code raises what it likes
+            problems.append(f"model.converters: {file}: {type(error).__name__}: {error}")
+    if problems:
+        raise ConfigError(problems)

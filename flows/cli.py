@@ -35,6 +35,8 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file;
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Lines of TOML, stronger than the file.")
 ]
+ModelFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An ONNX file.")]
+All = Annotated[bool, typer.Option("--all", help="Print every row.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A name, the beginning of an id, a directory, or last.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The ONNX file to write.")]
 
@@ -140,6 +142,41 @@ def export(
         _print_json({**facts, "step": exported.step, **metrics, **made, "variants": variants})
     else:
         _print({**facts, "step": exported.step, **metrics, **made, **dict(variant_rows(exported))}, as_json=False)
+
+
+@app.command()
+def doctor(model: ModelFile, everything: All = False, as_json: Json = False) -> None:
+    """Say what of an ONNX file is trained and why, how it is imported, and what to look out for."""
+    from flows.findings import show_diagnosis
+    from trainer.doctor import diagnose
+
+    found = diagnose(model)
+    if as_json:
+        _print_json(found.model_dump(mode="json"))
+    else:
+        show_diagnosis(found, everything=everything)
+    if not found.importable:
+        raise typer.Exit(2)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A.onnx")],
+    b: Annotated[Path, typer.Argument(metavar="B.onnx")],
+    everything: All = False,
+    as_json: Json = False,
+) -> None:
+    """Say what distinguishes two ONNX files. Exit status: 0 nothing, 1 something, 2 one cannot be read."""
+    from flows.findings import show_difference
+    from trainer.diff import compare
+
+    found = compare(a, b)
+    if as_json:
+        _print_json({"same": found.same, **found.model_dump(mode="json")})
+    else:
+        show_difference(found, everything=everything)
+    if not found.same:
+        raise typer.Exit(1)
 
 
 @reference.command()

@@ -146,6 +146,24 @@ def mapped(proto: TensorProto, base: Path) -> torch.Tensor:
     return flat.view(dtype).reshape(tuple(proto.dims)).to(DTYPES[proto.data_type])
 
 
+def pieces(proto: TensorProto, base: Path) -> Iterator[torch.Tensor]:
+    """The values of a stored tensor, flat, as they are stored, `CHUNK_BYTES` at a time."""
+    dtype = RAW[proto.data_type]
+    if is_external(proto):
+        where = place(proto)
+        with (base / where.location).open("rb") as file:
+            for offset in range(where.offset, where.end, CHUNK_BYTES):
+                file.seek(offset)
+                content = bytearray(file.read(min(CHUNK_BYTES, where.end - offset)))
+                yield torch.frombuffer(content, dtype=dtype)
+    elif proto.HasField("raw_data"):
+        for start in range(0, len(proto.raw_data), CHUNK_BYTES):
+            yield torch.frombuffer(bytearray(proto.raw_data[start : start + CHUNK_BYTES]), dtype=dtype)
+    else:
+        flat, step = read_tensor(proto).to(dtype).reshape(-1), CHUNK_BYTES // dtype.itemsize
+        yield from (flat[start : start + step] for start in range(0, len(flat), step))
+
+
 def with_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelProto:
     """The model with its small external tensors, and those in inner graphs and functions, read into a copy of it."""
     if base is None or not any(map(is_external, all_tensors(model))):

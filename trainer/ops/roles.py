@@ -132,8 +132,8 @@ class _Flow:
 def _merged(flows: Iterable[_Flow]) -> _Flow:
     """A value that comes from one of several places, as the results of If and Loop do."""
     found = list(flows)
-    order: tuple[Origin, ...] = ("stored", "integers", "data")
-    origin = max((flow.origin for flow in found), key=order.index, default="stored")
+    origins = {flow.origin for flow in found}
+    origin: Origin = "data" if "data" in origins else "integers" if "integers" in origins else "stored"
     return _Flow(origin, frozenset[str]().union(*(flow.carried for flow in found)))
 
 

@@ -1,0 +1,122 @@
+"""What `onward doctor` and `onward diff` print for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from flows.report import table
+
+if TYPE_CHECKING:
+    from trainer.diff import Difference, TensorChange
+    from trainer.doctor import Diagnosis, Operator, Unsupported, Weight
+
+FEW = 12
+"""Rows of one kind that are shown unless all are asked for."""
+
+
+def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
+    """The facts, the weights with their reasons, the operators, and what to look out for."""
+    opsets = ", ".join(f"{domain} {version}" for domain, version in found.opsets.items())
+    facts = [
+        ("model", str(found.path)),
+        ("size", f"{found.size_bytes:,} bytes"),
+        ("written by", f"{found.producer or 'nobody who says so'}; ir {found.ir_version}, opset {opsets}"),
+        *(("input", text) for text in found.inputs),
+        *(("output", text) for text in found.outputs),
+        *((kind, f"{total.values:,} numbers in {total.tensors} tensors") for kind, total in found.totals.items()),
+        ("importable", "yes" if found.importable else f"no: {len(found.unsupported)} problems, listed below"),
+    ]
+    table(facts)
+    _title("weights")
+    table(list(_weight_rows(found.weights, everything=everything)) or [("none", "")])
+    _title("operators")
+    uses = [(f"{use.operator}-{use.version}", str(use.nodes), _how(use)) for use in found.operators]
+    table(uses, heads=("operator", "nodes", "imported by"))
+    for title, entries in (
+        ("not supported", [(_refusal(entry), entry.remedy) for entry in found.unsupported]),
+        ("look out", [(entry.what, entry.remedy) for entry in found.warnings]),
+    ):
+        if entries:
+            _title(title)
+        for what, remedy in entries:
+            print(_wrapped(what, "  - "))
+            if remedy:
+                print(_wrapped(remedy, "    -> "))
+
+
+def _wrapped(text: str, mark: str) -> str:
+    deeper = " " * len(mark)
+    return textwrap.fill(
+        text,
+        116,
+        initial_indent=mark,
+        subsequent_indent=" " * len(mark),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _how(use: Operator) -> str:
+    return f"{use.imported_by}; {use.leaves} at run time" if use.leaves else use.imported_by
+
+
+def _refusal(entry: Unsupported) -> str:
+    named = f"node {entry.where!r}: {entry.operator}-{entry.version}: " if entry.operator else ""
+    return named + entry.why
+
+
+def _weight_rows(weights: Iterable[Weight], *, everything: bool) -> Iterator[tuple[str, ...]]:
+    """Every tensor, or those of one kind and reason together."""
+    groups: dict[tuple[str, str], list[Weight]] = defaultdict(list)
+    for weight in weights:
+        groups[weight.kind, weight.reason].append(weight)
+    for (kind, reason), members in groups.items():
+        if everything or len(members) == 1:
+            yield from ((weight.name, kind, reason, f"{weight.stored_as} {list(weight.shape)}") for weight in members)
+        else:
+            yield f"{members[0].name} and {len(members) - 1} more", kind, reason, ""
+
+
+def show_difference(found: Difference, *, everything: bool) -> None:
+    """What changed, part by part; one line if nothing did."""
+    if found.same:
+        bytes_too = "byte for byte" if found.same_bytes else "in everything they say, though not in every byte"
+        print(f"{found.a} and {found.b} are equal {bytes_too}")
+        return
+    for title, lines in (("model", found.model), ("inputs and outputs", found.interface)):
+        if lines:
+            _title(title)
+            print("\n".join(f"  {line}" for line in lines))
+    if found.nodes:
+        _title(f"nodes: {len(found.nodes)} changed")
+        nodes = [(change.node, change.operator, change.change) for change in found.nodes]
+        _some(nodes, ("node", "operator", "change"), everything=everything)
+    _title(f"tensors: {found.equal_tensors} equal, {len(found.tensors)} changed")
+    if found.tensors:
+        rows = [(change.name, _what(change), *_distances(change)) for change in found.tensors]
+        _some(rows, ("tensor", "what", "relative change", "greatest", "cosine"), everything=everything)
+
+
+def _what(change: TensorChange) -> str:
+    if change.change == "values":
+        return f"{change.changed:,} values of {change.before}"
+    return f"{change.change}: {' -> '.join(filter(None, (change.before, change.after)))}"
+
+
+def _distances(change: TensorChange) -> tuple[str, str, str]:
+    relative, greatest = ("" if x is None else f"{x:.3g}" for x in (change.relative, change.greatest))
+    return relative, greatest, "" if change.cosine is None else f"{change.cosine:.7f}"
+
+
+def _some(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...], *, everything: bool) -> None:
+    shown = rows if everything or len(rows) <= FEW else rows[:FEW]
+    table(shown, heads=heads)
+    if len(shown) < len(rows):
+        print(f"... and {len(rows) - len(shown)} more; --all shows them")
+
+
+def _title(text: str) -> None:
+    print(f"\n{text}")

@@ -1,0 +1,291 @@
+"""What distinguishes two ONNX files: structure, metadata, and every tensor by how far it moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Literal
+
+import onnx
+import torch
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import TensorProto, numpy_helper
+
+from trainer.errors import ConfigError, UnsupportedModel
+from trainer.ops.external import RAW, all_tensors, external_problems, is_external, pieces, place
+from trainer.ops.stored import slots
+from trainer.ops.values import element_type_name
+from trainer.run import Record
+
+
+class TensorChange(Record):
+    """One initializer, or the tensor of one Constant node, that is not the same in both files."""
+
+    name: str
+    change: Literal["added", "removed", "another shape or type", "values"]
+    before: str = ""
+    """Type and shape, such as float32 [8, 3]."""
+    after: str = ""
+    changed: int = 0
+    """How many of its elements differ."""
+    relative: float | None = None
+    """L2 norm of the change over the L2 norm of what it was; None where that is 0."""
+    greatest: float | None = None
+    """The greatest absolute change of one element."""
+    cosine: float | None = None
+    """Between what it was and what it is; None where one of them is 0."""
+
+
+class NodeChange(Record):
+    """One node that is not the same in both files."""
+
+    node: str
+    operator: str
+    change: str
+
+
+class Difference(Record):
+    """Everything that distinguishes B from A."""
+
+    a: Path
+    b: Path
+    same_bytes: bool
+    """The .onnx files, and all files their tensors are in, are equal byte for byte."""
+    model: tuple[str, ...]
+    """Opsets, producer, metadata, functions."""
+    interface: tuple[str, ...]
+    """Inputs and outputs."""
+    nodes: tuple[NodeChange, ...]
+    tensors: tuple[TensorChange, ...]
+    equal_tensors: int
+
+    @property
+    def same(self) -> bool:
+        """Whether the two say the same, though perhaps in other bytes."""
+        return not (self.model or self.interface or self.nodes or self.tensors)
+
+
+def compare(a: Path, b: Path) -> Difference:
+    """Compare two files; tensors are read in pieces, so memory does not grow with those kept in other files.
+
+    Raises ConfigError or UnsupportedModel when one of them cannot be read.
+    """
+    before, after = _read(a), _read(b)
+    tensors, equal = _tensor_changes(before, a.parent, after, b.parent)
+    return Difference(
+        a=a,
+        b=b,
+        same_bytes=_same_content(a, b) and _same_sides(before, a.parent, after, b.parent),
+        model=tuple(_model_changes(before, after)),
+        interface=tuple(_interface_changes(before.graph, after.graph)),
+        nodes=tuple(_node_changes(before.graph, after.graph)),
+        tensors=tuple(tensors),
+        equal_tensors=equal,
+    )
+
+
+def _read(path: Path) -> onnx.ModelProto:
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except OSError as error:
+        raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
+    except DecodeError as error:
+        raise UnsupportedModel(f"{path} is not an ONNX file: {error}") from None
+    if not model.HasField("graph"):
+        raise UnsupportedModel(f"{path} is not an ONNX file: it holds no graph")
+    if problems := external_problems(model, path.parent):
+        raise UnsupportedModel(problems)
+    return model
+
+
+def _same_content(a: Path, b: Path) -> bool:
+    if a.stat().st_size != b.stat().st_size:
+        return False
+    with a.open("rb") as first, b.open("rb") as second:
+        return all(x == y for x, y in iter(lambda: (first.read(2**20), second.read(2**20)), (b"", b"")))
+
+
+def _same_sides(a: onnx.ModelProto, base_a: Path, b: onnx.ModelProto, base_b: Path) -> bool:
+    sides = [{place(tensor).location for tensor in all_tensors(model) if is_external(tensor)} for model in (a, b)]
+    return sides[0] == sides[1] and all(_same_content(base_a / name, base_b / name) for name in sides[0])
+
+
+# -- structure
+
+
+def _model_changes(a: onnx.ModelProto, b: onnx.ModelProto) -> Iterator[str]:
+    for name in ("ir_version", "producer_name", "producer_version", "domain", "model_version", "doc_string"):
+        if getattr(a, name) != getattr(b, name):
+            yield f"{name.replace('_', ' ')}: {getattr(a, name)!r} -> {getattr(b, name)!r}"
+    if a.graph.name != b.graph.name:
+        yield f"graph name: {a.graph.name!r} -> {b.graph.name!r}"
+    opsets = [{entry.domain or "ai.onnx": str(entry.version) for entry in model.opset_import} for model in (a, b)]
+    metadata = [{entry.key: entry.value for entry in model.metadata_props} for model in (a, b)]
+    functions = [
+        {f"{body.domain}.{body.name}": body.SerializeToString(deterministic=True) for body in model.functions}
+        for model in (a, b)
+    ]
+    yield from _entries("opset of", *opsets)
+    yield from _entries("metadata", *metadata)
+    for name in sorted(functions[0].keys() | functions[1].keys()):
+        if functions[0].get(name) != functions[1].get(name):
+            here, there = name in functions[0], name in functions[1]
+            yield f"function {name}: {'changed' if here and there else 'added' if there else 'removed'}"
+
+
+def _entries(what: str, a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[str]:
+    for key in sorted(a.keys() | b.keys()):
+        if a.get(key) != b.get(key):
+            yield f"{what} {key}: {a.get(key, 'none')} -> {b.get(key, 'none')}"
+
+
+def _interface_changes(a: onnx.GraphProto, b: onnx.GraphProto) -> Iterator[str]:
+    for what in ("input", "output"):
+        before, after = ([_value(value) for value in getattr(graph, what)] for graph in (a, b))
+        for was, now in zip_longest(before, after, fillvalue="none"):
+            if was != now:
+                yield f"{what}: {was} -> {now}"
+
+
+def _value(value: onnx.ValueInfoProto) -> str:
+    if not value.type.HasField("tensor_type"):
+        return f"{value.name} {value.type.WhichOneof('value')}"
+    kind = value.type.tensor_type
+    dims = [str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in kind.shape.dim]
+    return f"{value.name} {_type_name(kind.elem_type)} [{', '.join(dims)}]"
+
+
+def _type_name(element_type: int) -> str:
+    name = element_type_name(element_type).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def _node_changes(a: onnx.GraphProto, b: onnx.GraphProto) -> Iterator[NodeChange]:
+    """Nodes are the same one if they compute a tensor of the same name, or else bear the same name."""
+    before, after = ({_key(node): node for node in graph.node} for graph in (a, b))
+    named = {node.name: node for key, node in after.items() if node.name and key not in before}
+    pairs = [(node, after.get(key) or named.get(node.name)) for key, node in before.items()]
+    for node, counterpart in pairs:
+        if counterpart is None:
+            yield _node_change(node, "removed")
+        elif what := list(_changes(node, counterpart)):
+            yield _node_change(node, "; ".join(what))
+    found = {id(counterpart) for _, counterpart in pairs}
+    yield from (_node_change(node, "added") for node in after.values() if id(node) not in found)
+    kept = [_key(counterpart) for _, counterpart in pairs if counterpart is not None]
+    order = [key for key in after if key in set(kept)]
+    if kept != order:
+        yield NodeChange(node="", operator="", change="the nodes come in another order")
+
+
+def _key(node: onnx.NodeProto) -> str:
+    return next(filter(None, node.output), node.name)
+
+
+def _node_change(node: onnx.NodeProto, change: str) -> NodeChange:
+    operator = f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+    return NodeChange(node=node.name or _key(node), operator=operator, change=change)
+
+
+def _changes(a: onnx.NodeProto, b: onnx.NodeProto) -> Iterator[str]:
+    if (a.domain, a.op_type) != (b.domain, b.op_type):
+        yield f"operator {a.op_type} -> {b.op_type}"
+    for what in ("input", "output"):
+        if list(getattr(a, what)) != list(getattr(b, what)):
+            yield f"{what}s {', '.join(getattr(a, what))} -> {', '.join(getattr(b, what))}"
+    before, after = ({attribute.name: attribute for attribute in node.attribute} for node in (a, b))
+    for name in sorted(before.keys() | after.keys()):
+        if a.op_type == b.op_type == "Constant" and name == "value" and name in before and name in after:
+            continue  # compared as a tensor
+        was, now = (_attribute(attributes.get(name)) for attributes in (before, after))
+        if was != now:
+            yield f"{name} {was} -> {now}"
+    if a.name != b.name:
+        yield f"name {a.name!r} -> {b.name!r}"
+
+
+def _attribute(attribute: onnx.AttributeProto | None) -> str:
+    if attribute is None:
+        return "none"
+    value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, int | float | bytes):
+        return repr(value)
+    if attribute.ints or attribute.floats or attribute.strings:
+        return repr(list(value))
+    return f"{attribute.SerializeToString(deterministic=True)!r:.60}... ({attribute.ByteSize()} bytes)"
+
+
+# -- tensors
+
+
+def _tensor_changes(
+    a: onnx.ModelProto, base_a: Path, b: onnx.ModelProto, base_b: Path
+) -> tuple[Sequence[TensorChange], int]:
+    before, after = dict(slots(a.graph)), dict(slots(b.graph))
+    changes, equal = [], 0
+    for name, was in before.items():
+        now = after.get(name)
+        if now is None:
+            changes.append(TensorChange(name=name, change="removed", before=_shape(was)))
+        elif _shape(was) != _shape(now):
+            changes.append(
+                TensorChange(name=name, change="another shape or type", before=_shape(was), after=_shape(now))
+            )
+        elif change := _moved(name, (was, base_a), (now, base_b)):
+            changes.append(change)
+        else:
+            equal += 1
+    added = [name for name in after if name not in before]
+    changes += [TensorChange(name=name, change="added", after=_shape(after[name])) for name in added]
+    return changes, equal
+
+
+def _shape(proto: TensorProto) -> str:
+    return f"{_type_name(proto.data_type)} {list(proto.dims)}"
+
+
+def _moved(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto, Path]) -> TensorChange | None:
+    """How far a tensor moved; None if its values are the same, bit by bit."""
+    shape = _shape(a[0])
+    if a[0].data_type not in RAW:
+        same = [_content(*side) for side in (a, b)]
+        return None if same[0] == same[1] else TensorChange(name=name, change="values", before=shape, after=shape)
+    changed, greatest, moved, was, now, dot = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+    for x, y in zip(pieces(*a), pieces(*b), strict=True):
+        bits = x.view(BITS[x.itemsize]) != y.view(BITS[x.itemsize])
+        changed += int(bits.sum())
+        x, y = x.double(), y.double()
+        if bits.any():
+            difference = (y - x)[bits]
+            furthest = float(difference.abs().max())
+            greatest = greatest if furthest <= greatest else furthest  # NaN is the greatest
+            moved += float(difference.square().sum())
+        was, now, dot = was + float(x.square().sum()), now + float(y.square().sum()), dot + float(x @ y)
+    if not changed:
+        return None
+    return TensorChange(
+        name=name,
+        change="values",
+        before=shape,
+        after=shape,
+        changed=changed,
+        relative=math.sqrt(moved / was) if was else None,
+        greatest=greatest,
+        cosine=dot / math.sqrt(was * now) if was and now else None,
+    )
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Element size in bytes -> the integers whose equality is that of the bits."""
+
+
+def _content(proto: TensorProto, base: Path) -> bytes:
+    """The values of a tensor of a type that is not computed with, as bytes."""
+    if not is_external(proto):
+        return numpy_helper.to_array(proto).tobytes()
+    where = place(proto)
+    with (base / where.location).open("rb") as file:
+        file.seek(where.offset)
+        return file.read(where.length)

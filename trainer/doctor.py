@@ -1,0 +1,197 @@
+"""What an ONNX file is to training: its weights and why each is trained or not, its operators, what to look out for."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import onnx
+from onnx import defs, inliner
+
+from trainer import graph
+from trainer.errors import UnsupportedModel
+from trainer.ops.external import all_tensors, is_external, place
+from trainer.ops.leaf import Leaf
+from trainer.ops.roles import roles
+from trainer.ops.stored import slots, stored_tensors
+from trainer.ops.ties import copy_roles, find_copies
+from trainer.ops.values import element_type_name
+from trainer.ops.walk import operators
+from trainer.run import Record
+from trainer.symptoms import Patient, symptoms
+
+
+class Weight(Record):
+    """One stored tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored_as: str
+    kind: str
+    """trained, statistic, frozen, or copy (of a trained one)."""
+    reason: str
+
+
+class Operator(Record):
+    """All nodes of one operator in one version."""
+
+    operator: str
+    version: int
+    nodes: int
+    imported_by: str
+    """rule, definition (ONNX's own, by simpler operators), onnx2torch, your converter, function (the file's own), or
+    nothing."""
+    leaves: int = 0
+    """How many of them are computed by the rule each time the graph runs, because their shapes depend on data."""
+
+
+class Unsupported(Record):
+    """What cannot be imported."""
+
+    where: str
+    """The node's name, or that of a tensor."""
+    operator: str
+    version: int
+    why: str
+    remedy: str
+
+
+class Symptom(Record):
+    """Something that is allowed and may not be what was meant."""
+
+    what: str
+    remedy: str
+
+
+class Total(Record):
+    """How many tensors and numbers are of one kind."""
+
+    tensors: int
+    values: int
+
+
+class Diagnosis(Record):
+    """Everything there is to know of a file before training it."""
+
+    path: Path
+    size_bytes: int
+    """Of the file and of those it keeps tensors in."""
+    producer: str
+    ir_version: int
+    opsets: dict[str, int]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    importable: bool
+    totals: dict[str, Total]
+    weights: tuple[Weight, ...]
+    operators: tuple[Operator, ...]
+    unsupported: tuple[Unsupported, ...]
+    warnings: tuple[Symptom, ...]
+
+
+def diagnose(path: Path) -> Diagnosis:
+    """Read a file and say how it would be trained. Raises ConfigError or UnsupportedModel if it cannot be read."""
+    model = graph.load_model(path)
+    patient, problems = Patient(model), list[str]()
+    try:
+        module = graph.to_module(model, base=path.parent)
+        patient.leaves = Counter(leaf.node.op_type for leaf in module.modules() if isinstance(leaf, Leaf))
+    except UnsupportedModel as error:
+        problems = list(error.problems)
+    if model.functions:
+        patient.model = inliner.inline_local_functions(model)
+    try:
+        patient.stored = stored_tensors(model.graph, path.parent)
+        found = roles(patient.model.graph, patient.stored)
+        patient.copies = find_copies(patient.stored, found)
+        patient.roles = copy_roles(found, patient.copies)
+    except UnsupportedModel as error:
+        problems = list(dict.fromkeys([*error.problems, *problems]))
+    sides = {place(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
+    own = {tensor.name for tensor in model.graph.initializer}
+    weights = tuple(_weights(patient))
+    return Diagnosis(
+        path=path,
+        size_bytes=sum(file.stat().st_size for file in (path, *(path.parent / side for side in sides))),
+        producer=f"{model.producer_name} {model.producer_version}".strip(),
+        ir_version=model.ir_version,
+        opsets={entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
+        inputs=tuple(_value(value) for value in model.graph.input if value.name not in own),
+        outputs=tuple(_value(value) for value in model.graph.output),
+        importable=not problems,
+        totals=_totals(weights),
+        weights=weights,
+        operators=tuple(_operators(model, patient.leaves)),
+        unsupported=tuple(_unsupported(problem, model) for problem in problems),
+        warnings=tuple(Symptom(what=what, remedy=remedy) for what, remedy in symptoms(patient)),
+    )
+
+
+def _value(value: onnx.ValueInfoProto) -> str:
+    kind = value.type.tensor_type
+    if not value.type.HasField("tensor_type"):
+        return f"{value.name} {value.type.WhichOneof('value')}"
+    dims = [str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in kind.shape.dim]
+    return f"{value.name} {element_type_name(kind.elem_type).lower()} [{', '.join(dims)}]"
+
+
+def _weights(patient: Patient) -> Iterator[Weight]:
+    places = dict(slots(patient.model.graph))
+    for name, role in patient.roles.items():
+        tensor, proto = patient.stored.get(name), places.get(name)
+        yield Weight(
+            name=name,
+            shape=tuple(tensor.shape) if tensor is not None else (),
+            stored_as=element_type_name(proto.data_type).lower() if proto is not None else "",
+            kind="copy" if name in patient.copies else role.kind,
+            reason=role.reason,
+        )
+
+
+def _totals(weights: Iterable[Weight]) -> dict[str, Total]:
+    found = list(weights)
+    kinds = {kind: [weight for weight in found if weight.kind == kind] for kind in ("trained", "statistic", "frozen")}
+    return {
+        kind: Total(tensors=len(members), values=sum(math.prod(weight.shape) for weight in members))
+        for kind, members in kinds.items()
+    }
+
+
+def _operators(model: onnx.ModelProto, leaves: Mapping[str, int]) -> Iterator[Operator]:
+    for (operator, version, how), nodes in sorted(Counter(operators(model)).items()):
+        yield Operator(
+            operator=operator,
+            version=version,
+            nodes=nodes,
+            imported_by=how,
+            leaves=leaves.get(operator.rpartition(".")[2], 0),
+        )
+
+
+# -- what is not supported
+
+
+def _unsupported(problem: str, model: onnx.ModelProto) -> Unsupported:
+    """A sentence of UnsupportedModel taken apart, and what would help."""
+    found = re.fullmatch(r"node '(.*?)': ([\w.]+)-(\d+): (.*)", problem, re.S)
+    if not found:
+        what = re.match(r"\w+ '(.*?)'", problem)
+        return Unsupported(where=what.group(1) if what else "", operator="", version=0, why=problem, remedy="")
+    where, operator, version, why = found.groups()
+    domain, _, name = operator.rpartition(".")
+    return Unsupported(
+        where=where, operator=operator, version=int(version), why=why, remedy=_remedy(domain, name, int(version), model)
+    )
+
+
+def _remedy(domain: str, name: str, version: int, model: onnx.ModelProto) -> str:
+    own = f'onnx2torch\'s add_converter("{name}", version={version}' + (f', domain="{domain}")' if domain else ")")
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    if not domain and opset > defs.onnx_opset_version():
+        return f"export it again at opset {defs.onnx_opset_version()} or below: this onnx knows none newer"
+    if not domain and version > 1:
+        return f"export it again at another opset (now {opset}; 18 to 23 suit best), or file a converter: {own}"
+    return f"file a converter for it: {own}, or export the model without it"

@@ -1,0 +1,245 @@
+"""What to look out for in an ONNX file that is to be trained: what exporters did to it, and how to export instead."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import onnx
+import torch
+from onnx import TensorProto
+
+from trainer.ops.contents import says_something
+from trainer.ops.roles import Role
+from trainer.ops.stored import slots
+from trainer.ops.ties import Copies
+from trainer.ops.values import element_type_name
+
+T = TypeVar("T")
+
+RECIPE = (
+    "torch.onnx.export(module.train(), ..., dynamo=True, optimize=False), or with the legacy exporter "
+    "training=TrainingMode.TRAINING, do_constant_folding=False"
+)
+"""The export that keeps names, ties, Dropout and BatchNormalization."""
+
+
+@dataclass
+class Patient:
+    """What symptoms are looked for in."""
+
+    model: onnx.ModelProto
+    stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    copies: Copies = field(default_factory=dict)
+    leaves: Counter[str] = field(default_factory=Counter)
+
+    def nodes(self, *operators: str) -> list[onnx.NodeProto]:
+        return [node for node in self.model.graph.node if node.op_type in operators]
+
+    def trained(self) -> list[str]:
+        return [name for name, role in self.roles.items() if role.kind == "trained" and name not in self.copies]
+
+
+def symptoms(patient: Patient) -> Iterator[tuple[str, str]]:
+    """What is allowed but perhaps not meant, each with what to do about it."""
+    for look in (
+        _nothing_to_train, _folded_batch_norm, _merged_weights, _copies, _tables, _made_up_names, _no_dropout,
+        _random_nodes, _training_mode, _fixed_batch, _halves, _quantized, _leaves,
+    ):  # fmt: skip
+        yield from look(patient)
+
+
+def _nothing_to_train(patient: Patient) -> Iterator[tuple[str, str]]:
+    if patient.stored and not patient.trained():
+        made = len(patient.nodes("ConstantOfShape", "RandomNormal", "RandomUniform", "DequantizeLinear"))
+        yield (
+            f"no stored tensor is a weight; {made} nodes make tensors of their own",
+            "train the model this one was made from: its weights must be stored as floats",
+        )
+
+
+def _folded_batch_norm(patient: Patient) -> Iterator[tuple[str, str]]:
+    biased = [node for node in patient.nodes("Conv", "ConvTranspose") if len(node.input) > 2 and node.input[2]]
+    if not biased or patient.nodes("BatchNormalization"):
+        return
+    made_up = sum(_is_made_up(node.input[1]) or _is_made_up(node.input[2]) for node in biased)
+    sure = f"; {made_up} of them have made-up names, so it had" if made_up else ""
+    yield (
+        f"{len(biased)} convolutions have a bias and there is no BatchNormalization: if the model had any, the "
+        f"exporter folded it into them{sure}. The biases are trained; running statistics are gone",
+        f"to keep BatchNormalization, export with {RECIPE}",
+    )
+
+
+def _merged_weights(patient: Patient) -> Iterator[tuple[str, str]]:
+    if found := merged(patient.model.graph, patient.stored, patient.roles):
+        shown = "; ".join(f"{name} (by {len(nodes)}: {', '.join(nodes[:3])}, ...)" for name, nodes in _few(found))
+        yield (
+            f"{len(found)} weights are read by several layers, though they are hardly meant to be one: exporters merge "
+            f"parameters of equal value. They train as one: {shown}",
+            f"set model.untie = {_toml(found)}, or export with {RECIPE}",
+        )
+
+
+def merged(
+    main: onnx.GraphProto, stored: Mapping[str, torch.Tensor], found: Mapping[str, Role]
+) -> dict[str, list[str]]:
+    """Trained weights that several nodes read and that look merged by an exporter -> those nodes.
+
+    A network may repeat whole layers: then its matrices are read as often as its vectors, and only what is read
+    more often than those is suspicious. Matrices are, if they hold nothing but a constant.
+    """
+    readers = _readers(main)
+    trained = [name for name, role in found.items() if role.kind == "trained" and name in stored]
+    meaningful = [name for name in trained if stored[name].ndim >= 2 and says_something(stored[name])]
+    repeats = [len(readers.get(name, ())) for name in meaningful if not found[name].operator.startswith("Gather")]
+    usual = max(repeats, default=1)
+    return {
+        name: nodes
+        for name in trained
+        if name not in meaningful and len(nodes := readers.get(name, [])) > max(usual, 1)
+    }
+
+
+def _readers(main: onnx.GraphProto) -> dict[str, list[str]]:
+    """Stored tensor -> the nodes that read it, those that only pass it on (Identity) left out."""
+    passed: dict[str, str] = {}
+    readers: dict[str, list[str]] = {}
+    for node in main.node:
+        sources = [passed.get(name, name) for name in node.input]
+        if node.op_type == "Identity":
+            passed[node.output[0]] = sources[0]
+            continue
+        for name in dict.fromkeys(sources):
+            readers.setdefault(name, []).append(node.name or next(filter(None, node.output), node.op_type))
+    return readers
+
+
+def _copies(patient: Patient) -> Iterator[tuple[str, str]]:
+    if patient.copies:
+        shown = "; ".join(f"{name} of {of}" for name, (of, _) in _few(patient.copies))
+        yield (
+            f"{len(patient.copies)} weights are stored a second time, as exporters do with tied ones: {shown}. "
+            "They are trained as one, and both are written",
+            "to train them apart, set model.tie = false",
+        )
+
+
+def _tables(patient: Patient) -> Iterator[tuple[str, str]]:
+    frozen = {
+        name: patient.stored[name].numel()
+        for name, role in patient.roles.items()
+        if role.kind == "frozen" and name in patient.stored and patient.stored[name].numel() > 1
+    }
+    if frozen:
+        largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))
+        shown = "; ".join(f"{name} ({size:,}: {patient.roles[name].reason})" for name, size in _few(largest))
+        yield (
+            f"{sum(frozen.values()):,} numbers in {len(frozen)} tensors stay frozen: {shown}",
+            "to train one that is a weight after all, give its full name in model.train",
+        )
+
+
+def _made_up_names(patient: Patient) -> Iterator[tuple[str, str]]:
+    if found := [name for name in patient.trained() if _is_made_up(name)]:
+        yield (
+            f"{len(found)} trained weights have names the exporter made up, such as {found[0]}: patterns over the "
+            "module's own names do not find them",
+            f"to keep the names, export with {RECIPE}",
+        )
+
+
+def _is_made_up(name: str) -> bool:
+    return re.fullmatch(r"onnx::\w+|val_\d+|_?\d+|.*_(fold|fused)\w*|/.*_output_\d+", name) is not None
+
+
+TRANSFORMER = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization", "Attention")
+RANDOM = ("RandomUniform", "RandomUniformLike", "RandomNormal", "RandomNormalLike", "Bernoulli", "Multinomial")
+
+
+def _no_dropout(patient: Patient) -> Iterator[tuple[str, str]]:
+    softmaxes = [node for node in patient.nodes("Softmax") if node.output[0] not in _outputs(patient)]
+    if not patient.nodes("Dropout") and (len(patient.nodes(*TRANSFORMER)) > 1 or len(softmaxes) > 1):
+        yield (
+            "a transformer without Dropout nodes: an exporter removes them from a module that is not in train()",
+            "graph.dropout = 0.1 puts dropout on embeddings, residual branches and attention weights (not into the "
+            f"written file); to keep the model's own, export with {RECIPE}",
+        )
+
+
+def _outputs(patient: Patient) -> set[str]:
+    return {value.name for value in patient.model.graph.output}
+
+
+def _random_nodes(patient: Patient) -> Iterator[tuple[str, str]]:
+    if found := patient.nodes(*RANDOM):
+        yield (
+            f"{len(found)} nodes draw random numbers ({found[0].op_type}, ...), in evaluation, too: "
+            "DropPath exported in train() looks like this; two runs of such a file differ",
+            "export with module.eval(); graph.dropout regularises instead",
+        )
+
+
+def _training_mode(patient: Patient) -> Iterator[tuple[str, str]]:
+    modes = [
+        node
+        for node in patient.nodes("BatchNormalization")
+        if any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute)
+    ]
+    if modes:
+        yield (
+            f"{len(modes)} BatchNormalization nodes are in training mode: onnxruntime would normalise with each "
+            "batch's own statistics",
+            "nothing to do: the exported file uses the trained running statistics (export.training keeps the form)",
+        )
+
+
+def _fixed_batch(patient: Patient) -> Iterator[tuple[str, str]]:
+    inputs = [value for value in patient.model.graph.input if value.name not in patient.stored]
+    sizes = {value.type.tensor_type.shape.dim[0].dim_value for value in inputs if value.type.tensor_type.shape.dim}
+    if len(sizes) == 1 and (size := sizes.pop()):
+        yield (
+            f"the file declares a batch of {size}: it is trained at any size, and run {size} rows at a time elsewhere",
+            "export with a dynamic batch: dynamic_shapes (dynamo) or dynamic_axes (legacy)",
+        )
+
+
+def _halves(patient: Patient) -> Iterator[tuple[str, str]]:
+    kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+    if found := [proto for _, proto in slots(patient.model.graph) if proto.data_type in kinds and proto.dims]:
+        name = element_type_name(found[0].data_type).lower()
+        yield (
+            f"{len(found)} tensors are stored in {name}: they are trained in fp32 and rounded once, when they are "
+            "written; updates below the rounding are lost then",
+            "to keep them, export in fp32 and let export.variants make the half-precision file",
+        )
+
+
+def _quantized(patient: Patient) -> Iterator[tuple[str, str]]:
+    if found := [name for name, role in patient.roles.items() if role.reason.startswith("stored as integers")]:
+        yield (
+            f"{len(found)} weights are quantized ({found[0]}, ...) and stay frozen",
+            "train the model it was quantized from; export.variants quantizes the result",
+        )
+
+
+def _leaves(patient: Patient) -> Iterator[tuple[str, str]]:
+    if patient.leaves:
+        shown = ", ".join(f"{count} {operator}" for operator, count in patient.leaves.most_common(3))
+        yield (
+            f"{sum(patient.leaves.values())} nodes are worked out each time the graph runs, because shapes or branches "
+            f"depend on data ({shown}): slower, and torch.compile stops there",
+            "nothing to do if that is what the model is",
+        )
+
+
+def _few(found: Mapping[str, T]) -> list[tuple[str, T]]:
+    return list(found.items())[:3]
+
+
+def _toml(names: Iterable[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

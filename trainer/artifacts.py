@@ -1,0 +1,208 @@
+"""Training where no torch is: four files of standard ONNX that stock onnxruntime runs, and how they fit together.
+
+    model_with_loss.onnx   the graph as the file has it, and the loss on it
+    eval.onnx              in inference form: loss, outputs, accuracy; its weights are optional inputs
+    training.onnx          inputs, labels and weights -> loss, gradients, new running statistics
+    optimizer.onnx         weights, gradients, state, step, learning rate -> new weights, new state
+    weights.npz            where to start: weights and running statistics, as training.onnx takes them
+    training.json          `TrainingArtifacts`: every name, and what it is
+
+One step without torch, `names` being training.json (tests/equivalence/test_trained_by_onnxruntime_alone.py):
+
+    results = training.run(feed | weights | statistics)
+    statistics = {name: results[new] for name, new in names.statistics.items()}
+    results = optimizer.run(weights | gradients | state | step | learning_rate)
+
+training.onnx computes in fp32 whatever the file stores. Its Dropout draws a new mask at every run; the regulariser
+of [graph] dropout and the adapters of [lora] are Onward's own and not in it.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx.external_data_helper import load_external_data_for_model
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from trainer import graph
+from trainer.config import RunConfig
+from trainer.errors import ExportRefused
+from trainer.gradients import gradient_of, training_model, updated
+from trainer.lossgraph import evaluation_model, loss_names, model_with_loss
+from trainer.ops.external import all_tensors
+from trainer.run import durable_file, sha256, write_durably, write_record
+from trainer.updates import optimizer_model
+
+MOST_BYTES = 2**31 - 2**20
+"""What one ONNX file holds, less a margin for names."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Value(_Record):
+    """An input or an output of one of the files."""
+
+    name: str
+    element_type: str
+    """As ONNX calls it: FLOAT, INT64 ..."""
+    dims: tuple[int | str, ...]
+    """A string is a dynamic dimension."""
+
+
+class Artifact(_Record):
+    """One file."""
+
+    file: str
+    sha256: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+class WeightNames(_Record):
+    """What belongs to one trained weight, whose own name is that of its initializer."""
+
+    gradient: str
+    """Output of training.onnx, input of optimizer.onnx."""
+    updated: str
+    """Output of optimizer.onnx."""
+    state: dict[str, str]
+    """Inputs of optimizer.onnx -> its outputs that are their next values; zeros before the first step."""
+
+
+class TrainingArtifacts(_Record):
+    """training.json: the files and every name in them."""
+
+    files: dict[str, Artifact]
+    """`model_with_loss`, `eval`, `training` and `optimizer`."""
+    start: str
+    """The file with the initial weights and running statistics."""
+    loss: str
+    """Output of the first three: the mean over the targets that count."""
+    labels: str
+    """Input of the first three: int64 of the output's shape without its last axis for cross-entropy, else floats
+    of the output's shape; empty when the graph computes its own loss."""
+    count: str
+    correct: str
+    """Outputs of eval.onnx: targets that count, and the right ones among them; empty where there is no accuracy."""
+    weights: dict[str, WeightNames]
+    statistics: dict[str, str]
+    """Running statistics: inputs of training.onnx -> its outputs that are their next values."""
+    copies: dict[str, tuple[str, bool]]
+    """Initializer of the inference file -> the weight it is a copy of, and whether transposed."""
+    step: str = "step"
+    """Input of optimizer.onnx: the number of the update, from 1."""
+    learning_rate: str = "learning_rate"
+    """Input of optimizer.onnx."""
+    gradient_norm: str = "gradient_norm"
+    """Output of optimizer.onnx: the global norm before clipping; nothing is usable when it is not finite."""
+
+
+def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, base: Path) -> TrainingArtifacts:
+    """Write the four files, the initial weights and training.json into `folder`, each whole or not at all.
+
+    `model`: the trained file; `base`: its directory. Raises UnsupportedModel when it cannot be differentiated or
+    translated, ExportRefused when a file would pass 2 GB or onnx.checker refuses one; nothing is written then.
+    """
+    model = _whole(model, base)
+    module = graph.to_module(model, fuse=False, tie=config.model.tie, train=config.model.train)
+    graph.trainable(module, train=config.model.train, freeze=config.model.freeze)
+    names = loss_names(model, config.model)
+    training = training_model(module, model, config.model, names=names)
+    tensors = {name: tensor.detach() for name, tensor in graph.weights(module).items()}
+    trained = {name: tensors[name] for name in training.weights}
+    update = optimizer_model(
+        config.optimizer, trained, clip_norm=config.train.clip_norm, gradient=gradient_of, updated=updated
+    )
+    lossy = model_with_loss(model, config.model, names=names)
+    own = [*training.weights, *training.statistics]
+    evaluation = evaluation_model(model, config.model, names=names, weights=own, copies=module.copies)
+    files = {
+        "model_with_loss.onnx": lossy.model,
+        "eval.onnx": evaluation.model,
+        "training.onnx": training.model,
+        "optimizer.onnx": update.model,
+    }
+    contents = {name: _content(name, proto) for name, proto in files.items()}
+    for name, content in contents.items():
+        with durable_file(folder / name) as file:
+            file.write_bytes(content)
+    write_durably(folder / "weights.npz", _archive({name: tensors[name] for name in own}))
+    record = TrainingArtifacts(
+        files={name.removesuffix(".onnx"): _artifact(folder / name, proto) for name, proto in files.items()},
+        start="weights.npz",
+        loss=names.loss,
+        labels=names.labels,
+        count=evaluation.count,
+        correct=evaluation.correct,
+        weights={name: _weight_names(name, update.state[name]) for name in training.weights},
+        statistics={name: updated(name) for name in training.statistics},
+        copies=module.copies,
+    )
+    write_record(folder / "training.json", record)
+    return record
+
+
+def _whole(model: onnx.ModelProto, base: Path) -> onnx.ModelProto:
+    """A copy with every tensor in it."""
+    size = sum(int(np.prod(t.dims)) * _itemsize(t) for t in all_tensors(model))
+    if size > MOST_BYTES:
+        raise ExportRefused(
+            f"the weights are {size / 2**30:.2f} GB; model_with_loss.onnx and eval.onnx hold at most 2 GB: "
+            "set export.training = false"
+        )
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    load_external_data_for_model(copy, str(base))
+    return copy
+
+
+def _itemsize(tensor: onnx.TensorProto) -> float:
+    try:
+        return float(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    except KeyError:
+        return 1.0
+
+
+def _content(name: str, model: onnx.ModelProto) -> bytes:
+    """The file's bytes. Raises ExportRefused when there are too many, or onnx.checker refuses them."""
+    if (size := model.ByteSize()) > MOST_BYTES:
+        raise ExportRefused(f"{name} would be {size / 2**30:.2f} GB; one ONNX file holds at most 2 GB")
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except Exception as error:  # the checker's, and shape inference's own: they share no base
+        raise ExportRefused(f"{name}: onnx.checker: {error}") from error
+    return bytes(model.SerializeToString())
+
+
+def _archive(tensors: Mapping[str, Tensor]) -> bytes:
+    """An .npz file. Not by np.savez: its own arguments are names, too."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, tensor in tensors.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, tensor.numpy(), allow_pickle=False)
+    return content.getvalue()
+
+
+def _weight_names(weight: str, state: Mapping[str, str]) -> WeightNames:
+    following = {name: updated(name) for name in state.values()}
+    return WeightNames(gradient=gradient_of(weight), updated=updated(weight), state=following)
+
+
+def _artifact(path: Path, model: onnx.ModelProto) -> Artifact:
+    inputs, outputs = tuple(map(_value, model.graph.input)), tuple(map(_value, model.graph.output))
+    return Artifact(file=path.name, sha256=sha256(path), inputs=inputs, outputs=outputs)
+
+
+def _value(value: onnx.ValueInfoProto) -> Value:
+    kind = value.type.tensor_type
+    dims = tuple(dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else "?") for dim in kind.shape.dim)
+    return Value(name=value.name, element_type=onnx.TensorProto.DataType.Name(kind.elem_type), dims=dims)

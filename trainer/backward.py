@@ -1,0 +1,240 @@
+"""Gradients in operators that ONNX has: what torch differentiates with kernels of its own, written out.
+
+Two tables, for two moments. `Plain` replaces calls *before* they are differentiated: random masks, batch
+statistics and attention are spelled in arithmetic whose gradients are arithmetic, too.
+`DECOMPOSITIONS` replaces what differentiating has left: the gradients of convolutions and of pools.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._decomp import core_aten_decompositions
+from torch.overrides import TorchFunctionMode
+
+aten = torch.ops.aten
+
+# -- before differentiation
+
+
+class Plain(TorchFunctionMode):
+    """Within it, calls of `PLAIN` are spelled out; `statistics` collects what BatchNorm would have updated.
+
+    `statistics`: id of a running statistic -> its new value. Nothing is changed in place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **(kwargs or {}))
+        return PLAIN.get(func, func)(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self,
+        x: Tensor,
+        running_mean: Tensor,
+        running_var: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """x: [batch, channels, ...]. One value in each channel has no variance: then as if not training."""
+        shape, mean, variance = [1, -1, *[1] * (x.ndim - 2)], running_mean, running_var
+        if training is not False:  # true, or not known before the batch is
+            dims = [dim for dim in range(x.ndim) if dim != 1]
+            count = torch.ones_like(x).sum(dims)
+            many = count > 1
+            batch_mean = x.mean(dims)
+            squares = (x - batch_mean.view(shape)).square().sum(dims)
+            mean = torch.where(many, batch_mean, running_mean)
+            variance = torch.where(many, squares / count, running_var)
+            unbiased = torch.where(many, squares / (count - 1).clamp(min=1), running_var)
+            for old, new in ((running_mean, mean), (running_var, unbiased)):
+                self.statistics[id(old)] = (old + momentum * (new - old)).detach()
+        scale = torch.rsqrt(variance + eps) * weight
+        return (x - mean.view(shape)) * scale.view(shape) + bias.view(shape)
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0.0:
+        return x
+    return x * (torch.rand_like(x) >= p) / (1.0 - p)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        heads = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(heads, -3), value.repeat_interleave(heads, -3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        rows, columns = torch.arange(scores.shape[-2]), torch.arange(scores.shape[-1])
+        attn_mask = rows[:, None] >= columns
+    if attn_mask is not None:
+        scores = scores + attn_mask if attn_mask.is_floating_point() else scores.where(attn_mask, -torch.inf)
+    return _dropout(scores.softmax(-1), dropout_p) @ value
+
+
+PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
+}
+
+# -- after differentiation
+
+
+def _convolution_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias. A transposed convolution is a convolution seen from its result."""
+    to_x = to_weight = to_bias = None
+    if wanted[0] and transposed:
+        to_x = aten.convolution(gradient, weight, None, stride, padding, dilation, False, [0], groups)
+    elif wanted[0]:
+        to_x = _spread(gradient, weight, x.shape[2:], stride, padding, dilation, groups)
+    if wanted[1]:
+        seen, given = (gradient, x) if transposed else (x, gradient)
+        to_weight = _correlate(seen, given, weight.shape[2:], stride, padding, dilation, groups)
+    if wanted[2]:
+        to_bias = gradient.sum([dim for dim in range(gradient.ndim) if dim != 1])
+    return to_x, to_weight, to_bias
+
+
+def _spread(
+    gradient: Tensor,
+    weight: Tensor,
+    lengths: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """The transposed convolution whose result has these lengths.
+
+    A stride leaves up to stride - 1 elements at the end that no window reached: zeros, put there before the cut.
+    """
+    rank = len(lengths)
+    if all(step == 1 for step in stride):
+        return aten.convolution(gradient, weight, None, stride, padding, dilation, True, [0] * rank, groups)
+    whole = aten.convolution(gradient, weight, None, stride, [0] * rank, dilation, True, [0] * rank, groups)
+    return _cut(whole, lengths, begins=padding, spare=[step - 1 for step in stride])
+
+
+def _cut(whole: Tensor, lengths: Sequence[int], *, begins: Sequence[int], spare: Sequence[int]) -> Tensor:
+    """[begin, begin + length) of every dimension after the channels, `spare` zeros being appended first."""
+    whole = aten.constant_pad_nd(whole, [n for more in reversed(spare) for n in (0, more)], 0.0)
+    for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True), start=2):
+        whole = aten.slice(whole, dim, begin, begin + length)
+    return whole
+
+
+def _correlate(
+    x: Tensor,
+    gradient: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """The gradient of a weight [out, in / groups, *kernel]: the input convolved with the result's gradient.
+
+    Batch and channels change places, and so do stride and dilation.
+    """
+    batch, channels, *lengths = x.shape
+    turned = x.reshape(batch, groups, channels // groups, *lengths).transpose(0, 2)
+    turned = turned.reshape(channels // groups, groups * batch, *lengths)
+    zeros = [0] * len(kernel)
+    found = aten.convolution(
+        turned, gradient.transpose(0, 1), None, dilation, padding, stride, False, zeros, groups
+    )  # [in / groups, out, at least the kernel]
+    for dim, length in enumerate(kernel, start=2):
+        found = aten.slice(found, dim, 0, length)
+    return found.transpose(0, 1)
+
+
+def _max_pool_backward(gradient: Tensor, x: Tensor, *window: Any) -> Tensor:
+    """Every element of the gradient goes to where its maximum was; `window` ends with those places."""
+    indices, spatial = window[-1], len(window[0])
+    lead = list(x.shape[: x.ndim - spatial])
+    zeros = torch.zeros_like(x).reshape([*lead, math.prod(x.shape[x.ndim - spatial :])])
+    spread = zeros.scatter_add(-1, indices.flatten(-spatial), gradient.flatten(-spatial))
+    return spread.reshape(x.shape)
+
+
+def _avg_pool_backward(
+    gradient: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_padding: bool,
+    divisor: int | None,
+) -> Tensor:
+    """Every element of the gradient goes, divided by the size of its window, to the whole window."""
+    rank = len(kernel)
+    stride = list(stride) or list(kernel)
+    ones = torch.ones([1, 1, *kernel], dtype=x.dtype)
+    lengths, results = list(x.shape[-rank:]), list(gradient.shape[-rank:])
+    flat = gradient.reshape([-1, 1, *results])
+    spare = [size + step for size, step in zip(kernel, stride, strict=True)]  # as far as the last window may reach
+    if divisor is not None:
+        flat = flat / divisor
+    else:
+        inside = torch.ones_like(x.reshape([-1, 1, *lengths])[:1])
+        pads = [n for pad in reversed(padding) for n in (pad, pad)]
+        inside = aten.constant_pad_nd(inside, pads, 1.0 if count_padding else 0.0)
+        inside = aten.constant_pad_nd(inside, [n for more in reversed(spare) for n in (0, more)], 0.0)
+        counts = aten.convolution(inside, ones, None, stride, [0] * rank, [1] * rank, False, [0] * rank, 1)
+        flat = flat / _cut(counts, results, begins=[0] * rank, spare=[0] * rank)
+    whole = aten.convolution(flat, ones, None, stride, [0] * rank, [1] * rank, True, [0] * rank, 1)
+    return _cut(whole, lengths, begins=padding, spare=spare).reshape(x.shape)
+
+
+def _empty(size: Sequence[int], *order: Any, dtype: torch.dtype | None = None, **others: Any) -> Tensor:
+    """Memory that something else is written into: ONNX has none without values."""
+    return torch.zeros(size, dtype=dtype)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    **core_aten_decompositions(),
+    aten.convolution_backward.default: _convolution_backward,
+    aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
+    aten.max_pool3d_with_indices_backward.default: _max_pool_backward,
+    aten.avg_pool2d_backward.default: _avg_pool_backward,
+    aten.avg_pool3d_backward.default: _avg_pool_backward,
+    aten.empty.memory_format: _empty,
+    aten.empty_permuted.default: _empty,
+}
+"""Operator of torch -> what it is in operators that torch.onnx translates."""

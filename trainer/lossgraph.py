@@ -1,0 +1,228 @@
+"""The configured loss as ONNX nodes behind a graph that stays as it is: model_with_loss.onnx and eval.onnx.
+
+The same numbers as trainer/loss.py: the mean over the targets that count, classes on the last axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import onnx
+from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
+
+from trainer.config import ModelConfig
+from trainer.errors import ConfigError, UnsupportedModel
+from trainer.extend import Extension
+from trainer.ops.strip import strip_training
+
+LEAST_OPSET = 13
+"""The first with SoftmaxCrossEntropyLoss as it is now."""
+
+
+@dataclass(frozen=True)
+class LossNames:
+    """What the loss and the labels are called, in every file made of one graph."""
+
+    loss: str
+    labels: str
+    """"" when the graph computes its own loss."""
+
+
+@dataclass(frozen=True)
+class LossModel:
+    """A graph with a loss, and the names of what else was put in."""
+
+    model: onnx.ModelProto
+    count: str = ""
+    """Output: targets that count."""
+    correct: str = ""
+    """Output: those of them whose class was found."""
+
+
+def loss_names(model: onnx.ModelProto, config: ModelConfig) -> LossNames:
+    """`loss` and `labels`, or as near to them as is free; a scalar output that is the loss keeps its own name."""
+    extension = Extension(model.graph)
+    if config.loss != "output":
+        return LossNames(extension.free("loss"), extension.free("labels"))
+    output = _output(model, config)
+    return LossNames(output.name if _is_loss(output) else extension.free("loss"), "")
+
+
+def _is_loss(output: onnx.ValueInfoProto) -> bool:
+    kind = output.type.tensor_type
+    return kind.elem_type == TensorProto.FLOAT and kind.HasField("shape") and not kind.shape.dim
+
+
+def model_with_loss(model: onnx.ModelProto, config: ModelConfig, *, names: LossNames) -> LossModel:
+    """A copy of the graph, in the form the file has it, with the labels as its last input and the loss as its
+    first output.
+
+    Labels are int64 of the output's shape without its last axis for cross-entropy, else floats of the output's
+    shape. Raises UnsupportedModel when the opset has no such loss, ConfigError for an unknown `model.output`.
+    """
+    copy = _plain(model)
+    return _with_loss(copy, config, names)
+
+
+def evaluation_model(
+    model: onnx.ModelProto,
+    config: ModelConfig,
+    *,
+    names: LossNames,
+    weights: Iterable[str],
+    copies: Mapping[str, tuple[str, bool]],
+) -> LossModel:
+    """As `model_with_loss`, in inference form, with further outputs for the accuracy where there is one.
+
+    `weights` become inputs with the file's values as their defaults, so that trained ones can be put in their
+    place; `copies` (name -> original, whether transposed) follow their originals.
+    """
+    copy = _plain(model)
+    strip_training(copy)
+    _open(copy, set(weights), copies)
+    found = _with_loss(copy, config, names)
+    return _with_accuracy(copy, config, names) if config.loss in ("cross_entropy", "bce_with_logits") else found
+
+
+def _plain(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy without local functions, and without the domains that nothing is left of."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(inliner.inline_local_functions(model) if model.functions else model)
+    used = {"" if node.domain == "ai.onnx" else node.domain for node in _nodes(copy.graph)} | {"", "ai.onnx"}
+    for entry in [entry for entry in copy.opset_import if entry.domain not in used]:
+        copy.opset_import.remove(entry)
+    return copy
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                yield from _nodes(inner)
+
+
+# -- the loss
+
+
+def _with_loss(model: onnx.ModelProto, config: ModelConfig, names: LossNames) -> LossModel:
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    if opset < LEAST_OPSET:
+        raise UnsupportedModel(
+            f"opset {opset} has not the operators of a loss, {LEAST_OPSET} has; convert the file first "
+            f"(onnx.version_converter.convert_version(model, {LEAST_OPSET}))"
+        )
+    output, outputs = _output(model, config), list(model.graph.output)
+    if output.name != names.loss:
+        extension = Extension(model.graph, reserved=(names.loss, names.labels))
+        value = extension.op("Cast", output.name, to=TensorProto.FLOAT)
+        if config.loss == "output":
+            extension.op("ReduceMean", value, output=names.loss, keepdims=0)
+        else:
+            model.graph.input.append(_labels(names.labels, output, config))
+            LOSSES[config.loss](extension, value, names.labels, names.loss, config)
+    others = [value for value in outputs if value.name != names.loss]
+    del model.graph.output[:]
+    model.graph.output.extend([helper.make_tensor_value_info(names.loss, TensorProto.FLOAT, []), *others])
+    return LossModel(model)
+
+
+def _output(model: onnx.ModelProto, config: ModelConfig) -> onnx.ValueInfoProto:
+    """What the loss reads, with its type."""
+    if not config.output:
+        return model.graph.output[0]
+    known = shape_inference.infer_shapes(model).graph
+    values = {value.name: value for value in (*known.value_info, *known.output)}
+    if config.output not in values:
+        raise ConfigError(f"model.output {config.output!r} is no tensor of known type in the graph")
+    return values[config.output]
+
+
+def _labels(name: str, output: onnx.ValueInfoProto, config: ModelConfig) -> onnx.ValueInfoProto:
+    shape = output.type.tensor_type.shape.dim
+    dims = [dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else None) for dim in shape]
+    if config.loss == "cross_entropy":
+        return helper.make_tensor_value_info(name, TensorProto.INT64, dims[:-1])
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
+
+
+def _cross_entropy(g: Extension, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+    """Summed, and divided by the number of targets that count: 0 when there is none, not 0 / 0."""
+    classes = g.op("Gather", g.op("Shape", value), g.constant([-1]))
+    flat = g.op("Reshape", value, g.op("Concat", g.constant([-1]), classes, axis=0))
+    targets = g.op("Reshape", labels, g.constant([-1]))
+    total = g.op("SoftmaxCrossEntropyLoss", flat, targets, reduction="sum", ignore_index=config.ignore_index)
+    count = g.op("Cast", _count(g, labels, config), to=TensorProto.FLOAT)
+    g.op("Div", total, g.op("Max", count, g.constant(1.0)), output=loss)
+
+
+def _count(g: Extension, labels: str, config: ModelConfig, output: str = "") -> str:
+    counted = g.op("Not", g.op("Equal", labels, g.constant(config.ignore_index, int)))
+    return g.op("ReduceSum", g.op("Cast", counted, to=TensorProto.INT64), keepdims=0, output=output)
+
+
+def _mse(g: Extension, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+    difference = g.op("Sub", value, labels)
+    g.op("ReduceMean", g.op("Mul", difference, difference), keepdims=0, output=loss)
+
+
+def _l1(g: Extension, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+    g.op("ReduceMean", g.op("Abs", g.op("Sub", value, labels)), keepdims=0, output=loss)
+
+
+def _bce_with_logits(g: Extension, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+    """max(x, 0) - xy + log(1 + exp(-|x|)), which overflows nowhere."""
+    linear = g.op("Sub", g.op("Relu", value), g.op("Mul", value, labels))
+    rest = g.op("Softplus", g.op("Neg", g.op("Abs", value)))
+    g.op("ReduceMean", g.op("Add", linear, rest), keepdims=0, output=loss)
+
+
+LOSSES: dict[str, Callable[[Extension, str, str, str, ModelConfig], None]] = {
+    "cross_entropy": _cross_entropy,
+    "mse": _mse,
+    "l1": _l1,
+    "bce_with_logits": _bce_with_logits,
+}
+
+
+# -- evaluation
+
+
+def _with_accuracy(model: onnx.ModelProto, config: ModelConfig, names: LossNames) -> LossModel:
+    """Two more outputs, int64: the targets that count, and the right ones among them."""
+    g = Extension(model.graph)
+    output, labels = config.output or model.graph.output[1].name, names.labels
+    count, correct = g.free("count"), g.free("correct")
+    if config.loss == "cross_entropy":
+        counted = g.op("Not", g.op("Equal", labels, g.constant(config.ignore_index, int)))
+        right = g.op("And", g.op("Equal", g.op("ArgMax", output, axis=-1, keepdims=0), labels), counted)
+        _count(g, labels, config, output=count)
+    else:
+        positive = g.op("Greater", g.op("Cast", output, to=TensorProto.FLOAT), g.constant(0.0))
+        right = g.op("Equal", positive, g.op("Greater", labels, g.constant(0.5)))
+        g.op("Size", labels, output=count)
+    g.op("ReduceSum", g.op("Cast", right, to=TensorProto.INT64), keepdims=0, output=correct)
+    for name in (count, correct):
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT64, []))
+    return LossModel(model, count, correct)
+
+
+def _open(model: onnx.ModelProto, weights: set[str], copies: Mapping[str, tuple[str, bool]]) -> None:
+    """Make stored tensors inputs with a default; copies become views of their originals."""
+    graph = model.graph
+    wanted = weights | copies.keys()
+    for node in [node for node in graph.node if node.op_type == "Constant" and node.output[0] in wanted]:
+        value = next(attribute.t for attribute in node.attribute if attribute.name == "value")
+        graph.initializer.append(numpy_helper.from_array(numpy_helper.to_array(value), node.output[0]))
+        graph.node.remove(node)
+    inputs = {value.name for value in graph.input}
+    for tensor in list(graph.initializer):
+        if tensor.name in copies:
+            original, transposed = copies[tensor.name]
+            kind, order = ("Transpose", {"perm": [1, 0]}) if transposed else ("Identity", {})
+            graph.node.insert(0, helper.make_node(kind, [original], [tensor.name], **order))
+            graph.initializer.remove(tensor)
+        elif tensor.name in weights - inputs:
+            graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    model.ir_version = max(model.ir_version, 4)  # before, every initializer had to be an input

@@ -1,0 +1,186 @@
+"""optimizer.onnx: one weight update as an ONNX graph; the rules of trainer/optim.py, number for number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import onnx
+from onnx import TensorProto, helper
+from torch import Tensor
+
+from trainer.config import OptimizerConfig
+from trainer.extend import Extension
+from trainer.optim import build_optimizer, optimizer_tensors
+
+OPSET = 20
+
+STEP, RATE, NORM = "step", "learning_rate", "gradient_norm"
+"""The number of this update, from 1; the rate of this update; the norm before clipping."""
+
+
+@dataclass(frozen=True)
+class UpdateModel:
+    """The graph, and for each weight the names of its state: key, as in checkpoints -> name."""
+
+    model: onnx.ModelProto
+    state: Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """What one weight's nodes read. All are names of values."""
+
+    weight: str
+    gradient: str
+    rate: str
+    decay: float
+    state: Mapping[str, str]
+
+
+def optimizer_model(
+    config: OptimizerConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    clip_norm: float,
+    gradient: Callable[[str], str],
+    updated: Callable[[str], str],
+) -> UpdateModel:
+    """One update of `weights` (trained ones, by name), attributes of single weights and clipping included.
+
+    Inputs: weights, `gradient(weight)`, the state (zeros before the first step), `step` (int64, from 1) and
+    `learning_rate`. Outputs: `updated(name)` of weights and state, and `gradient_norm`. Raises ConfigError as
+    build_optimizer does.
+    """
+    optimizer = build_optimizer(config, weights.items())
+    groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
+    state: dict[str, dict[str, str]] = {name: {} for name in weights}
+    for path in optimizer_tensors(optimizer, weights.items()):
+        name, _, key = path.removeprefix("optimizer/").rpartition("/")
+        if key != "step":  # one for all weights here
+            state[name][key] = f"{name}_{key}"
+    graph = onnx.GraphProto(name="optimizer")
+    graph.input.extend(_inputs(weights, state, gradient))
+    carried = dict(weights) | {each: weights[name] for name in weights for each in state[name].values()}
+    outputs = {updated(name): list(tensor.shape) for name, tensor in carried.items()}
+    g = Extension(graph, reserved=[*outputs, NORM])
+    gradients = _clipped(g, {name: gradient(name) for name in weights}, clip_norm)
+    rule = {"sgd": _sgd, "lamb": _lamb}.get(config.name, _adam)(g, config)
+    for name, tensor in weights.items():
+        group = groups[id(tensor)]
+        scale = group["learning_rate_scale"]
+        rate = RATE if scale == 1.0 else g.op("Mul", RATE, g.constant(scale))
+        new = rule(_Weight(name, gradients[name], rate, group["weight_decay"], state[name]))
+        for value, given in new.items():
+            g.op("Identity", given, output=updated(value))
+    graph.output.extend(helper.make_tensor_value_info(n, TensorProto.FLOAT, dims) for n, dims in outputs.items())
+    graph.output.append(helper.make_tensor_value_info(NORM, TensorProto.FLOAT, []))
+    opsets = [helper.make_opsetid("", OPSET)]
+    version = helper.find_min_ir_version_for(opsets)
+    return UpdateModel(
+        helper.make_model(graph, producer_name="onward", opset_imports=opsets, ir_version=version), state
+    )
+
+
+def _inputs(
+    weights: Mapping[str, Tensor], state: Mapping[str, Mapping[str, str]], gradient: Callable[[str], str]
+) -> list[onnx.ValueInfoProto]:
+    """Weights, gradients, state, step, rate: in this order."""
+    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
+    named = [*shapes.items(), *((gradient(name), dims) for name, dims in shapes.items())]
+    named += [(each, dims) for name, dims in shapes.items() for each in state[name].values()]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in named]
+    values.append(helper.make_tensor_value_info(STEP, TensorProto.INT64, []))
+    return [*values, helper.make_tensor_value_info(RATE, TensorProto.FLOAT, [])]
+
+
+def _clipped(g: Extension, gradients: Mapping[str, str], clip_norm: float) -> dict[str, str]:
+    """Weight -> its gradient after clipping to the global norm."""
+    squares = [g.op("ReduceSumSquare", gradient, keepdims=0) for gradient in gradients.values()]
+    g.op("Sqrt", g.op("Sum", *squares), output=NORM)
+    if not clip_norm:
+        return dict(gradients)
+    limit = g.constant(clip_norm)
+    factor = g.op("Where", g.op("Greater", NORM, limit), g.op("Div", limit, NORM), g.constant(1.0))
+    return {name: g.op("Mul", gradient, factor) for name, gradient in gradients.items()}
+
+
+# -- the rules: a weight's names -> weight and state -> their new values
+
+Rule = Callable[[_Weight], dict[str, str]]
+
+
+def _adam(g: Extension, config: OptimizerConfig) -> Rule:
+    decays_after = config.name == "adam" and config.weight_decay_mode == "huggingface"
+    c1, root_c2 = _corrections(g, config)
+    epsilon = g.constant(config.epsilon)
+    if decays_after:
+        epsilon = g.op("Div", epsilon, root_c2)
+
+    def rule(w: _Weight) -> dict[str, str]:
+        m, v = _moments(g, config, w)
+        keep = g.op("Sub", g.constant(1.0), g.op("Mul", w.rate, g.constant(w.decay))) if w.decay else ""
+        weight = g.op("Mul", w.weight, keep) if keep and not decays_after else w.weight
+        root = g.op("Add", g.op("Div", g.op("Sqrt", v), root_c2), epsilon)
+        weight = g.op("Sub", weight, g.op("Div", g.op("Mul", g.op("Div", w.rate, c1), m), root))
+        weight = g.op("Mul", weight, keep) if keep and decays_after else weight
+        return {w.weight: weight, w.state["moment_1"]: m, w.state["moment_2"]: v}
+
+    return rule
+
+
+def _lamb(g: Extension, config: OptimizerConfig) -> Rule:
+    c1, root_c2 = _corrections(g, config)
+    zero, one = g.constant(0.0), g.constant(1.0)
+
+    def rule(w: _Weight) -> dict[str, str]:
+        m, v = _moments(g, config, w)
+        root = g.op("Add", g.op("Div", g.op("Sqrt", v), root_c2), g.constant(config.epsilon))
+        direction = g.op("Div", g.op("Div", m, root), c1)
+        direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.decay)))
+        length, norm = (g.op("Sqrt", g.op("ReduceSumSquare", each, keepdims=0)) for each in (w.weight, direction))
+        ratio = g.op("Clip", g.op("Div", length, norm), g.constant(config.ratio_min), g.constant(config.ratio_max))
+        both = g.op("And", g.op("Greater", length, zero), g.op("Greater", norm, zero))
+        step = g.op("Mul", w.rate, g.op("Where", both, ratio, one))
+        weight = g.op("Sub", w.weight, g.op("Mul", step, direction))
+        return {w.weight: weight, w.state["moment_1"]: m, w.state["moment_2"]: v}
+
+    return rule
+
+
+def _sgd(g: Extension, config: OptimizerConfig) -> Rule:
+    momentum = g.constant(config.momentum)
+
+    def rule(w: _Weight) -> dict[str, str]:
+        direction, state = w.gradient, {}
+        if w.decay:
+            direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.decay)))
+        if config.momentum:
+            old = w.state["momentum_buffer"]
+            velocity = g.op("Add", g.op("Mul", old, momentum), direction)
+            state = {old: velocity}
+            direction = g.op("Add", direction, g.op("Mul", velocity, momentum)) if config.nesterov else velocity
+        return {w.weight: g.op("Sub", w.weight, g.op("Mul", w.rate, direction)), **state}
+
+    return rule
+
+
+def _moments(g: Extension, config: OptimizerConfig, w: _Weight) -> tuple[str, str]:
+    def decayed(old: str, factor: float, new: str) -> str:
+        return g.op("Add", g.op("Mul", old, g.constant(factor)), g.op("Mul", new, g.constant(1.0 - factor)))
+
+    first = decayed(w.state["moment_1"], config.alpha, w.gradient)
+    return first, decayed(w.state["moment_2"], config.beta, g.op("Mul", w.gradient, w.gradient))
+
+
+def _corrections(g: Extension, config: OptimizerConfig) -> tuple[str, str]:
+    """1 - alpha^t and the root of 1 - beta^t; in float64, as 1 - 0.999^t loses half of fp32's digits."""
+    if not config.bias_correction:
+        return g.constant(1.0), g.constant(1.0)
+    step = g.op("Cast", STEP, to=TensorProto.DOUBLE)
+
+    def correction(decay: float) -> str:
+        return g.op("Sub", g.constant(1.0, float), g.op("Pow", g.constant(decay, float), step))
+
+    first, second = correction(config.alpha), g.op("Sqrt", correction(config.beta))
+    return g.op("Cast", first, to=TensorProto.FLOAT), g.op("Cast", second, to=TensorProto.FLOAT)

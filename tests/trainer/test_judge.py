@@ -1,0 +1,172 @@
+"""Who judges a file: onnxruntime if it can, its shadow, its rows one by one or onnx.reference where it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor
+
+from tests import graphs
+from trainer import graph
+from trainer.errors import ExportRefused
+from trainer.judge import Evaluator, Judge, fp32_shadow, in_half_precision
+from trainer.ops import foreign
+from trainer.reference import GraphWriter
+
+
+@dataclass(frozen=True)
+class Rows:
+    inputs: tuple[Tensor, ...]
+    labels: Tensor | None
+    size: int
+
+
+def data(*rows: Rows) -> Evaluator:
+    def totals(names: object) -> object:
+        raise AssertionError("not asked for")
+
+    return Evaluator(batches=lambda: rows, totals=totals)  # type: ignore[arg-type]
+
+
+def one_node(operator: str, *, domain: str = "", opset: int = 20) -> onnx.ModelProto:
+    node = helper.make_node(operator, ["x"], ["y"], domain=domain)
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy"]
+    opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    inner = helper.make_graph([node], "one", ends[:1], ends[1:])
+    return helper.make_model(inner, opset_imports=opsets, ir_version=10)
+
+
+def test_a_newer_ir_version_alone_does_not_keep_onnxruntime_from_judging() -> None:
+    model = one_node("Relu")
+    model.ir_version = 14
+    judge = Judge(model, data(Rows((torch.randn(3, 4),), None, 3)))
+    assert judge.compare(graph.to_module(model), batches=1, tolerance=1e-6) == []
+    assert judge.by.startswith("onnxruntime, on a copy of IR version 1")
+    assert model.ir_version == 14
+
+
+@pytest.mark.parametrize("half", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_a_file_in_half_precision_is_judged_as_its_fp32_shadow(half: int, tmp_path: Path) -> None:
+    model = graphs.tiny_mlp()
+    for tensor in model.graph.initializer:
+        array = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(half))
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = half
+    path = tmp_path / "half.onnx"
+    path.write_bytes(model.SerializeToString())
+    judge = Judge(path, data(Rows((torch.randn(6, 4),), None, 6)))
+    assert judge.compare(graph.to_module(model), batches=1, tolerance=1e-5) == []
+    assert judge.by.endswith("fp32 shadow")
+    assert in_half_precision(onnx.load(path)), "the file itself is untouched"
+
+
+def test_the_shadow_widens_casts_constants_and_inner_graphs() -> None:
+    g = GraphWriter("mixed", opset=20)
+    x = g.op("Cast", g.input("x", ("batch", 4)), to=TensorProto.FLOAT16)
+    x = g.op("Add", x, g.weight("bias", np.ones(4, np.float16)))
+    g.op("Cast", x, to=TensorProto.FLOAT, outputs="y")
+    g.output("y", ("batch", 4))
+    shadow = fp32_shadow(g.model())
+    onnx.checker.check_model(shadow, full_check=True)
+    assert not in_half_precision(shadow)
+
+
+def one_row() -> onnx.ModelProto:
+    """A Reshape to exactly one row, in the way of every batch."""
+    g = GraphWriter("one_row", opset=20)
+    g.op("Reshape", g.input("x", ("batch", 4)), g.weight("shape", [1, 4]), outputs="y")
+    g.output("y", ("batch", 4))
+    return g.model()
+
+
+class Same(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+def test_a_file_that_takes_only_single_rows_goes_row_by_row(caplog: pytest.LogCaptureFixture) -> None:
+    judge = Judge(one_row(), data(Rows((torch.randn(3, 4),), None, 3)))
+    assert judge.compare(Same(), batches=1, tolerance=1e-6) == []
+    assert judge.by == "onnxruntime, row by row"
+    assert "nobody but torch has" in caplog.text
+    (problem,) = judge.compare(torch.nn.ReLU(), batches=1, tolerance=1e-6)
+    assert problem.startswith("output 'y', ")
+
+
+def rotary(width: int = 8) -> onnx.ModelProto:
+    """RotaryEmbedding with the cos and sin of one row, as exporters write it: onnxruntime wants those of every row."""
+    node = helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"])
+    angles = np.linspace(0, 1, 3 * width // 2, dtype=np.float32).reshape(1, 3, width // 2)
+    stored = [numpy_helper.from_array(f(angles), name) for name, f in (("cos", np.cos), ("sin", np.sin))]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2, 3, width]) for name in "xy"]
+    inner = helper.make_graph([node], "rotary", ends[:1], ends[1:], stored)
+    return helper.make_model(inner, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+
+
+def test_rotary_embedding_is_proven_row_by_row_and_as_a_batch_by_the_reference() -> None:
+    model = rotary()
+    judge = Judge(model, data(Rows((torch.randn(3, 2, 3, 8),), None, 3)))
+    assert judge.compare(graph.to_module(model), batches=1, tolerance=1e-6) == []
+    assert judge.by == "onnxruntime, row by row"
+
+
+CONVERTERS = """
+import torch
+from onnx.reference.op_run import OpRun
+from onnx2torch.node_converters.registry import add_converter
+from onnx2torch.utils.common import OperationConverterResult, onnx_mapping_from_node
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return twice(x)
+
+
+def twice(x):
+    return 2 * x
+
+
+@add_converter("Double", 1, domain="judged")
+def double(node, graph):
+    return OperationConverterResult(torch_module=Doubled(), onnx_mapping=onnx_mapping_from_node(node))
+
+
+class Double(OpRun):
+    op_domain = "judged"
+
+    def _run(self, x):
+        return (2 * x,)
+"""
+
+
+def test_an_operator_of_ones_own_is_imported_and_judged_by_the_users_file(tmp_path: Path) -> None:
+    model = one_node("Double", domain="judged")
+    rows = data(Rows((torch.randn(3, 4),), None, 3))
+    with pytest.raises(ExportRefused, match=r"in a file of model\.converters"):
+        Judge(model, rows)
+    file = tmp_path / "my_operators.py"
+    file.write_text(CONVERTERS)
+    foreign.load_converters([file])
+    judge = Judge(model, rows)
+    assert judge.compare(graph.to_module(model), batches=1, tolerance=1e-6) == []
+    assert judge.by == "onnx.reference"
+    (problem,) = judge.compare(Same(), batches=1, tolerance=1e-6)
+    assert problem.startswith("output 'y'")
+
+
+def test_a_converter_file_that_does_not_run_is_named(tmp_path: Path) -> None:
+    from trainer.errors import ConfigError
+
+    files = [tmp_path / "broken.py", tmp_path / "absent.py"]
+    files[0].write_text("1 / 0")
+    with pytest.raises(ConfigError) as refused:
+        foreign.load_converters(files)
+    assert len(refused.value.problems) == 2
+    assert "broken.py: ZeroDivisionError" in refused.value.problems[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,7 @@ class Importer:
     def _input(self, value: onnx.ValueInfoProto, lengths: Lengths, values: dict[str, Value]) -> None:
         kind = value.type.tensor_type
         argument = "".join(c if c.isalnum() and c.isascii() else "_" for c in value.name)
+        argument = argument if argument.isidentifier() and not keyword.iskeyword(argument) else f"input_{argument}"
         if not value.type.HasField("tensor_type") or not kind.HasField("shape"):  # a sequence, or of any rank
             values[value.name] = self.tracer.placeholder(argument, None)
             return

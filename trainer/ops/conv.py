@@ -1,4 +1,4 @@
-"""Convolutions, pools and resampling, in one, two and three spatial dimensions."""
+"""Convolutions, forwards and transposed, in one, two and three spatial dimensions; Col2Im and DeformConv."""
 
 from __future__ import annotations
 
@@ -14,41 +14,55 @@ from trainer.ops.tracing import Traced
 from trainer.ops.values import Unsupported, Value
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-MAX_POOL: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-AVERAGE_POOL: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def _of_rank(table: dict[int, Any], x: Value) -> Any:
+def of_rank(table: dict[int, Any], x: Value) -> Any:
+    """The function for the spatial dimensions `x` has."""
     if x.ndim - 2 not in table:
         raise Unsupported(f"its input has {x.ndim} dimensions; 3 to 5 are implemented")
     return table[x.ndim - 2]
 
 
-def _pads(c: Call, x: Value, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> list[int]:
-    """Begins, then ends; worked out from the input's size for auto_pad."""
-    rank, mode = len(kernel), c.attr("auto_pad", "NOTSET")
-    if mode == "NOTSET":
-        return list(c.attr("pads", [0] * 2 * rank))
-    c.attr("pads")
-    if mode == "VALID":
-        return [0] * 2 * rank
-    totals = []
-    for dim, (k, s, d) in enumerate(zip(kernel, strides, dilations, strict=True)):
-        length = c.size(x, dim + 2)
-        if isinstance(length, Traced):
-            if s != 1:
-                raise Unsupported(f"auto_pad={mode} with stride {s} on a dynamic dimension")
-            length = 1
-        totals.append(max((-(-length // s) - 1) * s + (k - 1) * d + 1 - length, 0))
+# -- padding, which pools share
+
+
+def same_pads(lengths: Sequence[int], window: Sequence[Sequence[int]], upper: bool) -> list[int]:
+    """Begins, then ends, that make each length, divided by its stride and rounded up, the output's (auto_pad SAME)."""
+    totals = [
+        max((-(-length // s) - 1) * s + (k - 1) * d + 1 - length, 0)
+        for length, k, s, d in zip(lengths, *window, strict=True)
+    ]
     small, large = [total // 2 for total in totals], [total - total // 2 for total in totals]
-    return small + large if mode == "SAME_UPPER" else large + small
+    return small + large if upper else large + small
 
 
-def _padded(c: Call, x: Value, pads: Sequence[int], fill: float = 0.0) -> Value:
+def pad_spatial(x: torch.Tensor, pads: Sequence[int], fill: float = 0.0) -> torch.Tensor:
+    """Pad the last dimensions by `pads` (begins, then ends); negative ones cut."""
     rank = len(pads) // 2
     flat = [n for dim in reversed(range(rank)) for n in (pads[dim], pads[dim + rank])]
-    return c(F.pad, x, flat, "constant", fill) if any(flat) else x
+    return F.pad(x, flat, "constant", fill) if any(flat) else x
+
+
+def pad_same(x: torch.Tensor, window: Sequence[Sequence[int]], upper: bool, fill: float = 0.0) -> torch.Tensor:
+    """auto_pad SAME for lengths known when the graph runs. `window`: kernel, strides, dilations."""
+    return pad_spatial(x, same_pads(x.shape[2:], window, upper), fill)
+
+
+def pads_of(c: Call, x: Value, window: Sequence[Sequence[int]]) -> list[int] | None:
+    """Begins, then ends; None if auto_pad makes them depend on a dynamic dimension."""
+    rank, mode = len(window[0]), c.attr("auto_pad", "NOTSET")
+    pads = list(c.attr("pads", [0] * 2 * rank))
+    if mode == "NOTSET":
+        return pads
+    if mode == "VALID":
+        return [0] * 2 * rank
+    lengths = [c.size(x, dim + 2) for dim in range(rank)]
+    # a stride of 1 asks for the same pads whatever the length
+    lengths = [1 if isinstance(n, Traced) and s == 1 else n for n, s in zip(lengths, window[1], strict=True)]
+    if any(isinstance(n, Traced) for n in lengths):
+        return None
+    return same_pads(lengths, window, mode == "SAME_UPPER")
 
 
 def _kernel(c: Call, weight: Value) -> list[int]:
@@ -60,210 +74,161 @@ def _kernel(c: Call, weight: Value) -> list[int]:
     return lengths
 
 
+# -- convolution
+
+
 @lower("Conv", since=(1, 11, 22))
 def conv(c: Call, x: Value, weight: Value, bias: Value = None) -> Value:
-    function, rank = _of_rank(CONV, x), x.ndim - 2
-    kernel = _kernel(c, weight)
+    function, rank = of_rank(CONV, x), x.ndim - 2
     strides, dilations = c.attr("strides", [1] * rank), c.attr("dilations", [1] * rank)
-    pads = _pads(c, x, kernel, strides, dilations)
-    if pads[:rank] != pads[rank:]:
-        x, pads = _padded(c, x, pads), [0] * 2 * rank
+    window = [_kernel(c, weight), strides, dilations]
+    pads = pads_of(c, x, window)
+    if pads is None:
+        x, pads = c(pad_same, x, window, c.attr("auto_pad") == "SAME_UPPER"), [0] * 2 * rank
+    elif pads[:rank] != pads[rank:]:
+        x, pads = c(pad_spatial, x, pads), [0] * 2 * rank
     return c(function, x, weight, bias, strides, pads[:rank], dilations, c.attr("group", 1))
 
 
 @lower("ConvTranspose", since=(1, 11, 22))
 def conv_transpose(c: Call, x: Value, weight: Value, bias: Value = None) -> Value:
-    """Computed without padding, then cut: covers pads that differ, output_shape and auto_pad alike."""
-    function, rank = _of_rank(CONV_TRANSPOSE, x), x.ndim - 2
+    function, rank = of_rank(CONV_TRANSPOSE, x), x.ndim - 2
     kernel = _kernel(c, weight)
     strides, dilations = c.attr("strides", [1] * rank), c.attr("dilations", [1] * rank)
     extra, mode, wanted = c.attr("output_padding", [0] * rank), c.attr("auto_pad", "NOTSET"), c.attr("output_shape")
     pads, group = list(c.attr("pads", [0] * 2 * rank)), c.attr("group", 1)
-    if mode != "NOTSET" or wanted is not None:
+    window = [kernel, strides, dilations, extra]
+    if wanted is not None or mode.startswith("SAME"):
+        lengths, target = c.sizes(x)[2:], None if wanted is None else wanted[-rank:]
+        if any(isinstance(n, Traced) for n in lengths):
+            return c(conv_transpose_to, x, weight, bias, window, group, target, mode == "SAME_UPPER")
+        pads, extra = pads_to(lengths, window, target, mode == "SAME_UPPER")
+    elif mode == "VALID":
         pads = [0] * 2 * rank
-        if mode != "VALID":
-            pads, extra = _transposed_pads(c, x, [kernel, strides, dilations, extra], wanted, mode)
     if pads[:rank] == pads[rank:] and all(e < max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
         return c(function, x, weight, bias, strides, pads[:rank], extra, group, dilations)
-    y = c(function, x, weight, bias, strides, [0] * rank, [0] * rank, group, dilations)
+    return c(conv_transpose_cut, x, weight, bias, [kernel, strides, dilations, extra], group, pads)
+
+
+def conv_transpose_cut(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: Sequence[Sequence[int]],
+    group: int,
+    pads: Sequence[int],
+) -> torch.Tensor:
+    """Computed without padding, then cut: for pads and output paddings torch has no words for."""
+    _, strides, dilations, extra = window
+    rank = len(strides)
+    y = CONV_TRANSPOSE[rank](x, weight, None, strides, [0] * rank, [0] * rank, group, dilations)
     cut = [-pads[i] if i < rank else extra[i - rank] - pads[i] for i in range(2 * rank)]
-    if bias is not None and any(n > 0 for n in cut):
-        raise Unsupported("output_padding beyond the stride, with a bias")
-    return _padded(c, y, cut)
+    y = pad_spatial(y, cut)
+    return y if bias is None else y + bias.reshape(-1, *[1] * rank)
 
 
-def _transposed_pads(
-    c: Call, x: Value, lists: Sequence[Sequence[int]], wanted: Sequence[int] | None, mode: str
+def pads_to(
+    lengths: Sequence[int], window: Sequence[Sequence[int]], wanted: Sequence[int] | None, upper: bool
 ) -> tuple[list[int], list[int]]:
-    """Pads and output padding that give the wanted lengths, or (SAME) length x stride."""
+    """Pads and output padding that give the wanted lengths, or (auto_pad SAME) length x stride."""
     begins, ends, extras = [], [], []
-    for dim, (k, s, d, e) in enumerate(zip(*lists, strict=True)):
-        length = c.size(x, dim + 2)
-        if isinstance(length, Traced):
-            raise Unsupported("output_shape or auto_pad on a dynamic dimension")
-        target = length * s if wanted is None else wanted[-len(lists[0]) :][dim]
+    for dim, (length, k, s, d, e) in enumerate(zip(lengths, *window, strict=True)):
+        target = length * s if wanted is None else wanted[dim]
         total = s * (length - 1) + e + (k - 1) * d + 1 - target
         extras.append(e + max(-total, 0))
         total = max(total, 0)
-        first = total // 2 if mode == "SAME_UPPER" else total - total // 2
+        first = total // 2 if upper else total - total // 2
         begins.append(first)
         ends.append(total - first)
     return begins + ends, extras
 
 
-# -- pools
+def conv_transpose_to(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: Sequence[Sequence[int]],
+    group: int,
+    wanted: Sequence[int] | None,
+    upper: bool,
+) -> torch.Tensor:
+    """To the wanted lengths, from lengths known when the graph runs."""
+    pads, extra = pads_to(x.shape[2:], window, wanted, upper)
+    return conv_transpose_cut(x, weight, bias, [*window[:3], extra], group, pads)
 
 
-def _window(c: Call, x: Value) -> tuple[list[int], list[int], list[int], list[int], bool]:
-    rank = x.ndim - 2
-    kernel = list(c.attr("kernel_shape"))
-    strides, dilations = list(c.attr("strides", [1] * rank)), list(c.attr("dilations", [1] * rank))
-    return kernel, strides, dilations, _pads(c, x, kernel, strides, dilations), bool(c.attr("ceil_mode", 0))
+# -- columns and offsets
 
 
-@lower("MaxPool", since=(1, 8, 10, 11, 12, 22))
-def max_pool(c: Call, x: Value) -> Value:
-    c.require("storage_order", 0)
-    function, rank = _of_rank(MAX_POOL, x), x.ndim - 2
-    kernel, strides, dilations, pads, ceil = _window(c, x)
-    if c.wants(1):
-        raise Unsupported("its Indices output is used")
-    if not x.dtype.is_floating_point:
-        raise Unsupported("it pools integers")
-    if pads[:rank] != pads[rank:] or any(2 * p > k for p, k in zip(pads, kernel * 2, strict=True)):
-        if ceil:
-            raise Unsupported("ceil_mode with pads that differ or exceed half the kernel")
-        x, pads = _padded(c, x, pads, -math.inf), [0] * 2 * rank
-    return c(function, x, kernel, strides, pads[:rank], dilations, ceil_mode=ceil)
+def col2im(x: torch.Tensor, image: Sequence[int], window: Sequence[Sequence[int]], pads: Sequence[int]) -> torch.Tensor:
+    """Add up overlapping blocks: [batch, channels x block, blocks] -> [batch, channels, *image]."""
+    block, strides, dilations = window
+    rank = len(block)
+    padded = [n + pads[i] + pads[i + rank] for i, n in enumerate(image)]
+    counts = [(n - (k - 1) * d - 1) // s + 1 for n, k, s, d in zip(padded, *window, strict=True)]
+    where = torch.zeros([1] * 2 * rank, dtype=torch.int64, device=x.device)  # place in the image of [*block, *blocks]
+    for dim in range(rank):
+        inside = torch.arange(block[dim], device=x.device).reshape([-1] + [1] * (2 * rank - 1 - dim)) * dilations[dim]
+        blocks = torch.arange(counts[dim], device=x.device).reshape([-1] + [1] * (rank - 1 - dim)) * strides[dim]
+        where = where + (inside + blocks) * math.prod(padded[dim + 1 :])
+    channels = x.shape[1] // math.prod(block)
+    summed = x.new_zeros(x.shape[0], channels, math.prod(padded))
+    summed = summed.index_add(2, where.reshape(-1), x.reshape(x.shape[0], channels, -1))
+    return pad_spatial(summed.reshape(x.shape[0], channels, *padded), [-n for n in pads])
 
 
-@lower("AveragePool", since=(7, 10, 11, 19, 22))
-def average_pool(c: Call, x: Value) -> Value:
-    function, rank = _of_rank(AVERAGE_POOL, x), x.ndim - 2
-    kernel, strides, dilations, pads, ceil = _window(c, x)
-    whole = bool(c.attr("count_include_pad", 0))
-    if any(d != 1 for d in dilations):
-        raise Unsupported(f"dilations {dilations}")
-    if pads[:rank] == pads[rank:] and all(2 * p <= k for p, k in zip(pads, kernel * 2, strict=True)):
-        return c(function, x, kernel, strides, pads[:rank], ceil, whole)
-    if ceil:
-        raise Unsupported("ceil_mode with pads that differ or exceed half the kernel")
-    pooled = c(function, _padded(c, x, pads), kernel, strides)
-    if whole:
-        return pooled
-    ones = c(torch.ones_like, x)
-    return c(torch.div, pooled, c(function, _padded(c, ones, pads), kernel, strides))
+@lower("Col2Im", since=(18,))
+def col2im_(c: Call, x: Value, image: Value, block: Value) -> Value:
+    kernel = [int(n) for n in c.ints(block)]
+    rank = len(kernel)
+    window = [kernel, c.attr("strides", [1] * rank), c.attr("dilations", [1] * rank)]
+    return c(col2im, x, c.ints(image), window, list(c.attr("pads", [0] * 2 * rank)))
 
 
-@lower("LpPool", since=(2, 11, 18, 22))
-def lp_pool(c: Call, x: Value) -> Value:
-    function, p = _of_rank(AVERAGE_POOL, x), c.attr("p", 2)
-    kernel, strides, dilations, pads, ceil = _window(c, x)
-    if ceil or any(d != 1 for d in dilations):
-        raise Unsupported("ceil_mode or dilations")
-    powers = _padded(c, c(torch.pow, c(torch.abs, x), p), pads)
-    total = c(torch.mul, c(function, powers, kernel, strides), math.prod(kernel))
-    return c(torch.pow, total, 1.0 / p)
+def deform_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offset: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    window: Sequence[Sequence[int]],
+    groups: tuple[int, int],
+) -> torch.Tensor:
+    """Convolution that reads each tap bilinearly at a place moved by `offset`, weighed by `mask`; zero outside.
 
-
-@lower("GlobalAveragePool", since=(1, 22))
-def global_average_pool(c: Call, x: Value) -> Value:
-    return c(torch.mean, x, list(range(2, x.ndim)), keepdim=True)
-
-
-@lower("GlobalMaxPool", since=(1, 22))
-def global_max_pool(c: Call, x: Value) -> Value:
-    return c(torch.amax, x, list(range(2, x.ndim)), keepdim=True)
-
-
-# -- resampling
-
-
-@lower("Upsample", since=(7, 9, 10))
-def upsample(c: Call, x: Value, scales: Value = None) -> Value:
-    factors = c.attr("scales") if scales is None else c.constant(scales).tolist()
-    c.require("mode", "nearest")
-    return _nearest(c, x, _sizes_from(c, x, factors), "asymmetric", "floor")
-
-
-@lower("Resize", since=(11, 13, 18, 19))
-def resize(c: Call, x: Value, roi: Value = None, scales: Value = None, sizes: Value = None) -> Value:
-    """Nearest and linear; cubic, antialiasing and regions are refused."""
-    mode, transform = c.attr("mode", "nearest"), c.attr("coordinate_transformation_mode", "half_pixel")
-    rounding = c.attr("nearest_mode", "round_prefer_floor")
-    c.require("antialias", 0)
-    c.require("exclude_outside", 0)
-    c.require("axes", None)
-    c.require("keep_aspect_ratio_policy", "stretch")
-    c.attr("cubic_coeff_a"), c.attr("extrapolation_value")
-    if sizes is not None and not (isinstance(sizes, torch.Tensor) and sizes.numel() == 0):
-        target = c.ints(sizes)
-    else:
-        target = _sizes_from(c, x, c.constant(scales).tolist())
-    if mode == "nearest":
-        return _nearest(c, x, target, transform, rounding)
-    if mode != "linear" or transform not in ("half_pixel", "pytorch_half_pixel", "align_corners"):
-        raise Unsupported(f"mode={mode!r} with coordinate_transformation_mode={transform!r}")
-    if any(_same(n, c.size(x, dim)) is False for dim, n in enumerate(target[:2])) or not 3 <= x.ndim <= 5:
-        raise Unsupported("linear interpolation over the batch or the channels")
-    if transform == "pytorch_half_pixel" and any(not isinstance(n, Traced) and n == 1 for n in target[2:]):
-        raise Unsupported("pytorch_half_pixel to length 1")
-    kind = {3: "linear", 4: "bilinear", 5: "trilinear"}[x.ndim]
-    return c(F.interpolate, x, target[2:], mode=kind, align_corners=transform == "align_corners")
-
-
-def _same(a: Value, b: Value) -> bool | None:
-    return None if isinstance(a, Traced) or isinstance(b, Traced) else bool(a == b)
-
-
-def _sizes_from(c: Call, x: Value, scales: Sequence[float]) -> list[Value]:
-    """Lengths times scales, rounded down; whole scales may meet dynamic lengths.
-
-    A length that scales to a fraction is refused: ONNX then interpolates by the scale, torch by the length.
+    x: [batch, channels, height, width]; offset: [batch, offset groups x taps x (row, column), rows, columns];
+    mask: [batch, offset groups x taps, rows, columns]. `window`: strides, dilations, pads; `groups`: of the
+    channels, of the offsets.
     """
-    target = []
-    for dim, scale in enumerate(scales):
-        length = c.size(x, dim)
-        if float(scale).is_integer():
-            target.append(length * int(scale))
-        elif isinstance(length, Traced) or not float(length * scale).is_integer():
-            raise Unsupported(f"scale {scale:g} of a length it does not divide")
-        else:
-            target.append(int(length * scale))
-    return target
+    (strides, dilations, pads), (group, offset_groups) = window, groups
+    (batch, channels, height, width), (kh, kw), (rows, columns) = x.shape, weight.shape[2:], offset.shape[-2:]
+    moved = offset.reshape(batch * offset_groups, kh * kw, 2, rows, columns)
+
+    def taps(k: int, count: int, dim: int) -> torch.Tensor:
+        inside = torch.arange(k, device=x.device).unsqueeze(1) * dilations[dim] - pads[dim]
+        return (inside + torch.arange(count, device=x.device) * strides[dim]).to(x.dtype)
+
+    at_row = taps(kh, rows, 0).reshape(kh, 1, rows, 1).expand(kh, kw, rows, 1).reshape(kh * kw, rows, 1)
+    at_column = taps(kw, columns, 1).reshape(1, kw, 1, columns).expand(kh, kw, 1, columns).reshape(kh * kw, 1, columns)
+    # grid_sample counts in halves of a pixel from the middle of the image
+    down = (2 * (moved[:, :, 0] + at_row) + 1) / height - 1
+    across = (2 * (moved[:, :, 1] + at_column) + 1) / width - 1
+    grid = torch.stack([across, down], dim=-1).reshape(batch * offset_groups, -1, columns, 2)
+    parts = x.reshape(batch * offset_groups, channels // offset_groups, height, width)
+    read = F.grid_sample(parts, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    read = read.reshape(batch, offset_groups, -1, kh * kw, rows, columns)
+    if mask is not None:
+        read = read * mask.reshape(batch, offset_groups, 1, kh * kw, rows, columns)
+    read = read.reshape(batch, group, channels // group * kh * kw, rows * columns)
+    y = torch.matmul(weight.reshape(group, weight.shape[0] // group, -1), read)
+    y = y.reshape(batch, weight.shape[0], rows, columns)
+    return y if bias is None else y + bias.reshape(-1, 1, 1)
 
 
-def _nearest(c: Call, x: Value, target: Sequence[Value], transform: str, rounding: str) -> Value:
-    for dim, length in enumerate(target):
-        if _same(length, c.size(x, dim)) is True or length is c.size(x, dim):
-            continue
-        x = c(nearest, x, dim, length, transform, rounding)
-    return x
-
-
-def nearest(x: torch.Tensor, dim: int, length: int, transform: str, rounding: str) -> torch.Tensor:
-    """Resample one dimension to `length` by the nearest element, in ONNX's coordinates."""
-    old = x.shape[dim]
-    at = torch.arange(length, dtype=torch.float64, device=x.device)
-    if transform == "asymmetric":
-        at = at * old / length
-    elif transform == "align_corners":
-        at = at * (old - 1) / max(length - 1, 1)
-    elif transform == "half_pixel" or (transform == "pytorch_half_pixel" and length > 1):
-        at = (at + 0.5) * old / length - 0.5
-    elif transform == "pytorch_half_pixel":
-        at = at * 0
-    else:
-        raise NotImplementedError(f"coordinate_transformation_mode={transform!r}")
-    if rounding.startswith("round"):
-        at = torch.ceil(at - 0.5) if rounding == "round_prefer_floor" else torch.floor(at + 0.5)
-    at = torch.ceil(at) if rounding == "ceil" else torch.floor(at)
-    return x.index_select(dim, at.clamp(0, old - 1).to(torch.int64))
-
-
-@lower("GridSample", since=(16, 20, 22))
-def grid_sample(c: Call, x: Value, grid: Value) -> Value:
-    mode = c.attr("mode", "bilinear" if c.version == 16 else "linear")
-    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
-    padding, corners = c.attr("padding_mode", "zeros"), bool(c.attr("align_corners", 0))
-    return c(F.grid_sample, x, grid, mode=mode, padding_mode=padding, align_corners=corners)
+@lower("DeformConv", since=(19, 22))
+def deform_conv_(c: Call, x: Value, weight: Value, offset: Value, bias: Value = None, mask: Value = None) -> Value:
+    if x.ndim != 4:
+        raise Unsupported(f"its input has {x.ndim} dimensions; 4 are implemented")
+    _kernel(c, weight)
+    window = [c.attr("strides", [1, 1]), c.attr("dilations", [1, 1]), list(c.attr("pads", [0] * 4))]
+    return c(deform_conv, x, weight, offset, bias, mask, window, (c.attr("group", 1), c.attr("offset_group", 1)))

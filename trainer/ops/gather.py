@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from trainer.ops.table import Call, lower
 from trainer.ops.tracing import Traced
-from trainer.ops.values import Unsupported, Value
+from trainer.ops.values import RunTime, Unsupported, Value
 
 
 def from_front(indices: torch.Tensor, length: int) -> torch.Tensor:
@@ -96,6 +96,55 @@ def scatter_nd(x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, ho
 @lower("ScatterND", since=(11, 13, 16, 18))
 def scatter_nd_(c: Call, x: Value, indices: Value, updates: Value) -> Value:
     return c(scatter_nd, x, indices, updates, c.attr("reduction", "none"))
+
+
+def tensor_scatter(
+    cache: torch.Tensor, update: torch.Tensor, begins: torch.Tensor | None, axis: int, circular: bool
+) -> torch.Tensor:
+    """Write `update` into each sample of `cache` from its own position along `axis` on, around the end if circular."""
+    steps = torch.arange(update.shape[axis], device=cache.device)
+    first = steps.new_zeros(cache.shape[0]) if begins is None else begins.to(torch.int64)
+    places = first[:, None] + steps  # [batch, steps]
+    places = places % cache.shape[axis] if circular else places
+    shape = [cache.shape[0]] + [1] * (cache.ndim - 1)
+    shape[axis] = update.shape[axis]
+    return cache.scatter(axis, places.reshape(shape).expand(update.shape), update)
+
+
+@lower("TensorScatter", since=(24,))
+def tensor_scatter_(c: Call, cache: Value, update: Value, begins: Value = None) -> Value:
+    c.require("mode", "linear", "circular")
+    circular = c.attr("mode", "linear") == "circular"
+    return c(tensor_scatter, cache, update, begins, c.axis(cache, c.attr("axis", -2)), circular)
+
+
+def compress(x: torch.Tensor, chosen: torch.Tensor, axis: int | None) -> torch.Tensor:
+    """The slices along `axis` (or the elements) that are chosen; those beyond the end of `chosen` are not."""
+    x, dim = (x.reshape(-1), 0) if axis is None else (x, axis)
+    return x.index_select(dim, torch.nonzero(chosen).reshape(-1))
+
+
+@lower("Compress", since=(9, 11, 28))
+def compress_(c: Call, x: Value, chosen: Value) -> Value:
+    axis = c.attr("axis")
+    if not isinstance(chosen, torch.Tensor):
+        raise RunTime("how many elements are chosen is known only at run time")
+    return c(compress, x, chosen, None if axis is None else c.axis(x, axis))
+
+
+def reverse_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_axis: int, time_axis: int) -> torch.Tensor:
+    """Turn the first `lengths[i]` steps of each sample around."""
+    steps = torch.arange(x.shape[time_axis], device=x.device)
+    ends = lengths.to(torch.int64)[:, None]
+    places = torch.where(steps < ends, ends - 1 - steps, steps)  # [batch, time]
+    places = places if batch_axis < time_axis else places.t()
+    shape = [n if i in (batch_axis, time_axis) else 1 for i, n in enumerate(x.shape)]
+    return x.gather(time_axis, places.reshape(shape).expand(x.shape))
+
+
+@lower("ReverseSequence", since=(10, 28))
+def reverse_sequence_(c: Call, x: Value, lengths: Value) -> Value:
+    return c(reverse_sequence, x, lengths, c.attr("batch_axis", 1), c.attr("time_axis", 0))
 
 
 # -- slices

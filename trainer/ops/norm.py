@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 
 import torch
@@ -110,6 +111,9 @@ def moments(x: torch.Tensor, axis: int, epsilon: float) -> tuple[torch.Tensor, t
 def rms_normalization(c: Call, x: Value, scale: Value) -> Value:
     c.require("stash_type", 1)
     axis, epsilon = c.axis(x, c.attr("axis", -1)), c.attr("epsilon", 1e-5)
+    shape = c.sizes(x)[axis:]
+    if _static(c.sizes(scale)) == shape:
+        return c(F.rms_norm, x, shape, scale, epsilon)
     return c(torch.mul, c(rms_norm, x, axis, epsilon), scale)
 
 
@@ -120,7 +124,14 @@ def rms_norm(x: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
 
 @lower("InstanceNormalization", since=(6, 22))
 def instance_normalization(c: Call, x: Value, scale: Value, bias: Value) -> Value:
-    return c(F.instance_norm, x, weight=scale, bias=bias, eps=c.attr("epsilon", 1e-5))
+    return c(instance_norm, x, scale, bias, c.attr("epsilon", 1e-5))
+
+
+def instance_norm(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Each channel of each sample over its mean and deviation. A plane of one pixel, which torch refuses, is its mean."""
+    if math.prod(x.shape[2:]) > 1:
+        return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
+    return (x - x) + bias.reshape(-1, *[1] * (x.ndim - 2))
 
 
 @lower("GroupNormalization", since=(18, 21))
@@ -142,7 +153,7 @@ def lp_normalization(c: Call, x: Value) -> Value:
 def lp_normalize(x: torch.Tensor, p: int, axis: int) -> torch.Tensor:
     """x over its p-norm along `axis`; zero where the norm is zero."""
     norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
-    return torch.where(norm == 0, torch.zeros_like(x), x / norm)
+    return x / torch.where(norm == 0, 1.0, norm)  # never divides by zero, whose gradient would be NaN
 
 
 @lower("LRN", since=(1, 13))

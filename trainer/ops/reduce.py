@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from trainer.ops.table import Call, Rule, lower
-from trainer.ops.values import Value
+from trainer.ops.values import RunTime, Value
 
 
 def reduce_sum(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
@@ -17,7 +18,10 @@ def reduce_sum(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Te
 
 
 def reduce_mean(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Mean; every axis in `axes` is reduced."""
+    """Mean; every axis in `axes` is reduced. Of integers, rounded towards zero."""
+    if not x.is_floating_point():
+        count = math.prod(x.shape[axis] for axis in axes)
+        return torch.div(reduce_sum(x, axes, keepdims), count, rounding_mode="trunc")
     return torch.mean(x, list(axes), keepdim=keepdims)
 
 
@@ -29,13 +33,36 @@ def reduce_product(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torc
 
 
 def reduce_max(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Maximum; of booleans, whether any is true."""
+    """Maximum; of booleans, whether any is true; of nothing, the least value of the type."""
+    if any(x.shape[axis] == 0 for axis in axes):
+        return _of_nothing(x, axes, keepdims, least(x.dtype))
     return torch.amax(x, list(axes), keepdim=keepdims)
 
 
 def reduce_min(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Minimum; of booleans, whether all are true."""
+    """Minimum; of booleans, whether all are true; of nothing, the greatest value of the type."""
+    if any(x.shape[axis] == 0 for axis in axes):
+        return _of_nothing(x, axes, keepdims, greatest(x.dtype))
     return torch.amin(x, list(axes), keepdim=keepdims)
+
+
+def least(dtype: torch.dtype) -> float | int | bool:
+    """What no value of the type is below."""
+    if dtype == torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def greatest(dtype: torch.dtype) -> float | int | bool:
+    """What no value of the type is above."""
+    if dtype == torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _of_nothing(x: torch.Tensor, axes: Sequence[int], keepdims: bool, value: float | int | bool) -> torch.Tensor:
+    kept = [1 if i in axes else n for i, n in enumerate(x.shape) if keepdims or i not in axes]
+    return torch.full(kept, value, dtype=x.dtype, device=x.device)
 
 
 def reduce_l1(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
@@ -49,7 +76,10 @@ def reduce_sum_square(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> t
 
 
 def reduce_l2(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Root of the sum of squares."""
+    """Root of the sum of squares; its gradient at zero is zero."""
+    if x.is_floating_point():
+        norm: torch.Tensor = torch.linalg.vector_norm(x, 2, list(axes), keepdim=keepdims)
+        return norm
     return torch.sqrt(reduce_sum_square(x, axes, keepdims))
 
 
@@ -124,6 +154,12 @@ def cumsum(c: Call, x: Value, axis: Value) -> Value:
 
 def largest(x: torch.Tensor, count: int, axis: int, descending: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest (or smallest) elements in order, and where they were; of equals, the first."""
+    if x.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not sort them
+        low = x.to(torch.int64)
+        _, indices = largest(
+            low ^ torch.iinfo(torch.int64).min if x.dtype == torch.uint64 else low, count, axis, descending
+        )
+        return low.gather(axis, indices).to(x.dtype), indices
     values, indices = torch.sort(x, dim=axis, descending=descending, stable=True)
     return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
 
@@ -133,3 +169,38 @@ def top_k(c: Call, x: Value, k: Value = None) -> Value:
     c.attr("sorted")  # unsorted means: in any order
     count = c.attr("k") if k is None else c.ints(k)[0]
     return c(largest, x, count, c.axis(x, c.attr("axis", -1)), bool(c.attr("largest", 1)))
+
+
+# -- what is there: how much comes out depends on the values
+
+
+@lower("NonZero", since=(9, 13))
+def non_zero(c: Call, x: Value) -> Value:
+    """[dimensions, found]; a single number counts as one element."""
+    if not isinstance(x, torch.Tensor):
+        raise RunTime("how many elements are not zero is known only at run time")
+    return c("t", c(torch.nonzero, x))
+
+
+def unique(
+    x: torch.Tensor, axis: int | None, in_order: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Distinct elements (or slices along `axis`), sorted or as they come; first places, inverse, counts."""
+    dim = 0 if axis is None else axis
+    x = x.reshape(-1) if axis is None else x
+    values, inverse, counts = torch.unique(x, sorted=True, return_inverse=True, return_counts=True, dim=dim)
+    places = torch.arange(len(inverse), device=x.device)
+    first = places.new_full((len(counts),), len(inverse)).scatter_reduce(0, inverse, places, "amin")
+    if not in_order:
+        order = torch.argsort(first)
+        values, first, counts = values.index_select(dim, order), first[order], counts[order]
+        inverse = torch.argsort(order)[inverse]
+    return values, first, inverse, counts
+
+
+@lower("Unique", since=(11, 28))
+def unique_(c: Call, x: Value) -> Value:
+    axis = c.attr("axis")
+    if not isinstance(x, torch.Tensor):
+        raise RunTime("how many elements are distinct is known only at run time")
+    return c(unique, x, None if axis is None else c.axis(x, axis), bool(c.attr("sorted", 1)))

@@ -238,8 +238,8 @@ def depth_to_space(c: Call, x: Value) -> Value:
 
 @lower("SpaceToDepth", since=(1, 13, 28))
 def space_to_depth(c: Call, x: Value) -> Value:
-    c.require("mode", "DCR")
-    block = c.attr("blocksize")
+    c.require("mode", "DCR", "CRD")
+    block, order = c.attr("blocksize"), [0, 3, 5, 1, 2, 4] if c.attr("mode", "DCR") == "DCR" else [0, 1, 3, 5, 2, 4]
     n, depth, height, width = c.sizes(x)
     x = c("reshape", x, [n, depth, height // block, block, width // block, block])
-    return c("reshape", c("permute", x, [0, 3, 5, 1, 2, 4]), [n, depth * block**2, height // block, width // block])
+    return c("reshape", c("permute", x, order), [n, depth * block**2, height // block, width // block])

@@ -175,7 +175,7 @@ def _relabelled(case: Any, version: int) -> tuple[onnx.ModelProto, list[Any]] | 
         array = numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.asarray(value)
         attribute_types = onnx.defs.OpSchema.AttrType
         single = then.attributes[name].type in (attribute_types.INT, attribute_types.FLOAT)
-        if single and array.size != 1:
+        if array.size == 0 or (single and array.size != 1):
             return None
         node.attribute.append(helper.make_attribute(name, array.reshape(-1)[0].item() if single else array.tolist()))
         del node.input[position]

@@ -102,6 +102,8 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(np.array(array).view(np.uint8)).view(dtype)
     if array.dtype.kind == "V" or array.dtype.name == "bfloat16":  # of the package ml_dtypes: numpy has no such types
         array = array.astype(np.float32)
+    elif array.dtype.kind in "iu":
+        array = array.astype(np.dtype(array.dtype.str))  # C's long long is not always numpy's int64 by name
     return torch.from_numpy(np.array(array)).to(dtype)
 
 

@@ -1,0 +1,122 @@
+"""Operators as they were before opset 7: broadcasting asked for by attributes, hints about memory, test modes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from onnx import TensorProto
+
+from trainer.ops.norm import BatchNorm, Dropout
+from trainer.ops.table import RULES, Call, Rule, lower
+from trainer.ops.values import Value
+
+
+def _aligned(c: Call, a: Value, b: Value) -> Value:
+    """The second operand with its dimensions from `axis` on, or last, where they meet those of the first."""
+    axis = c.attr("axis")
+    c.attr("consumed_inputs")
+    if not c.attr("broadcast", 0) or axis is None:
+        return b
+    for _ in range(a.ndim - c.axis(a, axis) - b.ndim):
+        b = c(torch.unsqueeze, b, -1)
+    return b
+
+
+def _binary(rule: Rule) -> Rule:
+    return lambda c, a, b: rule(c, a, _aligned(c, a, b))
+
+
+BINARY = {
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div"), (1, 6)),
+    **dict.fromkeys(("And", "Or", "Xor", "Equal", "Greater", "Less", "Pow"), (1,)),
+}
+for _name, _since in BINARY.items():
+    lower(_name, since=_since)(_binary(RULES[_name, 7]))
+
+
+def _hinted(rule: Rule) -> Rule:
+    def hinted(c: Call, *operands: Value) -> Value:
+        c.attr("consumed_inputs")
+        return rule(c, *operands)
+
+    return hinted
+
+
+# fmt: off
+HINTED = (
+    "Abs", "Ceil", "Clip", "Elu", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Log", "Max", "Mean", "Min", "Neg",
+    "Reciprocal", "Relu", "Sigmoid", "Sqrt", "Sum", "Tanh",
+)
+# fmt: on
+"""Operators whose version 1 only had a hint about memory more than version 6."""
+
+for _name in HINTED:
+    lower(_name, since=(1,))(_hinted(RULES[_name, 6]))
+
+
+@lower("Selu", since=(1,))
+def selu(c: Call, x: Value) -> Value:
+    c.attr("consumed_inputs")
+    return c(_selu, x, c.attr("alpha", 1.6732), c.attr("gamma", 1.0507))
+
+
+def _selu(x: torch.Tensor, alpha: float, gamma: float) -> torch.Tensor:
+    return gamma * F.elu(x, alpha=alpha)
+
+
+@lower("PRelu", since=(1, 6))
+def prelu(c: Call, x: Value, slope: Value) -> Value:
+    """One slope, or one for each channel."""
+    c.attr("consumed_inputs")
+    if slope.ndim == 1:
+        for _ in range(x.ndim - 2):
+            slope = c(torch.unsqueeze, slope, -1)
+    return RULES["PRelu", 7](c, x, slope)
+
+
+@lower("Gemm", since=(1, 6))
+def gemm(c: Call, a: Value, b: Value, bias: Value) -> Value:
+    c.attr("broadcast")
+    return RULES["Gemm", 7](c, a, b, bias)
+
+
+@lower("BatchNormalization", since=(1, 6))
+def batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
+    c.require("spatial", 1)
+    c.attr("is_test"), c.attr("consumed_inputs")
+    kept = c.attr("momentum", 0.9)
+    y = c.module(BatchNorm(1.0 - kept, c.attr("epsilon", 1e-5)), x, scale, bias, mean, variance)
+    return (y, mean, variance, mean, variance)[: max(c.num_outputs, 1)]
+
+
+@lower("Dropout", since=(1, 6))
+def dropout(c: Call, x: Value) -> Value:
+    c.attr("is_test"), c.attr("consumed_inputs")
+    return c.module(Dropout(c.attr("ratio", 0.5), with_mask=c.wants(1)), x)
+
+
+@lower("Concat", since=(1,))
+def concat(c: Call, *parts: Value) -> Value:
+    return c(torch.cat, list(parts), c.attr("axis", 1))
+
+
+@lower("Reshape", since=(1,))
+def reshape(c: Call, x: Value) -> Value:
+    c.attr("consumed_inputs")
+    return RULES["Reshape", 5](c, x, torch.tensor(c.attr("shape", [])))
+
+
+@lower("Cast", since=(1,))
+def cast(c: Call, x: Value) -> Value:
+    """The type by name."""
+    return c("to", x, c.dtype(int(TensorProto.DataType.Value(c.attr("to")))))
+
+
+@lower("Split", since=(1,))
+def split(c: Call, x: Value, sizes: Value = None) -> Value:
+    return RULES["Split", 2](c, x) if sizes is None else RULES["Split", 13](c, x, sizes)
+
+
+@lower("AveragePool", since=(1,))
+def average_pool(c: Call, x: Value) -> Value:
+    return RULES["AveragePool", 7](c, x)

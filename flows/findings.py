@@ -53,7 +53,7 @@ def _wrapped(text: str, mark: str) -> str:
         text,
         116,
         initial_indent=mark,
-        subsequent_indent=" " * len(mark),
+        subsequent_indent=deeper,
         break_long_words=False,
         break_on_hyphens=False,
     )

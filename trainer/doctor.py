@@ -188,10 +188,11 @@ def _unsupported(problem: str, model: onnx.ModelProto) -> Unsupported:
 
 
 def _remedy(domain: str, name: str, version: int, model: onnx.ModelProto) -> str:
-    own = f'onnx2torch\'s add_converter("{name}", version={version}' + (f', domain="{domain}")' if domain else ")")
+    key = f'"{name}", version={version}' + (f', domain="{domain}"' if domain else "")
+    own = f"in a Python file named in model.converters: onnx2torch's add_converter({key})"
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     if not domain and opset > defs.onnx_opset_version():
         return f"export it again at opset {defs.onnx_opset_version()} or below: this onnx knows none newer"
     if not domain and version > 1:
-        return f"export it again at another opset (now {opset}; 18 to 23 suit best), or file a converter: {own}"
-    return f"file a converter for it: {own}, or export the model without it"
+        return f"export it again at another opset (now {opset}; 18 to 23 suit best), or file a converter {own}"
+    return f"file a converter for it {own}; or export without it"

@@ -403,18 +403,6 @@ def test_everything_that_cannot_be_imported_is_listed_at_once():
     ]
 
 
-@pytest.mark.parametrize(
-    ("attributes", "reason"),
-    [({"dilations": [2, 2]}, "dilations"), ({"ceil_mode": 1, "pads": [0, 0, 1, 1]}, "ceil_mode with pads that differ")],
-)
-def test_an_attribute_that_is_not_implemented_is_refused(attributes, reason):
-    g = GraphWriter("attributes")
-    g.op("AveragePool", g.input("x", ("batch", 1, 8, 8)), outputs="y", kernel_shape=[2, 2], **attributes)
-    g.output("y", ("batch", 1, "h", "w"))
-    with pytest.raises(UnsupportedModel, match=f"AveragePool-19: {reason}"):
-        graph.to_module(g.model())
-
-
 def test_integers_that_meet_a_weight_as_features_train_it() -> None:
     """One-hot rows, pixels and counts come as integers; a row of frequencies times positions stays a table."""
     g = GraphWriter("integers", seed=0)

@@ -9,6 +9,7 @@ Values are followed into the graphs inside If, Loop and Scan.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -59,6 +60,7 @@ COMPARISONS = (
 CARRIES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys((*FIRST, *PACKED), (0,)),
     **dict.fromkeys((*NONE, *COMPARISONS, *QUANTIZERS), ()),
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (0,)),  # gradients pass through them (see quant.py)
     "Where": (1, 2),
     "Gather": (0,),
     "GatherElements": (0,),
@@ -107,9 +109,14 @@ RAW = frozenset((
     "Add", "Sub", "Mul", "Div", "Cast", "Clip", "Concat", "Gather", "Identity", "Pad", "Reshape", "Resize", "Slice",
     "Squeeze", "Transpose", "Unsqueeze",
 ))
+JOINS = frozenset((
+    "Add", "Sub", "Sum", "Where", "Concat", "Max", "Min", "Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze",
+    "Expand", "Transpose", "Slice", "Split", "Tile", "Pad", "Gather", "GatherND", "ScatterND", "ScatterElements",
+))
 # fmt: on
 """WEIGHTED: operators whose stored operands are weights even when they hold a single number; RAW: those that
-leave an input what it is, pixels or samples."""
+leave an input what it is, pixels or samples; JOINS: those after which a weight can still be one that was put beside
+integers (a bias of attention, to which a mask is added), unlike one multiplied by them."""
 
 RECURRENT_STATES = {"LSTM": (5, 6), "GRU": (5,), "RNN": (5,)}
 """Operator -> the operands that are the state it begins in."""
@@ -153,6 +160,7 @@ class _Analysis:
     statistics: set[str] = field(default_factory=set)
     states: set[str] = field(default_factory=set)
     quantized: set[str] = field(default_factory=set)
+    conv_biases: set[str] = field(default_factory=set)
 
     def walk(self, nodes: Iterable[onnx.NodeProto]) -> None:
         for node in nodes:
@@ -179,13 +187,17 @@ class _Analysis:
             carried = frozenset()
         raw = node.op_type in RAW and any(flow.raw for flow in operands)
         raw = raw and all(flow.raw or flow.origin == "stored" for flow in operands)
-        flow = _Flow(origin, carried if origin == "stored" else frozenset(), node.op_type, raw)
+        if origin == "data" or (origin == "integers" and node.op_type not in JOINS):
+            carried = frozenset()
+        flow = _Flow(origin, carried, node.op_type, raw)
         self.flows.update(dict.fromkeys(node.output, flow))
 
     def _note(self, node: onnx.NodeProto, operands: Sequence[_Flow], chosen: Sequence[int]) -> None:
         """What an operator says of its operands by the place they have."""
         if node.op_type == "BatchNormalization":
             self.statistics.update(*(flow.carried for flow in operands[3:5]))
+        if node.op_type in ("Conv", "ConvTranspose"):
+            self.conv_biases.update(*(flow.carried for flow in operands[2:3]))
         for i in RECURRENT_STATES.get(node.op_type, ()):
             self.states.update(*(flow.carried for flow in operands[i : i + 1]))
         if node.op_type in ("Sub", "Div") and len(operands) == 2 and operands[0].raw:
@@ -370,6 +382,8 @@ def _given_away(name: str, tensor: torch.Tensor, analysis: _Analysis) -> str:
         return "a mask"
     if name in analysis.states and not tensor.any():
         return "the zero state a recurrent layer begins in"
+    if name in analysis.conv_biases and re.fullmatch(r"val_\d+", name) and not tensor.any():
+        return "zeros an exporter gave convolutions that have no bias"
     if not weighted and (operator in ELEMENTWISE or operator.startswith("Gather")) and is_table_of_waves(tensor):
         return "a table of sines, cosines or positions"
     if not weighted and operator in ELEMENTWISE and is_whole(tensor):

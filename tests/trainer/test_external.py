@@ -1,0 +1,239 @@
+"""Weights in other files are mapped, not read, and only the bytes of changed weights are written."""
+
+import copy
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from tests.graphs import feed, tiny_bert, tiny_conv_net_with_batch_norm, tiny_mlp
+from trainer import graph
+from trainer.errors import ConfigError, UnsupportedModel
+from trainer.ops import external
+from trainer.ops.external import external_problems, is_external, place
+
+
+def saved(model: onnx.ModelProto, folder: Path, *, smallest: int = 0) -> Path:
+    """The model as m.onnx, its tensors in m.bin beside it."""
+    path = folder / "m.onnx"
+    onnx.save(copy.deepcopy(model), path, save_as_external_data=True, location="m.bin", size_threshold=smallest)
+    return path
+
+
+def imported(path: Path) -> tuple[onnx.ModelProto, graph.ImportedGraph]:
+    model = graph.load_model(path)
+    return model, graph.to_module(model, base=path.parent)
+
+
+def differing(a: Path, b: Path) -> set[int]:
+    """Offsets at which two files differ; b may be longer."""
+    first, second = (np.frombuffer(path.read_bytes(), np.uint8) for path in (a, b))
+    return set(np.flatnonzero(first != second[: len(first)]).tolist())
+
+
+def ranges(model: onnx.ModelProto, names: set[str]) -> set[int]:
+    places = [place(tensor) for tensor in model.graph.initializer if tensor.name in names and is_external(tensor)]
+    return {byte for where in places for byte in range(where.offset, where.end)}
+
+
+def moved(module: graph.ImportedGraph, *names: str) -> None:
+    with torch.no_grad():
+        for name in names:
+            graph.weights(module)[name].add_(0.5)
+
+
+@pytest.mark.parametrize("smallest", [0, 200])
+@pytest.mark.parametrize("build", [tiny_mlp, tiny_bert, tiny_conv_net_with_batch_norm])
+def test_a_model_that_was_not_trained_comes_out_as_the_same_bytes_in_all_its_files(build, smallest, tmp_path):
+    path = saved(build(), tmp_path, smallest=smallest)
+    model, module = imported(path)
+    written = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+    assert written == [tmp_path / "out" / "m.onnx", tmp_path / "out" / "m.bin"]
+    for file in written:
+        assert file.read_bytes() == (tmp_path / file.name).read_bytes()
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"m.bin", "m.onnx"}
+
+
+def test_only_the_bytes_of_changed_weights_change_whether_inside_or_beside_the_model(tmp_path):
+    path = saved(tiny_conv_net_with_batch_norm(), tmp_path, smallest=200)
+    model, module = imported(path)
+    inside = {tensor.name for tensor in model.graph.initializer if not is_external(tensor)}
+    changed = {"features.0.weight", "features.1.running_mean", "classifier.weight"}
+    assert changed & inside
+    assert changed - inside
+    before = path.with_suffix(".bin").read_bytes()
+    moved(module, *changed)
+    target, side = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+    assert path.with_suffix(".bin").read_bytes() == before, "the source is mapped copy-on-write"
+    assert differing(path.with_suffix(".bin"), side) <= ranges(model, changed)
+    after = onnx.load(target)
+    tensors = {tensor.name: numpy_helper.to_array(tensor) for tensor in after.graph.initializer}
+    for name, tensor in graph.weights(module).items():
+        assert np.array_equal(tensors[name], tensor.detach().numpy()), name
+    feeds = feed(after, 3)
+    [want] = onnxruntime.InferenceSession(target).run(None, feeds)
+    got = module.eval()(*(torch.from_numpy(feeds[name]) for name in module.input_names))
+    np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_mapped_not_read(tmp_path):
+    _, module = imported(saved(tiny_mlp(), tmp_path))
+    assert len(graph.weights(module)) == 4
+    assert Path("/proc/self/maps").read_text().count(f"{tmp_path}/m.bin") >= 1
+
+
+def test_halves_beside_the_model_are_rounded_once(tmp_path):
+    weight = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float16)
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT16, ["batch", d]) for n, d in (("x", 4), ("y", 3))]
+    protos = [numpy_helper.from_array(weight, "w")]
+    path = saved(helper.make_model(helper.make_graph([node], "half", ends[:1], ends[1:], protos)), tmp_path)
+    model, module = imported(path)
+    _, side = graph.write(module, model, path, tmp_path / "same" / "m.onnx")
+    assert side.read_bytes() == path.with_suffix(".bin").read_bytes()
+    moved(module, "w")
+    target, _ = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+    [stored] = onnx.load(target).graph.initializer
+    assert np.array_equal(numpy_helper.to_array(stored), (weight.astype(np.float32) + 0.5).astype(np.float16))
+
+
+def shared_range(folder: Path) -> Path:
+    """Two weights, a and b, in the same bytes of m.bin, and one, c, in bytes of its own."""
+    values = np.random.default_rng(0).standard_normal((2, 4, 4)).astype(np.float32)
+    (folder / "m.bin").write_bytes(values.tobytes())
+    protos = []
+    for name, offset in (("a", 0), ("b", 0), ("c", 64)):
+        proto = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[4, 4], data_location=TensorProto.EXTERNAL)
+        for key, value in (("location", "m.bin"), ("offset", str(offset)), ("length", "64")):
+            proto.external_data.add(key=key, value=value)
+        protos.append(proto)
+    nodes = [helper.make_node("MatMul", [x, w], [y]) for x, w, y in (("x", "a", "p"), ("p", "b", "q"), ("q", "c", "y"))]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("x", "y")]
+    model = helper.make_model(helper.make_graph(nodes, "shared", ends[:1], ends[1:], protos))
+    (folder / "m.onnx").write_bytes(model.SerializeToString())
+    return folder / "m.onnx"
+
+
+def test_weights_that_shared_their_bytes_get_bytes_of_their_own_when_they_part(tmp_path):
+    path = shared_range(tmp_path)
+    model, module = imported(path)
+    _, side = graph.write(module, model, path, tmp_path / "same" / "m.onnx")
+    assert side.read_bytes() == path.with_suffix(".bin").read_bytes()
+    moved(module, "b", "c")
+    target, _ = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+    after = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(target).graph.initializer}
+    for name, tensor in graph.weights(module).items():
+        assert np.array_equal(after[name], tensor.detach().numpy()), name
+    onnx.checker.check_model(str(target))
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ({"location": "../m.bin"}, "outside the model's directory"),
+        ({"location": "/etc/hostname"}, "outside the model's directory"),
+        ({"location": "link.bin"}, "is a symbolic link"),
+        ({"location": "absent.bin"}, "absent.bin"),
+        ({"location": "m.bin", "offset": "100"}, r"bytes 100 to 164 are outside .*m\.bin, which has 128"),
+        ({"location": "m.bin", "length": "60"}, r"60 bytes in .*m\.bin, but its shape takes 64"),
+        ({"location": "m.bin", "offset": "here"}, "cannot be read"),
+    ],
+)
+def test_a_place_that_cannot_be_right_is_refused(entries, why, tmp_path):
+    path = shared_range(tmp_path)
+    (tmp_path / "link.bin").symlink_to(tmp_path / "m.bin")
+    model = onnx.load(path, load_external_data=False)
+    del model.graph.initializer[0].external_data[:]
+    for key, value in entries.items():
+        model.graph.initializer[0].external_data.add(key=key, value=value)
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UnsupportedModel):
+        graph.load_model(path)
+    [problem] = external_problems(model, tmp_path)  # load_model asks onnx first, which says it in its own words
+    assert re.search(f"tensor 'a': .*{why}", problem)
+
+
+def test_what_is_in_the_way_is_never_written_over(tmp_path):
+    path = saved(tiny_mlp(), tmp_path)
+    model, module = imported(path)
+    moved(module, "fc1.weight")
+    with pytest.raises(ConfigError, match="is the model that was trained"):
+        graph.write(module, model, path, path)
+    with pytest.raises(ConfigError, match=r"m\.bin holds the weights of .*m\.onnx; write to another directory"):
+        graph.write(module, model, path, tmp_path / "trained.onnx")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "m.bin").write_bytes(b"somebody else's")
+    with pytest.raises(ConfigError, match=r"exists and is not a file of trained\.onnx"):
+        graph.write(module, model, path, out / "trained.onnx")
+    assert (out / "m.bin").read_bytes() == b"somebody else's"
+    (out / "m.bin").unlink()
+    graph.write(module, model, path, out / "trained.onnx")
+    moved(module, "fc2.weight")
+    graph.write(module, model, path, out / "trained.onnx")  # our own, again
+    assert {file.name for file in out.iterdir()} == {"m.bin", "trained.onnx"}
+
+
+def test_a_tensor_is_written_and_compared_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(external, "CHUNK_BYTES", 16)
+    path = saved(tiny_mlp(), tmp_path)
+    model, module = imported(path)
+    with torch.no_grad():
+        graph.weights(module)["fc1.weight"][3, 1] += 1
+    _, side = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+    [start] = [place(tensor).offset for tensor in model.graph.initializer if tensor.name == "fc1.weight"]
+    assert differing(path.with_suffix(".bin"), side) <= set(range(start + 52, start + 56))
+    [proto] = [tensor for tensor in tiny_mlp().graph.initializer if tensor.name == "fc1.weight"]
+    for kept in (proto, helper.make_tensor("t", 1, proto.dims, numpy_helper.to_array(proto).reshape(-1))):
+        assert [len(piece) for piece in external.pieces(kept, tmp_path)] == [4] * 16
+
+
+WIDE = 8192
+NUM_LAYERS = 9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_more_than_two_gigabytes_are_trained_and_written(tmp_path):
+    import psutil
+
+    with (tmp_path / "m.bin").open("wb") as file:
+        block = np.random.default_rng(0).standard_normal((WIDE, WIDE), np.float32) / 90
+        for layer in range(NUM_LAYERS):
+            file.write(np.roll(block, layer).tobytes())
+    size = WIDE * WIDE * 4
+    protos, nodes = [], []
+    for layer in range(NUM_LAYERS):
+        proto = TensorProto(name=f"w{layer}", data_type=1, dims=[WIDE, WIDE], data_location=TensorProto.EXTERNAL)
+        for key, value in (("location", "m.bin"), ("offset", str(layer * size)), ("length", str(size))):
+            proto.external_data.add(key=key, value=value)
+        protos.append(proto)
+        nodes.append(helper.make_node("Gemm", [f"x{layer}", f"w{layer}"], [f"x{layer + 1}"]))
+    ends = [helper.make_tensor_value_info(f"x{i}", 1, ["batch", WIDE]) for i in (0, NUM_LAYERS)]
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(helper.make_graph(nodes, "wide", ends[:1], ends[1:], protos)), path)
+    process, full = psutil.Process(), NUM_LAYERS * size
+    assert full > 2**31
+
+    before = process.memory_info().rss
+    model, module = imported(path)
+    assert process.memory_info().rss - before < full / 10, "importing reads next to nothing"
+    with torch.no_grad():
+        graph.weights(module)["w3"][5] += 1
+    trained = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+    anonymous = process.memory_full_info().uss - process.memory_info().shared
+    assert anonymous - before < full / 4
+    with (tmp_path / "m.bin").open("rb") as a, trained[1].open("rb") as b:
+        for layer in range(NUM_LAYERS):
+            differ = a.read(size) != b.read(size)
+            assert differ == (layer == 3)
+    x = np.random.default_rng(1).standard_normal((2, WIDE)).astype(np.float32)
+    with torch.no_grad():
+        ours = module(torch.from_numpy(x)).numpy()
+    [theirs] = onnxruntime.InferenceSession(trained[0]).run(None, {"x0": x})
+    assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()

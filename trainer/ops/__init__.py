@@ -1,9 +1,11 @@
 """The operator table, by family; importing this package files every rule."""
 
 from trainer.ops import (
+    attention,
     cast,
     control,
     conv,
+    detection,
     elementwise,
     gather,
     host,
@@ -12,7 +14,9 @@ from trainer.ops import (
     matmul,
     noise,
     norm,
+    old,
     pool,
+    quant,
     reduce,
     rnn,
     sequence,
@@ -20,9 +24,11 @@ from trainer.ops import (
 )
 
 __all__ = [
+    "attention",
     "cast",
     "control",
     "conv",
+    "detection",
     "elementwise",
     "gather",
     "host",
@@ -31,7 +37,9 @@ __all__ = [
     "matmul",
     "noise",
     "norm",
+    "old",
     "pool",
+    "quant",
     "reduce",
     "rnn",
     "sequence",

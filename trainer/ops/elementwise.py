@@ -1,4 +1,4 @@
-"""Operators that work element by element: arithmetic, activations, comparisons, logic, casts."""
+"""Operators that work element by element: arithmetic, activations, comparisons, logic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from trainer.ops.table import Call, Rule, lower
 from trainer.ops.tracing import Traced
-from trainer.ops.values import Unsupported, Value
+from trainer.ops.values import Value
 
 # -- one operand, no attributes
 
@@ -141,6 +141,22 @@ def bit_shift(c: Call, x: Value, by: Value) -> Value:
     return c(torch.bitwise_left_shift if left else torch.bitwise_right_shift, x, by)
 
 
+def running_product(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
+    """Product of the elements up to each one along `axis`, itself left out if `exclusive`."""
+    x = x.flip(axis) if reverse else x
+    if exclusive:
+        one = torch.ones_like(x.narrow(axis, 0, min(1, x.shape[axis])))
+        x = torch.cat((one, x.narrow(axis, 0, max(x.shape[axis] - 1, 0))), axis)
+    product = torch.cumprod(x, axis, dtype=x.dtype)
+    return product.flip(axis) if reverse else product
+
+
+@lower("CumProd", since=(26,))
+def cumprod(c: Call, x: Value, axis: Value) -> Value:
+    where = c.axis(x, int(c.number(axis)))
+    return c(running_product, x, where, bool(c.attr("exclusive", 0)), bool(c.attr("reverse", 0)))
+
+
 @lower("PRelu", since=(7, 9, 16))
 def prelu(c: Call, x: Value, slope: Value) -> Value:
     return c(torch.where, c(torch.ge, x, 0), x, c(torch.mul, x, slope))
@@ -233,15 +249,13 @@ def swish_(c: Call, x: Value) -> Value:
 
 
 def shrink(x: torch.Tensor, bias: float, threshold: float) -> torch.Tensor:
-    """x + bias below -threshold, x - bias above threshold, 0 between."""
+    """x + bias below -threshold, x - bias above threshold, 0 between; of integers, without the fraction."""
     zero = torch.zeros_like(x)
-    return torch.where(x < -threshold, x + bias, torch.where(x > threshold, x - bias, zero))
+    return torch.where(x < -threshold, x + bias, torch.where(x > threshold, x - bias, zero)).to(x.dtype)
 
 
 @lower("Shrink", since=(9,))
 def shrink_(c: Call, x: Value) -> Value:
-    if not x.dtype.is_floating_point:
-        raise Unsupported("it shrinks integers")
     return c(shrink, x, c.attr("bias", 0.0), c.attr("lambd", 0.5))
 
 
@@ -263,7 +277,7 @@ def _bound(c: Call, bound: Value) -> Value:
     return c("reshape", bound, []) if bound.ndim else bound
 
 
-# -- choice and type
+# -- choice
 
 
 @lower("Where", since=(9, 16))
@@ -279,16 +293,3 @@ def is_inf(c: Call, x: Value) -> Value:
     if not negative and not positive:
         return c(torch.zeros_like, x, dtype=torch.bool)
     return c(torch.eq, x, math.inf if positive else -math.inf)
-
-
-@lower("Cast", since=(6, 9, 13, 19, 21, 23, 24, 25, 28))
-def cast(c: Call, x: Value) -> Value:
-    c.attr("saturate"), c.attr("round_mode")  # both are about 8-bit floats, which are refused
-    dtype = c.dtype(c.attr("to"))
-    return x if x.dtype == dtype else c("to", x, dtype)
-
-
-@lower("CastLike", since=(15, 19, 21, 23, 24, 25))
-def cast_like(c: Call, x: Value, like: Value) -> Value:
-    c.attr("saturate"), c.attr("round_mode")
-    return x if x.dtype == like.dtype else c("to", x, like.dtype)

@@ -276,7 +276,7 @@ class Tracer:
 
 WIDE = (torch.uint16, torch.uint32, torch.uint64)
 
-OF_ANY_TYPE = ("to", "size", "reshape", "permute", torch.unsqueeze, torch.squeeze, torch.zeros_like)
+OF_ANY_TYPE = ("to", "view", "size", "reshape", "permute", torch.unsqueeze, torch.squeeze, torch.zeros_like)
 """Calls that torch has for every type, and casts."""
 
 MODULO = (

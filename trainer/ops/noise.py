@@ -1,0 +1,74 @@
+"""Random numbers a graph draws: in train() and in eval(), since that is what the file says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from trainer.ops.table import Call, lower
+from trainer.ops.values import Value, element_type
+
+Distribution = Literal["normal", "uniform", "bernoulli", "multinomial"]
+
+
+class RandomNode(nn.Module):
+    """Draws from torch's generator, whatever seed the file gives, so that a resumed run continues its numbers.
+
+    Exporters write stochastic depth this way, and `eval()` does not switch it off.
+    """
+
+    def __init__(
+        self, distribution: Distribution, dtype: torch.dtype, *arguments: float, shape: Sequence[int] = ()
+    ) -> None:
+        super().__init__()
+        self.distribution = distribution
+        self.dtype = dtype
+        self.arguments = arguments
+        """Of normal: mean and deviation; of uniform: from and to; of multinomial: how many."""
+        self.shape = tuple(shape)
+        """That of the result if there is no operand to say it."""
+
+    def forward(self, anchor: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        """x: the probabilities; of a multinomial, [batch, classes], their logarithms; else only its shape counts."""
+        if x is None:
+            return self._fill(torch.empty(self.shape, dtype=self.dtype, device=anchor.device))
+        if self.distribution == "bernoulli":
+            return torch.bernoulli(x).to(self.dtype)
+        if self.distribution == "multinomial":
+            return torch.multinomial(x.softmax(-1), int(self.arguments[0]), replacement=True).to(self.dtype)
+        return self._fill(torch.empty(x.shape, dtype=self.dtype, device=x.device))
+
+    def _fill(self, empty: torch.Tensor) -> torch.Tensor:
+        return empty.normal_(*self.arguments) if self.distribution == "normal" else empty.uniform_(*self.arguments)
+
+    def extra_repr(self) -> str:
+        return ", ".join([self.distribution, *(f"{argument:g}" for argument in self.arguments)])
+
+
+@lower("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", since=(1, 22))
+def random(c: Call, like: Value = None) -> Value:
+    c.attr("seed")
+    dtype = c.dtype(c.attr("dtype", 1 if like is None else element_type(like)))
+    shape = c.attr("shape") if like is None else ()
+    if "Normal" in c.op:
+        node = RandomNode("normal", dtype, c.attr("mean", 0.0), c.attr("scale", 1.0), shape=shape)
+    else:
+        node = RandomNode("uniform", dtype, c.attr("low", 0.0), c.attr("high", 1.0), shape=shape)
+    return c.module(node, c.tracer.anchor, like)
+
+
+@lower("Bernoulli", since=(15, 22))
+def bernoulli(c: Call, probability: Value) -> Value:
+    c.attr("seed")
+    dtype = c.dtype(c.attr("dtype", element_type(probability)))
+    return c.module(RandomNode("bernoulli", dtype), c.tracer.anchor, probability)
+
+
+@lower("Multinomial", since=(7, 22))
+def multinomial(c: Call, logarithms: Value) -> Value:
+    c.attr("seed")
+    node = RandomNode("multinomial", c.dtype(c.attr("dtype", 6)), c.attr("sample_size", 1))
+    return c.module(node, c.tracer.anchor, logarithms)

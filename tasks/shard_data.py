@@ -15,7 +15,7 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.run import RunDir, RunIdentity, onward_home, read_config, read_record
 from trainer.shards import ShardManifest, make_shards
-from trainer.signature import misfits, read_signature, wanted
+from trainer.signature import misfits, signature_to_train, wanted
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     """
     config = read_config(run)
     started_at = time.monotonic()
-    wants = wanted(config, read_signature(config.model.path))
+    wants = wanted(config, signature_to_train(config.model))
     directory, manifest, cached = make_shards(config.data, wants, onward_home() / "shards")
     if problems := misfits(config, manifest.table):
         raise ConfigError(problems)

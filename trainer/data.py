@@ -20,7 +20,7 @@ from trainer.errors import ConfigError
 from trainer.schema import Array, Values
 from trainer.shards import Shards
 from trainer.shuffle import permutation
-from trainer.signature import Use, read_signature, uses
+from trainer.signature import Use, signature_to_train, uses
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _Collate:
     def __init__(self, shards: Shards, config: RunConfig, device: torch.device) -> None:
         self._shards = shards
         self._device = device
-        self._uses = uses(config, read_signature(config.model.path))
+        self._uses = uses(config, signature_to_train(config.model))
         needed = {name for use in self._uses for name in use.columns}
         if missing := sorted(needed - shards.columns.keys()):
             raise ConfigError(f"the shards have no column {', '.join(missing)}, only {', '.join(shards.columns)}")

@@ -23,7 +23,7 @@ from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
 from trainer import graph
-from trainer.config import ExportConfig
+from trainer.config import ExportConfig, ModelConfig
 from trainer.errors import ExportRefused, OnwardError, Refused
 from trainer.judge import Evaluator, Judge
 from trainer.ops.stored import slots
@@ -42,6 +42,8 @@ from trainer.run import (
     write_durably,
     write_record,
 )
+from trainer.surgery import is_cut
+from trainer.trainee import finished, judged, open_trainee
 
 log = logging.getLogger(__name__)
 
@@ -74,18 +76,22 @@ def export(run: RunDir, checkpoint: Checkpoint, *, evaluator: Evaluator, folder:
     """
     config, folder = read_config(run), folder or run.export
     source = _unchanged(config.model.path, read_record(run.identity, RunIdentity))
-    original = graph.load_model(source)
-    module = graph.to_module(original, base=source.parent)
+    trainee = open_trainee(config)
+    original, module = trainee.model, trainee.module
     graph.load_weights(module, checkpoint.weights)
-    trained = graph.to_onnx(module, original)
-    removed, _ = strip_training(trained), strip_training(original)
+    done = finished(trainee).module
+    trained = graph.to_onnx(done, original)
+    named = tuple(filter(None, (*config.model.start, config.model.output)))
+    removed, _ = strip_training(trained, keep=named), strip_training(original, keep=named)
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
 
     target = folder / source.name
-    before = Judge(original, evaluator).evaluate()
+    part = config.model if is_cut(original, config.model) else None
+    before = Judge(judged(original, config.model), evaluator).evaluate()
     with durable_file(target) as file:
         file.write_bytes(_content(trained))
-        judge = prove(file, original, module, checkpoint.weights, evaluator=evaluator, config=config.export)
+        weights = {name: tensor.detach() for name, tensor in graph.stored_weights(done).items()}
+        judge = prove(file, original, module, weights, evaluator=evaluator, config=config.export, part=part)
         after = judge.evaluate()
     write_durably(example_in(folder), judge.example())
     exported = ExportedModel(
@@ -131,14 +137,16 @@ def prove(
     *,
     evaluator: Evaluator,
     config: ExportConfig,
+    part: ModelConfig | None = None,
 ) -> Judge:
     """Every check of a written file; returns who judged it. Raises ExportRefused with all that failed.
 
     `original`: what the file was made from, in its inference form; nothing but the tensors named in `weights`
-    may differ from it. `module`: what was trained, with those weights.
+    may differ from it. `module`: what was trained, with those weights. `part`: the settings that cut it out of the
+    file's graph, if they did.
     """
     problems = [*file_problems(file, original, weights), *unwritten(file, weights)]
-    judge = Judge(file, evaluator)
+    judge = Judge(judged(onnx.load_model(file), part) if part else file, evaluator)
     problems += judge.compare(module.eval(), batches=config.parity_batches, tolerance=config.tolerance)
     if problems:
         raise ExportRefused(problems)

@@ -40,6 +40,7 @@ from trainer.reduce import Reducer
 from trainer.run import AttemptResult, RunDir
 from trainer.shards import open_shards
 from trainer.summary import summarise
+from trainer.trainee import open_trainee
 
 
 def train(
@@ -67,9 +68,7 @@ def train(
     events = EventWriter(run.events, attempt=attempt, rank=mpi.rank)
 
     # -- 2. Model: the ONNX graph becomes a module whose parameters are its initializers
-    module = graph.to_module(graph.load_model(config.model.path), base=config.model.path.parent)
-    graph.trainable(module, train=config.model.train, freeze=config.model.freeze)
-    module.to(mpi.device)
+    module = open_trainee(config).module.to(mpi.device)
     weights = graph.weights(module)  # initializer name -> tensor, frozen ones and running statistics included
     trained = {
         name: weight for name, weight in weights.items() if isinstance(weight, Parameter) and weight.requires_grad

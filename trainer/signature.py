@@ -12,9 +12,10 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from trainer.config import RunConfig
-from trainer.errors import UnsupportedModel
+from trainer.config import ModelConfig, RunConfig
+from trainer.errors import ConfigError, UnsupportedModel
 from trainer.schema import TEXT, Column, Schema, Want
+from trainer.surgery import cut, is_cut, operate
 
 Dims = tuple[int | None, ...]
 NUMBERS = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {
@@ -57,10 +58,30 @@ def read_signature(path: Path) -> Signature:
 
     Raises UnsupportedModel when it is no ONNX file, or has no inputs or outputs.
     """
+    return _signature(_read(path).graph, path)
+
+
+def signature_to_train(model: ModelConfig) -> Signature:
+    """What the part of a graph that is trained takes and gives: after the surgery that [model] asks for.
+
+    Raises UnsupportedModel as `read_signature` does, ConfigError for surgery that this graph does not allow.
+    """
+    proto = _read(model.path)
+    signature = _signature(proto.graph, model.path)
+    if not (model.num_classes or model.untie or is_cut(proto, model)):
+        return signature
+    operate(proto, model, seed=0)
+    return _signature(cut(proto, model).graph, model.path)
+
+
+def _read(path: Path) -> onnx.ModelProto:
     try:
-        graph = onnx.load(path, load_external_data=False).graph
+        return onnx.load(path, load_external_data=False)
     except (DecodeError, OSError, ValueError) as error:
         raise UnsupportedModel(f"{path} cannot be read as an ONNX file: {error}") from error
+
+
+def _signature(graph: onnx.GraphProto, path: Path) -> Signature:
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     inputs = tuple(_info(value) for value in graph.input if value.name not in weights)
     outputs = tuple(_info(value) for value in graph.output)
@@ -145,7 +166,10 @@ def misfits(config: RunConfig, schema: Schema) -> list[str]:
     schema: of the first rows, or of all of them. Reads `config.model` and `config.data`. Raises
     UnsupportedModel when the ONNX file cannot be read.
     """
-    signature = read_signature(config.model.path)
+    try:
+        signature = signature_to_train(config.model)
+    except ConfigError as error:  # surgery that this graph does not allow: what it takes and gives is not known then
+        return list(error.problems)
     problems = [*_unknown_names(config, signature)]
     for use in uses(config, signature):
         missing = [name for name in use.columns if name not in schema]
@@ -162,9 +186,6 @@ def _unknown_names(config: RunConfig, signature: Signature) -> Iterator[str]:
     for name in config.data.inputs:
         if name not in inputs:
             yield f"data.inputs names {name!r}, which is no input of the model{_near(name, inputs)}"
-    outputs = [info.name for info in signature.outputs]
-    if signature.output(config.model.output) is None:
-        yield f"model.output {config.model.output!r} is no output of the model{_near(config.model.output, outputs)}"
     columns = wanted(config, signature)
     for name in config.data.pad_values:
         if name not in columns:

@@ -85,7 +85,7 @@ def other(column: Column, **changes: Any) -> Column:
         (graphs.tiny_conv_net, columns(other(IMAGE, name="imago"), LABEL), {}, "input image reads column 'image', which the data does not have; did you mean 'imago'?; set data.inputs.image"),
         (graphs.tiny_conv_net, columns(IMAGE), {}, "data.label reads column 'label', which the data does not have; there is image; set data.label"),
         (graphs.tiny_conv_net, columns(IMAGE, LABEL), {"inputs": {"imag": "image"}}, "data.inputs names 'imag', which is no input of the model; did you mean 'image'?"),
-        (graphs.tiny_conv_net, columns(IMAGE, LABEL), {"output": "logit"}, "model.output 'logit' is no output of the model; did you mean 'logits'?"),
+        (graphs.tiny_conv_net, columns(IMAGE, LABEL), {"output": "logit"}, "model.output 'logit' is no tensor of the model; did you mean 'logits'?"),
         (graphs.tiny_conv_net, columns(IMAGE, LABEL), {"pad_values": {"x": 1}}, "data.pad_values names 'x', which is no column that is read; there is image, label"),
         (graphs.tiny_conv_net, columns(IMAGE, LABEL), {"evaluation_fraction": 0}, "data.evaluation_fraction is 0 and there is no data.evaluation_source: nothing to evaluate on"),
         (graphs.tiny_conv_net, columns(other(IMAGE, shape=(1, 28, 28)), LABEL), {}, "input image takes [3, 8, 8] a sample, but column 'image' is uint8 [1, 28, 28]"),

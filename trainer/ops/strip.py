@@ -9,17 +9,17 @@ import onnx
 from onnx import helper
 
 
-def strip_training(model: onnx.ModelProto) -> Counter[str]:
+def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = ()) -> Counter[str]:
     """Bring a graph into its inference form, in place; returns what was taken out, by kind and number.
 
     Dropout nodes go, their readers read what they read; one whose result has a name that must stay (a graph
-    output, a value read by an inner graph, a mask in use) only loses its training mode. BatchNormalization
-    keeps its running statistics as inputs and no longer computes new ones. Constants and initializers that
-    nobody reads any more go too.
+    output, one of `keep`, a value read by an inner graph, a mask in use) only loses its training mode.
+    BatchNormalization keeps its running statistics as inputs and no longer computes new ones. Constants and
+    initializers that nobody reads any more go too.
     """
     nodes, removed = model.graph.node, Counter[str]()
     read_before = _reads(model.graph)
-    pinned = {value.name for value in model.graph.output} | _inner_reads(nodes)
+    pinned = {*keep, *(value.name for value in model.graph.output)} | _inner_reads(nodes)
     renamed: dict[str, str] = {}
     kept: list[onnx.NodeProto] = []
     for node in nodes:

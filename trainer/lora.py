@@ -1,0 +1,295 @@
+"""Low-rank adapters on the matrix products and convolutions of an imported graph (Hu et al. 2021, arXiv:2106.09685).
+
+    W + (alpha / rank) B A          A [rank, inputs], B [outputs, rank], of which only A and B are trained
+
+A begins Kaiming-uniform and B at zero, so an adapted graph begins as the graph itself. It computes x A' B' beside
+x W', without ever making a matrix of W's size; only where a weight is read by something else than a product, a
+convolution or a look-up of rows is W + (alpha / rank) B A itself computed. W keeps the file's layout, whichever way
+round it is, and the way back is one addition.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from trainer.config import LoraConfig
+from trainer.errors import ConfigError
+from trainer.graph import ImportedGraph, weights
+from trainer.ops.gather import gather_rows
+from trainer.ops.norm import Dropout
+from trainer.ops.roles import Role
+
+CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+DROPOUT = "lora_dropout"
+"""Where the adapters' Dropout hangs."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One weight's adapter; every name is one of the file, or made after it."""
+
+    weight: str
+    scale: float
+    outputs_first: bool
+    """Whether the file's layout of the weight is [outputs, inputs]."""
+
+    @property
+    def a(self) -> str:
+        return f"{self.weight}.lora_a"
+
+    @property
+    def b(self) -> str:
+        return f"{self.weight}.lora_b"
+
+
+# -- what the graph computes
+
+
+def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool) -> Tensor:
+    """x [..., inputs] through A and B -> [..., outputs]; in reverse, [..., outputs] -> [..., inputs]."""
+    return (x @ b * scale) @ a if reverse else (x @ a.mT * scale) @ b.mT
+
+
+def low_rank_rows(indices: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool) -> Tensor:
+    """Rows of B A, or (reverse) of its transpose."""
+    return (gather_rows(a.mT, indices) * scale) @ b.mT if reverse else (gather_rows(b, indices) * scale) @ a
+
+
+def low_rank_conv(x: Tensor, a: Tensor, b: Tensor, scale: float, *where: Any) -> Tensor:
+    """A convolution to `rank` channels, then one of a single point. where: strides, pads, dilations, groups."""
+    convolve = CONVOLUTIONS[a.ndim - 2]
+    groups = where[-1]
+    narrow = convolve(x, a.repeat(groups, *[1] * (a.ndim - 1)), None, *where)
+    return convolve(narrow * scale, b.reshape(*b.shape, *[1] * (a.ndim - 2)), groups=groups)
+
+
+def product(a: Tensor, b: Tensor, scale: float, outputs_first: bool) -> Tensor:
+    """(alpha / rank) B A in the layout of the weight."""
+    if a.ndim > b.ndim:  # a convolution's
+        return (b @ a.flatten(1) * scale).reshape(b.shape[0], *a.shape[1:])
+    return b @ a * scale if outputs_first else (b @ a * scale).mT
+
+
+def adapted(weight: Tensor, a: Tensor, b: Tensor, scale: float, outputs_first: bool) -> Tensor:
+    """The weight with its adapter in it."""
+    return weight + product(a, b, scale, outputs_first)
+
+
+# -- putting them in
+
+
+def add_adapters(module: ImportedGraph, config: LoraConfig, *, seed: int) -> tuple[Adapter, ...]:
+    """Give every matching weight an adapter, in place: parameters `<weight>.lora_a` and `<weight>.lora_b`.
+
+    The same seed makes the same adapters on every rank. Raises ConfigError for each pattern that matches no weight
+    of a product or convolution, and for each weight whose use leaves no place for `lora.dropout`.
+    """
+    reads = {
+        module.onnx_names[str(node.target)]: node
+        for node in module.graph.nodes
+        if node.op == "get_attr" and str(node.target) in module.onnx_names
+    }
+    candidates = {name: uses for name, node in reads.items() if (uses := _Uses.of(node)).main}
+    chosen = {
+        name: uses for name, uses in candidates.items() if any(fnmatchcase(name, pattern) for pattern in config.weights)
+    }
+    problems = [
+        f"lora.weights: no MatMul, Gemm or Conv weight matches {pattern!r}; there is {_near(pattern, list(candidates))}"
+        for pattern in config.weights
+        if not any(fnmatchcase(name, pattern) for name in chosen)
+    ]
+    problems += [
+        f"lora.dropout: {name!r} is also read by {uses.other}, where its adapter has no input to drop; leave it out"
+        for name, uses in chosen.items()
+        if config.dropout and uses.other
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if config.dropout:
+        module.add_module(DROPOUT, Dropout(config.dropout))
+    return tuple(_adapt(module, name, uses, config, seed) for name, uses in chosen.items())
+
+
+def _near(pattern: str, known: Sequence[str]) -> str:
+    return ", ".join(difflib.get_close_matches(pattern, known, n=1, cutoff=0.3) or known[:1]) or "none at all"
+
+
+def _adapt(module: ImportedGraph, name: str, uses: _Uses, config: LoraConfig, seed: int) -> Adapter:
+    assert uses.main is not None
+    adapter = Adapter(name, config.alpha / config.rank, uses.main.outputs_first)
+    tensors = _fresh(adapter, weights(module)[name], config.rank, seed, conv=uses.main.kind == "conv")
+    nodes = []
+    for of, tensor in zip((adapter.a, adapter.b), tensors, strict=True):
+        owner, _, leaf = str(uses.read.target).rpartition(".")
+        leaf += of.removeprefix(name).replace(".", "_")
+        while hasattr(module.get_submodule(owner), leaf):
+            leaf += "_"
+        module.get_submodule(owner).register_parameter(leaf, nn.Parameter(tensor))
+        path = f"{owner}.{leaf}" if owner else leaf
+        module.onnx_names[path] = of
+        module.roles[of] = Role("trained", f"adapter of {name}", module.roles[name].operator)
+        with module.graph.inserting_after(uses.read):
+            nodes.append(module.graph.get_attr(path))
+    uses.rewrite(module.graph, (nodes[0], nodes[1]), adapter, dropout=bool(config.dropout))
+    module.graph.lint()
+    module.recompile()
+    return adapter
+
+
+def _fresh(adapter: Adapter, weight: Tensor, rank: int, seed: int, *, conv: bool) -> tuple[Tensor, Tensor]:
+    """A as torch's Linear and Conv begin, U(-1/sqrt(fan_in), 1/sqrt(fan_in)); B zero."""
+    if conv:
+        a_shape, b_shape = [rank, *weight.shape[1:]], [weight.shape[0], rank]
+        fan_in = math.prod(weight.shape[1:])
+    else:
+        *batch, outputs, fan_in = (weight if adapter.outputs_first else weight.mT).shape
+        a_shape, b_shape = [*batch, rank, fan_in], [*batch, outputs, rank]
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {adapter.a}".encode()))
+    a = torch.empty(a_shape, dtype=weight.dtype).uniform_(-1, 1, generator=generator) / math.sqrt(fan_in)
+    return a, torch.zeros(b_shape, dtype=weight.dtype)
+
+
+# -- who reads a weight
+
+Kind = Literal["linear", "matmul", "conv", "rows", "other"]
+"""x W', x W, a convolution with W, rows of W, anything else."""
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A node that reads a weight (turned: its transpose)."""
+
+    node: fx.Node
+    turned: bool
+    kind: Kind
+    x: int = 0
+    """The operand that meets the weight."""
+
+    @property
+    def outputs_first(self) -> bool:
+        """Whether the weight's own layout is [outputs, inputs], as this node uses it."""
+        return self.turned if self.kind == "matmul" else not self.turned
+
+    @classmethod
+    def of(cls, node: fx.Node, weight: fx.Node, *, turned: bool) -> _Use:
+        """What a node does with one of its operands."""
+        if node.all_input_nodes.count(weight) != 1 or sum(arg is weight for arg in node.args) != 1:
+            return cls(node, turned, "other")
+        place = node.args.index(weight)
+        if node.op == "call_function":
+            if node.target is F.linear and place == 1:
+                return cls(node, turned, "linear")
+            if node.target in (torch.matmul, torch.mm) and place == 1:
+                return cls(node, turned, "matmul")
+            if node.target is torch.addmm and place == 2:
+                return cls(node, turned, "matmul", x=1)
+            if node.target in CONVOLUTIONS.values() and place == 1 and not turned and len(node.args) == 7:
+                return cls(node, turned, "conv")
+            if node.target is gather_rows and place == 0:
+                return cls(node, turned, "rows", x=1)
+        return cls(node, turned, "other")
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """All readers of one stored tensor."""
+
+    read: fx.Node
+    uses: tuple[_Use, ...]
+
+    @classmethod
+    def of(cls, read: fx.Node) -> _Uses:
+        return cls(read, tuple(_follow(read, turned=False)))
+
+    @property
+    def main(self) -> _Use | None:
+        """The first product or convolution; None for what is no weight of one."""
+        return next((use for use in self.uses if use.kind in ("linear", "matmul", "conv")), None)
+
+    @property
+    def other(self) -> str:
+        """What else reads it; "" if nothing."""
+        return next((str(use.node.target) for use in self.uses if use.kind == "other"), "")
+
+    def rewrite(self, graph: fx.Graph, factors: tuple[fx.Node, fx.Node], adapter: Adapter, *, dropout: bool) -> None:
+        """Let every reader see the adapter, too."""
+        if self.other:
+            readers = list(self.read.users)
+            with graph.inserting_after(max(factors, key=list(graph.nodes).index)):
+                whole = graph.call_function(adapted, (self.read, *factors, adapter.scale, adapter.outputs_first))
+            whole.meta = dict(self.read.meta)
+            for reader in readers:
+                reader.replace_input_with(self.read, whole)
+            return
+        for use in self.uses:
+            with graph.inserting_after(use.node):
+                total = graph.call_function(torch.add, (use.node,))
+            total.meta = dict(use.node.meta)
+            use.node.replace_all_uses_with(total, delete_user_cb=lambda user, total=total: user is not total)  # type: ignore[misc]
+            with graph.inserting_before(total):
+                total.args = (use.node, self._beside(graph, use, factors, adapter, dropout=dropout))
+
+    def _beside(
+        self, graph: fx.Graph, use: _Use, factors: tuple[fx.Node, fx.Node], adapter: Adapter, *, dropout: bool
+    ) -> fx.Node:
+        """The adapter's part of one result."""
+        x, reverse = use.node.args[use.x], use.outputs_first != adapter.outputs_first
+        if use.kind == "rows":
+            return graph.call_function(low_rank_rows, (x, *factors, adapter.scale, reverse))
+        if dropout:
+            x = graph.call_module(DROPOUT, (x,))
+        if use.kind == "conv":
+            return graph.call_function(low_rank_conv, (x, *factors, adapter.scale, *use.node.args[3:]))
+        scale = adapter.scale * float(use.node.kwargs.get("alpha", 1.0))  # type: ignore[arg-type]
+        return graph.call_function(low_rank, (x, *factors, scale, reverse))
+
+
+def _follow(node: fx.Node, *, turned: bool) -> Iterator[_Use]:
+    """The readers of a matrix, and those of its transpose."""
+    for user in node.users:
+        if _transposes(user):
+            yield from _follow(user, turned=not turned)
+        else:
+            yield _Use.of(user, node, turned=turned)
+
+
+def _transposes(node: fx.Node) -> bool:
+    """Whether a node swaps the two dimensions of a matrix."""
+    if node.target in ("t", torch.t):
+        return True
+    return node.target in ("permute", torch.permute) and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+
+
+# -- taking them out
+
+
+def merged(module: ImportedGraph, plain: fx.Graph, adapters: Sequence[Adapter]) -> ImportedGraph:
+    """The graph as it was before the adapters, with W + (alpha / rank) B A in the place of each W.
+
+    It shares every other tensor with `module`. A weight whose adapter has not moved keeps its bits.
+    """
+    result = ImportedGraph(module, plain, "ImportedGraph")
+    own = {adapter.a for adapter in adapters} | {adapter.b for adapter in adapters}
+    for name in ImportedGraph.__annotations__:
+        setattr(result, name, getattr(module, name))
+    result.onnx_names = {path: name for path, name in module.onnx_names.items() if name not in own}
+    result.roles = {name: role for name, role in module.roles.items() if name not in own}
+    tensors = weights(module)
+    paths = {name: path for path, name in result.onnx_names.items()}
+    for adapter in adapters:
+        weight, a, b = (tensors[name].detach() for name in (adapter.weight, adapter.a, adapter.b))
+        change = product(a.double(), b.double(), adapter.scale, adapter.outputs_first)
+        changed = torch.where(change == 0, weight, (weight + change).to(weight.dtype))  # -0.0 + 0.0 would be 0.0
+        owner, _, leaf = paths[adapter.weight].rpartition(".")
+        setattr(result.get_submodule(owner), leaf, nn.Parameter(changed))
+    return result

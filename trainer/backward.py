@@ -145,7 +145,8 @@ def _spread(
     """
     rank = len(lengths)
     if all(step == 1 for step in stride):
-        return aten.convolution(gradient, weight, None, stride, padding, dilation, True, [0] * rank, groups)
+        reached: Tensor = aten.convolution(gradient, weight, None, stride, padding, dilation, True, [0] * rank, groups)
+        return reached
     whole = aten.convolution(gradient, weight, None, stride, [0] * rank, dilation, True, [0] * rank, groups)
     return _cut(whole, lengths, begins=padding, spare=[step - 1 for step in stride])
 
@@ -175,7 +176,7 @@ def _correlate(
     turned = x.reshape(batch, groups, channels // groups, *lengths).transpose(0, 2)
     turned = turned.reshape(channels // groups, groups * batch, *lengths)
     zeros = [0] * len(kernel)
-    found = aten.convolution(
+    found: Tensor = aten.convolution(
         turned, gradient.transpose(0, 1), None, dilation, padding, stride, False, zeros, groups
     )  # [in / groups, out, at least the kernel]
     for dim, length in enumerate(kernel, start=2):
@@ -227,6 +228,12 @@ def _empty(size: Sequence[int], *order: Any, dtype: torch.dtype | None = None, *
     return torch.zeros(size, dtype=dtype)
 
 
+def _sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """ONNX's own order of equal elements, the first one first, is the stable one."""
+    values, indices = aten.sort.default(x, dim, descending)
+    return values, indices
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **core_aten_decompositions(),
     aten.convolution_backward.default: _convolution_backward,
@@ -234,6 +241,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.max_pool3d_with_indices_backward.default: _max_pool_backward,
     aten.avg_pool2d_backward.default: _avg_pool_backward,
     aten.avg_pool3d_backward.default: _avg_pool_backward,
+    aten.sort.stable: _sort,
     aten.empty.memory_format: _empty,
     aten.empty_permuted.default: _empty,
 }

@@ -38,7 +38,7 @@ class Extension:
 
     def constant(self, value: float | Sequence[int], kind: type = np.float32) -> str:
         """A number or a list of them (int64) as a Constant node; the same one is stored once."""
-        array = np.asarray(value, np.int64 if isinstance(value, Sequence) else kind)
+        array: np.ndarray[Any, np.dtype[Any]] = np.asarray(value, np.int64 if isinstance(value, Sequence) else kind)
         key = (array.dtype.str + str(array.shape), array.tobytes())
         if key not in self._constants:
             tensor = numpy_helper.from_array(array)

@@ -203,7 +203,7 @@ def _record(recorder: _Recorder, examples: Sequence[Example]) -> fx.GraphModule:
 
     def fake(tensor: Tensor, dynamic: Mapping[int, str]) -> Tensor:
         sizes = [DimDynamic.DUCK if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.ndim)]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=sizes)
         return mode.from_tensor(tensor, symbolic_context=context)
 
     tensors = [fake(each.tensor, each.dynamic) for each in examples]

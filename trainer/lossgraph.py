@@ -131,9 +131,10 @@ def _with_loss(model: onnx.ModelProto, config: ModelConfig, names: LossNames) ->
 def _output(model: onnx.ModelProto, config: ModelConfig) -> onnx.ValueInfoProto:
     """What the loss reads, with its type."""
     if not config.output:
-        return model.graph.output[0]
+        first: onnx.ValueInfoProto = model.graph.output[0]
+        return first
     known = shape_inference.infer_shapes(model).graph
-    values = {value.name: value for value in (*known.value_info, *known.output)}
+    values: dict[str, onnx.ValueInfoProto] = {value.name: value for value in (*known.value_info, *known.output)}
     if config.output not in values:
         raise ConfigError(f"model.output {config.output!r} is no tensor of known type in the graph")
     return values[config.output]
@@ -220,8 +221,8 @@ def _open(model: onnx.ModelProto, weights: set[str], copies: Mapping[str, tuple[
     for tensor in list(graph.initializer):
         if tensor.name in copies:
             original, transposed = copies[tensor.name]
-            kind, order = ("Transpose", {"perm": [1, 0]}) if transposed else ("Identity", {})
-            graph.node.insert(0, helper.make_node(kind, [original], [tensor.name], **order))
+            view = helper.make_node("Transpose" if transposed else "Identity", [original], [tensor.name])
+            graph.node.insert(0, view)  # of a matrix: transposed is reversed, which needs no attribute
             graph.initializer.remove(tensor)
         elif tensor.name in weights - inputs:
             graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))

@@ -22,17 +22,17 @@ from trainer.ops.table import RULES
 from trainer.reference import GraphWriter
 
 OUT_OF_SCOPE = {
-    "strings": (38, lambda case: TensorProto.STRING in suite.element_types(case.model)),
     "ai.onnx.ml": (8, lambda case: domains(case) & {"ai.onnx.ml"}),
     "optimizers": (7, lambda case: domains(case) & {"ai.onnx.preview.training"}),
-    "random": (10, lambda case: operators(case) & RANDOM),
+    "strings": (22, lambda case: TensorProto.STRING in suite.element_types(case.model)),
+    "random": (6, lambda case: operators(case) & RANDOM),
     "image files": (9, lambda case: operators(case) & {"ImageDecoder"}),
 }
 """What training has no use for, or no answer to compare with: how many cases, and which."""
 
 RANDOM = {"Bernoulli", "RandomUniformLike", "RandomNormalLike", "RandomUniform", "RandomNormal", "Multinomial"}
 
-REFUSED: dict[str, str] = {}
+REFUSED: dict[str, str] = {"test_tfidfvectorizer_*": "it is not implemented"}  # counting words prepares data
 """Cases in scope that are refused all the same, by name or pattern: why."""
 
 BY_DESIGN = {
@@ -113,6 +113,18 @@ def test_in_training_batch_normalization_normalises_with_the_statistics_of_the_b
     )  # the variance: see BatchNorm
 
 
+EIGHT_BIT = {
+    TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ
+}  # fmt: skip
+"""Floats onnxruntime gives to Python as bytes."""
+
+RUNTIME_DIFFERS = {
+    "test_maxunpool_export_with_output_shape*": "it takes the indices as places in the larger output",
+    "test_resize_downsample_scales_*_align_corners*": "it rounds the resized length before it aligns the corners",
+}
+"""Where onnxruntime does not compute what ONNX's own reference does in the newest version, by which ours is judged."""
+
+
 @pytest.mark.slow
 def test_older_versions_agree_with_onnxruntime():
     options = onnxruntime.SessionOptions()
@@ -120,7 +132,13 @@ def test_older_versions_agree_with_onnxruntime():
     right, refused, wrong = 0, [], []
     for case, version, model, inputs in suite.older_cases():
         name = f"{case.name} as {model.graph.node[0].op_type}-{version}"
-        if case.name in BY_DESIGN or out_of_scope(case):
+        judged_by_reference = any(fnmatchcase(case.name, pattern) for pattern in RUNTIME_DIFFERS)
+        if (
+            case.name in BY_DESIGN
+            or out_of_scope(case)
+            or judged_by_reference
+            or EIGHT_BIT & suite.element_types(model)
+        ):
             continue
         try:
             onnx.checker.check_model(model)

@@ -36,14 +36,24 @@ def plans(graph: onnx.GraphProto, stored: set[str]) -> Iterable[tuple[Lengths, i
     for free in [batch, None] if batch else [None]:
         for table in (SMALL, LARGE):
             yield _lengths(inputs, table, free_batch=free is not None), free
+    if any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
+        yield _lengths(inputs, SMALL, free_batch=False, empty=True), None
 
 
-def _lengths(inputs: Sequence[onnx.ValueInfoProto], table: tuple[tuple[int, int], ...], *, free_batch: bool) -> Lengths:
+def _is_empty(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    """Whether a length of 0 is declared: some exporters mean by it that the length is not known."""
+    return dim.HasField("dim_value") and dim.dim_value == 0
+
+
+def _lengths(
+    inputs: Sequence[onnx.ValueInfoProto], table: tuple[tuple[int, int], ...], *, free_batch: bool, empty: bool = False
+) -> Lengths:
     symbols: dict[str, int] = {"": 0}  # the batch comes first, whatever its name
     lengths: dict[tuple[str, int], tuple[int, int]] = {}
     for value in inputs:
         for position, dim in enumerate(value.type.tensor_type.shape.dim):
-            if dim.dim_value > 0 and not (free_batch and position == 0):
+            fixed = dim.dim_value > 0 or (empty and _is_empty(dim))
+            if fixed and not (free_batch and position == 0):
                 lengths[value.name, position] = (dim.dim_value, dim.dim_value)
                 continue
             unnamed = "" if position == 0 else f"{value.name}[{position}]"

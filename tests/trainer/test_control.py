@@ -1,0 +1,375 @@
+"""What only the run can tell is computed then: run-time leaves, branches and loops, sequences, shape arithmetic."""
+
+import copy
+import pickle
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from trainer import graph
+from trainer.errors import UnsupportedModel
+from trainer.ops.leaf import Leaf
+
+HEADER = '<ir_version: 8, opset_import: ["" : 17, "local" : 1]>\n'
+
+
+def read(text: str) -> onnx.ModelProto:
+    """A model in ONNX's text form, checked."""
+    model = onnx.parser.parse_model(HEADER + text)
+    onnx.checker.check_model(model)
+    return model
+
+
+def leaves(module: graph.ImportedGraph) -> list[str]:
+    """The operators that are run-time leaves."""
+    found = (module.get_submodule(str(node.target)) for node in module.graph.nodes if node.op == "call_module")
+    return [leaf.node.op_type for leaf in found if isinstance(leaf, Leaf)]
+
+
+def assert_same(module: graph.ImportedGraph, model: onnx.ModelProto, *inputs: torch.Tensor) -> None:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    names = [value.name for value in session.get_inputs()]
+    wanted = session.run(None, {name: x.numpy() for name, x in zip(names, inputs, strict=True)})
+    got = module.eval()(*inputs)
+    for a, b in zip(got if isinstance(got, tuple) else (got,), wanted, strict=True):
+        np.testing.assert_allclose(a.detach().numpy(), b, rtol=1e-5, atol=1e-6)
+
+
+# -- leaves
+
+TOP_K = """g (float[N,4] x, int64[1] k) => (float[N,K] y) <float[4,6] w = {
+    1,2,3,4,5,6, 1,2,3,4,5,6, 0,1,0,2,0,3, 2,0,2,0,5,9}> {
+  h = MatMul(x, w)
+  best, places = TopK(h, k)
+  y = Relu(best)
+}"""
+
+
+def test_a_node_whose_operand_is_known_only_at_run_time_is_computed_then_and_passes_gradients():
+    model = read(TOP_K)
+    module = graph.to_module(model)
+    assert leaves(module) == ["TopK", "Relu"]
+    for k in (1, 3):
+        assert_same(module, model, torch.randn(5, 4), torch.tensor([k]))
+    x = torch.ones(2, 4)
+    module(x, torch.tensor([2])).sum().backward()
+    values = x @ module.w.detach()
+    chosen = torch.zeros_like(values).scatter(1, values.topk(2).indices, 1.0)
+    torch.testing.assert_close(module.w.grad, x.t() @ chosen)
+
+
+def test_a_graph_with_leaves_is_copied_and_pickled():
+    module = graph.to_module(read(TOP_K)).eval()
+    inputs = (torch.randn(3, 4), torch.tensor([2]))
+    wanted = module(*inputs)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(*inputs), wanted)
+    assert set(module.state_dict()) == {"w"}  # a leaf holds no tensors of its own
+
+
+def test_a_leaf_follows_train_and_eval():
+    module = graph.to_module(
+        read("""g (float[N] x, float r) => (float[N] y) { t = Constant<value = bool {1}>() y = Dropout(x, r, t) }""")
+    )
+    assert leaves(module) == ["Dropout"]
+    ones = torch.ones(1000)
+    assert torch.equal(module.eval()(ones, torch.tensor(0.5)), ones)
+    assert set(module.train()(ones, torch.tensor(0.5)).tolist()) == {0.0, 2.0}
+
+
+def test_what_depends_on_data_flows_on():
+    model = read("""g (float[N,3] x) => (float[M] y) <float[3,3] w = {1,2,3,4,5,6,7,8,9.5}> {
+      zero = Constant<value = float {0}>()
+      positive = Greater(x, zero)
+      where = NonZero(positive)
+      places = Transpose<perm = [1, 0]>(where)
+      scaled = MatMul(x, w)
+      picked = GatherND(scaled, places)
+      y = Exp(picked)
+    }""")
+    module = graph.to_module(model)
+    assert_same(module, model, torch.randn(4, 3))
+    module(torch.eye(3)[:2] - 0.5 * torch.eye(3)[2:]).log().sum().backward()  # the first two of the diagonal
+    torch.testing.assert_close(module.w.grad, torch.tensor([[1.0, 0, 0], [0, 1, 0], [-0.5, -0.5, 0]]))
+
+
+def test_a_reshape_that_fits_some_sizes_only_is_computed_at_run_time():
+    model = read("""g (float[N,3] x) => (float[a,b] y) <int64[2] s = {-1, 4}> { y = Reshape(x, s) }""")
+    module = graph.to_module(model)
+    assert leaves(module) == ["Reshape"]
+    assert_same(module, model, torch.randn(8, 3))
+
+
+def test_what_no_size_mends_is_refused_at_import():
+    model = read("""g (float[N,4] x) => (float[N,3] y) <float[2,3] w = {1,2,3,4,5,6}> { y = MatMul(x, w) }""")
+    with pytest.raises(UnsupportedModel, match="node 'y': MatMul-13: torch refuses it"):
+        graph.to_module(model)
+
+
+def test_an_unknown_operator_in_a_branch_is_refused_at_import():
+    model = onnx.parser.parse_model(
+        HEADER
+        + """g (float[N] x, bool c) => (float[N] y) { y = If(c)<
+      then_branch = t () => (float[N] a) { a = local.Nowhere(x) },
+      else_branch = e () => (float[N] b) { b = Neg(x) }> }"""
+    )
+    with pytest.raises(UnsupportedModel, match=r"node 'a': local\.Nowhere-1: it is not implemented"):
+        graph.to_module(model)
+
+
+# -- branches
+
+BRANCH = """g (float[N,2] x%s) => (float[N,2] y) <float[2,2] w = {1,2,3,4}> {
+  %s
+  y = If(c)<
+    then_branch = t () => (float[N,2] a) { a = MatMul(x, w) },
+    else_branch = e () => (float[N,2] b) <float[2] k = {5,6}> { two = Constant<value = float {2}>()  h = Mul(x, two)  b = Add(h, k) }>
+}"""  # noqa: E501
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_branch_on_a_constant_is_written_out(taken):
+    model = read(BRANCH % ("", f"c = Constant<value = bool {{{taken}}}>()"))
+    module = graph.to_module(model)
+    assert leaves(module) == []
+    assert_same(module, model, torch.randn(3, 2))
+
+
+def test_a_branch_on_data_is_taken_at_run_time_with_gradients_of_captured_weights():
+    model = read(BRANCH % (", bool c", ""))
+    module = graph.to_module(model)
+    assert leaves(module) == ["If"]
+    for taken in (False, True):
+        assert_same(module, model, torch.randn(3, 2), torch.tensor(taken))
+    module(torch.ones(3, 2), torch.tensor(True)).sum().backward()
+    torch.testing.assert_close(module.w.grad, torch.full((2, 2), 3.0))
+
+
+def test_weights_stored_inside_a_branch_are_frozen_and_described():
+    rows = {name: (kind, why) for name, kind, why in graph.describe(graph.to_module(read(BRANCH % (", bool c", ""))))}
+    assert rows["w"][0] == "trained"
+    assert [kind for name, (kind, _) in rows.items() if name.endswith("k")] == ["frozen"]
+
+
+# -- loops
+
+LOOP = """g (float[N,2] x%s) => (float[N,2] y, float[K,N,2] z) <float[2,2] w = {1,2,3,4}%s, bool on = {1}> {
+  y, z = Loop(turns, on, x)<body = b (int64 i, bool c, float[N,2] h) => (bool c2, float[N,2] h2, float[N,2] o) {
+    c2 = Identity(c)
+    f = Cast<to = 1>(i)
+    m = MatMul(h, w)
+    h2 = Add(m, f)
+    o = Tanh(h2)
+  }>
+}"""
+
+
+def test_a_loop_of_few_turns_is_written_out():
+    model = read(LOOP % ("", ", int64 turns = {3}"))
+    module = graph.to_module(model)
+    assert leaves(module) == []
+    assert_same(module, model, torch.randn(3, 2))
+
+
+def test_a_loop_of_many_turns_stays_a_loop():
+    text = LOOP % ("", ", int64 turns = {100}")
+    model = read(text.replace("w = {1,2,3,4}", "w = {0.1,0.2,0.3,0.4}"))
+    module = graph.to_module(model)
+    assert leaves(module) == ["Loop"]
+    assert_same(module, model, torch.randn(3, 2))
+
+
+def test_a_loop_over_data_gives_captured_weights_their_gradients():
+    model = read(LOOP % (", int64 turns", ""))
+    module = graph.to_module(model)
+    assert leaves(module) == ["Loop"]
+    for turns in (1, 4):
+        assert_same(module, model, torch.randn(3, 2), torch.tensor(turns))
+    module(torch.ones(3, 2), torch.tensor(2))[0].sum().backward()
+    w = module.w.detach().clone().requires_grad_()
+    ((torch.ones(3, 2) @ w) @ w + 1).sum().backward()
+    torch.testing.assert_close(module.w.grad, w.grad)
+
+
+def test_a_loop_ends_when_its_condition_fails():
+    model = read("""g (float x) => (float y) {
+      limit = Constant<value = int64 {100}>()  on = Constant<value = bool {1}>()  ten = Constant<value = float {10}>()
+      y = Loop(limit, on, x)<body = b (int64 i, bool c, float h) => (bool c2, float h2) {
+        h2 = Add(h, h)
+        c2 = Less(h2, ten)
+      }>
+    }""")
+    module = graph.to_module(model)
+    for start in (1.0, 3.0, 20.0):
+        assert_same(module, model, torch.tensor(start))
+
+
+SCAN = """g (float[N,%s,2] x) => (float[N,2] y, float[T,N,2] z) <float[2,2] w = {0.1,0.2,0.3,0.4}> {
+  axis = Constant<value = int64[1] {1}>()
+  h0 = ReduceSum<keepdims = 0>(x, axis)
+  y, z = Scan<num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],
+              body = b (float[N,2] h, float[N,2] row) => (float[N,2] h2, float[N,2] o) {
+    a = MatMul(h, w)
+    %s
+    o = Identity(h2)
+  }>(h0, x)
+}"""
+
+
+BRANCHED = """s = ReduceSum<keepdims = 0>(row)
+    zero = Constant<value = float {0}>()
+    c = Greater(s, zero)
+    h2 = If(c)<
+      then_branch = t () => (float[N,2] p) { p = Add(a, row) },
+      else_branch = e () => (float[N,2] q) { q = Sub(a, row) }>"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "body", "kinds"),
+    [("3", "h2 = Add(a, row)", []), ("T", "h2 = Add(a, row)", ["Scan"]), ("T", BRANCHED, ["Scan"])],
+)
+def test_a_scan_is_written_out_if_its_length_is_known(rows, body, kinds):
+    model = read(SCAN % (rows, body))
+    module = graph.to_module(model)
+    assert leaves(module) == kinds
+    assert_same(module, model, torch.randn(4, 3, 2))
+    module(torch.randn(4, 3, 2))[0].sum().backward()
+    assert module.w.grad.abs().min() > 0
+
+
+# -- functions of the model
+
+FUNCTIONS = """g (float[N,2] x, bool c) => (float[N,2] y) <float[2,2] w = {1,2,3,4}> {
+  y = local.outer<scale = 3.0>(x, w, c)
+}
+<domain: "local", opset_import: ["" : 17, "local" : 1]>
+outer <scale>(a, m, c) => (r) {
+  s = Constant<value_float: float = @scale>()
+  r = If(c)<
+    then_branch = t () => (p) { h = local.inner(a, m)  p = Mul(h, s) },
+    else_branch = e () => (q) { q = Mul(a, s) }>
+}
+<domain: "local", opset_import: ["" : %d]>
+inner (a, m) => (r) { %s  r = Tanh(h) }"""
+
+
+@pytest.mark.parametrize(
+    ("opset", "product"),
+    [(17, "h = MatMul(a, m)"), (12, "p = MatMul(a, m)  u = Unsqueeze<axes = [0]>(p)  h = Squeeze<axes = [0]>(u)")],
+)
+def test_functions_with_branches_and_functions_in_them_are_imported(opset, product):
+    model = onnx.parser.parse_model(HEADER + FUNCTIONS % (opset, product))
+    module = graph.to_module(model)
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(module(x, torch.tensor(True)), 3 * torch.tanh(x @ module.w))
+    torch.testing.assert_close(module(x, torch.tensor(False)), 3 * x)
+    module(x, torch.tensor(True)).sum().backward()
+    assert module.w.grad.abs().min() > 0
+
+
+# -- sequences
+
+
+def test_sequences_of_known_length_leave_no_trace():
+    model = read("""g (float[N,6] x) => (float[N,4] y) {
+      sizes = Constant<value = int64[3] {1, 2, 3}>()
+      parts = SplitToSequence<axis = 1>(x, sizes)
+      first = Constant<value = int64 {0}>()  last = Constant<value = int64 {-1}>()
+      a = SequenceAt(parts, first)
+      b = SequenceAt(parts, last)
+      y = Concat<axis = 1>(a, b)
+    }""")
+    module = graph.to_module(model)
+    assert leaves(module) == []
+    assert_same(module, model, torch.randn(5, 6))
+
+
+def test_a_sequence_of_as_many_as_the_data_has_is_kept_at_run_time():
+    model = read("""g (float[N,2] x) => (float[N,2] y) <float[2,2] w = {2, 3, 4, 7}> {
+      rows = SplitToSequence<axis = 0, keepdims = 1>(x)
+      last = Constant<value = int64 {-1}>()
+      z = SequenceAt(rows, last)
+      more = SequenceInsert(rows, z)
+      fewer = SequenceErase(more)
+      all = ConcatFromSequence<axis = 0>(fewer)
+      y = MatMul(all, w)
+    }""")
+    module = graph.to_module(model)
+    assert_same(module, model, torch.randn(3, 2))
+    module(torch.ones(3, 2)).sum().backward()
+    assert module.w.grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+# -- shape arithmetic
+
+
+def test_sizes_computed_in_floats_are_asked_of_the_input_and_stay_clean():
+    model = read("""g (float[N,3,H,W] x) => (float[a,b,c,d] y)
+      <int64[1] two = {2}, int64[1] four = {4}, float[1] part = {0.7}, int64[1] zero = {0}> {
+      sizes = Shape(x)
+      image = Slice(sizes, two, four)
+      other = Slice(sizes, zero, two)
+      f = Cast<to = 1>(image)
+      g = Mul(f, part)
+      h = Floor(g)
+      i = Cast<to = 7>(h)
+      shape = Concat<axis = 0>(other, i)
+      y = Resize<mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor">(x, , , shape)
+    }""")
+    module = graph.to_module(model)
+    assert leaves(module) == []
+    for size in (10, 13):
+        assert_same(module, model, torch.randn(2, 3, size, size + 1))
+
+
+def test_a_choice_by_size_is_made_at_run_time():
+    model = read("""g (float[N,3] x) => (float[N,3] y) {
+      sizes = Shape<end = 1>(x)
+      four = Constant<value = int64[1] {4}>()
+      small = Less(sizes, four)
+      c = Squeeze(small)
+      y = If(c)<
+        then_branch = t () => (float[N,3] a) { a = Neg(x) },
+        else_branch = e () => (float[N,3] b) { b = Exp(x) }>
+    }""")
+    module = graph.to_module(model)
+    for size in (2, 4, 9):
+        assert_same(module, model, torch.randn(size, 3))
+
+
+def test_the_greater_of_a_size_and_a_number_is_asked_at_run_time():
+    model = read("""g (float[N,3] x) => (float[K] y) {
+      sizes = Shape<end = 1>(x)
+      four = Constant<value = int64[1] {4}>()
+      n = Max(sizes, four)
+      y = ConstantOfShape<value = float[1] {7}>(n)
+    }""")
+    module = graph.to_module(model)
+    assert leaves(module) == []
+    for size in (2, 9):
+        assert_same(module, model, torch.randn(size, 3))
+
+
+# -- element types
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32", "uint64"])
+def test_wide_unsigned_integers_wrap_around_as_in_onnx(kind):
+    model = read(f"g ({kind}[N] a, {kind}[N] b) => ({kind}[N] y) {{ y = Sub(a, b) }}")
+    dtype = getattr(torch, kind)
+    got = graph.to_module(model)(torch.tensor([1, 5]).to(dtype), torch.tensor([2, 3]).to(dtype))
+    assert got.dtype == dtype
+    assert got.tolist() == [2 ** int(kind[4:]) - 1, 2]
+
+
+def test_uint64_values_that_would_come_out_wrong_are_refused():
+    module = graph.to_module(read("g (uint64[N] a, uint64[N] b) => (uint64[N] y) { y = Max(a, b) }"))
+    small, great = torch.tensor([3]).to(torch.uint64), torch.tensor([-1]).to(torch.uint64)
+    assert module(small, small).tolist() == [3]
+    with pytest.raises(RuntimeError, match=r"uint64 values of 2\^63 and more"):
+        module(small, great)

@@ -21,6 +21,8 @@ from trainer.ops import (
     rnn,
     sequence,
     shape,
+    signal,
+    stateful,
 )
 
 __all__ = [
@@ -44,4 +46,6 @@ __all__ = [
     "rnn",
     "sequence",
     "shape",
+    "signal",
+    "stateful",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import onnx
 import torch
 from onnx import TensorProto
 
-from trainer.ops.contents import says_something
+from trainer.ops.contents import is_made_up, says_something
 from trainer.ops.roles import Role
 from trainer.ops.stored import slots
 from trainer.ops.ties import Copies
@@ -66,7 +65,7 @@ def _folded_batch_norm(patient: Patient) -> Iterator[tuple[str, str]]:
     biased = [node for node in patient.nodes("Conv", "ConvTranspose") if len(node.input) > 2 and node.input[2]]
     if not biased or patient.nodes("BatchNormalization"):
         return
-    made_up = sum(_is_made_up(node.input[1]) or _is_made_up(node.input[2]) for node in biased)
+    made_up = sum(is_made_up(node.input[1]) or is_made_up(node.input[2]) for node in biased)
     sure = f"; {made_up} of them have made-up names, so it had" if made_up else ""
     yield (
         f"{len(biased)} convolutions have a bias and there is no BatchNormalization: if the model had any, the "
@@ -145,16 +144,12 @@ def _tables(patient: Patient) -> Iterator[tuple[str, str]]:
 
 
 def _made_up_names(patient: Patient) -> Iterator[tuple[str, str]]:
-    if found := [name for name in patient.trained() if _is_made_up(name)]:
+    if found := [name for name in patient.trained() if is_made_up(name)]:
         yield (
             f"{len(found)} trained weights have names the exporter made up, such as {found[0]}: patterns over the "
             "module's own names do not find them",
             f"to keep the names, export with {RECIPE}",
         )
-
-
-def _is_made_up(name: str) -> bool:
-    return re.fullmatch(r"onnx::\w+|val_\d+|_?\d+|.*_(fold|fused)\w*|/.*_output_\d+", name) is not None
 
 
 TRANSFORMER = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization", "Attention")

@@ -217,17 +217,20 @@ def test_more_than_two_gigabytes_are_trained_and_written(tmp_path):
     ends = [helper.make_tensor_value_info(f"x{i}", 1, ["batch", WIDE]) for i in (0, NUM_LAYERS)]
     path = tmp_path / "m.onnx"
     onnx.save(helper.make_model(helper.make_graph(nodes, "wide", ends[:1], ends[1:], protos)), path)
-    process, full = psutil.Process(), NUM_LAYERS * size
+    full = NUM_LAYERS * size
     assert full > 2**31
 
-    before = process.memory_info().rss
+    def own_bytes() -> int:
+        memory = psutil.Process().memory_info()
+        return memory.rss - memory.shared  # without pages of mapped files, which the system takes back at will
+
+    del block
+    before = own_bytes()
     model, module = imported(path)
-    assert process.memory_info().rss - before < full / 10, "importing reads next to nothing"
     with torch.no_grad():
         graph.weights(module)["w3"][5] += 1
     trained = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
-    anonymous = process.memory_full_info().uss - process.memory_info().shared
-    assert anonymous - before < full / 4
+    assert own_bytes() - before < full / 20
     with (tmp_path / "m.bin").open("rb") as a, trained[1].open("rb") as b:
         for layer in range(NUM_LAYERS):
             differ = a.read(size) != b.read(size)

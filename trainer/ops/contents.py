@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import torch
 
 FEW_ROWS, MANY_ROWS = 8, 64
 """A table is told by its first rows; fewer than these tell nothing."""
+
+BLOCK, NUM_BLOCKS = 512, 8
+"""Where a tensor is looked at in a few places: a mapped file should not be read for it."""
 
 
 def is_mask(tensor: torch.Tensor) -> bool:
@@ -53,5 +58,11 @@ def _are_whole(values: torch.Tensor) -> bool:
 def says_something(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds enough different numbers that another like it is a copy: no zeros, ones or identities."""
     flat = tensor.reshape(-1)
-    seen = len(np.unique(flat[:: max(flat.numel() // 4096, 1)].numpy()))
+    starts = torch.linspace(0, max(flat.numel() - BLOCK, 0), NUM_BLOCKS).long().tolist()
+    seen = len(np.unique(np.concatenate([flat[start : start + BLOCK].numpy() for start in starts])))
     return seen > max(2, min(16, flat.numel() // 4))
+
+
+def is_made_up(name: str) -> bool:
+    """Whether an exporter gave the name, not the module's author."""
+    return re.fullmatch(r"onnx::\w+|val_\d+|_?\d+|.*_(fold|fused)\w*|/.*_output_\d+", name) is not None

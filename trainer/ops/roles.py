@@ -18,7 +18,7 @@ import onnx
 import torch
 from onnx import TensorProto
 
-from trainer.ops.contents import is_mask, is_table_of_waves, is_whole
+from trainer.ops.contents import is_made_up, is_mask, is_table_of_waves, is_whole
 
 Kind = Literal["trained", "statistic", "frozen"]
 Origin = Literal["stored", "integers", "data"]
@@ -382,6 +382,8 @@ def _given_away(name: str, tensor: torch.Tensor, analysis: _Analysis) -> str:
         return "a mask"
     if name in analysis.states and not tensor.any():
         return "the zero state a recurrent layer begins in"
+    if operator == "InstanceNormalization" and is_made_up(name) and bool(((tensor == 0) | (tensor == 1)).all()):
+        return "the neutral scale or bias of a normalisation whose own ones come after it"
     if name in analysis.conv_biases and re.fullmatch(r"val_\d+", name) and not tensor.any():
         return "zeros an exporter gave convolutions that have no bias"
     if not weighted and (operator in ELEMENTWISE or operator.startswith("Gather")) and is_table_of_waves(tensor):

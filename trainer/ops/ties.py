@@ -10,11 +10,12 @@ from torch import fx, nn
 
 from trainer.ops.contents import says_something
 from trainer.ops.roles import Role
+from trainer.surgery import UNTIED
 
 Copies = dict[str, tuple[str, bool]]
 """Name of a copy -> the weight it is a copy of, and whether it is its transpose."""
 
-NUM_SAMPLES = 64
+NUM_SAMPLES = 16
 
 
 def find_copies(weights: Mapping[str, torch.Tensor], roles: Mapping[str, Role]) -> Copies:
@@ -24,7 +25,11 @@ def find_copies(weights: Mapping[str, torch.Tensor], roles: Mapping[str, Role]) 
     among the two and their names differ by more than numbers: equal layers of a fresh model (torch's
     TransformerEncoder begins with such) are equal by initialisation and must not be tied.
     """
-    trained = [name for name, role in roles.items() if role.kind == "trained" and weights[name].ndim >= 2]
+    trained = [
+        name
+        for name, role in roles.items()
+        if role.kind == "trained" and weights[name].ndim >= 2 and UNTIED not in name  # it was set apart on purpose
+    ]
     looked_up = {name for name in trained if roles[name].operator.startswith("Gather")}
     seen: dict[tuple[object, ...], list[tuple[str, bool]]] = {}
     copies: Copies = {}

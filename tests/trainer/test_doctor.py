@@ -1,0 +1,180 @@
+"""onward doctor: what of a file is trained and why, how it is imported, and what an exporter did to it."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from typer.testing import CliRunner
+
+from flows.cli import app
+from tests.graphs import MODELS, tiny_conv_net, tiny_conv_net_with_batch_norm, tiny_mlp, tiny_transformer
+from trainer.doctor import Diagnosis, diagnose
+from trainer.errors import ConfigError
+
+
+def parsed(text: str, **weights: np.ndarray) -> onnx.ModelProto:
+    """A model in ONNX's text form, with initializers."""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
+    return model
+
+
+def examined(model: onnx.ModelProto, folder: Path) -> Diagnosis:
+    onnx.save(model, folder / "m.onnx")
+    return diagnose(folder / "m.onnx")
+
+
+def warned(found: Diagnosis) -> str:
+    return "\n".join(f"{symptom.what} -> {symptom.remedy}" for symptom in found.warnings)
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_stored_tensor_is_counted_and_has_a_reason(name, tmp_path):
+    model = MODELS[name]()
+    found = examined(model, tmp_path)
+    kept = [tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
+    floats = {tensor.name: math.prod(tensor.dims) for tensor in kept}
+    assert found.importable
+    assert {weight.name for weight in found.weights} == set(floats)
+    assert all(weight.reason for weight in found.weights)
+    assert sum(total.values for total in found.totals.values()) == sum(floats.values())
+    assert {use.imported_by for use in found.operators} == {"rule"}
+    assert sum(use.nodes for use in found.operators) == len(model.graph.node)
+    assert Diagnosis.model_validate_json(found.model_dump_json()) == found
+
+
+def test_everything_unsupported_is_listed_with_what_would_help(tmp_path):
+    model = parsed("""
+        <ir_version: 10, opset_import: ["" : 20, "acme" : 3]>
+        bad (float[batch, 4] x) => (float[batch, 4] y, float[batch, 4] z) {
+            y = acme.Twist(x)
+            a = acme.Stretch(x)
+            z = MatMul(a, w)
+        }""", w=random(4, 4))  # fmt: skip
+    found = examined(model, tmp_path)
+    assert not found.importable
+    assert [(entry.where, entry.operator, entry.version) for entry in found.unsupported] == [
+        ("y", "acme.Twist", 3),
+        ("a", "acme.Stretch", 3),
+    ]
+    assert 'add_converter("Twist", version=3, domain="acme")' in found.unsupported[0].remedy
+    assert found.unsupported[1].why == "it is not implemented"
+    assert [weight.kind for weight in found.weights] == ["trained"], "what could be trained is told all the same"
+    assert {use.operator: use.imported_by for use in found.operators}["acme.Twist"] == "nothing"
+
+
+def test_folded_batch_norm_is_suspected_where_there_is_none(tmp_path):
+    assert "the exporter folded it into them" in warned(examined(tiny_conv_net(), tmp_path))
+    assert "folded" not in warned(examined(tiny_conv_net_with_batch_norm(), tmp_path))
+
+
+def test_stripped_dropout_is_suspected_in_a_transformer(tmp_path):
+    assert "graph.dropout = 0.1" in warned(examined(tiny_transformer(), tmp_path))
+    assert "graph.dropout" not in warned(examined(tiny_transformer(dropout=0.1), tmp_path))
+    assert "graph.dropout" not in warned(examined(tiny_mlp(), tmp_path))
+
+
+LAYERS = """
+    <ir_version: 10, opset_import: ["" : 20]>
+    layers (float[batch, 8] x) => (float[batch, 8] y) {{
+        a = LayerNormalization(x, {0}, {1})
+        b = MatMul(a, w0)
+        c = LayerNormalization(b, {2}, {3})
+        d = MatMul(c, w1)
+        y = LayerNormalization(d, {4}, {5})
+    }}"""
+
+
+def test_merged_weights_are_named_with_the_setting_that_parts_them(tmp_path):
+    matrices = {"w0": random(8, 8, seed=0), "w1": random(8, 8, seed=1)}
+    ones, zeros = np.ones(8, np.float32), np.zeros(8, np.float32)
+    merged = parsed(LAYERS.format(*("scale", "bias") * 3), scale=ones, bias=zeros, **matrices)
+    said = warned(examined(merged, tmp_path))
+    assert 'model.untie = ["scale", "bias"]' in said
+    assert "scale (by 3: a, c, y" in said
+    names = [f"{kind}{i}" for i in range(3) for kind in ("scale", "bias")]
+    apart = {name: ones if "scale" in name else zeros for name in names}
+    assert "untie" not in warned(examined(parsed(LAYERS.format(*names), **apart, **matrices), tmp_path))
+
+
+def test_a_network_that_repeats_a_layer_is_not_suspected_of_merging(tmp_path):
+    model = parsed(LAYERS.replace("w1", "w0").format(*("scale", "bias") * 3), w0=random(8, 8))
+    y = model.graph.node[-1]
+    y.CopyFrom(helper.make_node("Relu", ["d"], ["y"]))  # scale, bias and w0 are each read twice
+    for name, value in (("scale", 1.0), ("bias", 0.0)):
+        model.graph.initializer.append(numpy_helper.from_array(np.full(8, value, np.float32), name))
+    assert "untie" not in warned(examined(model, tmp_path))
+
+
+def test_copies_tables_and_random_nodes_are_told(tmp_path):
+    table = random(16, 8)
+    model = parsed("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        tied (int64[batch] ids) => (float[batch, 16] y) {
+            a = Gather(embedding, ids)
+            n = RandomUniformLike <dtype: int = 1> (a)
+            b = Mul(a, n)
+            c = Add(b, grid)
+            y = MatMul(c, val_7)
+        }""", embedding=table, val_7=table.T.copy(), grid=np.arange(8, dtype=np.float32))  # fmt: skip
+    found = examined(model, tmp_path)
+    said = warned(found)
+    assert "val_7 of embedding" in said
+    assert "model.tie = false" in said
+    assert "8 numbers in 1 tensors stay frozen: grid (8: a table of whole numbers" in said
+    assert "1 nodes draw random numbers" in said
+    assert found.totals["trained"].values == table.size, "a copy is not counted"
+
+
+def test_training_mode_fixed_batches_and_halves_are_told(tmp_path):
+    model = parsed("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        bn (float[4, 3, 8, 8] x) => (float[4, 3, 8, 8] y) {
+            y, rm, rv = BatchNormalization <training_mode = 1> (x, scale, bias, mean, var)
+        }""", scale=random(3), bias=random(3), mean=random(3), var=np.ones(3, np.float32))  # fmt: skip
+    said = warned(examined(model, tmp_path))
+    assert "1 BatchNormalization nodes are in training mode" in said
+    assert "declares a batch of 4" in said
+    half = parsed("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        half (float16[batch, 4] x) => (float16[batch, 4] y) { y = MatMul(x, w) }""",
+        w=random(4, 4).astype(np.float16),
+    )  # fmt: skip
+    assert "1 tensors are stored in float16" in warned(examined(half, tmp_path))
+
+
+def test_a_model_without_weights_says_so(tmp_path):
+    model = parsed("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        light (float[batch, 4] x) => (float[batch, 4] y) {
+            s = Constant <value_ints = [4, 4]> ()
+            w = ConstantOfShape(s)
+            m = MatMul(x, w)
+            y = Mul(m, half)
+        }""", half=np.array(0.5, np.float32))  # fmt: skip
+    assert "no stored tensor is a weight; 1 nodes make tensors of their own" in warned(examined(model, tmp_path))
+
+
+def test_the_command_prints_it_and_exits_with_2_when_the_model_cannot_be_imported(tmp_path):
+    onnx.save(tiny_mlp(), tmp_path / "good.onnx")
+    shown = CliRunner().invoke(app, ["doctor", str(tmp_path / "good.onnx"), "--all"])
+    assert shown.exit_code == 0
+    assert "fc1.weight  trained  weight of Gemm" in shown.output
+    bad = parsed(
+        """<ir_version: 10, opset_import: ["" : 20, "acme" : 1]>
+        bad (float[b] x) => (float[b] y) { y = acme.Twist(x) }"""
+    )
+    onnx.save(bad, tmp_path / "bad.onnx")
+    shown = CliRunner().invoke(app, ["doctor", str(tmp_path / "bad.onnx"), "--json"])
+    assert shown.exit_code == 2
+    assert json.loads(shown.output)["unsupported"][0]["operator"] == "acme.Twist"
+    with pytest.raises(ConfigError, match="cannot read the model"):
+        diagnose(tmp_path / "absent.onnx")

@@ -80,9 +80,11 @@ def evaluation_model(
     """
     copy = _plain(model)
     strip_training(copy)
-    _open(copy, set(weights), copies)
     found = _with_loss(copy, config, names)
-    return _with_accuracy(copy, config, names) if config.loss in ("cross_entropy", "bce_with_logits") else found
+    if config.loss in ("cross_entropy", "bce_with_logits"):
+        found = _with_accuracy(copy, config, names)
+    _open(copy, set(weights), copies)
+    return found
 
 
 def _plain(model: onnx.ModelProto) -> onnx.ModelProto:

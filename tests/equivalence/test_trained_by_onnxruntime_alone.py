@@ -1,0 +1,138 @@
+"""Training with onnxruntime and the four files, where no torch and no onnx is, lands where Onward's loop lands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from tests.graphs import tiny_conv_net_with_batch_norm, tiny_transformer
+from tests.runs import final_tensors, losses, make_run, tiny_images, tiny_text, train_run
+from trainer.artifacts import write_artifacts
+from trainer.data import Batches
+from trainer.optim import learning_rate
+from trainer.run import read_config
+from trainer.shards import open_shards
+
+NUM_STEPS = 20
+
+ALONE = """
+import json, sys
+from pathlib import Path
+
+sys.modules["torch"] = sys.modules["onnx"] = None  # importing either fails
+
+import numpy as np
+import onnxruntime
+
+folder = Path(sys.argv[1])
+names = json.loads((folder / "training.json").read_text())
+
+
+def opened(kind):
+    session = onnxruntime.InferenceSession(folder / names["files"][kind]["file"], providers=["CPUExecutionProvider"])
+    outputs = [output.name for output in session.get_outputs()]
+    return lambda feeds: dict(zip(outputs, session.run(None, feeds)))
+
+
+training, optimizer = opened("training"), opened("optimizer")
+start, batches = np.load(folder / names["start"]), np.load(folder / "batches.npz")
+weights = {name: start[name] for name in names["weights"]}
+statistics = {name: start[name] for name in names["statistics"]}
+state = {each: np.zeros_like(weights[name]) for name, of in names["weights"].items() for each in of["state"]}
+given = [value["name"] for value in names["files"]["training"]["inputs"]]
+losses = []
+for step, rate in enumerate(batches["learning_rate"], start=1):
+    feeds = {name: batches[f"{step}/{name}"] for name in given if f"{step}/{name}" in batches}
+    found = training(feeds | weights | statistics)
+    losses.append(found[names["loss"]])
+    statistics = {name: found[new] for name, new in names["statistics"].items()}
+    gradients = {of["gradient"]: found[of["gradient"]] for of in names["weights"].values()}
+    scalars = {names["step"]: np.array(step), names["learning_rate"]: np.array(rate)}
+    found = optimizer(weights | gradients | state | scalars)
+    weights = {name: found[of["updated"]] for name, of in names["weights"].items()}
+    state = {name: found[new] for of in names["weights"].values() for name, new in of["state"].items()}
+evaluation = opened("eval")(feeds | weights | statistics)
+assert sum(name.partition(".")[0] == "torch" for name in sys.modules) == 1
+found = {"evaluation loss": evaluation[names["loss"]], "losses": losses}
+np.savez(folder / "trained.npz", **found, **weights, **statistics)
+"""
+
+# A weight whose gradient is 0 but for rounding (a key's bias) would move by rounding errors at full rate with
+# Adam's usual epsilon of 1e-8: in torch alone, too, from one machine to the next.
+ADAMW = {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.05, "epsilon": 1e-5}
+SGD = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+MODELS: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray[Any, Any]]]] = {
+    "conv net": (tiny_conv_net_with_batch_norm(), tiny_images(160)),
+    "transformer": (tiny_transformer(), tiny_text(160)),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("conv net", ADAMW),
+        pytest.param("conv net", SGD, marks=pytest.mark.slow),
+        pytest.param("transformer", ADAMW, marks=pytest.mark.slow),
+        pytest.param("transformer", SGD, marks=pytest.mark.slow),
+    ],
+)
+def test_twenty_steps_without_torch_land_where_the_loop_lands(
+    tmp_path: Path, name: str, optimizer: dict[str, Any]
+) -> None:
+    model, columns = MODELS[name]
+    run = make_run(
+        tmp_path,
+        model,
+        columns,
+        train={"num_steps": NUM_STEPS, "global_batch_size": 12, "clip_norm": 0.5},
+        optimizer=optimizer,
+        schedule={"mode": "cosine", "warmup_ratio": 0.2},
+    )
+    config, folder = read_config(run), tmp_path / "alone"
+    record = write_artifacts(folder, onnx.load(config.model.path), config, base=tmp_path)
+    np.savez(folder / "batches.npz", **batches_of(run, record.files["training"].inputs[0].name))
+
+    train_run(run)
+    command = [sys.executable, "-c", ALONE, str(folder)]
+    alone = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert alone.returncode == 0, alone.stderr
+
+    trained = np.load(folder / "trained.npz")
+    np.testing.assert_allclose(trained["losses"], [losses(run)[step] for step in range(1, NUM_STEPS + 1)], rtol=2e-5)
+    tensors = {
+        key.removeprefix("model/"): t.numpy() for key, t in final_tensors(run).items() if key.startswith("model/")
+    }
+    assert set(record.weights) | set(record.statistics) == tensors.keys()
+    for weight, expected in tensors.items():
+        atol = 2e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(trained[weight], expected, rtol=0, atol=atol, err_msg=weight)
+        moved = np.abs(expected - np.load(folder / "weights.npz")[weight]).max()
+        assert moved > 100 * atol, f"{weight} moved by {moved} only"
+    assert trained["evaluation loss"] < 0.9 * trained["losses"][0]
+
+
+def batches_of(run: Any, name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """The samples and rates of every step, as the loop takes them."""
+    config = read_config(run)
+    stream = Batches(open_shards(run.shards, "train"), config, replica=0, num_replicas=1, device=torch.device("cpu"))
+    size = config.train.global_batch_size
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    rates = []
+    for step in range(1, NUM_STEPS + 1):
+        (batch,) = stream.take((step - 1) * size, size)
+        assert batch.labels is not None
+        arrays |= {f"{step}/{name}": batch.inputs[0].numpy(), f"{step}/labels": batch.labels.numpy()}
+        rates.append(learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=NUM_STEPS))
+    stream.close()
+    return arrays | {"learning_rate": np.array(rates, np.float32)}

@@ -144,7 +144,26 @@ def test_quantized_weights_say_that_they_are_integers():
     )
     found = reasons(model)
     assert found["packed"] == "stored as integers; train the model it was quantized from"
-    assert found["scale"] == "quantized, or a scale of quantization: rounding has no gradient"
+    assert found["scale"] == "a scale of quantization"
+
+
+def test_weights_that_are_rounded_as_the_graph_runs_are_trained():
+    """Quantization-aware files keep the weight in fp32 and round it in the graph; gradients pass."""
+    model = parsed(
+        """qat (float[batch, 4] x) => (float[batch, 3] y) {
+            q = QuantizeLinear(w, scale, zero)
+            r = DequantizeLinear(q, scale, zero)
+            y = MatMul(x, r)
+        }""",
+        w=random(4, 3),
+        scale=np.array(0.05, np.float32),
+        zero=np.array(0, np.int8),
+    )
+    module = graph.to_module(model)
+    assert set(graph.weights(module)) == {"w"}
+    module(torch.randn(2, 4)).square().sum().backward()
+    assert module.w.grad.abs().min() > 0
+    assert graph.to_onnx(module, model).SerializeToString() == model.SerializeToString()
 
 
 def test_values_are_followed_through_branches_and_loops():

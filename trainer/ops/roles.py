@@ -61,6 +61,9 @@ CARRIES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys((*FIRST, *PACKED), (0,)),
     **dict.fromkeys((*NONE, *COMPARISONS, *QUANTIZERS), ()),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (0,)),  # gradients pass through them (see quant.py)
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), (0,)),  # gradients pass
+    **dict.fromkeys(("QLinearMatMul", "QLinearConv"), (0, 3)),
+    **dict.fromkeys(("MatMulInteger", "ConvInteger"), (0, 1)),
     "Where": (1, 2),
     "Gather": (0,),
     "GatherElements": (0,),
@@ -82,7 +85,7 @@ CARRIES: dict[str, tuple[int, ...]] = {
 """Operator -> the operands whose values reach its result; all of them for operators not named."""
 
 ASIDE: dict[str, str] = {
-    **dict.fromkeys(QUANTIZERS, "quantized, or a scale of quantization: rounding has no gradient"),
+    **dict.fromkeys(QUANTIZERS, "a scale of quantization"),
     **dict.fromkeys(PACKED, "a scale of quantized weights"),
     **dict.fromkeys(COMPARISONS, "only compared with: comparisons have no gradient"),
     **dict.fromkeys(("RotaryEmbedding", "GroupQueryAttention"), "a table of rotation angles"),

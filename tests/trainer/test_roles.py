@@ -278,6 +278,14 @@ def test_an_equal_copy_of_an_embedding_is_tied_whatever_the_order():
     assert graph.to_onnx(module, model).SerializeToString() == model.SerializeToString()
 
 
+def test_what_was_untied_on_request_is_not_tied_again():
+    model = tied()
+    for tensor in model.graph.initializer:
+        if tensor.name == "val_9":
+            tensor.name = model.graph.node[-1].input[1] = "embedding.untied.1"
+    assert graph.to_module(model).copies == {}
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [

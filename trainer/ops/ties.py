@@ -15,6 +15,9 @@ from trainer.surgery import UNTIED
 Copies = dict[str, tuple[str, bool]]
 """Name of a copy -> the weight it is a copy of, and whether it is its transpose."""
 
+UNTIED = ".untied."
+"""In the name of a weight that `model.untie` parted from another: it stays apart, though it begins as its equal."""
+
 NUM_SAMPLES = 16
 
 

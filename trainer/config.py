@@ -471,6 +471,32 @@ def _weights(model: ModelConfig) -> Iterable[str]:
         yield "model.train is empty: nothing would be trained; ['*'] trains every weight"
 
 
+def _surgery(model: ModelConfig) -> Iterable[str]:
+    if model.head and not model.num_classes:
+        yield f"model.head {model.head!r} says what to replace, but model.num_classes is 0; set how many outputs"
+    if model.num_classes == 1 and model.loss == "cross_entropy":
+        yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
+    if twice := sorted({name for name in model.start if model.start.count(name) > 1}):
+        yield f"model.start names {', '.join(twice)} more than once"
+
+
+def _adapters(lora: LoraConfig, model: ModelConfig) -> Iterable[str]:
+    if not lora.weights:
+        for name in sorted(lora.model_fields_set - {"weights"}):
+            if getattr(lora, name) != LoraConfig.model_fields[name].default:
+                yield f"lora.{name} has no effect without lora.weights; name the weights that get an adapter"
+    elif model.train != ModelConfig.model_fields["train"].default:
+        yield (
+            f"model.train {list(model.train)} and lora.weights contradict each other: with adapters the model's own "
+            "weights are frozen; name those trained whole in lora.also_train"
+        )
+
+
+def _regulariser(graph: GraphConfig) -> Iterable[str]:
+    if graph.dropout and not graph.fuse:
+        yield f"graph.dropout {graph.dropout:g} is put on the fused graph; it needs graph.fuse = true"
+
+
 LAWS: tuple[tuple[tuple[str, ...], Callable[..., Iterable[str]]], ...] = (
     (("parallel", "launch"), _world_size),
     (("train", "parallel"), _accumulation),
@@ -480,6 +506,9 @@ LAWS: tuple[tuple[tuple[str, ...], Callable[..., Iterable[str]]], ...] = (
     (("schedule",), _schedule),
     (("launch",), _timeouts),
     (("model",), _weights),
+    (("model",), _surgery),
+    (("lora", "model"), _adapters),
+    (("graph",), _regulariser),
 )
 
 

@@ -18,6 +18,7 @@ from trainer import graph, surgery
 from trainer.config import ModelConfig, RunConfig
 from trainer.errors import ConfigError
 from trainer.lora import Adapter, add_adapters, merged
+from trainer.ops.foreign import load_converters
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ def open_trainee(config: RunConfig) -> Trainee:
     Raises ConfigError when file and configuration contradict each other, UnsupportedModel when the file cannot
     be trained.
     """
+    load_converters(config.model.converters)
     model, base = graph.load_model(config.model.path), config.model.path.parent
     surgery.operate(model, config.model, seed=config.train.seed)
     chosen = (*config.model.train, *config.lora.also_train)

@@ -7,6 +7,7 @@ their gradients and their device.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,10 @@ class Leaf(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """args: tensors, sequences of tensors, or None, by `names`. Gives one value for each output of the node."""
+        dynamo = sys.modules.get("torch._dynamo")  # only somebody who compiles has imported it
+        return self._compute(*args) if dynamo is None else dynamo.disable(self._compute)(*args)
+
+    def _compute(self, *args: Any) -> Any:
         tracer = Eager(self.get_buffer(ANCHOR).device, training=self.training)
         values = dict(zip(self.names, args, strict=True))
         device = tracer.anchor.device
@@ -64,5 +69,5 @@ class Leaf(nn.Module):
         return f"{self.node.op_type}: {', '.join(self.names)}"
 
 
-# torch.compile leaves it to Python: what it does depends on data
+# torch.compile leaves it, and all it calls, to Python: what it does depends on data
 Leaf.forward._torchdynamo_disable = True  # type: ignore[attr-defined]

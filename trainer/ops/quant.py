@@ -84,10 +84,11 @@ def straight_through(rounded: Tensor, x: Tensor) -> Tensor:
 
 
 def snap(x: Tensor, zero: Tensor | float, within: tuple[int, int]) -> Tensor:
-    """The integer nearest to x + zero (x rounded first, half to even) within the limits; a gradient inside them."""
+    """The integer nearest to x (half to even), plus zero, within the limits; a gradient where they are not felt."""
     least, greatest = (torch.as_tensor(bound - zero, dtype=x.dtype, device=x.device) for bound in within)
-    x = torch.clamp(x, least, greatest)
-    return straight_through(torch.round(x), x) + zero
+    nearest = torch.round(x)
+    found = torch.clamp(nearest, least, greatest)
+    return straight_through(found, torch.where(found == nearest, x, x.detach())) + zero
 
 
 def levels(x: Tensor, scale: Tensor, zero: Tensor | None, where: Where, within: tuple[int, int]) -> Tensor:

@@ -23,6 +23,7 @@ def columns(*found: Column) -> Schema:
 IMAGE = Column(name="image", dtype="uint8", shape=(3, 8, 8), extremes=(0, 1, 254, 255))
 LABEL = Column(name="label", dtype="int64", extremes=(0, 1, 2, 3))
 TOKENS = Column(name="input_ids", dtype="int64", shape=(16,), extremes=(0, 31))
+HIDDEN = Column(name="hidden", dtype="float32", shape=(16,))
 FLOATS = [Column(name=name, dtype="float32") for name in "abcd"]
 
 
@@ -32,7 +33,7 @@ def fit(tmp_path: Path) -> Any:
 
     def fit(model: onnx.ModelProto, schema: Schema, **settings: Any) -> list[str]:
         onnx.save(model, tmp_path / "model.onnx")
-        of_model = {key: settings.pop(key) for key in ("loss", "output", "ignore_index") if key in settings}
+        of_model = {key: settings.pop(key) for key in ModelConfig.model_fields if key in settings}
         config = RunConfig.model_construct(
             model=ModelConfig(path=tmp_path / "model.onnx", **of_model), data=DataConfig(source="x", **settings)
         )
@@ -68,6 +69,8 @@ def test_what_is_no_onnx_file_is_refused(tmp_path: Path, content: bytes) -> None
         (graphs.tiny_conv_net, columns(IMAGE, LABEL.model_copy(update={"shape": (1,)})), {}),
         (graphs.tiny_transformer, columns(TOKENS, TOKENS.model_copy(update={"name": "label"})), {}),
         (graphs.tiny_mlp, columns(*FLOATS), {"inputs": {"features": tuple("abcd")}, "label": "a", "loss": "mse"}),
+        (graphs.tiny_conv_net, columns(IMAGE, LABEL.model_copy(update={"extremes": (0, 99)})), {"num_classes": 100}),
+        (graphs.tiny_mlp, columns(HIDDEN, LABEL), {"start": ["Relu_1"], "inputs": {"Relu_1": "hidden"}, "loss": "mse"}),
         (graphs.tiny_loss_model, columns(*FLOATS, LABEL), {"inputs": {"features": tuple("abcd"), "labels": "label"}, "loss": "output"}),
     ],
 )  # fmt: skip
@@ -82,6 +85,10 @@ def other(column: Column, **changes: Any) -> Column:
 @pytest.mark.parametrize(
     ("build", "schema", "settings", "sentence"),
     [
+        (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, extremes=(0, 6))), {"num_classes": 6}, "the labels in column 'label' are 0..6, but must be 0..5, for output logits is 6 wide (or model.ignore_index -100)"),
+        (graphs.tiny_mlp, columns(HIDDEN, LABEL), {"start": ["Relu_1"], "loss": "mse"}, "input Relu_1 reads column 'Relu_1', which the data does not have; there is hidden, label; set data.inputs.Relu_1"),
+        (graphs.tiny_mlp, columns(other(HIDDEN, shape=(8,)), LABEL), {"start": ["Relu_1"], "inputs": {"Relu_1": "hidden"}, "loss": "mse"}, "input Relu_1 takes [16] a sample, but column 'hidden' is float32 [8]"),
+        (graphs.tiny_mlp, columns(*FLOATS, LABEL), {"output": "Relu_1", "inputs": {"features": tuple("abcd")}, "loss": "mse"}, "data.label must be [16] a sample to fit the output, but column 'label' is int64"),
         (graphs.tiny_conv_net, columns(other(IMAGE, name="imago"), LABEL), {}, "input image reads column 'image', which the data does not have; did you mean 'imago'?; set data.inputs.image"),
         (graphs.tiny_conv_net, columns(IMAGE), {}, "data.label reads column 'label', which the data does not have; there is image; set data.label"),
         (graphs.tiny_conv_net, columns(IMAGE, LABEL), {"inputs": {"imag": "image"}}, "data.inputs names 'imag', which is no input of the model; did you mean 'image'?"),

@@ -216,7 +216,8 @@ def test_more_than_two_gigabytes_are_trained_and_written(tmp_path):
         nodes.append(helper.make_node("Gemm", [f"x{layer}", f"w{layer}"], [f"x{layer + 1}"]))
     ends = [helper.make_tensor_value_info(f"x{i}", 1, ["batch", WIDE]) for i in (0, NUM_LAYERS)]
     path = tmp_path / "m.onnx"
-    onnx.save(helper.make_model(helper.make_graph(nodes, "wide", ends[:1], ends[1:], protos), ir_version=10), path)
+    graph_proto = helper.make_graph(nodes, "wide", ends[:1], ends[1:], protos)
+    onnx.save(helper.make_model(graph_proto, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), path)
     full = NUM_LAYERS * size
     assert full > 2**31
 

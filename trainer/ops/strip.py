@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import onnx
 from onnx import helper
@@ -15,18 +16,35 @@ def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = ()) -> Count
     Dropout nodes go, their readers read what they read; one whose result has a name that must stay (a graph
     output, one of `keep`, a value read by an inner graph, a mask in use) only loses its training mode.
     BatchNormalization keeps its running statistics as inputs and no longer computes new ones. Constants and
-    initializers that nobody reads any more go too.
+    initializers that nobody reads any more go too. The graphs inside nodes are treated alike; in the model's
+    own functions Dropout only loses its training mode.
     """
-    nodes, removed = model.graph.node, Counter[str]()
-    read_before = _reads(model.graph)
-    pinned = {*keep, *(value.name for value in model.graph.output)} | _inner_reads(nodes)
+    removed = Counter[str]()
+    for function in model.functions:
+        removed += _strip_nodes(function.node, pinned=None)
+    for graph in (*_inner(node for function in model.functions for node in function.node), *_inner(model.graph.node)):
+        removed += _strip_graph(graph, set(keep))
+    return +(removed + _strip_graph(model.graph, set(keep)))
+
+
+def _strip_graph(graph: onnx.GraphProto, keep: set[str]) -> Counter[str]:
+    read_before = _reads(graph)
+    pinned = {*keep, *(value.name for value in graph.output)} | _inner_reads(graph.node)
+    if removed := _strip_nodes(graph.node, pinned=pinned, read=read_before):
+        _prune(graph, read_before)
+    return removed
+
+
+def _strip_nodes(nodes: Any, *, pinned: set[str] | None, read: set[str] | None = None) -> Counter[str]:
+    """Strip nodes in place. pinned: names that must stay, None = all; read: names that somebody reads, None = all."""
+    removed = Counter[str]()
     renamed: dict[str, str] = {}
     kept: list[onnx.NodeProto] = []
     for node in nodes:
         for place, name in enumerate(node.input):
             node.input[place] = renamed.get(name, name)
         if _is(node, "Dropout"):
-            if not pinned & set(node.output) and not read_before & set(node.output[1:]):
+            if pinned is not None and not pinned & set(node.output) and not (read or set()) & set(node.output[1:]):
                 removed["Dropout"] += 1
                 renamed[node.output[0]] = node.input[0]
                 continue
@@ -35,12 +53,21 @@ def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = ()) -> Count
         kept.append(node)
         if _is(node, "BatchNormalization") and (len(node.output) > 1 or _mode(node)):
             removed["BatchNormalization update"] += 1
-            kept += _freeze_statistics(node, read_before)
-    if removed:
+            kept += _freeze_statistics(node, set(node.output) if read is None else read)
+    if removed := +removed:
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
         del nodes[:]
-        nodes.extend(kept)
-        _prune(model.graph, read_before)
-    return +removed
+        nodes.extend(copies)
+    return removed
+
+
+def _inner(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
+    """The graphs inside nodes, the innermost first."""
+    for node in nodes:
+        for attribute in node.attribute:
+            for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                yield from _inner(graph.node)
+                yield graph
 
 
 def _freeze_statistics(node: onnx.NodeProto, read: set[str]) -> Iterable[onnx.NodeProto]:
@@ -81,5 +108,4 @@ def _reads(graph: onnx.GraphProto) -> set[str]:
 
 
 def _inner_reads(nodes: Iterable[onnx.NodeProto]) -> set[str]:
-    inner = [graph for node in nodes for a in node.attribute for graph in ([a.g] if a.HasField("g") else a.graphs)]
-    return set().union(*map(_reads, inner))
+    return set().union(*map(_reads, _inner(nodes)))

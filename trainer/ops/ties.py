@@ -10,7 +10,6 @@ from torch import fx, nn
 
 from trainer.ops.contents import says_something
 from trainer.ops.roles import Role
-from trainer.surgery import UNTIED
 
 Copies = dict[str, tuple[str, bool]]
 """Name of a copy -> the weight it is a copy of, and whether it is its transpose."""

@@ -24,7 +24,8 @@ from infra import tracking
 from trainer.check import check_sections
 from trainer.config import RunConfig, Section, build_config
 from trainer.errors import ConfigError, RuntimeUnavailable
-from trainer.run import RunDir, RunIdentity, onward_home, read_config, read_record, sha256, write_record
+from trainer.run import RunDir, RunIdentity, onward_home, read_config, read_record, write_record
+from trainer.signature import model_digest
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     new run finds no MLflow, or MLflow refuses. A run that was known before goes on without an MLflow that is away:
     its events are shipped later.
     """
-    digest = sha256(config.model.path)
+    digest = model_digest(config.model.path)
     known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
     if known and known.model_sha256 != digest:
         raise ConfigError(

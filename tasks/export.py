@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from prefect import task
@@ -37,11 +38,10 @@ from trainer.run import (
     read_config,
     read_record,
     refusal_in,
-    sha256,
     variant_in,
     write_record,
 )
-from trainer.signature import TensorInfo, read_signature
+from trainer.signature import TensorInfo, model_digest, read_signature
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def _proven(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | None:
     if not run.exported.exists():
         return None
     known = read_record(run.exported, ExportedModel)
-    whole = known.path.exists() and example_in(run.export).exists() and sha256(known.path) == known.sha256
+    whole = known.path.exists() and example_in(run.export).exists() and model_digest(known.path) == known.sha256
     return known if whole and known.step == chosen.step else None
 
 
@@ -217,8 +217,24 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     exported = read_record(record, ExportedModel)
     variants = tuple(_variant(kind, run, folder) for kind in extras.variants)
     exported = exported.model_copy(update={"variants": variants})
+    if extras.training:
+        exported = exported.model_copy(update=_training_files(run, checkpoint, folder))
     write_record(record, exported)
     return exported
+
+
+def _training_files(run: RunDir, checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """What trains the model on without torch, or why there is none; the exported file stands either way."""
+    place = folder / "training"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    ending = _in_process("training", run, str(checkpoint.absolute()), place)
+    if not ending:
+        return {"training": tuple(sorted(file for file in place.iterdir() if file.suffix != ".log"))}
+    known = refusal_in(place)
+    refused = "; ".join(read_record(known, Refusal).problems) if known.exists() else f"its process {ending}"
+    log.warning("the files that train it without torch are refused: %s", refused)
+    return {"training_refused": refused}
 
 
 def _variant(kind: str, run: RunDir, folder: Path) -> Variant:

@@ -3,6 +3,7 @@
     mpirun -n 2 python -m trainer preflight RUN_DIR     report host, device, versions; check one all-reduce
     mpirun -n 2 python -m trainer train RUN_DIR         train, or go on from the newest whole checkpoint
     python -m trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and prove it
+    python -m trainer training RUN_DIR CHECKPOINT       write what trains the model on without torch
     python -m trainer variant RUN_DIR KIND              make a further file of the exported one
 
 Everything else is in RUN_DIR/config.json. Exit status: 0 done, 75 stopped with a checkpoint, 70 failed
@@ -82,8 +83,11 @@ def evaluator(run: RunDir) -> Evaluator:
     return Evaluator(batches=batches, totals=totals)
 
 
-def export_file(run: RunDir, path: Path, *, folder: Path) -> int:
-    """Write the checkpoint's weights back into the ONNX file, and prove the result."""
+def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False) -> int:
+    """Write the checkpoint's weights back into the ONNX file, and prove the result.
+
+    `training`: write what trains it on without torch instead.
+    """
     die_with_parent()
     from trainer import export
     from trainer.checkpoint import load
@@ -92,7 +96,10 @@ def export_file(run: RunDir, path: Path, *, folder: Path) -> int:
         state, tensors = load(path)
         weights = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
         checkpoint = export.Checkpoint(step=state.step, weights=weights)
-        export.export(run, checkpoint, evaluator=evaluator(run), folder=folder)
+        if training:
+            export.export_training(run, checkpoint, folder=folder)
+        else:
+            export.export(run, checkpoint, evaluator=evaluator(run), folder=folder)
     return 0
 
 
@@ -116,11 +123,12 @@ def main() -> int:
         ("preflight", "check the machine"),
         ("train", "train as one rank"),
         ("export", "write the trained file and prove it"),
+        ("training", "write what trains the model on without torch"),
         ("variant", "make a further file of the exported one"),
     ):
         command = commands.add_parser(name, help=does)
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
-        if name in ("export", "variant"):
+        if name in ("export", "training", "variant"):
             command.add_argument("what", help="the checkpoint's directory, or the kind of variant")
             command.add_argument("--folder", type=Path, help="where the file is, if not in the run directory")
     arguments = parser.parse_args()
@@ -128,10 +136,11 @@ def main() -> int:
     if arguments.command == "preflight":
         run_preflight(arguments.run)
         return 0
-    if arguments.command == "export":
-        return export_file(arguments.run, Path(arguments.what), folder=arguments.folder or arguments.run.export)
     if arguments.command == "variant":
         return make_variant(arguments.run, arguments.what, folder=arguments.folder or arguments.run.export)
+    if arguments.command in ("export", "training"):
+        training, folder = arguments.command == "training", arguments.folder or arguments.run.export
+        return export_file(arguments.run, Path(arguments.what), folder=folder, training=training)
     return train_rank(arguments.run)
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -26,6 +28,7 @@ from trainer import graph
 from trainer.config import ExportConfig, ModelConfig
 from trainer.errors import ExportRefused, OnwardError, Refused
 from trainer.judge import Evaluator, Judge
+from trainer.ops.external import is_external
 from trainer.ops.stored import slots
 from trainer.ops.strip import strip_training
 from trainer.run import (
@@ -33,15 +36,15 @@ from trainer.run import (
     Refusal,
     RunDir,
     RunIdentity,
-    durable_file,
     example_in,
+    fsync,
     read_config,
     read_record,
     refusal_in,
-    sha256,
     write_durably,
     write_record,
 )
+from trainer.signature import locations, model_digest
 from trainer.surgery import is_cut
 from trainer.trainee import finished, judged, open_trainee
 
@@ -77,31 +80,30 @@ def export(run: RunDir, checkpoint: Checkpoint, *, evaluator: Evaluator, folder:
     config, folder = read_config(run), folder or run.export
     source = _unchanged(config.model.path, read_record(run.identity, RunIdentity))
     trainee = open_trainee(config)
-    original, module = trainee.model, trainee.module
-    graph.load_weights(module, checkpoint.weights)
-    done = finished(trainee).module
-    trained = graph.to_onnx(done, original)
-    named = tuple(filter(None, (*config.model.start, config.model.output)))
-    removed, _ = strip_training(trained, keep=named), strip_training(original, keep=named)
+    original = trainee.model
+    removed = strip_training(original, keep=(*config.model.start, config.model.output))
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
-
-    target = folder / source.name
-    part = config.model if is_cut(original, config.model) else None
-    before = Judge(judged(original, config.model), evaluator).evaluate()
-    with durable_file(target) as file:
-        file.write_bytes(_content(trained))
+    with _stage(folder) as stage:
+        before = Judge(_beside_its_weights(original, source, stage / "before", config.model), evaluator).evaluate()
+        graph.load_weights(trainee.module, checkpoint.weights)
+        done = finished(trainee).module
+        file, *beside = graph.write(done, original, source, stage / source.name)
         weights = {name: tensor.detach() for name, tensor in graph.stored_weights(done).items()}
-        judge = prove(file, original, module, weights, evaluator=evaluator, config=config.export, part=part)
-        after = judge.evaluate()
+        expected = Expected(source, original, weights, trainee.module.eval(), config.model)
+        judge = prove(file, expected, evaluator=evaluator, config=config.export)
+        after, changed = judge.evaluate(), len(_differing(file, expected, expected.weights))
+        files = [path.replace(folder / path.name) for path in (*beside, file)]  # the model last: it names the others
+        fsync(folder)
     write_durably(example_in(folder), judge.example())
     exported = ExportedModel(
-        path=target,
-        sha256=sha256(target),
+        path=files[-1],
+        sha256=model_digest(files[-1]),
+        beside=tuple(files[:-1]),
         step=checkpoint.step,
         parity=judge.parity,
         before=before,
         after=after,
-        changed=sum(a != b for a, b in zip(original.graph.initializer, trained.graph.initializer, strict=True)),
+        changed=changed,
         removed=dict(removed),
         judged_by=judge.by,
     )
@@ -109,9 +111,50 @@ def export(run: RunDir, checkpoint: Checkpoint, *, evaluator: Evaluator, folder:
     return exported
 
 
+def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> None:
+    """Write what trains the model on without torch into `folder`: the graph in its training form, these weights.
+
+    Raises UnsupportedModel or ExportRefused; nothing is written then.
+    """
+    from trainer.artifacts import write_artifacts
+
+    config = read_config(run)
+    source = _unchanged(config.model.path, read_record(run.identity, RunIdentity))
+    trainee = open_trainee(config)
+    graph.load_weights(trainee.module, checkpoint.weights)
+    done = finished(trainee)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _stage(folder) as stage:
+        file, *_ = graph.write(done.module, done.model, source, stage / source.name)
+        part = judged(onnx.load_model(str(file), load_external_data=False), config.model)
+        write_artifacts(folder, part, config, base=stage)
+
+
+@contextlib.contextmanager
+def _stage(folder: Path) -> Iterator[Path]:
+    """A directory beside the files to be, for those that are not proven yet; gone afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".proving-") as stage:
+        yield Path(stage)
+
+
+def _beside_its_weights(
+    model: onnx.ModelProto, source: Path, stage: Path, config: ModelConfig
+) -> Path | onnx.ModelProto:
+    """What of a model is judged: the part that is trained, as a file if its weights are in others."""
+    part = judged(model, config)
+    if not (names := locations(part)):
+        return part
+    for name in names:
+        (stage / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.parent / name, stage / name)
+    (stage / "part.onnx").write_bytes(part.SerializeToString())
+    return stage / "part.onnx"
+
+
 def _unchanged(source: Path, identity: RunIdentity) -> Path:
     """The file the run began with. Raises ExportRefused when it is not there or another one is."""
-    found = sha256(source) if source.is_file() else "gone"
+    found = model_digest(source) if source.is_file() else "gone"
     if found != identity.model_sha256:
         raise ExportRefused(
             f"{source} changed since the run began (SHA-256 {identity.model_sha256[:12]}, now {found[:12]}); "
@@ -120,50 +163,70 @@ def _unchanged(source: Path, identity: RunIdentity) -> Path:
     return source
 
 
-def _content(model: onnx.ModelProto) -> bytes:
-    if (size := sum(len(tensor.raw_data) for tensor in model.graph.initializer)) > 2**31 - 2**20:
-        raise ExportRefused(f"the weights are {size / 2**30:.2f} GB; one ONNX file holds at most 2 GB")
-    return bytes(model.SerializeToString())
-
-
 # -- the gate
 
 
-def prove(
-    file: Path,
-    original: onnx.ModelProto,
-    module: nn.Module,
-    weights: Mapping[str, Tensor],
-    *,
-    evaluator: Evaluator,
-    config: ExportConfig,
-    part: ModelConfig | None = None,
-) -> Judge:
-    """Every check of a written file; returns who judged it. Raises ExportRefused with all that failed.
+@dataclass(frozen=True)
+class Expected:
+    """What a written file must be."""
 
-    `original`: what the file was made from, in its inference form; nothing but the tensors named in `weights`
-    may differ from it. `module`: what was trained, with those weights. `part`: the settings that cut it out of the
-    file's graph, if they did.
-    """
-    problems = [*file_problems(file, original, weights), *unwritten(file, weights)]
-    judge = Judge(judged(onnx.load_model(file), part) if part else file, evaluator)
-    problems += judge.compare(module.eval(), batches=config.parity_batches, tolerance=config.tolerance)
+    source: Path
+    """The file that came in."""
+    model: onnx.ModelProto
+    """What goes out, but for the weights: the graph that came in after surgery, in its inference form."""
+    weights: Mapping[str, Tensor]
+    """The trained tensors, by name; the others are those that came in."""
+    module: nn.Module
+    """What was trained, with these weights: adapters, cut, fused calls and all."""
+    config: ModelConfig
+
+
+def prove(file: Path, expected: Expected, *, evaluator: Evaluator, config: ExportConfig) -> Judge:
+    """Every check of a written file; returns who judged it. Raises ExportRefused with all that failed."""
+    problems = [*file_problems(file, expected), *unwritten(file, expected.weights)]
+    subject: Path | onnx.ModelProto = file
+    written = onnx.load_model(str(file), load_external_data=False)
+    if is_cut(expected.model, expected.config):
+        subject = judged(written, expected.config)
+        Judge(file, evaluator)  # the whole must load, too, whatever part of it was trained
+        if locations(subject):
+            file.with_name("part.onnx").write_bytes(subject.SerializeToString())
+            subject = file.with_name("part.onnx")
+    judge = Judge(subject, evaluator)
+    problems += judge.compare(expected.module, batches=config.parity_batches, tolerance=config.tolerance)
     if problems:
         raise ExportRefused(problems)
     return judge
 
 
-def file_problems(file: Path, original: onnx.ModelProto, weights: Collection[str]) -> list[str]:
+def file_problems(file: Path, expected: Expected) -> list[str]:
     """What onnx.checker says (shapes and types included), and what but the weights is not as in the original."""
-    problems = [f"onnx.checker: {complaint}"] if (complaint := _complaint(str(file))) else []
-    if complaint and _complaint(original):
+    problems = [f"onnx.checker: {complaint}"] if (complaint := _complaint(file)) else []
+    if complaint and _complaint(expected.source):
         log.warning("onnx.checker complains of the file that came in, too: %s", complaint)
         problems = []
-    was, now = (_parts(model, weights) for model in (original, onnx.load_model(str(file), load_external_data=False)))
+    written = onnx.load_model(str(file), load_external_data=False)
+    was, now = (_parts(model, expected.weights) for model in (expected.model, written))
     for what, parts in was.items():
         if number := sum(a != b for a, b in zip_longest(parts, now[what])):
             problems.append(f"{number} of the original's {len(parts)} {what} are not the same in the exported file")
+    frozen = [name for name, tensor in slots(written.graph) if is_external(tensor) and name not in expected.weights]
+    problems += [
+        f"initializer {name!r} was not trained, but is not the original's in the file it is kept in"
+        for name in _differing(file, expected, frozen)
+    ]
     return problems
+
+
+def _differing(file: Path, expected: Expected, names: Iterable[str]) -> list[str]:
+    """Those of the stored tensors whose bytes are not the ones that came in."""
+    was = dict(slots(expected.model.graph)), str(expected.source.parent)
+    now = dict(slots(onnx.load_model(str(file), load_external_data=False).graph)), str(file.parent)
+
+    def content(stored: tuple[dict[str, TensorProto], str], name: str) -> bytes:
+        return numpy_helper.to_array(stored[0][name], stored[1]).tobytes()
+
+    return [name for name in names if content(was, name) != content(now, name)]
 
 
 def _parts(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[bytes]]:
@@ -191,10 +254,10 @@ def _parts(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[b
     return found | {"further fields": [rest.SerializeToString(deterministic=True)]}
 
 
-def _complaint(model: onnx.ModelProto | str) -> str:
-    """What onnx.checker says of a model or file, shapes and types included; "" if nothing."""
+def _complaint(file: Path) -> str:
+    """What onnx.checker says of a file, shapes and types included; "" if nothing."""
     try:
-        onnx.checker.check_model(model, full_check=True)
+        onnx.checker.check_model(str(file), full_check=True)
     except Exception as error:  # the checker's, and shape inference's own: they share no base
         return str(error)
     return ""

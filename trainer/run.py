@@ -200,7 +200,9 @@ class ExportedModel(Record):
     variants: tuple[Variant, ...] = ()
     """What was made of it for deployment, the refused ones included."""
     training: tuple[Path, ...] = ()
-    """What trains it without torch: model_with_loss, eval, training and optimizer .onnx."""
+    """What trains it on without torch: training.json names the files beside it."""
+    training_refused: str = ""
+    """Why there is none of that."""
     registered_as: str = ""
     version: str = ""
 

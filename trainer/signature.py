@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from trainer.config import ModelConfig, RunConfig
 from trainer.errors import ConfigError, UnsupportedModel
+from trainer.run import sha256
 from trainer.schema import TEXT, Column, Schema, Want
 from trainer.surgery import cut, is_cut, operate
 
@@ -97,6 +99,36 @@ def _info(value: onnx.ValueInfoProto) -> TensorInfo:
     known = tensor.HasField("shape")
     dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
     return TensorInfo(value.name, dtype, tuple(dims) if known else None)
+
+
+# -- the files of a model
+
+
+def locations(model: onnx.ModelProto) -> list[str]:
+    """The files a model keeps tensors in, relative to its own directory."""
+    found = (
+        entry.value for tensor in _tensors(model.graph) for entry in tensor.external_data if entry.key == "location"
+    )
+    return sorted(set(found))
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        if attribute.HasField("t"):
+            yield attribute.t
+        for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            yield from _tensors(inner)
+
+
+def model_digest(path: Path) -> str:
+    """SHA-256 of a model: of its file, and if it keeps tensors in others, of all their digests together."""
+    try:
+        names = locations(onnx.load(path, load_external_data=False))
+    except (DecodeError, ValueError):
+        names = []  # no ONNX file: whoever reads it says so
+    digests = [sha256(path), *(sha256(file) for name in names if (file := path.parent / name).is_file())]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 # -- which columns are read, and as what

@@ -18,7 +18,7 @@ from tests import graphs
 from trainer import graph
 from trainer.config import ExportConfig, ModelConfig
 from trainer.errors import ExportRefused
-from trainer.export import prove
+from trainer.export import Expected, prove
 from trainer.judge import Evaluator, Judge
 from trainer.loss import Evaluation, Loss
 from trainer.ops.strip import strip_training
@@ -40,15 +40,17 @@ class Case:
     original: onnx.ModelProto
     trained: onnx.ModelProto
     module: graph.ImportedGraph
-    weights: dict[str, Tensor]
     evaluator: Evaluator
 
     def refused(self, model: onnx.ModelProto, folder: Path) -> str:
         """Why the gate refuses a file; "" if it does not."""
-        file = folder / "file.onnx"
+        file, source = folder / "file.onnx", folder / "source.onnx"
         file.write_bytes(model.SerializeToString())
+        source.write_bytes(self.original.SerializeToString())
+        weights = {name: weight.detach() for name, weight in graph.weights(self.module).items()}
+        expected = Expected(source, self.original, weights, self.module, ModelConfig(path=source))
         try:
-            prove(file, self.original, self.module, self.weights, evaluator=self.evaluator, config=ExportConfig())
+            prove(file, expected, evaluator=self.evaluator, config=ExportConfig())
         except ExportRefused as error:
             return str(error)
         return ""
@@ -71,8 +73,7 @@ def case(name: str) -> Case:
         config = ModelConfig(path=Path("-"), loss="output")
         return Evaluation(Loss(config, list(names)), ignore_index=-100, device=torch.device("cpu"))
 
-    weights = {name: weight.detach().clone() for name, weight in graph.weights(module).items()}
-    return Case(original, trained, module, weights, Evaluator(batches=lambda: rows, totals=totals))
+    return Case(original, trained, module, Evaluator(batches=lambda: rows, totals=totals))
 
 
 # -- mutations: each changes a copy of the model at one place after another

@@ -285,14 +285,16 @@ def test_a_file_that_was_written_wrong_is_refused_with_every_number(
     mutate: Mutation, sentences: list[str], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make(graphs.tiny_mlp(inputs=16, hidden=16, outputs=16))
-    right = graph.to_onnx
+    right = graph.write
 
-    def wrong(module: graph.ImportedGraph, model: onnx.ModelProto) -> onnx.ModelProto:
-        written = right(module, model)
+    def wrong(module: graph.ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
+        files = right(module, model, source, target)
+        written = onnx.load(target)
         mutate({tensor.name: tensor for tensor in written.graph.initializer}, written.graph)
-        return written
+        target.write_bytes(written.SerializeToString())
+        return files
 
-    monkeypatch.setattr(graph, "to_onnx", wrong)
+    monkeypatch.setattr(graph, "write", wrong)
     problems = case.refused()
     assert len(problems) == len(sentences)
     for problem, sentence in zip(problems, sentences, strict=True):
@@ -305,10 +307,11 @@ def test_a_file_that_was_written_wrong_is_refused_with_every_number(
 def test_weights_that_were_not_written_at_all_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(graphs.tiny_mlp())
 
-    def stale(module: graph.ImportedGraph, model: onnx.ModelProto) -> onnx.ModelProto:
-        return onnx.ModelProto.FromString(model.SerializeToString())
+    def stale(module: graph.ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
+        target.write_bytes(source.read_bytes())
+        return [target]
 
-    monkeypatch.setattr(graph, "to_onnx", stale)
+    monkeypatch.setattr(graph, "write", stale)
     assert sum("differs from the checkpoint" in problem for problem in case.refused()) == 4
 
 

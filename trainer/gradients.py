@@ -42,8 +42,10 @@ class Example:
 
     name: str
     tensor: Tensor
+    second: tuple[int, ...]
+    """Another shape it may have."""
     dynamic: Mapping[int, str]
-    """Dimension -> its name in the file."""
+    """Dimension -> its name in the file; these differ between the two shapes."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _examples(model: onnx.ModelProto) -> Iterator[list[Example]]:
                 if first != second
             }
             tensor = torch.zeros([first for first, _ in pairs], dtype=torch_dtype(value.type.tensor_type.elem_type))
-            examples.append(Example(value.name, tensor, names))
+            examples.append(Example(value.name, tensor, tuple(second for _, second in pairs), names))
         yield examples
 
 
@@ -147,19 +149,24 @@ class _Recorder:
         """Labels of the shape the loss compares with."""
         if self._loss.name == "output":
             return None
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            output = self._loss.output(self._module.eval()(*(example.tensor.clone() for example in examples)))
-        self._module.train()
         classes = self._loss.name == "cross_entropy"
-        shape = list(output.shape[:-1] if classes else output.shape)
+        tensors = [each.tensor for each in examples]
+        others = [each.tensor.new_zeros(each.second) for each in examples]
+        first, second = ([*shape[:-1]] if classes else [*shape] for shape in map(self._output_shape, (tensors, others)))
         named = {
-            length: name
-            for each in reversed(examples)
-            for dim, name in each.dynamic.items()
-            for length in [each.tensor.shape[dim]]
+            (each.tensor.shape[dim], each.second[dim]): name for each in examples for dim, name in each.dynamic.items()
         }
-        dynamic = {dim: named[length] for dim, length in enumerate(shape) if length in named}
-        return Example("labels", torch.zeros(shape, dtype=torch.int64 if classes else torch.float32), dynamic)
+        pairs = list(zip(first, second, strict=True))
+        dynamic = {dim: named.get(pair, f"labels_{dim}") for dim, pair in enumerate(pairs) if pair[0] != pair[1]}
+        zeros = torch.zeros(first, dtype=torch.int64 if classes else torch.float32)
+        return Example(self.names.labels, zeros, tuple(second), dynamic)
+
+    def _output_shape(self, inputs: Sequence[Tensor]) -> torch.Size:
+        """Of what the loss reads, without computing it."""
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            output = self._loss.output(self._module.eval()(*(tensor.clone() for tensor in inputs)))
+        self._module.train()
+        return output.shape
 
     def __call__(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """Tensors in the order of the inputs -> loss, gradients, new statistics."""

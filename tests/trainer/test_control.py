@@ -98,6 +98,16 @@ def test_what_depends_on_data_flows_on():
     torch.testing.assert_close(module.w.grad, torch.tensor([[1.0, 0, 0], [0, 1, 0], [-0.5, -0.5, 0]]))
 
 
+def test_what_follows_a_leaf_is_clean_again_where_its_shape_is_known():
+    model = read("""g (float[N,2] x, bool c) => (float[N,3] y) <float[2,3] w = {1,2,3,4,5,7}> {
+      h = If(c)<then_branch = t () => (a) { a = Exp(x) }, else_branch = e () => (b) { b = Neg(x) }>
+      y = MatMul(h, w)
+    }""")
+    module = graph.to_module(model)
+    assert leaves(module) == ["If"]
+    assert_same(module, model, torch.randn(5, 2), torch.tensor(True))
+
+
 def test_a_reshape_that_fits_some_sizes_only_is_computed_at_run_time():
     model = read("""g (float[N,3] x) => (float[a,b] y) <int64[2] s = {-1, 4}> { y = Reshape(x, s) }""")
     module = graph.to_module(model)

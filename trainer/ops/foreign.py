@@ -132,7 +132,7 @@ def run_converter(
     except RunTime:
         if len(node.output) > 1:
             raise Unsupported("its onnx2torch converter may give one of its several outputs") from None
-        return tracer.leaf(name, module, wanted, 1)
+        return tracer.leaf(name, module, wanted, [None])
     if not isinstance(result, tuple | list):
         if sum(map(bool, node.output)) > 1:
             raise Unsupported("its onnx2torch converter gives one of its several outputs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import keyword
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from trainer.errors import UnsupportedModel
+from trainer.ops.infer import inferred
 from trainer.ops.roles import Role
 from trainer.ops.tracing import Tracer
 from trainer.ops.values import PACKED, Unsupported, Value, torch_dtype
@@ -96,6 +98,8 @@ class Importer:
             values[name] = self._stored(name, tensor)
         graph = self.model.graph
         walk = Walk(self.tracer, graph, functions_of(self.model), self.batch, self.base, self.problems)
+        if self.batch is None:  # a batch set free contradicts the shapes that such a file has as constants
+            walk.shapes = functools.cache(lambda: inferred(self.model, stored, lengths))
         walk.run(graph, values, opsets_of(self.model))
         missing = [value.name for value in graph.output if value.name not in values]
         if not self.problems and missing:

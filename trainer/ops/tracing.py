@@ -39,6 +39,7 @@ class Traced:
         self.packed: int | None = None  # see trainer.ops.values.element_type
         if probes is not None and isinstance(probes[0], torch.Tensor):
             node.meta["rank"] = probes[0].ndim
+        node.meta["probes"] = probes  # for the rewrites (trainer/ops/rewriting.py)
 
     @property
     def known(self) -> bool:
@@ -130,14 +131,16 @@ class Tracer:
         name = self.attach(name, module.train())
         return self._wrap(self.graph.call_module(name, *self._nodes((args,))), probes)
 
-    def leaf(self, name: str, module: nn.Module, args: Sequence[Any], num_results: int) -> tuple[Traced, ...]:
-        """Apply a module of whose results nothing is known; with several, it gives a tuple."""
+    def leaf(
+        self, name: str, module: nn.Module, args: Sequence[Any], results: Sequence[tuple[Any, Any] | None]
+    ) -> tuple[Traced, ...]:
+        """Apply a module whose results are not tried, but known by their probes or not at all; several are a tuple."""
         node = self.graph.call_module(self.attach(name, module.train()), *self._nodes((tuple(args),)))
         self.leaves.append(node)
-        if num_results == 1:
-            return (Traced(self, node, None),)
-        parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(num_results)]
-        return tuple(Traced(self, part, None) for part in parts)
+        parts = [node]
+        if len(results) > 1:
+            parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(results))]
+        return tuple(Traced(self, part, probes) for part, probes in zip(parts, results, strict=True))
 
     def placeholder(self, name: str, probes: tuple[torch.Tensor, torch.Tensor] | None) -> Traced:
         """A graph input; without probes it may be anything."""

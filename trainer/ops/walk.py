@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from trainer.ops import foreign
 from trainer.ops.bodies import captured, function_body, has_definition, local_body, scoped, subgraphs
+from trainer.ops.infer import Probes
 from trainer.ops.leaf import Functions, Leaf, Surroundings
 from trainer.ops.table import RULES, Call, run_rule
 from trainer.ops.tracing import Eager, Traced, Tracer
@@ -145,6 +146,10 @@ class Walk:
     base: Any = None
     """The directory of external data."""
     problems: list[str] = field(default_factory=list)
+    shapes: Callable[[], Mapping[str, Probes]] = dict
+    """What is known, without running them, of the values of the whole graph."""
+    depth: int = 0
+    """How many definitions and inner graphs it is inside; their values have names of their own."""
 
     @property
     def eager(self) -> bool:
@@ -201,7 +206,9 @@ class Walk:
             with torch.no_grad():
                 return lower_eagerly(node, dict(zip(names, args, strict=True)), around, tracer)
         name = (node.name or next(filter(None, node.output))).replace(".", "_").replace("/", "_")
-        return self.tracer.leaf(name, Leaf(node, names, around, lower_eagerly), args, len(node.output))
+        known = {} if self.depth else self.shapes()
+        results = [known.get(output) for output in node.output]
+        return self.tracer.leaf(name, Leaf(node, names, around, lower_eagerly), args, results)
 
     def lower(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
         """The user's converter, else our rule, else onnx2torch's converter, else ONNX's own definition."""
@@ -249,7 +256,11 @@ class Walk:
 
     def _run_inside(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int], what: str) -> None:
         before = len(self.problems)
-        self.run(body, values, opsets)
+        self.depth += 1
+        try:
+            self.run(body, values, opsets)
+        finally:
+            self.depth -= 1
         if len(self.problems) > before:
             causes = self.problems[before:]
             del self.problems[before:]

@@ -1,0 +1,74 @@
+"""Shapes by ONNX's own inference: what a run-time leaf gives, where that does not depend on data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx
+import torch
+from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
+from onnx import helper, shape_inference
+
+from trainer.ops.values import DTYPES, PACKED
+
+Probes = tuple[torch.Tensor, torch.Tensor]
+
+SMALL = 64
+"""Stored tensors up to this many elements are given whole: shapes are computed from them."""
+
+
+def inferred(
+    model: onnx.ModelProto, stored: Mapping[str, torch.Tensor], lengths: Mapping[tuple[str, int], tuple[int, int]]
+) -> dict[str, Probes]:
+    """What each value is for the two lengths of every dynamic dimension; of values with other dimensions, nothing.
+
+    Only what follows from the inputs counts: the shapes that the file itself notes down may be out of date.
+    """
+    lean = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    lean.graph.name = "lean"
+    lean.graph.node.extend(model.graph.node)
+    lean.graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in model.graph.output)
+    for tensor in model.graph.initializer:
+        if stored[tensor.name].numel() <= SMALL:
+            lean.graph.initializer.append(tensor)
+        else:
+            lean.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    for value in model.graph.input:
+        if value.name not in stored:
+            lean.graph.input.append(_with_symbols(value, lengths))
+    try:
+        values = shape_inference.infer_shapes(lean, data_prop=True).graph
+    except (RuntimeError, EncodeError, shape_inference.InferenceError):  # a graph of 2 GB, or one it cannot follow
+        return {}
+    probes = {value.name: _probes(value.type) for value in (*values.value_info, *values.output)}
+    return {name: pair for name, pair in probes.items() if pair is not None}
+
+
+def _with_symbols(
+    value: onnx.ValueInfoProto, lengths: Mapping[tuple[str, int], tuple[int, int]]
+) -> onnx.ValueInfoProto:
+    """The input with its dynamic dimensions called by their two lengths: 3:5."""
+    copy = onnx.ValueInfoProto()
+    copy.CopyFrom(value)
+    for position, dim in enumerate(copy.type.tensor_type.shape.dim):
+        first, second = lengths[value.name, position]
+        if first == second:
+            dim.dim_value = first
+        else:
+            dim.dim_param = f"{first}:{second}"
+    return copy
+
+
+def _probes(kind: onnx.TypeProto) -> Probes | None:
+    tensor = kind.tensor_type
+    if not tensor.HasField("shape") or tensor.elem_type not in DTYPES or tensor.elem_type in PACKED:
+        return None
+    shapes: tuple[list[int], list[int]] = ([], [])
+    for dim in tensor.shape.dim:
+        pair = [str(dim.dim_value)] * 2 if dim.HasField("dim_value") else dim.dim_param.split(":")
+        if len(pair) != 2 or not all(length.isdigit() for length in pair):
+            return None
+        for shape, length in zip(shapes, pair, strict=True):
+            shape.append(int(length))
+    first, second = (torch.empty(shape, dtype=DTYPES[tensor.elem_type], device="meta") for shape in shapes)
+    return first, second

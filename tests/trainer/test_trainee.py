@@ -17,7 +17,7 @@ from tests.runs import assert_equal_bits, events, final_tensors, make_run, tiny_
 from trainer import graph
 from trainer.config import RunConfig, build_config
 from trainer.judge import open_session
-from trainer.reference import build_squeezenet
+from trainer.reference import GraphWriter, build_squeezenet
 from trainer.run import RunDir, read_config
 from trainer.trainee import finished, judged, open_trainee
 
@@ -106,6 +106,7 @@ def head_and_adapters(folder: Path) -> RunDir:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_a_new_head_with_adapters_killed_and_resumed_ends_with_the_same_bits_and_passes_the_gate(
     tmp_path: Path,
 ) -> None:
@@ -133,25 +134,48 @@ def test_a_new_head_with_adapters_killed_and_resumed_ends_with_the_same_bits_and
     assert kept == {"features.0.bias", "features.3.bias"}
 
 
+def three_layers() -> onnx.ModelProto:
+    """features [batch, 3] -> fc1 -> Relu -> fc2 -> Relu -> fc3 -> Softmax -> shares [batch, 9]."""
+    g = GraphWriter("three_layers")
+    x, sizes = g.input("features", ("batch", 3)), (3, 16, 12, 9)
+    for layer in (1, 2, 3):
+        weight = g.weight(f"fc{layer}.weight", g.normal(0.4, sizes[layer], sizes[layer - 1]))
+        x = g.op("Gemm", x, weight, g.weight(f"fc{layer}.bias", g.normal(0.1, sizes[layer])), transB=1)
+        x = g.op("Relu", x, outputs=f"hidden{layer}") if layer < 3 else x
+    g.op("Softmax", x, axis=-1, outputs="shares")
+    g.output("shares", ("batch", 9))
+    return g.model()
+
+
 @pytest.mark.mpi
-def test_a_run_from_inner_tensor_to_inner_tensor_learns_and_is_judged_there(tmp_path: Path) -> None:
-    model = graphs.tiny_mlp(inputs=3, outputs=4, hidden=16)
-    hidden, last = model.graph.node[1].output[0], onnx.helper.make_node("Softmax", ["prediction"], ["shares"])
-    model.graph.node.append(last)
-    model.graph.output[0].name = "shares"
-    random = np.random.default_rng(0)
+def test_a_run_with_a_new_head_and_adapters_from_inner_tensor_to_inner_tensor_learns_and_passes_the_gate(
+    tmp_path: Path,
+) -> None:
+    model = three_layers()
+    random, logits = np.random.default_rng(0), model.graph.node[4].output[0]
     label = random.integers(0, 4, 80)
     columns = {"hidden": (random.standard_normal((80, 16)) + label[:, None]).astype(np.float32), "label": label}
-    settings = SETTINGS | {"model": {"start": [hidden], "output": "prediction"}, "parallel": {"data": 1}}
-    run = make_run(tmp_path, model, columns, data={"inputs": {hidden: "hidden"}}, **settings)
+    settings = SETTINGS | {
+        "model": {"start": ["hidden1"], "output": logits, "num_classes": 4},
+        "lora": {"weights": ["fc2.weight"], "rank": 2, "also_train": ["fc3.*"]},
+        "data": {"inputs": {"hidden1": "hidden"}},
+        "parallel": {"data": 1},
+    }
+    run = make_run(tmp_path, model, columns, **settings)
     train_run(run)
     exported = export_file(run, run.checkpoint(12))
     assert exported.parity < 2e-6
-    assert exported.after["evaluation/loss"] < exported.before["evaluation/loss"]
+    evaluations = [event.fields["values"] for event in events(run, "evaluation")]
+    assert exported.before == pytest.approx(evaluations[0], rel=1e-5), "not judged with the new head, untrained"
+    assert exported.after == pytest.approx(evaluations[-1], rel=1e-5)
+    assert exported.after["evaluation/loss"] < exported.before["evaluation/loss"], "nothing was learned"
     before, after = tensors(read_config(run).model.path), tensors(exported.path)
-    assert {name for name in before if before[name].tobytes() != after[name].tobytes()} == {"fc2.weight", "fc2.bias"}
-    written = onnx.load(exported.path).graph
-    assert [value.name for value in (*written.input, *written.output)] == ["features", "shares"]
+    assert list(after) == list(before), "adapters are in the file"
+    changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
+    assert changed == {"fc2.weight", "fc3.weight", "fc3.bias"}
+    written = onnx.load(exported.path)
+    assert [value.name for value in (*written.graph.input, *written.graph.output)] == ["features", "shares"]
+    assert open_session(written).run(None, {"features": np.ones((2, 3), np.float32)})[0].shape == (2, 4)
 
 
 def test_squeezenet_with_a_new_head_is_ready_to_train(tmp_path: Path) -> None:

@@ -365,6 +365,12 @@ def test_the_greater_of_a_size_and_a_number_is_asked_at_run_time():
         assert_same(module, model, torch.randn(size, 3))
 
 
+def test_sizes_cast_to_int32_come_out_as_int32():
+    model = read("g (float[N,3] x) => (int32[2] y) { s = Shape(x)  y = Cast<to = 6>(s) }")
+    assert graph.to_module(model)(torch.randn(5, 3)).tolist() == [5, 3]
+    assert graph.to_module(model)(torch.randn(5, 3)).dtype == torch.int32
+
+
 # -- element types
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import onnx
 import torch
+from onnx import TensorProto
 from torch import fx, nn
 
 from trainer.errors import UnsupportedModel
 from trainer.ops.infer import inferred
 from trainer.ops.roles import Role
-from trainer.ops.tracing import Tracer
+from trainer.ops.tracing import Traced, Tracer
 from trainer.ops.values import PACKED, Unsupported, Value, torch_dtype
 from trainer.ops.walk import Walk, functions_of, opsets_of, unknown_operators
 
@@ -105,7 +106,7 @@ class Importer:
         if not self.problems and missing:
             self.problems.append(f"no node computes the graph's output {', '.join(missing)}")
         if not self.problems:
-            outputs = tuple(self.tracer.to_tensor(values[value.name]) for value in graph.output)
+            outputs = tuple(self._output(value, values[value.name]) for value in graph.output)
             nodes = self.tracer._nodes(outputs)
             self.tracer.graph.output(nodes[0] if len(nodes) == 1 else nodes)
         return self.tracer.graph
@@ -126,6 +127,13 @@ class Importer:
         probes = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
         values[value.name] = self.tracer.placeholder(argument, (probes[0], probes[1]))
         values[value.name].packed = kind.elem_type if kind.elem_type in PACKED else None
+
+    def _output(self, declared: onnx.ValueInfoProto, value: Value) -> Value:
+        """A result as a tensor; shape arithmetic in int32 was done in ints of any size."""
+        result = self.tracer.to_tensor(value)
+        known = isinstance(result, torch.Tensor) or (isinstance(result, Traced) and result.known)
+        narrow = known and result.dtype == torch.int64 and declared.type.tensor_type.elem_type == TensorProto.INT32
+        return self.tracer.call("to", result, torch.int32) if narrow else result
 
     def _stored(self, name: str, tensor: torch.Tensor) -> Value:
         role = self.roles.get(name)

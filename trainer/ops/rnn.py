@@ -6,7 +6,6 @@ so; the order of gates torch wants is made of them in the graph, each time it ru
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +52,7 @@ class Layer:
     """For each direction, whether it goes from the end to the start."""
     activations: tuple[tuple[Activation, ...], ...]
     """For each direction, those of its gates."""
-    clip: float
+    clip: float | None
     input_forget: bool
     linear_before_reset: bool
     batch_first: bool
@@ -63,7 +62,7 @@ class Layer:
         """Whether torch has a kernel for it, but for peepholes."""
         names = {tuple(name for name, _, _ in each) for each in self.activations}
         usual = names == {STANDARD[self.kind]} or (self.kind == "RNN" and names == {("relu",)})
-        plain = math.isinf(self.clip) and not self.input_forget
+        plain = self.clip is None and not self.input_forget
         return usual and plain and (self.kind != "GRU" or self.linear_before_reset)
 
 
@@ -73,6 +72,7 @@ class Recurrence(nn.Module):
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.layer = layer
+        self.is_standard = layer.is_standard
 
     def forward(
         self,
@@ -97,17 +97,17 @@ class Recurrence(nn.Module):
         for state in (initial_h, initial_c)[: 2 if self.layer.kind == "LSTM" else 1]:
             zeros = x.new_zeros(w.shape[0], x.shape[1], r.shape[2]) if state is None else state
             states.append(zeros.transpose(0, 1) if first and state is not None else zeros)
-        if self.layer.is_standard and peepholes is None:
+        if self.is_standard and peepholes is None:
             y, states = fused(self.layer, x, flat_weights(self.layer, w, r, b), lengths, states)
         else:
             y, states = stepwise(self.layer, x, (w, r, b, peepholes), lengths, states)
         if not first:
             return y.transpose(1, 2), *states
-        return y.transpose(0, 1), *(state.transpose(0, 1) for state in states)
+        return y.transpose(0, 1), *[state.transpose(0, 1) for state in states]
 
     def extra_repr(self) -> str:
         directions = "/".join("reverse" if backward else "forward" for backward in self.layer.directions)
-        return f"{self.layer.kind}, {directions}, {'fused' if self.layer.is_standard else 'step by step'}"
+        return f"{self.layer.kind}, {directions}, {'fused' if self.is_standard else 'step by step'}"
 
 
 # -- torch's kernels
@@ -132,6 +132,8 @@ def fused(
     return reverse(y, lengths) if backward else y, last
 
 
+# torch.compile leaves it to Python: how many sequences still go on depends on data; lazily, as torch's optimizers do
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _packed(
     kernel: Any, x: Tensor, lengths: Tensor, states: list[Tensor], rest: tuple[Any, ...]
 ) -> tuple[Tensor, list[Tensor]]:
@@ -149,7 +151,7 @@ def _packed(
     last = [state.index_select(1, back) for state in last]
     if bool((steps == 0).any()):
         empty = (lengths == 0).to(x.device)[:, None]
-        return y.masked_fill(empty, 0.0), [torch.where(empty, torch.zeros_like(state), state) for state in last]
+        return y.masked_fill(empty, 0.0), [state.masked_fill(empty, 0.0) for state in last]
     return y, last
 
 
@@ -244,13 +246,14 @@ Step = Callable[..., list[Tensor]]
 def _activate(layer: Layer, activation: Activation) -> Callable[[Tensor], Tensor]:
     name, alpha, beta = activation
     function = ACTIVATIONS[name]
-    if math.isinf(layer.clip):
+    limit = layer.clip
+    if limit is None:
         return lambda x: function(x, alpha, beta)
-    return lambda x: function(x.clamp(-layer.clip, layer.clip), alpha, beta)
+    return lambda x: function(x.clamp(-limit, limit), alpha, beta)
 
 
 def _lstm_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Tensor | None, p: Tensor | None) -> Step:
-    f, g = (_activate(layer, activation) for activation in activations[:2])
+    f, g = [_activate(layer, activation) for activation in activations[:2]]
     name, alpha, beta = activations[2]  # of the cell, which is not clipped
     p_i, p_o, p_f = (None, None, None) if p is None else p.chunk(3)
 
@@ -268,7 +271,7 @@ def _lstm_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Te
 
 
 def _gru_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Tensor | None, _: Tensor | None) -> Step:
-    f, g = (_activate(layer, activation) for activation in activations)
+    f, g = [_activate(layer, activation) for activation in activations]
     hidden = r.shape[1]
     gates, last = torch.split(r, [2 * hidden, hidden])
     gate_bias, last_bias = (None, None) if b is None else torch.split(b, [2 * hidden, hidden])
@@ -305,7 +308,7 @@ def recurrent(c: Call, x: Value, w: Value, r: Value, b: Value = None, *rest: Val
         kind=c.op,
         directions=directions,
         activations=_activations(c, len(directions)),
-        clip=c.attr("clip", math.inf),
+        clip=c.attr("clip"),
         input_forget=c.op == "LSTM" and bool(c.attr("input_forget", 0)),
         linear_before_reset=c.op == "GRU" and bool(c.attr("linear_before_reset", 0)),
         batch_first=bool(c.attr("layout", 0)),

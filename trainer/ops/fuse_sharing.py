@@ -49,7 +49,7 @@ def _key(r: Rewriter, node: Any) -> Any:
         tensor = r.constant(node)
         if tensor is None or tensor.numel() > 4096:
             return ("get_attr", node.target)
-        return ("constant", tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes())
+        return ("constant", tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     if not _is_pure(r, node):
         return None
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))

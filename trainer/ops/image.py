@@ -206,7 +206,8 @@ def resize_11(c: Call, x: Value, region: Value = None, scales: Value = None, siz
 
 def _mode(c: Call) -> str:
     c.require("mode", "nearest", "linear", "cubic", "bilinear")
-    return {"bilinear": "linear"}.get(c.attr("mode", "nearest"), c.attr("mode", "nearest"))
+    mode: str = c.attr("mode", "nearest")
+    return "linear" if mode == "bilinear" else mode
 
 
 def _resized(c: Call, x: Value, target: Target, lengths: list[Value] | None, how: Reading) -> Value:

@@ -128,7 +128,7 @@ def instance_normalization(c: Call, x: Value, scale: Value, bias: Value) -> Valu
 
 
 def instance_norm(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Each channel of each sample over its mean and deviation. A plane of one pixel, which torch refuses, is its mean."""
+    """Each channel of each sample over its deviation from its mean: none in a plane of one pixel (torch refuses it)."""
     if math.prod(x.shape[2:]) > 1:
         return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
     return (x - x) + bias.reshape(-1, *[1] * (x.ndim - 2))

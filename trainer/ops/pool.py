@@ -60,7 +60,8 @@ def max_pool(x: torch.Tensor, window: Window, pads: Sequence[int] | None, ceil: 
     reach = _borders(x.shape[2:], window, pads, ceil, upper)[1]
     wide = x if x.is_floating_point() else x.to(torch.float32)  # exact for 8 bits
     y = MAX_POOL[x.ndim - 2](pad_spatial(wide, reach, -math.inf), window[0], window[1], 0, window[2])
-    return y.to(x.dtype)
+    pooled: torch.Tensor = y.to(x.dtype)
+    return pooled
 
 
 def max_pool_with_places(
@@ -139,7 +140,8 @@ def average_pool(
     counts = window_sums(pad_spatial(counted, beyond), window)
     padded = pad_spatial(x, reach)
     if all(d == 1 for d in window[2]):
-        return AVERAGE_POOL[rank](padded, window[0], window[1]) * math.prod(window[0]) / counts
+        means: torch.Tensor = AVERAGE_POOL[rank](padded, window[0], window[1])
+        return means * math.prod(window[0]) / counts
     return window_sums(padded, window) / counts
 
 

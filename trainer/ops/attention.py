@@ -1,0 +1,181 @@
+"""Attention and rotary positions: torch's kernel wherever it computes the same, spelled out otherwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from trainer.ops.gather import gather_rows
+from trainer.ops.table import Call, lower
+from trainer.ops.values import Value
+
+# -- masks
+
+
+def allowed(
+    queries: torch.Tensor, keys: torch.Tensor, first: torch.Tensor | int, *, left: int, right: int
+) -> torch.Tensor:
+    """[(batch, 1,) queries, keys]: whether key j lies in [p - left, p + right] for the query at position p.
+
+    `first` is the position of the first query, of all samples or of each; a bound of -1 is none.
+    """
+    at = torch.arange(queries.shape[-2], device=queries.device)[:, None]
+    at = at + (first if isinstance(first, int) else first.reshape(-1, 1, 1, 1))
+    key = torch.arange(keys.shape[-2], device=queries.device)
+    seen = torch.ones_like(at - key, dtype=torch.bool)
+    seen = seen & (key <= at + right) if right >= 0 else seen
+    return seen & (key >= at - left) if left >= 0 else seen
+
+
+def both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Two masks at once: of truth values (attend or not) or of numbers added to the scores."""
+    if one.dtype == other.dtype == torch.bool:
+        return one & other
+    return as_bias(one) + as_bias(other)
+
+
+def as_bias(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as numbers to add to the scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
+
+
+def fit_mask(mask: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """A mask that is shorter than the keys masks the rest."""
+    rest = keys.shape[-2] - mask.shape[-1]
+    nothing: Any = False if mask.dtype == torch.bool else -math.inf
+    mask = F.pad(mask, (0, rest), value=nothing) if rest > 0 else mask
+    return mask.unsqueeze(0) if mask.ndim == 1 else mask
+
+
+def valid_keys(keys: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """[batch, 1, 1, keys]: whether a key is among the first `lengths` of its sample."""
+    return (torch.arange(keys.shape[-2], device=keys.device) < lengths[:, None])[:, None, None]
+
+
+# -- attention
+
+
+def attend(c: Call, operands: tuple[Value, Value, Value], mask: Value, *, causal: bool, scale: float) -> Value:
+    """torch's attention over [batch, heads, sequence, width]; fewer key heads than query heads are shared."""
+    shared = c.size(operands[0], 1) != c.size(operands[1], 1)
+    extra = {"enable_gqa": True} if shared else {}
+    function = F.scaled_dot_product_attention
+    return c(function, *operands, attn_mask=mask, is_causal=causal, scale=scale, **extra)
+
+
+def spelled(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float,
+    shown: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with capped scores, and the scores: 0 raw, 1 capped, 2 masked, 3 as probabilities."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    raw = torch.matmul(query, key.transpose(-2, -1)) * scale
+    capped = softcap * torch.tanh(raw / softcap) if softcap > 0 else raw
+    masked = capped if mask is None else capped + as_bias(mask)
+    empty = None if mask is None else (as_bias(mask) == -math.inf).all(-1, keepdim=True)
+    # a query that may attend to nothing gets zeros, and no gradient
+    safe = masked if empty is None else masked.masked_fill(empty, 0.0)
+    weights = F.softmax(safe, dim=-1)
+    weights = weights if empty is None else weights.masked_fill(empty, 0.0)
+    return torch.matmul(weights, value), (raw, capped, masked, weights)[shown]
+
+
+def split_heads(c: Call, x: Value, heads: int) -> Value:
+    """[batch, sequence, heads x width] -> [batch, heads, sequence, width]."""
+    batch, sequence, width = c.sizes(x)
+    return c("transpose", c("reshape", x, [batch, sequence, heads, width // heads]), 1, 2)
+
+
+def join_heads(c: Call, x: Value) -> Value:
+    """[batch, heads, sequence, width] -> [batch, sequence, heads x width]."""
+    return c("flatten", c("transpose", x, 1, 2), 2)
+
+
+@lower("Attention", since=(23, 24, 25))
+def attention(
+    c: Call,
+    query: Value,
+    key: Value,
+    value: Value,
+    mask: Value = None,
+    past_key: Value = None,
+    past_value: Value = None,
+    lengths: Value = None,
+) -> Value:
+    heads = (c.attr("q_num_heads"), c.attr("kv_num_heads"), c.attr("kv_num_heads"))
+    flat = query.ndim == 3
+    if flat:
+        query, key, value = (split_heads(c, x, n) for x, n in zip((query, key, value), heads, strict=True))
+    if past_key is not None:
+        key, value = c(torch.cat, [past_key, key], 2), c(torch.cat, [past_value, value], 2)
+    causal, left, right = bool(c.attr("is_causal", 0)), c.attr("left_window_size", -1), c.attr("right_window_size", -1)
+    c.attr("softmax_precision")  # halves are computed in fp32 anyway
+    if mask is not None and (c.size(mask, -1) is not c.size(key, 2) or mask.ndim == 1):
+        mask = c(fit_mask, mask, key)
+    window = left >= 0 or right >= 0
+    plain = causal and mask is None and past_key is None and lengths is None and not window
+    if window or (causal and not plain):
+        first = 0 if past_key is None else c.size(past_key, 2)
+        if lengths is not None and past_key is None:
+            first = c(torch.sub, lengths, c.size(query, 2))
+        # causal is a window that ends at the query
+        seen = c(allowed, query, key, first, left=left, right=0 if causal else right)
+        mask = seen if mask is None else c(both, mask, seen)
+    if lengths is not None:
+        valid = c(valid_keys, key, lengths)
+        mask = valid if mask is None else c(both, mask, valid)
+    given = c.attr("scale")
+    scale = 1 / math.sqrt(c.size(query, 3)) if given is None else given
+    softcap, shown = c.attr("softcap", 0.0), c.attr("qk_matmul_output_mode", 0)
+    scores = None
+    if softcap > 0 or c.wants(3):
+        if plain:
+            mask = c(allowed, query, key, 0, left=-1, right=0)
+        y, scores = c(spelled, query, key, value, mask, scale=scale, softcap=softcap, shown=shown)
+    else:
+        y = attend(c, (query, key, value), mask, causal=plain, scale=scale)
+    return (join_heads(c, y) if flat else y, key, value, scores)[: max(c.num_outputs, 1)]
+
+
+# -- rotary positions
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Turn pairs of features by angles: neighbours if interleaved, else of the two halves.
+
+    x: [..., width]; cos, sin: [..., half], of which the first 2 x half features are turned and the others kept.
+    """
+    width = 2 * cos.shape[-1]
+    turned, kept = x[..., :width], x[..., width:]
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    real, imaginary = a * cos - b * sin, a * sin + b * cos
+    y = torch.stack([real, imaginary], -1).flatten(-2) if interleaved else torch.cat([real, imaginary], -1)
+    return torch.cat([y, kept], -1) if kept.shape[-1] else y
+
+
+@lower("RotaryEmbedding", since=(23,))
+def rotary_embedding(c: Call, x: Value, cos: Value, sin: Value, positions: Value = None) -> Value:
+    heads, interleaved = c.attr("num_heads", 0), bool(c.attr("interleaved", 0))
+    c.attr("rotary_embedding_dim")  # twice the width of the tables
+    if positions is not None:
+        cos, sin = c(gather_rows, cos, positions), c(gather_rows, sin, positions)
+    flat = x.ndim == 3
+    if flat:
+        batch, sequence, width = c.sizes(x)
+        x = c("reshape", x, [batch, sequence, heads, width // heads])
+    cos, sin = (c("unsqueeze", table, 2 if flat else 1) for table in (cos, sin))  # one angle for all heads
+    y = c(rotate, x, cos, sin, interleaved=interleaved)
+    return c("flatten", y, 2) if flat else y

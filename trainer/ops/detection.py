@@ -1,0 +1,137 @@
+"""Object detection: choosing boxes, and reading features inside of them; in plain torch, with gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.ops.table import Call, lower
+from trainer.ops.values import RunTime, Value
+
+
+def corners(boxes: torch.Tensor, centred: bool) -> torch.Tensor:
+    """[..., (y1, x1, y2, x2)], lesser corner first; from (x, y, width, height) of the centre if `centred`."""
+    if centred:
+        middle, half = boxes[..., :2].flip(-1), boxes[..., 2:].flip(-1) / 2
+        return torch.cat([middle - half, middle + half], -1)
+    a, b = boxes[..., :2], boxes[..., 2:]
+    return torch.cat([torch.minimum(a, b), torch.maximum(a, b)], -1)
+
+
+def overlap(box: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Intersection over union of one box with many; 0 where there is no area."""
+    sides = (torch.minimum(box[2:], others[:, 2:]) - torch.maximum(box[:2], others[:, :2])).clamp_min(0)
+    common = sides.prod(-1)
+    union = (box[2:] - box[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(-1) - common
+    return torch.where(common > 0, common / union, 0.0)
+
+
+def non_max_suppression(
+    boxes: torch.Tensor, scores: torch.Tensor, count: int, *, iou: float, least: float | None, centred: bool
+) -> torch.Tensor:
+    """[chosen, (batch, class, box)]: of each class the best boxes, none overlapping a better one by more than `iou`.
+
+    boxes: [batch, boxes, 4]; scores: [batch, classes, boxes]. A score must exceed `least`.
+    """
+    found: list[list[int]] = []
+    boxes = corners(boxes.detach(), centred)
+    for sample, by_class in enumerate(scores.detach()):
+        for label, score in enumerate(by_class):
+            order = torch.sort(score, descending=True, stable=True).indices
+            left = order if least is None else order[score[order] > least]
+            taken = 0
+            while len(left) and taken < count:
+                best, left = left[0], left[1:]
+                found.append([sample, label, int(best)])
+                taken += 1
+                left = left[overlap(boxes[sample, best], boxes[sample, left]) <= iou]
+    return torch.tensor(found, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
+
+
+@lower("NonMaxSuppression", since=(10, 11))
+def non_max_suppression_(
+    c: Call, boxes: Value, scores: Value, count: Value = None, iou: Value = None, least: Value = None
+) -> Value:
+    if not isinstance(boxes, torch.Tensor) or not isinstance(scores, torch.Tensor):
+        raise RunTime("how many boxes are chosen is known only at run time")
+    most = 0 if count is None else int(c.number(count))
+    limits = {
+        "iou": 0.0 if iou is None else float(c.number(iou)),
+        "least": None if least is None else float(c.number(least)),
+    }
+    return c(non_max_suppression, boxes, scores, most, centred=bool(c.attr("center_point_box", 0)), **limits)
+
+
+def bilinear_taps(at: torch.Tensor, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(index, weight) of the two elements around a coordinate; beyond the border by at most 1 it is the border's."""
+    inside = (at >= -1) & (at <= length)
+    at = at.clamp(0, length - 1)
+    low = torch.floor(at).clamp(max=max(length - 2, 0))
+    share = at - low
+    high = (low + 1).clamp(max=length - 1)
+    return [
+        (low.to(torch.int64), torch.where(inside, 1 - share, 0.0)),
+        (high.to(torch.int64), torch.where(inside, share, 0.0)),
+    ]
+
+
+def roi_align(
+    x: torch.Tensor,
+    rois: torch.Tensor,
+    samples: torch.Tensor,
+    size: tuple[int, int],
+    *,
+    ratio: int,
+    scale: float,
+    half_pixel: bool,
+    greatest: bool,
+) -> torch.Tensor:
+    """[regions, channels, *size]: the mean (or greatest) of points read bilinearly in each cell of each region.
+
+    x: [batch, channels, height, width]; rois: [regions, (x1, y1, x2, y2)]; samples: which of the batch each is of.
+    `ratio`: points along a side of a cell; 0: as many as a cell has pixels, which differs between regions.
+    """
+    places = rois * scale - (0.5 if half_pixel else 0.0)
+    pools = []
+    for axis, cells in ((1, size[0]), (0, size[1])):  # rows, then columns
+        begin, extent = places[:, axis], places[:, axis + 2] - places[:, axis]
+        extent = extent if half_pixel else extent.clamp_min(1.0)
+        step = extent / cells
+        points = torch.full_like(step, ratio) if ratio > 0 else torch.ceil(step).clamp_min(0)
+        most = ratio if ratio > 0 else max(int(points.max()) if len(points) else 0, 1)
+        k = torch.arange(most, device=x.device)
+        inner = (k + 0.5) * (step / points.clamp_min(1))[:, None]  # [regions, most]
+        cell = torch.arange(cells, device=x.device) * step[:, None]
+        at = begin[:, None, None] + cell[:, :, None] + inner[:, None]  # [regions, cells, most]
+        pools.append((bilinear_taps(at, x.shape[2 if axis else 3]), k < points[:, None], points))
+    (down, in_rows, rows), (across, in_columns, columns) = pools
+    used = (in_rows[:, None, :, None, None] & in_columns[:, None, None, None, :]).unsqueeze(1)
+    terms = []  # each [regions, channels, rows, points down, columns, points across]
+    for i, wi in down:
+        for j, wj in across:
+            value = x[samples[:, None, None, None, None], :, i[:, :, :, None, None], j[:, None, None]]
+            terms.append(value.movedim(-1, 1) * (wi[:, :, :, None, None] * wj[:, None, None]).unsqueeze(1))
+    if greatest:  # ONNX takes the greatest weighted neighbour, not the greatest interpolated point
+        best = torch.stack(terms).amax(0).masked_fill(~used, -torch.inf).amax((3, 5))
+        return torch.where(used.any(5).any(3), best, 0.0)
+    total = (terms[0] + terms[1] + terms[2] + terms[3]).masked_fill(~used, 0.0).sum((3, 5))
+    return total / (rows * columns).clamp_min(1)[:, None, None, None]
+
+
+@lower("RoiAlign", since=(10, 16, 22))
+def roi_align_(c: Call, x: Value, rois: Value, samples: Value) -> Value:
+    c.require("mode", "avg", "max")
+    ratio = c.attr("sampling_ratio", 0)
+    if ratio <= 0 and not isinstance(rois, torch.Tensor):
+        raise RunTime("how many points are read depends on the regions")
+    half_pixel = c.version > 10 and c.attr("coordinate_transformation_mode", "half_pixel") == "half_pixel"
+    return c(
+        roi_align,
+        x,
+        rois,
+        samples,
+        (c.attr("output_height", 1), c.attr("output_width", 1)),
+        ratio=ratio,
+        scale=c.attr("spatial_scale", 1.0),
+        half_pixel=half_pixel,
+        greatest=c.attr("mode", "avg") == "max",
+    )

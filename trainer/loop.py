@@ -19,6 +19,7 @@ import torch
 from torch.nn import Parameter
 
 from trainer import graph
+from trainer.accelerate import accelerate
 from trainer.checkpoint import TrainState, load, newest_whole, save
 from trainer.config import RunConfig
 from trainer.data import Batches, evaluation_batches
@@ -75,7 +76,11 @@ def train(
     }
     loss_of = Loss(config.model, module.output_names)
     pipeline = Pipeline(
-        module, loss_of, autocast=partial(autocast, config.precision, mpi.device), device=mpi.device, group=replicas
+        accelerate(module, config.graph, mpi.device),
+        loss_of,
+        autocast=partial(autocast, config.precision, mpi.device),
+        device=mpi.device,
+        group=replicas,
     )
 
     # -- 3. What changes the weights

@@ -1,0 +1,192 @@
+"""Dropout where exporters strip it: on embeddings, on residual branches and on the weights of attention.
+
+In evaluation the graph computes the same bits, and no node of it is written to a file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from trainer.ops.fuse_attention import Attention
+from trainer.ops.gather import gather_rows
+from trainer.ops.norm import Dropout
+from trainer.ops.rewriting import calls
+
+VIEWS = ("reshape", "view", "permute", "transpose", "flatten")
+
+
+def add_dropout(module: fx.GraphModule, ratio: float) -> list[str]:
+    """Put dropout into a graph, in place; says where, one place each. What has a Dropout already keeps that one.
+
+    On what an embedding gives (positions added and normalised first, where the graph does so), on each linear layer
+    whose result is added to what it was computed from, and on the weights of fused attention.
+    """
+    if ratio == 0:
+        return []
+    places = [*_embeddings(module, ratio), *_branches(module, ratio), *_attentions(module, ratio)]
+    module.graph.lint()
+    module.recompile()
+    return places
+
+
+def _embeddings(module: fx.GraphModule, ratio: float) -> list[str]:
+    found: dict[fx.Node, list[str]] = {}
+    nodes: list[Any] = list(module.graph.nodes)
+    for node in nodes:
+        if calls(node, gather_rows) and _is_weight(module, node.args[0]) and _reads_input(node.args[1]):
+            found.setdefault(_with_positions(module, node), []).append(str(node.args[0].target))
+        elif _adds_positions(module, node) and not found:
+            found[node] = [str(arg.target) for arg in node.args if _is_weight(module, arg)]
+    return [
+        f"the embedding of {', '.join(dict.fromkeys(names))}"
+        for node, names in found.items()
+        if _drop(module, node, ratio)
+    ]
+
+
+def _with_positions(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """The sum that an embedding goes into, normalised if it is at once."""
+    while len(node.users) == 1 and calls(user := next(iter(node.users)), torch.add) and not _is_residual(user):
+        node = user
+    users = list(node.users)
+    return users[0] if len(users) == 1 and calls(users[0], F.layer_norm, F.rms_norm) else node
+
+
+def _adds_positions(module: fx.GraphModule, node: Any) -> bool:
+    """Whether a learned table with a row for each position is added: patches of an image."""
+    if not calls(node, torch.add) or node.meta.get("rank") != 3:
+        return False
+    tables = [module.get_parameter(str(arg.target)) for arg in node.args if _is_weight(module, arg)]
+    return any(table.ndim >= 2 and table.shape[-2] > 1 for table in tables)
+
+
+def _branches(module: fx.GraphModule, ratio: float) -> list[str]:
+    places = []
+    for node in list(module.graph.nodes):
+        if not calls(node, torch.add):
+            continue
+        for residual, branch in (node.args, node.args[::-1]):
+            layer = _layer(branch)
+            if layer is None or not _depends(branch, residual):
+                continue
+            if _drop(module, branch, ratio):
+                places.append(f"the residual branch of {_weight_name(module, layer)}")
+            break
+    return places
+
+
+def _layer(branch: Any) -> fx.Node | None:
+    """The linear layer a value is the result of, in another shape perhaps."""
+    while calls(branch, *VIEWS):
+        branch = branch.args[0]
+    return branch if isinstance(branch, fx.Node) and calls(branch, F.linear, torch.matmul, torch.addmm) else None
+
+
+def _weight_name(module: fx.GraphModule, layer: Any) -> str:
+    """The name of a layer's matrix; of the layer itself if that is computed."""
+    for operand in layer.all_input_nodes:
+        source = operand.all_input_nodes[0] if operand.target in ("t", torch.t) else operand
+        if _is_weight(module, source) and source.meta.get("rank", 2) > 1:
+            return str(source.target)
+    return str(layer.name)
+
+
+def _is_residual(node: Any) -> bool:
+    first, second = node.args[:2]
+    return _depends(first, second) or _depends(second, first)
+
+
+def _depends(value: object, source: object) -> bool:
+    """Whether a value is computed from another one."""
+    if not isinstance(value, fx.Node) or not isinstance(source, fx.Node) or source.op == "get_attr":
+        return False
+    seen, waiting = set(), [value]
+    while waiting:
+        node = waiting.pop()
+        if node is source:
+            return value is not source
+        if node not in seen and node > source:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return False
+
+
+def _attentions(module: fx.GraphModule, ratio: float) -> list[str]:
+    places = []
+    for node in list(module.graph.nodes):
+        if calls(node, F.scaled_dot_product_attention) and not node.kwargs.get("dropout_p"):
+            node = _as_module(module, node)
+        if node.op != "call_module":
+            continue
+        attention = module.get_submodule(str(node.target))
+        if isinstance(attention, Attention) and attention.dropout == 0:
+            attention.dropout = ratio
+            places.append(f"the weights of {node.target}")
+    return places
+
+
+def _as_module(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """The same attention as a module, which follows train() and eval(); the node itself if it has other operands."""
+    known = {"attn_mask", "is_causal", "scale", "enable_gqa"}
+    if len(node.args) != 3 or not set(node.kwargs) <= known or node.kwargs.get("scale") is None:
+        return node
+    attention = Attention(
+        scale=node.kwargs["scale"],  # type: ignore[arg-type]
+        causal=bool(node.kwargs.get("is_causal")),
+        dropout=0.0,
+        grouped=bool(node.kwargs.get("enable_gqa")),
+    )
+    mask = node.kwargs.get("attn_mask")
+    with module.graph.inserting_before(node):
+        new = module.graph.call_module(_attach(module, "attention", attention), (*node.args, *([mask] if mask else [])))
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    module.graph.erase_node(node)
+    return new
+
+
+def _drop(module: fx.GraphModule, node: fx.Node, ratio: float) -> bool:
+    """Put dropout behind a node; false if there is one."""
+    if any(
+        user.op == "call_module" and isinstance(module.get_submodule(str(user.target)), Dropout) for user in node.users
+    ):
+        return False
+    name = _attach(module, "dropout", Dropout(ratio).train(module.training))
+    with module.graph.inserting_after(node):
+        dropped = module.graph.call_module(name, (node,))
+    dropped.meta.update(node.meta)
+    node.replace_all_uses_with(dropped, delete_user_cb=lambda user: user is not dropped)
+    return True
+
+
+def _attach(module: fx.GraphModule, name: str, child: nn.Module) -> str:
+    number = 0
+    while hasattr(module, f"{name}_{number}"):
+        number += 1
+    module.add_module(f"{name}_{number}", child)
+    return f"{name}_{number}"
+
+
+def _is_weight(module: fx.GraphModule, value: object) -> bool:
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return False
+    owner, _, leaf = str(value.target).rpartition(".")
+    return isinstance(getattr(module.get_submodule(owner), leaf), nn.Parameter)
+
+
+def _reads_input(value: object) -> bool:
+    """Whether a value is computed from an input's elements, not from its size alone."""
+    seen, waiting = set(), [value]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, fx.Node) or node in seen or calls(node, "size"):
+            continue
+        if node.op == "placeholder":
+            return True
+        seen.add(node)
+        waiting += node.all_input_nodes
+    return False

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trainer.config import ModelConfig
 from trainer.errors import ConfigError
-from trainer.structure import Index, dims_of, inferred, near, reads
+from trainer.structure import Index, dims_of, infer, near, reads
 
 # fmt: off
 UNCHANGED = frozenset((
@@ -130,10 +130,10 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
     head.replace_weight(layer)
     if problems := head.follow(layer):
         return problems
-    stale = [value for value in graph.value_info if value.name in head.descended]
+    stale = [value for value in graph.value_info if value.name in head.descended | head.changed]
     for value in stale:
         graph.value_info.remove(value)
-    return _declare(model, head, config)
+    return _declare(model, head, layer, config)
 
 
 @dataclass
@@ -147,6 +147,8 @@ class _Head:
     bound: float = 0.0
     descended: set[str] = field(default_factory=set)
     """What is computed from the head."""
+    changed: set[str] = field(default_factory=set)
+    """What is stored or computed for it: its weight, how that is turned, its bias, shapes."""
 
     def replace_weight(self, layer: _Layer) -> None:
         """A tied one goes straight into the layer, past the Transpose or Cast that it is read through."""
@@ -156,10 +158,15 @@ class _Head:
         self.bound = 1 / math.sqrt(math.prod(dims) / self.new)
         if layer.own:
             self._replace(layer.weight, dims, stored.data_type)
+            name = layer.node.input[1]
+            while name not in self.index.stored:
+                self.changed.add(name)
+                name = self.index.makers[name].input[0]
         else:
             layer.node.input[1] = self._add(layer.weight, dims[::-1] if layer.turned else dims, layer.data_type)
 
     def _replace(self, name: str, dims: Sequence[int], data_type: int) -> None:
+        self.changed.add(name)
         self.index.stored[name].CopyFrom(_uniform(name, dims, data_type, bound=self.bound, seed=self.seed))
 
     def _add(self, name: str, dims: Sequence[int], data_type: int) -> str:
@@ -243,7 +250,7 @@ def _uniform(name: str, dims: Sequence[int], data_type: int, *, bound: float, se
     return numpy_helper.from_array(values, name)
 
 
-def _declare(model: onnx.ModelProto, head: _Head, config: ModelConfig) -> list[str]:
+def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelConfig) -> list[str]:
     """Correct the shapes that the graph's outputs declare; that of the trained one must have followed."""
     output = config.output or model.graph.output[0].name
     declared = [value for value in model.graph.output if value.name in head.descended]
@@ -251,7 +258,13 @@ def _declare(model: onnx.ModelProto, head: _Head, config: ModelConfig) -> list[s
     for value in declared:
         for place in places[value.name]:
             value.type.tensor_type.shape.dim[place].ClearField("dim_value")
-    after = inferred(model)
+    try:
+        after = infer(model)
+    except onnx.shape_inference.InferenceError as error:
+        return [
+            f"model.num_classes: what follows {layer.weight!r} does not go with {head.new} outputs: {error}; name "
+            "another layer as model.head"
+        ]
     for value in declared:
         found = dims_of(after.get(value.name)) or []
         follows = [place for place in places[value.name] if place < len(found) and found[place] == head.new]

@@ -70,7 +70,19 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def inferred(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
-    """Type and shape of every tensor of which the file says them or onnx infers them. Weights are not copied."""
+    """Type and shape of every tensor of which the file says them or onnx infers them. Weights are not copied.
+
+    Of a graph that contradicts itself, only what the file says.
+    """
+    try:
+        return infer(model)
+    except onnx.shape_inference.InferenceError:
+        graph = model.graph
+        return {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
+
+
+def infer(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
+    """As `inferred`. Raises InferenceError for a graph that contradicts itself."""
     light = onnx.ModelProto(ir_version=max(model.ir_version, 4))
     light.opset_import.extend(model.opset_import)
     light.functions.extend(model.functions)

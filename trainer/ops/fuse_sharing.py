@@ -49,7 +49,8 @@ def _key(r: Rewriter, node: Any) -> Any:
         tensor = r.constant(node)
         if tensor is None or tensor.numel() > 4096:
             return ("get_attr", node.target)
-        return ("constant", tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)  # an expanded constant has stride 0
+        return ("constant", tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes())
     if not _is_pure(r, node):
         return None
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))

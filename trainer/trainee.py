@@ -19,6 +19,7 @@ from trainer.config import ModelConfig, RunConfig
 from trainer.errors import ConfigError
 from trainer.lora import Adapter, add_adapters, merged
 from trainer.ops.foreign import load_converters
+from trainer.ops.regularise import add_dropout
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +79,6 @@ def open_trainee(config: RunConfig) -> Trainee:
 def _regularise(module: graph.ImportedGraph, ratio: float) -> tuple[str, ...]:
     if not ratio:
         return ()
-    from trainer.ops.regularise import add_dropout
-
     places = tuple(add_dropout(module, ratio))
     if not places:
         raise ConfigError(

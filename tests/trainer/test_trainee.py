@@ -71,7 +71,6 @@ def test_the_trained_part_goes_back_into_the_whole_and_is_judged_as_it_was_train
 
 
 def test_dropout_is_put_where_it_is_said_and_the_file_never_has_it(tmp_path: Path) -> None:
-    pytest.importorskip("trainer.ops.regularise")
     onnx.save(graphs.tiny_transformer(), tmp_path / "m.onnx")
     config = configuration(tmp_path / "m.onnx", graph={"dropout": 0.5}, lora={"weights": ["*.c_fc.weight"]})
     trainee = open_trainee(config)

@@ -379,8 +379,8 @@ def _role(name: str, tensor: torch.Tensor, analysis: _Analysis, read: set[str]) 
 def _given_away(name: str, tensor: torch.Tensor, analysis: _Analysis) -> str:
     """Why a tensor that meets data is none of the weights all the same; "" if it is one."""
     operator, weighted = analysis.met[name], name in analysis.weighted
-    if tensor.numel() == 1 and not weighted:
-        return "a single number"
+    if tensor.numel() == 1 and (not weighted or (tensor.ndim == 0 and is_made_up(name))):
+        return "a single number"  # also the 0 of a mask, made in the graph, that is added to a product
     if is_mask(tensor):
         return "a mask"
     if name in analysis.states and not tensor.any():

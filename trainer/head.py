@@ -163,7 +163,12 @@ class _Head:
                 self.changed.add(name)
                 name = self.index.makers[name].input[0]
         else:
+            name = layer.node.input[1]
             layer.node.input[1] = self._add(layer.weight, dims[::-1] if layer.turned else dims, layer.data_type)
+            while name not in self.index.stored and len(self.index.readers[name]) == 1:  # by the layer, until now
+                self.changed.add(name)
+                self.index.graph.node.remove(unread := self.index.makers[name])
+                name = unread.input[0]
 
     def _replace(self, name: str, dims: Sequence[int], data_type: int) -> None:
         self.changed.add(name)

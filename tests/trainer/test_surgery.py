@@ -131,6 +131,7 @@ def test_a_tied_head_gets_a_weight_of_its_own_and_the_embedding_stays() -> None:
     assert {name: now[name].shape for name in now.keys() - was.keys()} == {"transformer.wte.weight.head": (32, 3)}
     (result,) = run(after, graphs.feed(before, 2))
     assert result.shape == (2, 7, 3)
+    assert len(after.graph.node) == len(before.graph.node) - 1, "the Transpose that only the old head read is left"
 
 
 def test_a_head_keeps_the_type_it_was_stored_in() -> None:

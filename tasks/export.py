@@ -118,7 +118,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             inputs=tuple(map(_port, signature.inputs)),
             outputs=tuple(map(_port, signature.outputs)),
             step=exported.step,
-            example=dict(example),
+            example=dict(example) if set(example) == {info.name for info in signature.inputs} else {},  # a part's
             metrics={**exported.after, "parity": exported.parity},
             tags=tags,
         )

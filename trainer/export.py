@@ -81,7 +81,7 @@ def export(run: RunDir, checkpoint: Checkpoint, *, evaluator: Evaluator, folder:
     source = _unchanged(config.model.path, read_record(run.identity, RunIdentity))
     trainee = open_trainee(config)
     original = trainee.model
-    removed = strip_training(original, keep=(*config.model.start, config.model.output))
+    removed = strip_training(original, keep=tuple(filter(None, (*config.model.start, config.model.output))))
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
     with _stage(folder) as stage:
         before = Judge(_beside_its_weights(original, source, stage / "before", config.model), evaluator).evaluate()

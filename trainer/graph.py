@@ -29,6 +29,7 @@ from torch import fx, nn
 
 import trainer.ops  # noqa: F401  files the operator table
 from trainer.errors import CheckpointError, ConfigError, UnsupportedModel
+from trainer.ops.contrib import OWN_NORMS, check_optimised
 from trainer.ops.external import all_tensors, external_problems, is_external, place, with_small_tensors, write_back
 from trainer.ops.fuse import fuse as fuse_graph
 from trainer.ops.importer import Importer, import_graph
@@ -71,8 +72,7 @@ def load_model(path: Path) -> onnx.ModelProto:
     """
     try:
         path.open("rb").close()
-        onnx.checker.check_model(str(path))
-        model = onnx.load(str(path), load_external_data=False)
+        model = _checked(path)
     except OSError as error:
         raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
     except onnx.checker.ValidationError as error:
@@ -80,6 +80,18 @@ def load_model(path: Path) -> onnx.ModelProto:
     if problems := external_problems(model, path.parent):
         raise UnsupportedModel(problems)
     return model
+
+
+def _checked(path: Path) -> onnx.ModelProto:
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        if not any(f"No Op registered for {name}" in str(error) for name in OWN_NORMS):
+            raise
+        model = onnx.load(str(path), load_external_data=False)
+        check_optimised(model)
+        return model
+    return onnx.load(str(path), load_external_data=False)
 
 
 def to_module(

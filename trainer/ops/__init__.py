@@ -3,6 +3,7 @@
 from trainer.ops import (
     attention,
     cast,
+    contrib,
     control,
     conv,
     detection,
@@ -28,6 +29,7 @@ from trainer.ops import (
 __all__ = [
     "attention",
     "cast",
+    "contrib",
     "control",
     "conv",
     "detection",

@@ -1,0 +1,421 @@
+"""The operators onnxruntime's own optimisers write: fused layers of the domain com.microsoft."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import onnx
+import torch
+import torch.nn.functional as F
+
+from trainer.ops.attention import allowed, attend, both, join_heads, rotate, spelled, split_heads
+from trainer.ops.conv import conv
+from trainer.ops.gather import gather_rows
+from trainer.ops.matmul import gemm
+from trainer.ops.norm import layer_normalization
+from trainer.ops.shape import trilu
+from trainer.ops.table import Call, lower
+from trainer.ops.values import RunTime, Unsupported, Value
+
+BEFORE_17 = tuple(range(7, 17))
+
+OWN_NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
+"""Operators onnxruntime files among ONNX's, where ONNX has them later or not at all."""
+
+
+def check_optimised(model: onnx.ModelProto) -> None:
+    """The check of ONNX for what onnxruntime's optimiser wrote: its norms are taken for what they are.
+
+    `model`: without its external data, which is not looked at. Raises onnx.checker.ValidationError.
+    """
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for node in copy.graph.node:
+        if node.op_type in OWN_NORMS and node.domain in ("", "ai.onnx"):
+            node.domain = "com.microsoft"
+    for tensor in copy.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            tensor.CopyFrom(onnx.TensorProto(name=tensor.name, dims=[0], data_type=tensor.data_type))
+    if all(entry.domain != "com.microsoft" for entry in copy.opset_import):
+        copy.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    onnx.checker.check_model(copy)
+
+
+def _microsoft(*names: str) -> Any:
+    return lower(*(f"com.microsoft.{name}" for name in names), since=(1,))
+
+
+_microsoft("Trilu")(trilu)
+# onnxruntime files its fused norms among ONNX's operators, whatever the opset of the file
+lower("LayerNormalization", since=BEFORE_17)(layer_normalization)
+
+
+# -- activations
+
+
+@_microsoft("Gelu")
+def gelu(c: Call, x: Value) -> Value:
+    return c(F.gelu, x)
+
+
+@_microsoft("BiasGelu")
+def bias_gelu(c: Call, x: Value, bias: Value) -> Value:
+    return c(F.gelu, c(torch.add, x, bias))
+
+
+@_microsoft("FastGelu")
+def fast_gelu(c: Call, x: Value, bias: Value = None) -> Value:
+    return c(F.gelu, x if bias is None else c(torch.add, x, bias), approximate="tanh")
+
+
+def quick_gelu(x: torch.Tensor, alpha: float) -> torch.Tensor:
+    """x sigmoid(alpha x)"""
+    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
+
+
+@_microsoft("QuickGelu")
+def quick_gelu_(c: Call, x: Value) -> Value:
+    return c(quick_gelu, x, c.attr("alpha", 1.702))
+
+
+@_microsoft("BiasSplitGelu")
+def bias_split_gelu(c: Call, x: Value, bias: Value) -> Value:
+    left, right = c(torch.chunk, c(torch.add, x, bias), 2, -1)
+    return c(torch.mul, left, c(F.gelu, right))
+
+
+@_microsoft("BiasAdd")
+def bias_add(c: Call, x: Value, bias: Value, skip: Value) -> Value:
+    return c(torch.add, c(torch.add, x, bias), skip)
+
+
+def activate(c: Call, x: Value, name: str, numbers: Sequence[float]) -> Value:
+    """The activation at the end of a fused product or convolution; `numbers`: its alpha and beta (or bounds)."""
+    plain = {"Relu": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid, "Softplus": F.softplus}
+    if not name:
+        return x
+    if name in plain:
+        return c(plain[name], x)
+    first, second = [*numbers, 0.0, 0.0][:2]
+    if name == "LeakyRelu":
+        return c(F.leaky_relu, x, first)
+    if name == "Clip":
+        return c(torch.clamp, x, first, second)
+    if name == "HardSigmoid":
+        return c(torch.clamp, c(torch.add, c(torch.mul, x, first), second), 0.0, 1.0)
+    raise Unsupported(f"activation {name!r}")
+
+
+# -- products and convolutions
+
+
+def fused_matmul(a: torch.Tensor, b: torch.Tensor, alpha: float, transposed: Sequence[bool]) -> torch.Tensor:
+    """alpha a b. `transposed`: the last two dimensions of a, of b; the batch and row dimensions of a, of b."""
+    turn_a, turn_b, batch_a, batch_b = transposed
+    a, b = (x.movedim(0, -2) if batch else x for x, batch in ((a, batch_a), (b, batch_b)))
+    a = a.transpose(-2, -1) if turn_a and a.ndim > 1 else a
+    b = b.transpose(-2, -1) if turn_b and b.ndim > 1 else b
+    product = torch.matmul(a, b)
+    return product if alpha == 1.0 else product * alpha
+
+
+@_microsoft("FusedMatMul", "TransposeMatMul")
+def fused_matmul_(c: Call, a: Value, b: Value) -> Value:
+    turns = [bool(c.attr(name, 0)) for name in ("transA", "transB", "transBatchA", "transBatchB")]
+    return c(fused_matmul, a, b, c.attr("alpha", 1.0), turns)
+
+
+@_microsoft("FusedGemm")
+def fused_gemm(c: Call, a: Value, b: Value, bias: Value = None) -> Value:
+    name, first, second = c.attr("activation", ""), c.attr("activation_alpha"), c.attr("activation_beta")
+    c.attr("activation_gamma")
+    defaults = {"LeakyRelu": (0.01, 0.0), "HardSigmoid": (0.2, 0.5)}.get(name, (0.0, 0.0))
+    numbers = [d if given is None else given for given, d in zip((first, second), defaults, strict=True)]
+    return activate(c, gemm(c, a, b, bias), name, numbers)
+
+
+@_microsoft("FusedConv")
+def fused_conv(c: Call, x: Value, weight: Value, bias: Value = None, added: Value = None) -> Value:
+    y = conv(c, x, weight, bias)
+    y = y if added is None else c(torch.add, y, added)
+    return activate(c, y, c.attr("activation", ""), c.attr("activation_params", []))
+
+
+@lower(
+    *(f"com.microsoft.nchwc.{name}" for name in ("Conv", "ReorderInput", "ReorderOutput", "MaxPool", "AveragePool")),
+    *(f"com.microsoft.nchwc.{name}" for name in ("GlobalMaxPool", "GlobalAveragePool", "Upsample")),
+    since=(1,),
+)
+def blocked(c: Call, *operands: Value) -> Value:
+    raise Unsupported(
+        "its weights are stored in blocks for one kind of processor; "
+        "optimise the model with ORT_ENABLE_EXTENDED rather than ORT_ENABLE_ALL"
+    )
+
+
+# -- norms
+
+
+@lower("SimplifiedLayerNormalization", since=(1, *BEFORE_17, *range(17, 29)))
+def simplified_layer_normalization(c: Call, x: Value, scale: Value) -> Value:
+    """RMSNormalization, before ONNX had it."""
+    c.require("stash_type", 1)
+    axis, epsilon = c.axis(x, c.attr("axis", -1)), c.attr("epsilon", 1e-5)
+    y = c(F.rms_norm, x, c.sizes(x)[axis:], scale, epsilon)
+    return (y, c(inverse_root, x, axis, epsilon)) if c.wants(1) else y
+
+
+def inverse_root(x: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
+    """1 / the root of the mean square over the dimensions from `axis` on."""
+    return torch.rsqrt(x.square().mean(list(range(axis, x.ndim)), keepdim=True) + epsilon)
+
+
+def _skipped(c: Call, x: Value, skip: Value, bias: Value) -> Value:
+    if c.wants(1) or c.wants(2):
+        raise Unsupported("its outputs mean and inv_std_var are used")
+    total = c(torch.add, x, skip)
+    return total if bias is None else c(torch.add, total, bias)
+
+
+@_microsoft("SkipLayerNormalization")
+def skip_layer_norm(c: Call, x: Value, skip: Value, scale: Value, shift: Value = None, bias: Value = None) -> Value:
+    total = _skipped(c, x, skip, bias)
+    y = c(F.layer_norm, total, [c.size(x, -1)], scale, shift, c.attr("epsilon", 1e-5))
+    return y, None, None, total
+
+
+@_microsoft("SkipSimplifiedLayerNormalization")
+def skip_rms_norm(c: Call, x: Value, skip: Value, scale: Value, bias: Value = None) -> Value:
+    total = _skipped(c, x, skip, bias)
+    return c(F.rms_norm, total, [c.size(x, -1)], scale, c.attr("epsilon", 1e-5)), None, None, total
+
+
+def positions_of(ids: torch.Tensor) -> torch.Tensor:
+    """[sequence]: the position of each token."""
+    return torch.arange(ids.shape[1], device=ids.device)
+
+
+@_microsoft("EmbedLayerNormalization")
+def embed_layer_norm(
+    c: Call,
+    ids: Value,
+    segments: Value,
+    words: Value,
+    places: Value,
+    segment_table: Value = None,
+    scale: Value = None,
+    shift: Value = None,
+    mask: Value = None,
+    positions: Value = None,
+) -> Value:
+    """Embeddings of words, positions and segments, summed and normalised."""
+    counts = None
+    c.attr("mask_index_type")
+    if c.wants(1):
+        counts = c(torch.sum, ids if mask is None else mask, 1, dtype=torch.int32)
+        counts = c(torch.zeros_like, counts) if mask is None else counts
+    total = c(
+        torch.add,
+        c(gather_rows, words, ids),
+        c(gather_rows, places, c(positions_of, ids) if positions is None else positions),
+    )
+    if segment_table is not None and segments is not None:
+        total = c(torch.add, total, c(gather_rows, segment_table, segments))
+    y = c(F.layer_norm, total, [c.size(words, 1)], scale, shift, c.attr("epsilon", 1e-12))
+    return y, counts, total
+
+
+# -- attention
+
+
+def padding_bias(mask: torch.Tensor, keys: torch.Tensor, filler: float) -> torch.Tensor:
+    """What is added to the scores, [batch, 1, 1 or queries, keys], where `mask` [batch, (queries,) keys] is 0."""
+    bias = torch.zeros_like(mask, dtype=keys.dtype).masked_fill(mask == 0, filler)
+    return bias[:, None, None] if bias.ndim == 2 else bias[:, None] if bias.ndim == 3 else bias
+
+
+def length_bias(lengths: torch.Tensor, keys: torch.Tensor, filler: float) -> torch.Tensor:
+    """The same from the number of keys of each sample, or (twice as long) from their ends, then their begins."""
+    at = torch.arange(keys.shape[2], device=keys.device)
+    batch = keys.shape[0]
+    seen = at < lengths[:batch, None]
+    if len(lengths) == 2 * batch:
+        seen = seen & (at >= lengths[batch:, None])
+    return padding_bias(seen.to(torch.int32), keys, filler)
+
+
+def _attended(c: Call, q: Value, k: Value, v: Value, *, masks: Sequence[Value], past: Value) -> Value:
+    """Attention with masks that are added up; causal if the node is unidirectional."""
+    causal, given = bool(c.attr("unidirectional", 0)), c.attr("scale", 0.0)
+    scale = given or 1 / math.sqrt(c.size(q, 3))
+    masks = [mask for mask in masks if mask is not None]
+    if causal and (masks or past is not None):
+        masks.append(c(allowed, q, k, 0 if past is None else c.size(past, -2), left=-1, right=0))
+        causal = False
+    mask = functools.reduce(lambda a, b: c(both, a, b), masks) if masks else None
+    return join_heads(c, attend(c, (q, k, v), mask, causal=causal, scale=scale))
+
+
+@_microsoft("Attention")
+def packed_attention(
+    c: Call,
+    x: Value,
+    weight: Value,
+    bias: Value = None,
+    mask: Value = None,
+    past: Value = None,
+    added: Value = None,
+    past_length: Value = None,
+) -> Value:
+    """Self-attention with its projections: one matrix [width, queries | keys | values]."""
+    c.require("do_rotary", 0)
+    c.require("past_present_share_buffer", 0)
+    c.attr("rotary_embedding_dim")
+    heads, filler = c.attr("num_heads"), c.attr("mask_filter_value", -10000.0)
+    third = c.size(weight, 1) // 3
+    widths = c.attr("qkv_hidden_sizes") or [third] * 3
+    projected = c(torch.matmul, x, weight)
+    projected = projected if bias is None else c(torch.add, projected, bias)
+    q, k, v = (split_heads(c, part, heads) for part in c(torch.split, projected, list(widths), -1))
+    if past is not None:  # [2, batch, heads, sequence, width]
+        k, v = c(torch.cat, [c(torch.select, past, 0, 0), k], 2), c(torch.cat, [c(torch.select, past, 0, 1), v], 2)
+    masked = None
+    if mask is not None:
+        masked = c(length_bias if mask.ndim == 1 else padding_bias, mask, k, filler)
+    y = _attended(c, q, k, v, masks=[masked, added], past=past)
+    return (y, c(torch.stack, [k, v])) if c.wants(1) else y
+
+
+@_microsoft("MultiHeadAttention")
+def multi_head_attention(
+    c: Call,
+    query: Value,
+    key: Value = None,
+    value: Value = None,
+    bias: Value = None,
+    mask: Value = None,
+    added: Value = None,
+    past_key: Value = None,
+    past_value: Value = None,
+    past_length: Value = None,
+    indirection: Value = None,
+) -> Value:
+    """Attention after its projections; keys and values [batch, sequence, width], packed, or split into heads."""
+    heads, filler = c.attr("num_heads"), c.attr("mask_filter_value", -10000.0)
+    if past_length is not None or indirection is not None or c.wants(3):
+        raise Unsupported("it shares its cache with the next step, or gives its scores")
+    if query.ndim == 5:  # [batch, sequence, heads, 3, width]
+        query, key, value = (c("flatten", part, 2) for part in c(torch.unbind, query, 3))
+    elif key.ndim == 5:
+        key, value = (c("flatten", part, 2) for part in c(torch.unbind, key, 3))
+    if bias is not None:
+        widths = [c.size(query, 2), c.size(query, 2) if key.ndim == 4 else c.size(key, 2)]
+        parts = c(torch.split, bias, [*widths, c.size(bias, 0) - sum(widths)], 0)
+        query = c(torch.add, query, parts[0])
+        if key.ndim == 3:
+            key, value = c(torch.add, key, parts[1]), c(torch.add, value, parts[2])
+    q, k, v = (x if x.ndim == 4 else split_heads(c, x, heads) for x in (query, key, value))
+    if past_key is not None:
+        k, v = c(torch.cat, [past_key, k], 2), c(torch.cat, [past_value, v], 2)
+    masked = None
+    if mask is not None:
+        if mask.ndim == 1 and c.size(mask, 0) == 3 * c.size(q, 0) + 2:
+            raise Unsupported("its key_padding_mask holds cumulated lengths")
+        masked = c(length_bias if mask.ndim == 1 else padding_bias, mask, k, filler)
+    return _attended(c, q, k, v, masks=[masked, added], past=past_key), k, v
+
+
+@_microsoft("GroupQueryAttention")
+def group_query_attention(
+    c: Call,
+    query: Value,
+    key: Value,
+    value: Value,
+    past_key: Value = None,
+    past_value: Value = None,
+    lengths: Value = None,
+    total: Value = None,
+    cos: Value = None,
+    sin: Value = None,
+    positions: Value = None,
+    added: Value = None,
+    sink: Value = None,
+) -> Value:
+    """Causal attention that shares key heads. The keys of a cache come first, and all of its steps must be filled."""
+    c.require("smooth_softmax", 0, -1)
+    c.require("causal", 1)
+    c.require("qk_output", 0)
+    if sink is not None or c.wants(3):
+        raise Unsupported("it has a head_sink, or gives its scores")
+    heads, groups = c.attr("num_heads"), c.attr("kv_num_heads")
+    if key is None:  # packed: queries, keys and values side by side
+        width = c.size(query, 2) // (heads + 2 * groups)
+        query, key, value = c(torch.split, query, [heads * width, groups * width, groups * width], 2)
+    q, k, v = (split_heads(c, x, n) for x, n in ((query, heads), (key, groups), (value, groups)))
+    before = 0 if past_key is None else c.size(past_key, 2)
+    if past_key is not None:
+        if not isinstance(lengths, torch.Tensor):
+            raise RunTime("how far its cache is filled is known only at run time")
+        if bool((lengths + 1 != before + c.size(q, 2)).any()):
+            raise Unsupported(f"its cache of {before} steps is filled in part: lengths {(lengths + 1).tolist()}")
+    if c.attr("do_rotary", 0):
+        q, k = (c(rotate_from, x, cos, sin, positions, before, bool(c.attr("rotary_interleaved", 0))) for x in (q, k))
+    c.attr("rotary_interleaved")
+    if past_key is not None:
+        k, v = c(torch.cat, [past_key, k], 2), c(torch.cat, [past_value, v], 2)
+    window, softcap = c.attr("local_window_size", -1), c.attr("softcap", 0.0)
+    scale = c.attr("scale", 0.0) or 1 / math.sqrt(c.size(q, 3))
+    # the window counts the query itself
+    mask = c(allowed, q, k, before, left=window - 1 if window > 0 else -1, right=0)
+    mask = mask if added is None else c(both, mask, added)
+    if softcap > 0:
+        y, _ = c(spelled, q, k, v, mask, scale=scale, softcap=softcap, shown=0)
+    else:
+        y = attend(c, (q, k, v), mask, causal=False, scale=scale)
+    return join_heads(c, y), k, v
+
+
+def rotate_from(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    first: int,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Rotary positions for x [batch, heads, sequence, width], from `first` on unless they are given."""
+    if positions is None:
+        steps = slice(first, first + x.shape[2])
+        return rotate(x, cos[steps], sin[steps], interleaved=interleaved)
+    return rotate(x, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1), interleaved=interleaved)
+
+
+def positions_from(first: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
+    """[sequence]: the positions from `first` (one number) on."""
+    return first.reshape(1) + torch.arange(x.shape[axis], device=x.device)
+
+
+@_microsoft("RotaryEmbedding")
+def rotary_embedding(c: Call, x: Value, positions: Value, cos: Value, sin: Value) -> Value:
+    """Of [batch, sequence, heads x width] or [batch, heads, sequence, width]; positions of each token or the first."""
+    c.require("scale", 1.0)
+    c.require("is_packed_batching", 0)
+    interleaved, width, heads = (
+        bool(c.attr("interleaved", 0)),
+        c.attr("rotary_embedding_dim", 0),
+        c.attr("num_heads", 0),
+    )
+    flat = x.ndim == 3
+    if positions.ndim == 1:
+        positions = c(positions_from, positions, x, 1 if flat else 2)
+    cos, sin = c(gather_rows, cos, positions), c(gather_rows, sin, positions)  # [(batch,) sequence, half]
+    if flat:
+        batch, sequence, features = c.sizes(x)
+        each = features // heads if heads and width else 2 * c.size(cos, -1)
+        x = c("reshape", x, [batch, sequence, features // each, each])
+    cos, sin = (c("unsqueeze", table, -2 if flat else -3) for table in (cos, sin))
+    y = c(rotate, x, cos, sin, interleaved=interleaved)
+    return c("flatten", y, 2) if flat else y

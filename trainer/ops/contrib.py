@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import onnx
 import torch
@@ -17,7 +16,7 @@ from trainer.ops.gather import gather_rows
 from trainer.ops.matmul import gemm
 from trainer.ops.norm import layer_normalization
 from trainer.ops.shape import trilu
-from trainer.ops.table import Call, lower
+from trainer.ops.table import Call, Rule, lower
 from trainer.ops.values import RunTime, Unsupported, Value
 
 BEFORE_17 = tuple(range(7, 17))
@@ -44,7 +43,7 @@ def check_optimised(model: onnx.ModelProto) -> None:
     onnx.checker.check_model(copy)
 
 
-def _microsoft(*names: str) -> Any:
+def _microsoft(*names: str) -> Callable[[Rule], Rule]:
     return lower(*(f"com.microsoft.{name}" for name in names), since=(1,))
 
 

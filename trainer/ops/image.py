@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -41,12 +40,18 @@ Step = tuple[int, int, float]
 """(axis, new length, scale)"""
 
 
+def in_fp32(x: float) -> float:
+    """Rounded to 24 bits (Dekker 1971): arithmetic, which torch.compile can follow, unlike a conversion."""
+    spread = x * (2**29 + 1)
+    return spread - (spread - x)
+
+
 def steps_to(shape: Sequence[int], target: Target, lengths: Sequence[int] | None) -> list[Step]:
     """The axes that change. A scaled length is rounded down in fp32, as runtimes do: 10 x 0.7 is 7."""
     olds = [shape[axis] for axis in target.axes]
     if target.scales is not None:
         scales = list(target.scales)
-        news = [math.floor(np.float32(old) * np.float32(s)) for old, s in zip(olds, scales, strict=True)]
+        news = [math.floor(in_fp32(old * s)) for old, s in zip(olds, scales, strict=True)]
     else:
         assert lengths is not None
         news, scales = list(lengths), [new / old for new, old in zip(lengths, olds, strict=True)]

@@ -5,6 +5,7 @@ condition of it does not hold, nothing is changed (trainer/ops/rewriting.py). Wh
 away. In this order, which matters:
 
     cse          calls made twice                 first, so that what is one value is one node
+    cut          fuse_views.py                    a tensor's parts in one call
     layer_norm   fuse_norms.py                    before rms_norm, which would take the inner part
     rms_norm
     gelu, silu   fuse_activations.py
@@ -21,10 +22,12 @@ from trainer.ops.fuse_activations import gelus, silus
 from trainer.ops.fuse_attention import attentions
 from trainer.ops.fuse_norms import layer_norms, rms_norms
 from trainer.ops.fuse_sharing import linears, share
+from trainer.ops.fuse_views import cuts
 from trainer.ops.rewriting import Rewriter
 
 PASSES = (
     ("cse", share),
+    ("cut", cuts),
     ("layer_norm", layer_norms),
     ("rms_norm", rms_norms),
     ("gelu", gelus),
@@ -37,6 +40,8 @@ PASSES = (
 
 def fuse(graph: fx.Graph, root: nn.Module) -> dict[str, int]:
     """Apply every rewrite to a graph as the tracer left it; returns how often each applied."""
+    # the tracer asks for sizes that nothing needs, and who reads a value decides
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     rewriter = Rewriter(graph, root)
     counts = dict.fromkeys((name for name, _ in PASSES), 0)
     for name, rewrite in PASSES:

@@ -183,12 +183,27 @@ def _unscaled(r: Rewriter, value: Any, *, shared: bool = True) -> tuple[Any, flo
 
 def _turned_back(r: Rewriter, turned: Any) -> tuple[fx.Node, float]:
     """(keys [..., sequence, width], their scale) of what was multiplied as [..., width, sequence]."""
+    if (source := _turned_in_rows(r, turned)) is not None:
+        return source, 1.0
     if not calls(turned, "permute"):
         return r.call("transpose", turned, -1, -2), 1.0
     source, order = turned.args
     source, scale = _unscaled(r, source)
     order = [*order[:-2], order[-1], order[-2]]
     return (source if order == sorted(order) else r.call("permute", source, order)), scale
+
+
+def _turned_in_rows(r: Rewriter, turned: Any) -> fx.Node | None:
+    """x [batch, heads, sequence, width], of what was turned with batch and heads merged, and split again."""
+    if not (calls(turned, "reshape") and calls(turned.args[0], "permute") and calls(turned.args[0].args[0], "reshape")):
+        return None
+    permuted, merged = turned.args[0], turned.args[0].args[0]
+    x = merged.args[0]
+    if r.rank(merged) != 3 or r.rank(x) != 4 or list(permuted.args[1]) != [0, 2, 1]:
+        return None
+    shapes = list(zip(r.shapes(x), r.shapes(merged), r.shapes(turned), strict=True))
+    kept = all(a[-2:] == b[-2:] and c == (*a[:-2], a[-1], a[-2]) for a, b, c in shapes)
+    return x if kept and isinstance(x, fx.Node) else None
 
 
 def _ungrouped(r: Rewriter, key: fx.Node, value: Any) -> tuple[fx.Node, Any, bool]:

@@ -83,7 +83,7 @@ class Rewriter:
 
         try:
             return of(0), of(1)
-        except REFUSALS as error:
+        except (*REFUSALS, AttributeError) as error:
             raise NoMatch from error
 
     def shapes(self, value: Any) -> tuple[torch.Size, torch.Size]:

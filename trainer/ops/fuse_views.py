@@ -1,0 +1,90 @@
+"""Rewrites of a tensor cut into parts: one call for all of them, whose backward pass joins the gradients once.
+
+x[0:a], x[a:b], x[b:n]                ->  split(x, [a, b - a, n - b])
+x[0], x[1], ... x[n - 1]              ->  unbind(x)          selected, or cut out and squeezed
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from trainer.ops.gather import strided
+from trainer.ops.rewriting import Rewriter, calls
+
+Parts = list[tuple[int, int, fx.Node]]
+"""From where to where, and the node that is this part."""
+
+
+def cuts(r: Rewriter) -> int:
+    """Cut every tensor once; returns how many were cut more often before."""
+    count = 0
+    for function, parts_of in ((torch.split, _slices), (torch.unbind, _rows)):
+        nodes: list[Any] = list(r.graph.nodes)
+        for x in nodes:
+            for axis, length in enumerate(r.static(x) if not x._erased and r.rank(x) > 0 else []):
+                parts = [] if length is None else sorted(parts_of(x, axis, length), key=lambda part: part[0])
+                count += _covers(parts, length) and _cut(r, x, axis, function, parts)
+    return count
+
+
+def _slices(x: fx.Node, axis: int, length: int) -> Parts:
+    """The parts that are slices."""
+    users: list[Any] = [user for user in x.users if calls(user, strided) and user.args[1] == axis]
+    if any(not isinstance(n, int) for user in users for n in user.args[2:]) or any(user.args[4] != 1 for user in users):
+        return []
+    return [(*slice(user.args[2], user.args[3]).indices(length)[:2], user) for user in users]
+
+
+def _rows(x: fx.Node, axis: int, length: int) -> Parts:
+    """The parts that have lost the dimension: selected, or cut by a split and squeezed."""
+    users: list[Any] = list(x.users)
+    selected = [user for user in users if calls(user, torch.select) and user.args[1] == axis]
+    if selected:
+        places = [user.args[2] % length for user in selected if isinstance(user.args[2], int)]
+        return (
+            [(i, i + 1, user) for i, user in zip(places, selected, strict=False)]
+            if len(places) == len(selected)
+            else []
+        )
+    cut: list[Any] = [
+        user for user in users if calls(user, torch.split) and list(user.args[1:]) == [[1] * length, axis]
+    ]
+    pieces: list[Any] = [piece for split in cut[:1] for piece in split.users]
+    squeezed: list[Any] = [next(iter(piece.users)) for piece in pieces if len(piece.users) == 1]
+    if len(squeezed) != len(pieces) or not all(calls(node, torch.squeeze) for node in squeezed):
+        return []
+    if any(node.args[1] not in (axis, [axis]) for node in squeezed):
+        return []
+    return [(piece.args[1], piece.args[1] + 1, node) for piece, node in zip(pieces, squeezed, strict=True)]
+
+
+def _covers(parts: Parts, length: int | None) -> bool:
+    """Whether several parts are all there is, none twice."""
+    ends = [0, *(end for _, end, _ in parts)]
+    return len(parts) > 1 and [start for start, _, _ in parts] == ends[:-1] and ends[-1] == length
+
+
+def _cut(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts) -> bool:
+    lengths = [end - start for start, end, _ in parts]
+    if 0 in lengths:
+        return False
+    how = (lengths, axis) if function is torch.split else (axis,)
+    with r.graph.inserting_after(_latest(r, x)):
+        whole = r.graph.call_function(function, (x, *how))
+    for i, (_, _, part) in enumerate(parts):
+        with r.graph.inserting_before(part):
+            new = r.graph.call_function(operator.getitem, (whole, i))
+        new.meta.update(part.meta)
+        part.replace_all_uses_with(new)
+        r.remove(part)
+    return True
+
+
+def _latest(r: Rewriter, x: fx.Node) -> fx.Node:
+    """Where a call that reads x may be put: behind x, and behind all inputs."""
+    inputs: list[fx.Node] = list(r.graph.find_nodes(op="placeholder"))
+    return max([x, *inputs])

@@ -164,6 +164,7 @@ class _Analysis:
     states: set[str] = field(default_factory=set)
     quantized: set[str] = field(default_factory=set)
     conv_biases: set[str] = field(default_factory=set)
+    masks: set[str] = field(default_factory=set)
 
     def walk(self, nodes: Iterable[onnx.NodeProto]) -> None:
         for node in nodes:
@@ -201,6 +202,10 @@ class _Analysis:
             self.statistics.update(*(flow.carried for flow in operands[3:5]))
         if node.op_type in ("Conv", "ConvTranspose"):
             self.conv_biases.update(*(flow.carried for flow in operands[2:3]))
+        if node.op_type == "Where" and all(flow.origin == "stored" for flow in operands):
+            parts = [name for flow in operands[1:] for name in flow.carried]  # zeros, or what hides
+            if any(bool((self.weights[name] <= -50).all()) for name in parts):
+                self.masks.update(name for name in parts if not self.weights[name].any())
         for i in RECURRENT_STATES.get(node.op_type, ()):
             self.states.update(*(flow.carried for flow in operands[i : i + 1]))
         if node.op_type in ("Sub", "Div") and len(operands) == 2 and operands[0].raw:
@@ -381,7 +386,7 @@ def _given_away(name: str, tensor: torch.Tensor, analysis: _Analysis) -> str:
     operator, weighted = analysis.met[name], name in analysis.weighted
     if tensor.numel() == 1 and (not weighted or (tensor.ndim == 0 and is_made_up(name))):
         return "a single number"  # also the 0 of a mask, made in the graph, that is added to a product
-    if is_mask(tensor):
+    if is_mask(tensor) or name in analysis.masks:
         return "a mask"
     if name in analysis.states and not tensor.any():
         return "the zero state a recurrent layer begins in"

@@ -6,7 +6,9 @@ The scale may be on the scores, on q, on k or shared between them; q, k and v ha
 dimension; key heads that are repeated for groups of query heads are read once. A mask is added to the scores, or
 chooses between them and a number. The causal one becomes is_causal, all others are kept and added. Rows in which
 nothing may be attended to stay what they are: NaN; zeros where the file replaces NaN; an average of all values where
-the mask is a finite number, from which no gradient flows to the scores that were not chosen.
+the mask is a finite number. Their gradient stays, too, but for two that torch's kernel decides: it is zero where the
+file replaces NaN (NaN, spelled out), and where a finite number is *added* throughout a row, it is as wrong as in torch
+itself, whose kernel loses log(keys) beside so great a number.
 """
 
 from __future__ import annotations
@@ -287,10 +289,15 @@ def _is_causal(r: Rewriter, masks: Masks) -> bool:
 
 
 def additive_mask(condition: torch.Tensor, kept: bool, otherwise: float, dtype: torch.dtype) -> torch.Tensor:
-    """0 where the condition is `kept`, `otherwise` elsewhere."""
-    numbers = (0.0, otherwise) if kept else (otherwise, 0.0)
+    """0 where the condition is `kept`, `otherwise` elsewhere; 0, too, in rows where nothing is kept, if that is finite.
+
+    Such a row has equal weights then (see `without_empty_rows`); torch's kernel gives it a wrong gradient otherwise.
+    """
+    shown = condition == kept
+    if math.isfinite(otherwise):
+        shown = shown | ~shown.any(-1, keepdim=True)
     zero = torch.zeros((), dtype=dtype, device=condition.device)
-    return torch.where(condition, zero + numbers[0], zero + numbers[1])
+    return torch.where(shown, zero, zero + otherwise)
 
 
 def nan_where_empty(mask: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,27 @@ from trainer.ops.regularise import add_dropout
 
 
 def test_it_goes_on_embeddings_residual_branches_and_attention_and_says_where() -> None:
-    module = graph.to_module(graphs.tiny_transformer())
-    for child in module.modules():
-        if isinstance(child, Dropout):
-            child.ratio = 0.0
-    places = add_dropout(module, 0.25)
-    assert len(places) == len(set(places))
-    added = [name for name, child in module.named_modules() if isinstance(child, Dropout) and child.ratio == 0.25]
-    attentions = [place for place in places if place.startswith("the weights of")]
-    assert len(added) + len(attentions) == len(places)
+    module = graph.to_module(graphs.tiny_bert())
+    nodes = len(module.graph.nodes)
+    layers = [f"encoder.layer.{i}.{part}.weight" for i in (0, 1) for part in ("output", "down")]
+    assert add_dropout(module, 0.25) == [
+        "the embedding of embeddings.word.weight",
+        *(f"the residual branch of {name}" for name in layers),
+        "the weights of attention_0",
+        "the weights of attention_1",
+    ]
+    assert len(module.graph.nodes) == nodes + 5
+    x = [torch.from_numpy(value) for value in feed(graphs.tiny_bert(), batch=3).values()]
+    torch.manual_seed(0)
+    first = module.train()(*x)
+    assert not torch.equal(first, module(*x))
+
+
+def test_what_the_file_drops_already_keeps_its_own_ratio() -> None:
+    module = graph.to_module(graphs.tiny_transformer(dropout=0.1))
+    add_dropout(module, 0.5)
+    ratios = {child.ratio for child in module.modules() if isinstance(child, Dropout)}
+    assert list(ratios) == [pytest.approx(0.1)]
 
 
 @pytest.mark.parametrize("name", sorted(graphs.MODELS))

@@ -34,7 +34,9 @@ class BatchNorm(nn.Module):
     ) -> torch.Tensor:
         """x: [batch, channels, ...]; the others: [channels]."""
         # a single value in each channel has no variance: a ragged last batch of one sample
-        learns = self.training and not self.frozen and x.numel() > x.shape[1]
+        learns = self.training and not self.frozen
+        if learns and x.numel() <= x.shape[1]:  # a branch: torch.compile takes no symbol for a flag
+            learns = False
         return F.batch_norm(x, mean, variance, scale, bias, learns, self.momentum, self.epsilon)
 
     def extra_repr(self) -> str:

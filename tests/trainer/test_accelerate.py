@@ -1,0 +1,166 @@
+"""graph.compile and graph.memory_format: one graph for every batch size, and weights that stay as the file has them."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+
+from tests import graphs, runs
+from tests.graphs import feed
+from trainer import accelerate as accelerate_module
+from trainer import graph
+from trainer.accelerate import accelerate, missing_compiler
+from trainer.config import GraphConfig
+from trainer.errors import ConfigError
+from trainer.graph import ImportedGraph
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LSTM = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[time, batch, 3] x, float[1, 16, 3] w, float[1, 16, 4] r) => (float[time, 1, batch, 4] y)
+{ y, h = LSTM <hidden_size = 4> (x, w, r) }"""
+LEAF = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[batch, 4] x) => (float[2, n] places, float[batch, 4] y)
+{ found = NonZero(x) places = Cast <to = 1> (found) y = Relu(x) }"""
+
+
+def inputs_of(model: onnx.ModelProto, batch: int) -> list[torch.Tensor]:
+    return [torch.from_numpy(value) for value in feed(model, batch).values()]
+
+
+def summed(outputs: Any) -> torch.Tensor:
+    parts = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    total: torch.Tensor = sum(part.square().sum() for part in parts)  # type: ignore[assignment]
+    return total
+
+
+@pytest.mark.parametrize("name", ["tiny_transformer", "tiny_bert", "tiny_conv_net", "tiny_resnet"])
+def test_a_graph_is_compiled_as_one_for_every_batch_size(name: str) -> None:
+    torch.compiler.reset()
+    model = getattr(graphs, name)()
+    module = graph.to_module(model)
+    graphs_seen: list[int] = []
+
+    def count(traced: torch.fx.GraphModule, _: Any) -> Any:
+        graphs_seen.append(len(traced.graph.nodes))
+        return traced.forward
+
+    compiled = torch.compile(module, backend=count, fullgraph=True, dynamic=True)
+    for batch in (6, 3, 5):  # of 8, it would be taken for the side of an image, and compiled once more
+        x = inputs_of(model, batch)
+        torch.testing.assert_close(compiled(*x), module(*x))
+    assert len(graphs_seen) == 1
+
+
+def test_nodes_computed_by_python_are_named_and_the_rest_is_compiled(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "compile", lambda module, **options: asked.update(options) or module)
+    monkeypatch.setattr(accelerate_module, "missing_compiler", lambda: "")
+    with caplog.at_level(logging.WARNING):
+        accelerate(graph.to_module(onnx.parser.parse_model(LEAF)), GraphConfig(compile=True), CPU)
+    assert "(NonZero)" in caplog.text
+    assert asked == {"fullgraph": False, "dynamic": True}
+
+
+def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    missing_compiler.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"neither g\+\+ nor clang\+\+.*graph.compile to false"):
+        accelerate(graph.to_module(graphs.tiny_mlp()), GraphConfig(compile=True), CPU)
+    missing_compiler.cache_clear()
+
+
+def converted(module: ImportedGraph, memory_format: str, device: torch.device) -> int:
+    before = len(module.graph.nodes)
+    accelerate(module, GraphConfig(memory_format=memory_format), device)  # type: ignore[arg-type]
+    return len(module.graph.nodes) - before
+
+
+def test_images_have_their_channels_last_where_it_is_asked_or_pays() -> None:
+    def conv() -> ImportedGraph:
+        return graph.to_module(graphs.tiny_conv_net())
+
+    found = [
+        converted(conv(), *which)
+        for which in (("channels_last", CPU), ("auto", CUDA), ("auto", CPU), ("contiguous", CUDA))
+    ]
+    assert found == [1, 1, 0, 0]
+    assert converted(graph.to_module(graphs.tiny_transformer()), "channels_last", CPU) == 0
+
+
+@pytest.mark.parametrize("name", ["tiny_conv_net", "tiny_resnet", "tiny_conv_net_with_batch_norm"])
+def test_weights_gradients_and_the_file_know_nothing_of_channels_last(name: str) -> None:
+    model = getattr(graphs, name)()
+    plain, last = graph.to_module(model), graph.to_module(model)
+    accelerate(last, GraphConfig(memory_format="channels_last"), CPU)
+    x = inputs_of(model, 4)
+    losses = [summed(module(*x)) for module in (plain, last)]
+    torch.testing.assert_close(losses[0], losses[1])
+    for loss in losses:
+        loss.backward()  # type: ignore[no-untyped-call]
+    for mine, theirs in zip(last.parameters(), plain.parameters(), strict=True):
+        assert mine.is_contiguous()
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    untrained = graph.to_module(model).eval()
+    accelerate(untrained, GraphConfig(memory_format="channels_last"), CPU)
+    untrained(*x)
+    assert graph.to_onnx(untrained, model).SerializeToString() == model.SerializeToString()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny_transformer", "tiny_bert", "tiny_conv_net"])
+@pytest.mark.filterwarnings("default")  # inductor's own
+def test_compiled_it_trains_as_it_does_eagerly(name: str) -> None:
+    torch.compiler.reset()
+    model = getattr(graphs, name)()
+    trained = []
+    for compiles in (False, True):
+        module = graph.to_module(model)
+        run = accelerate(module, GraphConfig(compile=compiles), CPU)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+        for batch in (4, 3, 4):
+            optimizer.zero_grad()
+            (summed(run(*inputs_of(model, batch))) / 100).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        trained.append(graph.weights(module))
+    for key, weight in trained[0].items():
+        torch.testing.assert_close(trained[1][key], weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_compiled_an_lstm_is_one_graph() -> None:
+    torch.compiler.reset()
+    module = graph.to_module(onnx.parser.parse_model(LSTM), train=("w", "r"))
+    explained = torch._dynamo.explain(module)(torch.randn(5, 2, 3), torch.randn(1, 16, 3), torch.randn(1, 16, 4))
+    assert explained.graph_break_count == 0
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.timeout(900)
+def test_compiled_a_killed_run_ends_with_the_bits_of_one_that_never_was(tmp_path: Path) -> None:
+    def make(name: str) -> Any:
+        return runs.make_run(
+            tmp_path / name,
+            graphs.tiny_transformer(dropout=0.2),
+            runs.tiny_text(80),
+            train={"global_batch_size": 8, "num_steps": 12, "evaluation_period": 10, "seed": 5},
+            checkpoint={"period": 4},
+            graph={"compile": True},
+            launch={"heartbeat_timeout_s": 300},
+        )
+
+    undisturbed, killed = make("undisturbed"), make("killed")
+    runs.train_run(undisturbed, timeout_s=400)
+    runs.train_until(killed, lambda event: event.step >= 6 and event.kind == "scalars", signal.SIGKILL, rank=0)
+    runs.train_run(killed, timeout_s=400)
+    runs.assert_equal_bits(runs.final_tensors(killed), runs.final_tensors(undisturbed))

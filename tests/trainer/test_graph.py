@@ -154,7 +154,7 @@ def test_a_shared_initializer_is_one_parameter():
 def test_names_that_are_no_attribute_paths_are_mapped():
     g = GraphWriter("names", seed=0)
     x = g.input("x.1", ("batch", 4))
-    for name in ("onnx::MatMul_7", "a", "a.b", "x..y", "forward", "/m/w.0"):
+    for name in ("onnx::MatMul_7", "a", "a.b", "x..y", "forward", "/m/w.0", "class", "self", "graph", "code", "meta"):
         x = g.op("MatMul", x, g.weight(name, g.normal(1, 4, 4)))
     g.op("Relu", x, outputs="y")
     g.output("y", ("batch", 4))
@@ -164,6 +164,15 @@ def test_names_that_are_no_attribute_paths_are_mapped():
     assert_same(module, model, batch=2, within=1e-4)
     train_steps(module, model, 1)
     assert_same(module, graph.to_onnx(module, model), batch=2, within=1e-4)
+
+
+@pytest.mark.parametrize("name", ["self", "torch", "inf", "class", "1 a"])
+def test_an_input_may_have_a_name_that_means_something_in_code(name):
+    g = GraphWriter("names", seed=0)
+    x = g.op("Identity", g.input(name, ("batch", 4)))
+    g.op("Clip", g.op("MatMul", x, g.weight("w", g.normal(1, 4, 4))), "", g.weight("most", np.inf), outputs="y")
+    g.output("y", ("batch", 4))
+    assert_same(graph.to_module(g.model()), g.model(), batch=2, within=1e-4)
 
 
 def test_what_is_not_a_weight_is_not_trained():

@@ -114,7 +114,12 @@ class Importer:
     def _input(self, value: onnx.ValueInfoProto, lengths: Lengths, values: dict[str, Value]) -> None:
         kind = value.type.tensor_type
         argument = "".join(c if c.isalnum() and c.isascii() else "_" for c in value.name)
-        argument = argument if argument.isidentifier() and not keyword.iskeyword(argument) else f"input_{argument}"
+        if (
+            not argument.isidentifier()
+            or keyword.iskeyword(argument)
+            or argument in (*fx.graph._custom_builtins, "self")
+        ):
+            argument = f"input_{argument}"
         if not value.type.HasField("tensor_type") or not kind.HasField("shape"):  # a sequence, or of any rank
             values[value.name] = self.tracer.placeholder(argument, None)
             return

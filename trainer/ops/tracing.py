@@ -8,6 +8,7 @@ the graph runs. So no batch size is ever baked in, and no symbolic algebra is ne
 from __future__ import annotations
 
 import copy
+import keyword
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -420,6 +421,10 @@ def tensor_of(anchor: torch.Tensor, values: list[int], shape: list[int]) -> torc
     return torch.tensor(values, dtype=torch.int64, device=anchor.device).reshape(shape)
 
 
+TAKEN = frozenset({"self", "code", "graph", "meta", "input_names", "output_names", "onnx_names", "roles", "copies"})
+"""What the code of a graph and the module around it call something of their own."""
+
+
 def _method(name: str) -> Callable[..., Any]:
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(tensor, name)(*args, **kwargs)
@@ -429,4 +434,5 @@ def _method(name: str) -> Callable[..., Any]:
 
 def _identifier(part: str) -> str:
     """A path component torch and fx accept; most names pass unchanged."""
-    return part.translate({ord(c): "_" for c in "\"'\\\n\r\t"}) or "_"
+    part = part.translate({ord(c): "_" for c in "\"'\\\n\r\t"}) or "_"
+    return f"{part}_" if keyword.iskeyword(part) or part in TAKEN else part

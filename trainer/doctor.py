@@ -95,7 +95,7 @@ class Diagnosis(Record):
 def diagnose(path: Path) -> Diagnosis:
     """Read a file and say how it would be trained. Raises ConfigError or UnsupportedModel if it cannot be read."""
     model = graph.load_model(path)
-    patient, problems = Patient(model), list[str]()
+    patient, problems = Patient(model, path.parent), list[str]()
     try:
         module = graph.to_module(model, base=path.parent)
         patient.leaves = Counter(leaf.node.op_type for leaf in module.modules() if isinstance(leaf, Leaf))

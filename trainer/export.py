@@ -1,9 +1,9 @@
 """The way out: trained weights in the original ONNX file, which exists only once it has passed every check.
 
 Names, opset, inputs, outputs, dynamic axes and metadata stay. What only training needs is gone: Dropout
-nodes (the identity at inference), and in BatchNormalization the update of the running statistics. The file
-is checked as such, weight by weight against the checkpoint, and under onnxruntime against the trained
-module. onnxruntime can take its process down, so this has one of its own: `python -m trainer export`.
+nodes and stochastic depth (the identity at inference), and in BatchNormalization the update of the running
+statistics. The file is checked as such, weight by weight against the checkpoint, and under onnxruntime against
+the trained module. onnxruntime can take its process down, so this has one of its own: `python -m trainer export`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from trainer import graph
 from trainer.config import ExportConfig, ModelConfig
 from trainer.errors import ExportRefused, OnwardError, Refused
 from trainer.judge import Evaluator, Judge
+from trainer.ops.depth import random_nodes
 from trainer.ops.external import is_external
 from trainer.ops.stored import slots
 from trainer.ops.strip import strip_training
@@ -81,7 +82,8 @@ def export(run: RunDir, checkpoint: Checkpoint, *, evaluator: Evaluator, folder:
     source = _unchanged(config.model.path, read_record(run.identity, RunIdentity))
     trainee = open_trainee(config)
     original = trainee.model
-    removed = strip_training(original, keep=tuple(filter(None, (*config.model.start, config.model.output))))
+    kept = tuple(filter(None, (*config.model.start, config.model.output)))
+    removed = strip_training(original, keep=kept, base=source.parent)
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
     with _stage(folder) as stage:
         before = Judge(_beside_its_weights(original, source, stage / "before", config.model), evaluator).evaluate()
@@ -193,8 +195,13 @@ def prove(file: Path, expected: Expected, *, evaluator: Evaluator, config: Expor
             file.with_name("part.onnx").write_bytes(subject.SerializeToString())
             subject = file.with_name("part.onnx")
     judge = Judge(subject, evaluator)
-    problems += judge.compare(expected.module, batches=config.parity_batches, tolerance=config.tolerance)
-    if problems:
+    different = judge.compare(expected.module, batches=config.parity_batches, tolerance=config.tolerance)
+    if different and (names := random_nodes(subject if isinstance(subject, onnx.ModelProto) else written)):
+        different.append(
+            f"the exported file still draws random numbers ({', '.join(names[:5])}{', ...' if names[5:] else ''}), so "
+            "no two runs of it agree; export the model with module.eval()"
+        )
+    if problems := [*problems, *different]:
         raise ExportRefused(problems)
     return judge
 

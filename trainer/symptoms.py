@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import onnx
@@ -12,6 +13,7 @@ import torch
 from onnx import TensorProto
 
 from trainer.ops.contents import is_made_up, says_something
+from trainer.ops.depth import branches, random_nodes
 from trainer.ops.roles import Role
 from trainer.ops.stored import slots
 from trainer.ops.ties import Copies
@@ -31,6 +33,8 @@ class Patient:
     """What symptoms are looked for in."""
 
     model: onnx.ModelProto
+    base: Path | None = None
+    """The directory of external data that was not loaded."""
     stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)
     copies: Copies = field(default_factory=dict)
@@ -153,7 +157,6 @@ def _made_up_names(patient: Patient) -> Iterator[tuple[str, str]]:
 
 
 TRANSFORMER = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization", "Attention")
-RANDOM = ("RandomUniform", "RandomUniformLike", "RandomNormal", "RandomNormalLike", "Bernoulli", "Multinomial")
 
 
 def _no_dropout(patient: Patient) -> Iterator[tuple[str, str]]:
@@ -171,11 +174,25 @@ def _outputs(patient: Patient) -> set[str]:
 
 
 def _random_nodes(patient: Patient) -> Iterator[tuple[str, str]]:
-    if found := patient.nodes(*RANDOM):
+    found = branches(patient.model, patient.base)
+    kinds = Counter(branch.kind for branch in found)
+    if number := kinds["stochastic depth"]:
+        rates = sorted({f"{1 - branch.keep:.2g}" for branch in found if branch.kind == "stochastic depth"}, key=float)
         yield (
-            f"{len(found)} nodes draw random numbers ({found[0].op_type}, ...), in evaluation, too: "
-            "DropPath exported in train() looks like this; two runs of such a file differ",
-            "export with module.eval(); graph.dropout regularises instead",
+            f"{number} branches with stochastic depth, driven by train()/eval() (dropped at a rate of "
+            f"{', '.join(rates)})",
+            "nothing to do: the exported file holds it no more (export.training keeps it)",
+        )
+    if number := kinds["dropout written out"]:
+        yield (
+            f"{number} times dropout of channels or elements written out, driven by train()/eval()",
+            "nothing to do: the exported file holds it no more (export.training keeps it)",
+        )
+    if names := random_nodes(patient.model, found):
+        yield (
+            f"{len(names)} nodes draw random numbers, in evaluation, too ({', '.join(names[:5])}"
+            f"{', ...' if len(names) > 5 else ''}): no dropout that is known; two runs of such a file differ",
+            "if it is meant for training alone, export with module.eval(); graph.dropout regularises instead",
         )
 
 

@@ -1,4 +1,4 @@
-"""Random numbers a graph draws: in train() and in eval(), since that is what the file says."""
+"""Random numbers a graph draws: in train() and in eval(), as the file says; but for stochastic depth."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from trainer.ops.depth import DOMAIN, OPERATOR
 from trainer.ops.table import Call, lower
 from trainer.ops.values import Value, element_type
 
@@ -15,10 +16,7 @@ Distribution = Literal["normal", "uniform", "bernoulli", "multinomial"]
 
 
 class RandomNode(nn.Module):
-    """Draws from torch's generator, whatever seed the file gives, so that a resumed run continues its numbers.
-
-    Exporters write stochastic depth this way, and `eval()` does not switch it off.
-    """
+    """Draws from torch's generator, whatever seed the file gives, so that a resumed run continues its numbers."""
 
     def __init__(
         self, distribution: Distribution, dtype: torch.dtype, *arguments: float, shape: Sequence[int] = ()
@@ -72,3 +70,31 @@ def multinomial(c: Call, logarithms: Value) -> Value:
     c.attr("seed")
     node = RandomNode("multinomial", c.dtype(c.attr("dtype", 6)), c.attr("sample_size", 1))
     return c.module(node, c.tracer.anchor, logarithms)
+
+
+# -- what the importer found to be stochastic depth
+
+
+class StochasticDepth(nn.Module):
+    """Zeroes whole samples in training, each with probability 1 - keep, and scales up the rest; else the identity."""
+
+    def __init__(self, keep: float, whole: int = 1) -> None:
+        super().__init__()
+        self.keep = keep
+        self.whole = whole
+        """How many leading dimensions have a draw for each index: 1 samples, 2 their channels, 0 one draw for all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [batch, ...]."""
+        if not self.training:
+            return x
+        shape = [*x.shape[: self.whole], *[1] * (x.ndim - self.whole)]
+        return x * x.new_empty(shape).bernoulli_(self.keep).div_(self.keep)
+
+    def extra_repr(self) -> str:
+        return f"keep={self.keep:g}, whole={self.whole}"
+
+
+@lower(f"{DOMAIN}.{OPERATOR}", since=(1,))
+def stochastic_depth(c: Call, x: Value) -> Value:
+    return c.module(StochasticDepth(c.attr("keep"), c.attr("whole")), x)

@@ -1,30 +1,57 @@
-"""Takes out of an ONNX graph what only training needs: dropout, and the learning of running statistics."""
+"""Takes out of an ONNX graph what only training needs: dropout, stochastic depth, the learning of statistics."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import onnx
 from onnx import helper
 
+from trainer.ops.depth import branches
 
-def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = ()) -> Counter[str]:
+
+def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = (), base: Path | None = None) -> Counter[str]:
     """Bring a graph into its inference form, in place; returns what was taken out, by kind and number.
 
     Dropout nodes go, their readers read what they read; one whose result has a name that must stay (a graph
     output, one of `keep`, a value read by an inner graph, a mask in use) only loses its training mode.
     BatchNormalization keeps its running statistics as inputs and no longer computes new ones. Constants and
     initializers that nobody reads any more go too. The graphs inside nodes are treated alike; in the model's
-    own functions Dropout only loses its training mode.
+    own functions Dropout only loses its training mode. Stochastic depth written out (trainer/ops/depth.py) goes from
+    the main graph with all that was computed for it alone; `base`: where the model's external data is, for its numbers.
     """
-    removed = Counter[str]()
+    removed = _strip_depth(model, {*keep, *(value.name for value in model.graph.output)}, base)
     for function in model.functions:
         removed += _strip_nodes(function.node, pinned=None)
     for graph in (*_inner(node for function in model.functions for node in function.node), *_inner(model.graph.node)):
         removed += _strip_graph(graph, set(keep))
     return +(removed + _strip_graph(model.graph, set(keep)))
+
+
+def _strip_depth(model: onnx.ModelProto, keep: set[str], base: Path | None) -> Counter[str]:
+    if not (found := {branch.result: branch for branch in branches(model, base)}):
+        return Counter()
+    graph = model.graph
+    read_before = _reads(graph)
+    pinned = keep | _inner_reads(graph.node)
+    renamed: dict[str, str] = {}
+    for node in list(graph.node):
+        for place, name in enumerate(node.input):
+            node.input[place] = renamed.get(name, name)
+        if not node.output or node.output[0] not in found:
+            continue
+        value = found[node.output[0]].value
+        value = renamed.get(value, value)
+        if node.output[0] in pinned:
+            node.CopyFrom(helper.make_node("Identity", [value], [node.output[0]], name=node.name))
+        else:
+            renamed[node.output[0]] = value
+            graph.node.remove(node)
+    _prune(graph, read_before)
+    return Counter(branch.kind for branch in found.values())
 
 
 def _strip_graph(graph: onnx.GraphProto, keep: set[str]) -> Counter[str]:

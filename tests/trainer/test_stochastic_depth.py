@@ -1,0 +1,304 @@
+"""Stochastic depth in files exported from train(): found in every spelling, drops in training, gone from the file."""
+
+import io
+import logging
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from trainer import graph
+from trainer.config import ExportConfig, ModelConfig
+from trainer.doctor import diagnose
+from trainer.errors import ExportRefused
+from trainer.export import Expected, prove
+from trainer.judge import Evaluator
+from trainer.ops.depth import branches, random_nodes
+from trainer.ops.noise import RandomNode, StochasticDepth
+from trainer.ops.strip import strip_training
+from trainer.vision import import_torchvision
+
+KEEP = 0.75
+
+
+def floored(x):
+    """HF Swin, Segformer, ConvNeXt."""
+    mask = KEEP + torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype)
+    return x.div(KEEP) * mask.floor_()
+
+
+def filled(x):
+    """timm."""
+    mask = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(KEEP)
+    return x * mask.div_(KEEP)
+
+
+def row(x):
+    import_torchvision()
+    from torchvision.ops import stochastic_depth
+
+    return stochastic_depth(x, 1 - KEEP, "row")
+
+
+def compared(x):
+    mask = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1)) < KEEP
+    return x / KEEP * mask
+
+
+SPELLINGS = (floored, filled, row, compared)
+
+
+class Branches(nn.Module):
+    """A residual branch in each spelling; what they have in common is the identity in eval()."""
+
+    def __init__(self, *spellings, noise=False):
+        super().__init__()
+        self.spellings = spellings
+        self.noise = noise
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in spellings)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        for layer, drop in zip(self.layers, self.spellings, strict=True):
+            branch = torch.tanh(layer(x))
+            x = x + (drop(branch) if self.training else branch)
+        if self.noise:
+            x = x + 0.1 * torch.rand_like(x)
+        return self.head(x)
+
+
+def exported(module, how, opset=18, *, dynamic=True):
+    """The file of a module in train(). how: legacy, optimised or plain (dynamo)."""
+    torch.manual_seed(0)
+    file, x = io.BytesIO(), torch.randn(4, 5, 8)
+    names = {"input_names": ["x"], "output_names": ["y"], "opset_version": opset}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            if how == "legacy":
+                torch.onnx.export(
+                    module.train(), (x,), file, dynamo=False, training=torch.onnx.TrainingMode.TRAINING,
+                    do_constant_folding=False, dynamic_axes={"x": {0: "batch"}} if dynamic else None, **names,
+                )  # fmt: skip
+                return onnx.load_from_string(file.getvalue())
+            shapes = ({0: torch.export.Dim("batch")},) if dynamic else None
+            program = torch.onnx.export(
+                module.train(), (x,), dynamo=True, optimize=how == "optimised", dynamic_shapes=shapes, verbose=False,
+                **names,
+            )  # fmt: skip
+            return onnx.ModelProto.FromString(program.model_proto.SerializeToString())
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def run(model, x):
+    return onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})[0]
+
+
+def initializers(model):
+    return {tensor.name: numpy_helper.to_array(tensor).tobytes() for tensor in model.graph.initializer}
+
+
+@pytest.mark.parametrize(
+    ("how", "opset", "dynamic"),
+    [("legacy", 17, True), ("legacy", 20, False), ("optimised", 18, True), ("plain", 20, True), ("plain", 18, False)],
+)
+def test_every_spelling_follows_train_and_eval_and_is_gone_from_the_inference_form(how, opset, dynamic):
+    own = Branches(*SPELLINGS)
+    model = exported(own, how, opset, dynamic=dynamic)
+    module = graph.to_module(model)
+    drops = [part for part in module.modules() if isinstance(part, StochasticDepth)]
+    assert [(drop.keep, drop.whole) for drop in drops] == [(pytest.approx(KEEP), 1)] * len(SPELLINGS)
+    assert not any(isinstance(part, RandomNode) for part in module.modules())
+    assert graph.to_onnx(module, model) == model, "without training, the file that came in"
+
+    inference = onnx.ModelProto.FromString(model.SerializeToString())
+    assert strip_training(inference) == {"stochastic depth": len(SPELLINGS)}
+    assert strip_training(inference) == {}, "once is enough"
+    onnx.checker.check_model(inference, full_check=True)
+    assert {node.op_type for node in inference.graph.node} <= {"MatMul", "Gemm", "Add", "Tanh", "Transpose"}
+    weights = {name for name, role in module.roles.items() if role.kind == "trained"}
+    assert initializers(inference) == {name: raw for name, raw in initializers(model).items() if name in weights}
+
+    x = torch.randn(4, 5, 8)
+    with torch.no_grad():
+        want, ours, again = own.eval()(x), module.eval()(x), graph.to_module(inference).eval()(x)
+    assert torch.equal(ours, again)
+    for result in (ours, torch.from_numpy(run(inference, x))):
+        torch.testing.assert_close(result, want, rtol=1e-5, atol=1e-6)
+    written = graph.to_onnx(module, inference)
+    assert written == inference
+
+
+def test_training_drops_whole_samples_at_the_rate_and_scales_up_the_rest_with_the_gradient():
+    torch.manual_seed(0)
+    drop, x = StochasticDepth(KEEP), torch.randn(4000, 3, 2, requires_grad=True)
+    y = drop(x)
+    y.sum().backward()
+    kept = (y != 0).flatten(1)
+    assert torch.equal(kept.all(1), kept.any(1)), "all of a sample or none of it"
+    assert kept.all(1).float().mean().item() == pytest.approx(KEEP, abs=0.035)  # five deviations
+    scale = kept.all(1).float().div(KEEP)[:, None, None].expand_as(x)
+    torch.testing.assert_close(y, x * scale)
+    torch.testing.assert_close(x.grad, scale)
+    assert drop.eval()(x) is x
+
+
+@pytest.mark.parametrize("how", ["legacy", "plain"])
+def test_a_dropped_sample_trains_nothing_of_its_branch(how):
+    module = graph.to_module(exported(Branches(filled), how)).train()
+    torch.manual_seed(0)
+    x = torch.randn(64, 5, 8)
+    first = module(x)
+    assert not torch.equal(first, module(x)), "a new mask each time"
+    samples = [module(x[:1]).sum() for _ in range(40)]
+    bias = graph.weights(module)["layers.0.bias"]
+    moved = [bool(torch.autograd.grad(sample, bias)[0].any()) for sample in samples]
+    assert 20 <= sum(moved) < 40
+    assert len({round(sample.item(), 4) for sample in samples}) == 2, "with the branch and without"
+
+
+BERNOULLI = """
+    <ir_version: 10, opset_import: ["" : 20]>
+    drawn (float[n, 4, 6] x) => (float[n, 4, 6] y{more}) {{
+        keep = Constant <value = float {{0.75}}> ()
+        one = Constant <value = int64[1] {{1}}> ()
+        length = Shape <start = 0, end = 1> (x)
+        shape = Concat <axis = 0> (length, {ones})
+        chance = Expand(keep, shape)
+        mask = Bernoulli(chance)
+        {apply}
+    }}"""
+
+
+def drawn(apply, *, ones="one, one", more=""):
+    return onnx.parser.parse_model(BERNOULLI.format(apply=apply, ones=ones, more=more))
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        "scaled = Div(mask, keep)  y = Mul(scaled, x)",
+        "masked = Mul(x, mask)  y = Div(masked, keep)",
+        "c = Cast <to = 9> (mask)  f = CastLike(c, x)  z = Div(x, keep)  y = Mul(z, f)",
+    ],
+)
+def test_a_bernoulli_node_in_any_order_is_found_and_an_output_keeps_its_name(apply):
+    model = drawn(apply)
+    [found] = branches(model)
+    assert (found.value, found.result, found.keep, found.whole) == ("x", "y", 0.75, 1)
+    module = graph.to_module(model)
+    assert strip_training(model) == {"stochastic depth": 1}
+    assert [node.op_type for node in model.graph.node] == ["Identity"]
+    x = torch.randn(3, 4, 6)
+    assert torch.equal(module.eval()(x), x)
+    assert np.array_equal(run(model, x), x.numpy())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        drawn("y = Mul(x, mask)"),  # not scaled: its mean is not x
+        drawn("scaled = Div(mask, keep)  y = Add(scaled, x)"),
+        drawn("scaled = Div(mask, keep)  y = Mul(scaled, x)", more=", float[n, 1, 1] mask"),
+        drawn("scaled = Div(mask, keep)  z = Mul(scaled, x)  y = Mul(scaled, z)"),  # one mask for two
+        drawn("scaled = Div(mask, keep)  y = Mul(scaled, x)", ones="one"),  # [n, 1] is no mask of samples
+        drawn("u = RandomUniformLike <high = 2.0> (mask)  s = Add(u, keep)  f = Floor(s)  d = Div(f, keep)"
+              "  y = Mul(d, x)"),
+    ],
+    ids=["unscaled", "added", "also an output", "shared", "other rank", "other range"],
+)  # fmt: skip
+def test_what_is_not_the_pattern_stays(model):
+    before = model.SerializeToString()
+    assert branches(model) == []
+    assert strip_training(model) == {}
+    assert model.SerializeToString() == before
+
+
+def test_noise_that_is_added_stays_random_and_is_named_by_the_doctor_beside_what_is_found(tmp_path):
+    model = exported(Branches(floored, filled, noise=True), "legacy", 17)
+    assert len(branches(model)) == 2
+    [noise] = random_nodes(model, branches(model))
+    module = graph.to_module(model).eval()
+    x = torch.randn(4, 5, 8)
+    assert not torch.equal(module(x), module(x)), "this noise is what the model is"
+    onnx.save(model, tmp_path / "m.onnx")
+    said = "\n".join(symptom.what for symptom in diagnose(tmp_path / "m.onnx").warnings)
+    assert "2 branches with stochastic depth, driven by train()/eval() (dropped at a rate of 0.25)" in said
+    assert f"1 nodes draw random numbers, in evaluation, too ({noise})" in said
+    assert strip_training(model) == {"stochastic depth": 2}
+    assert random_nodes(model) == [noise]
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_the_gate_passes_what_is_found_and_names_the_random_nodes_that_are_left(noise, tmp_path):
+    model = exported(Branches(floored, row, noise=noise), "legacy", 17)
+    source, file = tmp_path / "m.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    module = graph.to_module(model)
+    strip_training(model)
+    with torch.no_grad():
+        graph.weights(module)["layers.0.bias"].add_(1.0)
+    graph.write(module, model, source, file)
+    config = ModelConfig(path=source)
+    weights = {name: weight.detach() for name, weight in graph.stored_weights(module).items()}
+    expected = Expected(source, model, weights, module.eval(), config)
+    rows = SimpleNamespace(inputs=(torch.randn(4, 5, 8),), labels=None, size=4)
+    evaluator = Evaluator(batches=lambda: [rows], totals=lambda names: None)
+    if not noise:
+        assert prove(file, expected, evaluator=evaluator, config=ExportConfig()).parity < 1e-5
+        return
+    with pytest.raises(ExportRefused) as refusal:
+        prove(file, expected, evaluator=evaluator, config=ExportConfig())
+    [named] = random_nodes(model)
+    assert "off the trained module" in refusal.value.problems[0]
+    assert f"still draws random numbers ({named}), so no two runs of it agree" in refusal.value.problems[-1]
+
+
+def test_dropout_of_channels_written_out_is_driven_too():
+    """As dynamo writes F.dropout1d: no Dropout node, a mask for each channel."""
+    model = drawn("scaled = Div(mask, keep)  y = Mul(scaled, x)", ones="four, one")
+    model.graph.initializer.append(numpy_helper.from_array(np.array([4]), "four"))
+    module = graph.to_module(model).train()
+    torch.manual_seed(0)
+    kept = (module(torch.ones(50, 4, 6)) != 0).float()
+    assert torch.equal(kept.amin(-1), kept.amax(-1))
+    assert 0 < kept.mean(-1).mean(1).unique().numel() > 2, "some channels of a sample, not all"
+    assert strip_training(model) == {"dropout written out": 1}
+
+
+def test_numbers_of_the_pattern_in_another_file_are_read(tmp_path):
+    model = exported(Branches(floored, row), "optimised", dynamic=False)
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
+    model = graph.load_model(tmp_path / "m.onnx")
+    module = graph.to_module(model, base=tmp_path)
+    assert sum(isinstance(part, StochasticDepth) for part in module.modules()) == 2
+    assert strip_training(model, base=tmp_path) == {"stochastic depth": 2}
+
+
+@pytest.mark.parametrize("how", ["legacy", "plain"])
+def test_the_dropout_of_attention_is_driven_by_train_and_eval(how):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            q = self.inner(x).unsqueeze(1)
+            rate = 0.5 if self.training else 0.0
+            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=rate)
+
+    own = Attention()
+    model = exported(own, how)
+    module, x = graph.to_module(model), torch.randn(4, 5, 8)
+    assert not torch.equal(module.train()(x), module(x))
+    torch.testing.assert_close(module.eval()(x), own.eval()(x), rtol=1e-5, atol=1e-6)
+    assert strip_training(model)["Dropout"] == 1
+    torch.testing.assert_close(torch.from_numpy(run(model, x)), own(x), rtol=1e-5, atol=1e-6)

@@ -26,11 +26,12 @@ import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, inliner
 from torch import fx, nn
+from torch.fx.graph_module import reduce_graph_module
 
 import trainer.ops  # noqa: F401  files the operator table
 from trainer.errors import CheckpointError, ConfigError, UnsupportedModel
+from trainer.ops.assumed import is_kept
 from trainer.ops.contrib import OWN_NORMS, check_optimised
-from trainer.ops.depth import branches, marked
 from trainer.ops.external import all_tensors, external_problems, is_external, place, with_small_tensors, write_back
 from trainer.ops.fuse import fuse as fuse_graph
 from trainer.ops.importer import Importer, import_graph
@@ -59,7 +60,32 @@ class ImportedGraph(fx.GraphModule):
         assert isinstance(copy, ImportedGraph)
         for name in ("input_names", "output_names", "onnx_names", "roles", "copies"):
             setattr(copy, name, getattr(self, name))
+        _hold_constants_back(copy)
         return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, arguments = super().__reduce__()
+        return _unpickled, arguments
+
+
+def _unpickled(body: dict[str, Any], imports: str) -> ImportedGraph:
+    """As torch unpickles a GraphModule, but of our class, so that its copies know their names, too."""
+    plain = reduce_graph_module(body, imports)
+    assert isinstance(plain, fx.GraphModule)
+    module = ImportedGraph(plain, plain.graph, "ImportedGraph")
+    for name, value in vars(plain).items():
+        if name not in vars(module):
+            setattr(module, name, value)
+    _hold_constants_back(module)
+    return module
+
+
+def _hold_constants_back(module: ImportedGraph) -> None:
+    """Constants of the graph move with the module, and are in no checkpoint."""
+    for path, _ in module.named_buffers():
+        if path not in module.onnx_names:
+            owner, _, leaf = path.rpartition(".")
+            module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
 
 
 # -- in
@@ -104,16 +130,15 @@ def to_module(
     `base`: the model's directory, for what it keeps in other files: mapped copy-on-write, not read. `fuse`:
     rewrite attention and linear layers into single calls; the results differ by rounding only. `tie`: let the
     copies an exporter made of one weight be that one weight. `train`: stored tensors that are to be weights
-    though they do not look like one, by name. Dropout, stochastic depth and BatchNormalization follow train() and
-    eval(). Raises UnsupportedModel with one sentence for every node that cannot be imported.
+    though they do not look like one, by name. Dropout and BatchNormalization follow train() and eval(). Raises
+    UnsupportedModel with one sentence for every node that cannot be imported.
     """
     stored = stored_tensors(model.graph, base)  # before inlining: what a local function holds has no place of its own
-    depth = branches(model, base)
     model = with_small_tensors(model, base)
     if model.functions:
         model = inliner.inline_local_functions(model)
     found = promoted(roles(model.graph, stored), stored, train)
-    importer, traced = import_graph(marked(model, depth), stored, found, base)
+    importer, traced = import_graph(model, stored, found, base)
     return _finish(traced, importer, find_copies(stored, found) if tie else {}, fuse=fuse)
 
 
@@ -121,15 +146,12 @@ def _finish(graph: fx.Graph, importer: Importer, copies: Copies, *, fuse: bool) 
     tie_copies(graph, importer.tracer.root, {name: path for path, name in importer.onnx_names.items()}, copies)
     if fuse:
         fuse_graph(graph, importer.tracer.root)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.eliminate_dead_code(is_impure_node=is_kept)
     graph.lint()
     module = ImportedGraph(importer.tracer.root, graph, "ImportedGraph")
     paths = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     module.onnx_names = {path: name for path, name in importer.onnx_names.items() if path in paths}
-    for path, _ in list(module.named_buffers()):
-        if path not in module.onnx_names:  # a constant of the graph: moves with the module, is in no checkpoint
-            owner, _, leaf = path.rpartition(".")
-            module.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
+    _hold_constants_back(module)
     module.input_names = tuple(value.name for value in importer.inputs)
     module.output_names = tuple(value.name for value in importer.model.graph.output)
     module.copies = {name: of for name, of in copies.items() if of[0] in module.onnx_names.values()}

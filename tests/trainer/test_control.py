@@ -63,6 +63,23 @@ def test_a_node_whose_operand_is_known_only_at_run_time_is_computed_then_and_pas
     torch.testing.assert_close(module.w.grad, x.t() @ chosen)
 
 
+def test_a_batch_norm_in_a_branch_keeps_its_statistics_while_it_is_frozen():
+    model = read("""g (float[N,2] x, bool b) => (float[N,2] y) <float[2] scale = {1,2}, float[2] bias = {1,0},
+      float[2] mean = {0,1}, float[2] variance = {1,2}, float[2,2] w = {1,3,2,7}> {
+      h = MatMul(x, w)
+      y = If(b)<
+        then_branch = t () => (float[N,2] p) { p = BatchNormalization(h, scale, bias, mean, variance) },
+        else_branch = e () => (float[N,2] q) { q = Neg(h) }>
+    }""")
+    for freeze, moves in (((), True), (("scale", "bias"), False)):
+        module = graph.to_module(model).train()
+        graph.trainable(module, freeze=freeze)
+        before = {name: tensor.clone() for name, tensor in graph.running_statistics(module).items()}
+        module(torch.randn(5, 2), torch.tensor(True))
+        after = graph.running_statistics(module)
+        assert {name: not torch.equal(after[name], before[name]) for name in before} == dict.fromkeys(before, moves)
+
+
 def test_a_graph_with_leaves_is_copied_and_pickled():
     module = graph.to_module(read(TOP_K)).eval()
     inputs = (torch.randn(3, 4), torch.tensor([2]))
@@ -350,6 +367,67 @@ def test_a_choice_by_size_is_made_at_run_time():
     module = graph.to_module(model)
     for size in (2, 4, 9):
         assert_same(module, model, torch.randn(size, 3))
+
+
+PAD_TO_MULTIPLE = """g (float[N,S,4] x) => (float[N,K,4] y) <
+  int64[1] one = {1}, int64[1] w = {WIDTH}, int64[4] before = {0,0,0,0}, int64[1] zero = {0}> {
+  sizes = Shape(x)
+  length = Gather(sizes, one)
+  past = Mod(length, w)
+  short = Sub(w, past)
+  added = Mod(short, w)
+  pads = Concat<axis = 0>(before, added, zero)
+  y = Pad(x, pads)
+}"""
+
+
+@pytest.mark.parametrize("width", ["2", "4", "7", "16"])
+def test_padding_to_a_multiple_fits_lengths_the_import_did_not_try(width):
+    model = read(PAD_TO_MULTIPLE.replace("WIDTH", width))
+    module = graph.to_module(model)
+    assert leaves(module) == []
+    for size in (1, 7, 8, 11, 16, 20):
+        assert_same(module, model, torch.randn(2, size, 4))
+
+
+def test_the_number_of_blocks_is_asked_at_run_time():
+    model = read("""g (float[N,S] x) => (float[K] y) <int64 one = {1}, int64 last = {15}, int64[1] block = {16}> {
+      sizes = Shape(x)
+      length = Gather(sizes, one)
+      more = Add(length, last)
+      blocks = Div(more, block)
+      y = ConstantOfShape(blocks)
+    }""")
+    module = graph.to_module(model)
+    for size in (1, 16, 17, 100):
+        assert_same(module, model, torch.randn(2, size))
+
+
+def test_a_choice_that_every_size_tried_makes_alike_is_checked_when_the_graph_runs():
+    model = read("""g (float[N,4] x) => (float[M,4] y) <int64 zero = {0}, int64 one = {1}> {
+      sizes = Shape(x)
+      batch = Gather(sizes, zero)
+      alone = Equal(batch, one)
+      y = If(alone)<
+        then_branch = t () => (float[M,4] a) { a = Neg(x) },
+        else_branch = e () => (float[M,4] b) { b = Exp(x) }>
+    }""")
+    for fuse in (True, False):
+        module = graph.to_module(model, fuse=fuse)
+        assert_same(module, model, torch.randn(2, 4))
+        for same in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            with pytest.raises(RuntimeError, match=r"eq\(size\(x, 0\), 1\) is False, but now it is True"):
+                same(torch.randn(1, 4))
+
+
+def test_a_comparison_no_length_can_change_is_not_checked():
+    model = read("""g (float[N,4] x) => (float[N,4] y) <int64[2] none = {-1,-1}, int64[2] ones = {1,1}> {
+      sizes = Shape(x)
+      unknown = Equal(sizes, none)
+      to = Where(unknown, ones, sizes)
+      y = Expand(x, to)
+    }""")
+    assert all("must_be" not in node.name for node in graph.to_module(model).graph.nodes)
 
 
 def test_the_greater_of_a_size_and_a_number_is_asked_at_run_time():

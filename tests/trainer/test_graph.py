@@ -1,6 +1,7 @@
 """An ONNX graph in torch is the same function, with the same weights under the same names, and goes back exactly."""
 
 import copy
+import pickle
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -210,6 +211,20 @@ def test_a_weight_that_gets_its_shape_from_the_input_is_trained():
     module = graph.to_module(g.model())
     assert {name for name, _ in module.named_parameters()} == {"token", "places"}
     assert_same(module, g.model(), batch=3)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_pickled_graph_makes_the_same_calls_and_knows_its_names(name):
+    model = SUBJECTS[name]()
+    module = graph.to_module(model).eval()
+    again = pickle.loads(pickle.dumps(module))
+    assert isinstance(again, graph.ImportedGraph)
+    calls = [sorted(str(node.target) for node in each.graph.nodes) for each in (again, module)]
+    assert calls[0] == calls[1]
+    assert copy.deepcopy(again).state_dict().keys() == again.state_dict().keys() == module.state_dict().keys()
+    assert graph.to_onnx(copy.deepcopy(again), model) == model
+    feeds = feed(model, 2, seed=0)
+    assert all(map(torch.equal, outputs(again, feeds), outputs(module, feeds)))
 
 
 def test_a_copy_knows_its_names():

@@ -121,7 +121,8 @@ def scan_of_batches(c: Call, lengths: Value, *operands: Value) -> Value:
         for i in range(len(state), len(of_sample)):
             of_sample[i] = c(_padded, of_sample[i], longest)
         results.append(of_sample)
-    return tuple(c(torch.stack, [c.tracer.to_tensor(value) for value in column], 0) for column in zip(*results, strict=True))
+    columns = zip(*results, strict=True)
+    return tuple(c(torch.stack, [c.tracer.to_tensor(value) for value in column], 0) for column in columns)
 
 
 def _padded(x: torch.Tensor, length: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from torch import fx, nn
 
+from trainer.ops.assumed import is_kept
 from trainer.ops.fuse_activations import gelus, silus
 from trainer.ops.fuse_attention import attentions
 from trainer.ops.fuse_norms import layer_norms, rms_norms
@@ -41,7 +42,7 @@ PASSES = (
 def fuse(graph: fx.Graph, root: nn.Module) -> dict[str, int]:
     """Apply every rewrite to a graph as the tracer left it; returns how often each applied."""
     # the tracer asks for sizes that nothing needs, and who reads a value decides
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.eliminate_dead_code(is_impure_node=is_kept)
     rewriter = Rewriter(graph, root)
     counts = dict.fromkeys((name for name, _ in PASSES), 0)
     for name, rewrite in PASSES:

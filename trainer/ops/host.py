@@ -12,7 +12,7 @@ import numpy as np
 from onnx import TensorProto
 from torch import fx
 
-from trainer.ops.table import Call, lower, on_host
+from trainer.ops.table import Call, Rule, lower, on_host
 from trainer.ops.tracing import Traced
 from trainer.ops.values import HostInts, RunTime, Value
 
@@ -70,17 +70,44 @@ def _truncated(c: Call, a: Value, b: Value) -> Value:
     return a // b if all(lengths) else c(quotient, a, b)
 
 
-def _decided(compare: Callable[[Any, Any], bool]) -> Callable[..., bool]:
-    """A comparison that must come out the same for every size of the dynamic dimensions."""
+def _decided(compare: Callable[[Any, Any], bool]) -> Rule:
+    """A comparison that must come out the same for both sizes of the dynamic dimensions; the graph checks it again."""
 
-    def decide(a: Value, b: Value) -> bool:
-        sides = [[value.probes[i] if isinstance(value, Traced) else value for value in (a, b)] for i in (0, 1)]
-        first, second = (bool(compare(*side)) for side in sides)
-        if first != second:
+    def decide(c: Call, a: Value, b: Value) -> bool:
+        result = c(compare, a, b)
+        if isinstance(result, Traced):
             raise RunTime("a choice depends on a dynamic dimension")
-        return first
+        return bool(result)
 
-    return decide
+    return lambda c, *arrays: _array(np.frompyfunc(functools.partial(decide, c), 2, 1)(*arrays))
+
+
+# -- Python's own functions, under names: what has none is not recorded when a graph is unpickled
+
+
+def absolute(x: float) -> float:
+    """The number without its sign."""
+    return abs(x)
+
+
+def greater(a: int, b: int) -> int:
+    """The greater of two."""
+    return max(a, b)
+
+
+def lesser(a: int, b: int) -> int:
+    """The lesser of two."""
+    return min(a, b)
+
+
+def whole(x: float) -> int:
+    """Towards zero."""
+    return int(x)
+
+
+def as_float(x: int) -> float:
+    """The same number."""
+    return float(x)
 
 
 # -- arithmetic: on ints as Python has it, on floats rounded to fp32 as a tensor's elements are
@@ -137,7 +164,7 @@ ARITHMETIC: dict[str, tuple[Callable[..., Any] | None, Callable[..., float]]] = 
     "Mul": (lambda c, a, b: a * b, float_product),
     "Div": (_truncated, float_quotient),
     "Neg": (lambda c, a: -a, operator.neg),
-    "Abs": (lambda c, a: c(abs, a), operator.abs),
+    "Abs": (lambda c, a: c(absolute, a), absolute),
     "Sqrt": (None, float_root),
     "Floor": (None, float_floor),
     "Ceil": (None, float_ceil),
@@ -160,24 +187,24 @@ def _arithmetic(on_ints: Callable[..., Any] | None, on_floats: Callable[..., flo
 for _name, _functions in ARITHMETIC.items():
     on_host(_name)(_arithmetic(*_functions))
 
-HOST: dict[str, Callable[..., Any]] = {
-    "Equal": _decided(lambda a, b: a == b),
-    "Less": _decided(lambda a, b: a < b),
-    "Greater": _decided(lambda a, b: a > b),
-    "LessOrEqual": _decided(lambda a, b: a <= b),
-    "GreaterOrEqual": _decided(lambda a, b: a >= b),
-    "And": _decided(lambda a, b: bool(a and b)),
-    "Or": _decided(lambda a, b: bool(a or b)),
-    "Not": lambda a: not a,
+HOST: dict[str, Rule] = {
+    "Equal": _decided(operator.eq),
+    "Less": _decided(operator.lt),
+    "Greater": _decided(operator.gt),
+    "LessOrEqual": _decided(operator.le),
+    "GreaterOrEqual": _decided(operator.ge),
+    "And": _elementwise(lambda a, b: bool(a and b)),
+    "Or": _elementwise(lambda a, b: bool(a or b)),
+    "Not": _elementwise(operator.not_),
 }
-for _name, _function in HOST.items():
-    on_host(_name)(_elementwise(_function))
+for _name, _rule in HOST.items():
+    on_host(_name)(_rule)
 
 
 @on_host("Max", "Min")
 def extreme(c: Call, *arrays: HostInts) -> HostInts:
     """Asked when the graph runs wherever a dynamic length takes part."""
-    function = functools.partial(c, max if c.op == "Max" else min)
+    function = functools.partial(c, greater if c.op == "Max" else lesser)
     best = arrays[0]
     for array in arrays[1:]:
         best = _array(np.frompyfunc(function, 2, 1)(best, array))
@@ -201,10 +228,10 @@ def cast(c: Call, x: HostInts) -> Value:
     c.attr("saturate"), c.attr("round_mode")  # both are about 8-bit floats
     to = c.attr("to")
     if to == TensorProto.FLOAT:
-        return _array(np.frompyfunc(functools.partial(c, float), 1, 1)(x))
+        return _array(np.frompyfunc(functools.partial(c, as_float), 1, 1)(x))
     if to not in (TensorProto.INT64, TensorProto.INT32):
         return NotImplemented
-    return _elementwise(lambda value: c(int, value) if _is_float(value) or isinstance(value, bool) else value)(c, x)
+    return _elementwise(lambda value: c(whole, value) if _is_float(value) or isinstance(value, bool) else value)(c, x)
 
 
 @on_host("Identity")

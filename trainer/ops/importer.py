@@ -29,6 +29,10 @@ SMALL = ((3, 5), (7, 11), (13, 19), (17, 29), (23, 41), (31, 47))
 """Lengths for the batch and the other dynamic dimensions; no two pairs have the same difference or ratio."""
 LARGE = ((3, 5), (224, 320), (256, 416), (288, 512), (352, 640), (384, 736))
 """The same for images of dynamic size, which a network halves several times."""
+MIXED = ((6, 17), (40, 171), (66, 229), (98, 309), (130, 357), (162, 425))
+"""An even and an odd one, their difference a prime: nor do remainders agree, nor numbers of blocks."""
+SHORT = ((3, 5), (7, 11), (6, 9), (8, 13), (4, 10), (2, 12))
+"""For tables of few rows, such as the positions of a network of short sequences."""
 
 
 def plans(graph: onnx.GraphProto, stored: set[str]) -> Iterable[tuple[Lengths, int | None]]:
@@ -37,7 +41,7 @@ def plans(graph: onnx.GraphProto, stored: set[str]) -> Iterable[tuple[Lengths, i
     leading = {value.type.tensor_type.shape.dim[0].dim_value for value in inputs if value.type.tensor_type.shape.dim}
     batch = leading.pop() if len(leading) == 1 and 0 not in leading else None
     for free in [batch, None] if batch else [None]:
-        for table in (SMALL, LARGE):
+        for table in (SMALL, LARGE, MIXED, SHORT):
             yield _lengths(inputs, table, free_batch=free is not None), free
     if any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
         yield _lengths(inputs, SMALL, free_batch=False, empty=True), None
@@ -84,6 +88,11 @@ class Importer:
     """The directory of external data that was not loaded."""
     problems: list[str] = field(default_factory=list)
     onnx_names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """How many nodes are refused, how much is assumed of lengths, how many are leaves."""
+        return len(self.problems), len(self.tracer.assumed), len(self.tracer.leaves)
 
     @property
     def inputs(self) -> list[onnx.ValueInfoProto]:
@@ -152,15 +161,15 @@ class Importer:
 def import_graph(
     model: onnx.ModelProto, stored: Mapping[str, torch.Tensor], roles: Mapping[str, Role], base: Path | None = None
 ) -> tuple[Importer, fx.Graph]:
-    """The attempt with the fewest run-time leaves. Raises UnsupportedModel with all that is refused in the best one."""
+    """The attempt that costs least. Raises UnsupportedModel with all that is refused in the best one."""
     unknown = unknown_operators(model)
     attempts: list[tuple[Importer, fx.Graph]] = []
     for lengths, batch in plans(model.graph, set(stored)):
         importer = Importer(model, Tracer(), roles, batch, base)
         attempts.append((importer, importer.build(stored, lengths)))
-        if not importer.problems and not importer.tracer.leaves:
+        if not any(importer.cost):
             break
-    best = min(attempts, key=lambda attempt: (len(attempt[0].problems), len(attempt[0].tracer.leaves)))
+    best = min(attempts, key=lambda attempt: attempt[0].cost)
     if unknown or best[0].problems:
         raise UnsupportedModel(dict.fromkeys([*unknown, *best[0].problems]))
     return best

@@ -196,7 +196,7 @@ def eye_like_(c: Call, x: Value) -> Value:
 def pad(c: Call, x: Value, given: Value = None, fill: Value = None, on_axes: Value = None) -> Value:
     """All begins, then all ends, for every axis or for `on_axes`; negative pads cut off."""
     mode = c.attr("mode", "constant")
-    pads = c.attr("pads") if given is None else [int(n) for n in c.ints(given)]
+    pads = c.attr("pads") if given is None else [_plain(n) for n in c.ints(given)]
     value = c.attr("value", 0.0) if fill is None else c.number(fill)
     axes = list(range(x.ndim)) if on_axes is None else [c.axis(x, int(axis)) for axis in c.ints(on_axes)]
     borders = {axis: (pads[i], pads[i + len(axes)]) for i, axis in enumerate(axes)}

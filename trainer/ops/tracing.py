@@ -8,6 +8,7 @@ the graph runs. So no batch size is ever baked in, and no symbolic algebra is ne
 from __future__ import annotations
 
 import copy
+import inspect
 import keyword
 import operator
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from trainer.ops.assumed import may_differ, must_be, told
 from trainer.ops.values import HostInts, RunTime, Unsupported, Value
 
 ANCHOR = "_anchor"
@@ -94,11 +96,20 @@ class Traced:
         return self.tracer.call(operator.neg, self)
 
 
+class WholeCalls(fx.Tracer):
+    """Records again, from a pickled graph's code, the calls it makes: as they are, not what happens in them."""
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        called = type(root).forward.__globals__.values()
+        self._autowrap_function_ids.update(id(value) for value in called if inspect.isfunction(value))
+        return super().trace(root, concrete_args)
+
+
 class Tracer:
     """Builds the fx graph and the module that holds its weights."""
 
     def __init__(self, *, training: bool = False) -> None:
-        self.graph = fx.Graph()
+        self.graph = fx.Graph(tracer_cls=WholeCalls)
         self.root = nn.Module()
         self.training = training
         self._constants: dict[int, tuple[torch.Tensor, fx.Node]] = {}
@@ -106,6 +117,8 @@ class Tracer:
         self._anchor: Traced | None = None
         self._hosts: dict[fx.Node, HostInts] = {}
         self.leaves: list[fx.Node] = []
+        self.assumed: list[str] = []
+        """What holds at both sizes but not at all; the graph checks it."""
 
     def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Value:
         """Apply a function, or the tensor method of that name: at once to constants, else when the graph runs."""
@@ -272,6 +285,9 @@ class Tracer:
             parts = enumerate(zip(first, second, strict=True))
             return tuple(self._wrap(self.graph.call_function(operator.getitem, (node, i)), pair) for i, pair in parts)
         if isinstance(first, bool | int | float) and first == second:
+            if node.target != "size" and may_differ(node, first):
+                self.assumed.append(f"{told(node)} is {first}")
+                self.graph.call_function(must_be, (node, first, told(node)))
             return first
         return Traced(self, node, probes)
 
@@ -349,6 +365,9 @@ class Eager(Tracer):
         return (_method(function) if isinstance(function, str) else function)(*args, **kwargs)
 
     def call_module(self, name: str, module: nn.Module, *args: Any) -> Value:
+        own = [arg for arg in args[1:3] if isinstance(arg, nn.Parameter)]
+        if hasattr(module, "frozen"):  # a BatchNormalization, whose statistics rest with its scale and bias
+            vars(module)["frozen"] = bool(own) and not any(parameter.requires_grad for parameter in own)
         return module.to(self._empty.device).train(self.training)(*args)
 
     def size(self, tensor: Value, dim: int) -> Value:

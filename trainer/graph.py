@@ -32,6 +32,7 @@ import trainer.ops  # noqa: F401  files the operator table
 from trainer.errors import CheckpointError, ConfigError, UnsupportedModel
 from trainer.ops.assumed import is_kept
 from trainer.ops.contrib import OWN_NORMS, check_optimised
+from trainer.ops.depth import branches, marked
 from trainer.ops.external import all_tensors, external_problems, is_external, place, with_small_tensors, write_back
 from trainer.ops.fuse import fuse as fuse_graph
 from trainer.ops.importer import Importer, import_graph
@@ -130,15 +131,16 @@ def to_module(
     `base`: the model's directory, for what it keeps in other files: mapped copy-on-write, not read. `fuse`:
     rewrite attention and linear layers into single calls; the results differ by rounding only. `tie`: let the
     copies an exporter made of one weight be that one weight. `train`: stored tensors that are to be weights
-    though they do not look like one, by name. Dropout and BatchNormalization follow train() and eval(). Raises
-    UnsupportedModel with one sentence for every node that cannot be imported.
+    though they do not look like one, by name. Dropout, stochastic depth and BatchNormalization follow train() and
+    eval(). Raises UnsupportedModel with one sentence for every node that cannot be imported.
     """
     stored = stored_tensors(model.graph, base)  # before inlining: what a local function holds has no place of its own
+    depth = branches(model, base)
     model = with_small_tensors(model, base)
     if model.functions:
         model = inliner.inline_local_functions(model)
     found = promoted(roles(model.graph, stored), stored, train)
-    importer, traced = import_graph(model, stored, found, base)
+    importer, traced = import_graph(marked(model, depth), stored, found, base)
     return _finish(traced, importer, find_copies(stored, found) if tie else {}, fuse=fuse)
 
 

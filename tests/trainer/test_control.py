@@ -132,6 +132,13 @@ def test_a_reshape_that_fits_some_sizes_only_is_computed_at_run_time():
     assert_same(module, model, torch.randn(8, 3))
 
 
+def test_a_dynamic_dimension_is_split_into_equal_parts_at_run_time():
+    model = read("g (float[N,4] x) => (float[A,4] a, float[B,4] b) { a, b = Split<axis = 0>(x) }")
+    module = graph.to_module(model)
+    for size in (2, 6):
+        assert_same(module, model, torch.randn(size, 4))
+
+
 def test_what_no_size_mends_is_refused_at_import():
     model = read("""g (float[N,4] x) => (float[N,3] y) <float[2,3] w = {1,2,3,4,5,6}> { y = MatMul(x, w) }""")
     with pytest.raises(UnsupportedModel, match="node 'y': MatMul-13: torch refuses it"):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from trainer.ops.table import Call, lower
 from trainer.ops.tracing import Traced
-from trainer.ops.values import Unsupported, Value, read_tensor
+from trainer.ops.values import RunTime, Unsupported, Value, read_tensor
 
 LAYOUT = (19, 21, 23, 24, 25)
 """Versions in which most layout operators only gained element types."""
@@ -101,7 +101,7 @@ def split(c: Call, x: Value, sizes: Value = None) -> Value:
     if lengths is None:
         length = c.size(x, axis)
         if isinstance(length, Traced):
-            raise Unsupported("it splits a dynamic dimension into equal parts")
+            raise RunTime("it splits a dynamic dimension into equal parts")
         piece = -(-length // num_outputs)
         lengths = [piece] * (num_outputs - 1) + [length - piece * (num_outputs - 1)]
     return c(torch.split, x, [_plain(n) for n in lengths], axis)

@@ -145,7 +145,8 @@ class _Collate:
     def _tensor(self, use: Use, columns: dict[str, Values]) -> Tensor:
         arrays = [_padded(columns[name], self._fill[name]) for name in use.columns]
         array = np.stack(arrays, axis=1) if use.stacked else arrays[0]
-        tensor = torch.from_numpy(array).to(getattr(torch, use.dtype))
+        computed = {"float16": "float32", "bfloat16": "float32"}.get(use.dtype, use.dtype)  # as the graph is imported
+        tensor = torch.from_numpy(array).to(getattr(torch, computed))
         if self._device.type == "cuda":
             return tensor.pin_memory().to(self._device, non_blocking=True)
         return tensor.to(self._device)

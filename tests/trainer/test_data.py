@@ -11,11 +11,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 
 from tests import graphs
 from trainer.config import RunConfig, build_config
 from trainer.data import Batches, evaluation_batches
 from trainer.errors import ConfigError, DataError
+from trainer.graph import to_module
 from trainer.shards import Shards, make_shards, open_shards
 from trainer.signature import read_signature, wanted
 
@@ -64,6 +66,20 @@ def test_bytes_become_the_floats_the_graph_takes_and_labels_int64(images: Callab
     (image,) = batch.inputs
     assert (image.dtype, image.shape, batch.labels.dtype, batch.size) == (torch.float32, (8, 3, 8, 8), torch.int64, 8)
     np.testing.assert_array_equal(image.numpy(), prepared.train.read(batch.rows)["image"])
+
+
+@pytest.mark.parametrize("half", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_inputs_in_half_precision_are_fed_in_fp32_as_the_graph_is_computed(half: int, tmp_path: Path) -> None:
+    model = graphs.tiny_mlp()
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = half
+    for tensor in model.graph.initializer:
+        kind = helper.tensor_dtype_to_np_dtype(half)
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(kind), tensor.name))
+    np.savez(tmp_path / "rows.npz", features=np.ones((40, 4), np.float32), label=np.zeros(40, np.int64))
+    (batch,) = Prepared(tmp_path, model, tmp_path / "rows.npz").batches().take(0, 8)
+    assert batch.inputs[0].dtype == torch.float32
+    assert to_module(model)(*batch.inputs).shape == (8, 1)
 
 
 def test_several_columns_become_one_vector_in_the_order_given(tmp_path: Path) -> None:

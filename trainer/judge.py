@@ -131,9 +131,9 @@ class Judge:
         for where, inputs, run in self._samples(batches):
             with torch.no_grad():
                 results = module(*inputs)
-            expected = [results] if isinstance(results, Tensor) else results
+            expected = [results] if len(self.outputs) == 1 else results
             for name, ours, theirs in zip(self.outputs, expected, run(inputs), strict=True):
-                difference, sentence = relative_difference(ours.double().numpy(), np.asarray(theirs).astype(np.float64))
+                difference, sentence = _apart(ours, theirs)
                 if not (math.isnan(worst[name][0]) or difference <= worst[name][0]):  # NaN is the worst
                     worst[name] = (difference, f"output {name!r}, {where}: {sentence}")
         problems = [
@@ -145,11 +145,16 @@ class Judge:
         return problems
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and metrics over the whole evaluation data, as `evaluation/<name>`."""
+        """Loss and metrics over the whole evaluation data, as `evaluation/<name>`.
+
+        A file of a fixed batch that computes its own loss counts the rows repeated to fill its last batch, too.
+        """
         totals = self._evaluator.totals(self.outputs)
         for batch in self._evaluator.batches():
-            results = [torch.from_numpy(np.array(array)) for array in self.run(batch.inputs)]
-            totals.update(results, batch.labels, batch.size)
+            for start, stop in self._cuts(batch.size):
+                labels = None if batch.labels is None else batch.labels[start:stop]
+                results = self.run([tensor[start:stop] for tensor in batch.inputs])
+                totals.update([self._own_rows(result, stop - start) for result in results], labels, stop - start)
         return {f"evaluation/{name}": value for name, value in totals.compute().items()}
 
     def example(self) -> bytes:
@@ -166,8 +171,14 @@ class Judge:
         number = 0
         for number, batch in enumerate(islice(self._evaluator.batches(), batches), start=1):
             if number == 1:
-                yield "row 1 alone", [tensor[:1] for tensor in batch.inputs], self.run
-            yield f"batch {number} ({batch.size} rows)", batch.inputs, self.run
+                yield "row 1 alone", self._filled([tensor[:1] for tensor in batch.inputs]), self.run
+            for start, stop in self._cuts(batch.size):
+                where = f"({batch.size} rows)" if not self._fixed else f"(rows {start + 1} to {stop})"
+                yield (
+                    f"batch {number} {where}",
+                    self._filled([tensor[start:stop] for tensor in batch.inputs]),
+                    self.run,
+                )
             if number == 1 and self._rows == 1 and not self._fixed and batch.size > 1:
                 two = [tensor[:2] for tensor in batch.inputs]
                 yield from (("rows 1 and 2, by onnx.reference", two, lambda _, r=r: r) for r in self._refer(two))
@@ -180,26 +191,39 @@ class Judge:
         leading = {value.type.tensor_type.shape.dim[0].dim_value for value in self._inputs if _ndim(value)}
         return leading.pop() if len(leading) == 1 else 0
 
+    def _cuts(self, rows: int) -> list[tuple[int, int]]:
+        """The pieces of a batch, [start, stop), that the file takes by its declaration."""
+        step = self._fixed or max(rows, 1)
+        return [(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
+
+    def _filled(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The last row repeated up to a fixed batch size."""
+        return [
+            torch.cat([tensor, tensor[-1:].expand(self._fixed - len(tensor), *tensor.shape[1:])])
+            if 0 < len(tensor) < self._fixed
+            else tensor
+            for tensor in inputs
+        ]
+
     def feed(self, inputs: Sequence[Tensor]) -> dict[str, Array]:
         """Input name -> array of the declared type, the last row repeated up to a fixed batch size."""
-        feed = {}
-        for value, tensor in zip(self._inputs, inputs, strict=True):
-            element_type = value.type.tensor_type.elem_type
-            array = tensor.numpy().astype(self._dtype(element_type))
-            if 0 < len(array) < self._fixed:
-                array = np.concatenate([array, np.repeat(array[-1:], self._fixed - len(array), axis=0)])
-            feed[value.name] = array
-        return feed
+        return {
+            value.name: tensor.numpy().astype(self._dtype(value.type.tensor_type.elem_type))
+            for value, tensor in zip(self._inputs, self._filled(inputs), strict=True)
+        }
 
     def _dtype(self, element_type: int) -> np.dtype[Any]:
         shadowed = self._shadowed and element_type in HALVES
         return np.dtype(np.float32 if shadowed else onnx.helper.tensor_dtype_to_np_dtype(element_type))
 
     def run(self, inputs: Sequence[Tensor]) -> list[Array]:
-        """The file's outputs for one batch, in pieces if the file takes a fixed number of rows."""
+        """The file's outputs for one batch, row by row if the file turns out to take no more.
+
+        A file of a fixed batch gives as many rows as it takes, of which those beyond `inputs` are repetitions.
+        """
         rows = len(inputs[0])
         try:
-            return self._in_pieces(inputs, self._rows or max(rows, 1))
+            return self._in_pieces(inputs, self._rows or rows)
         except Exception as error:
             if self._rows or rows <= 1:
                 raise ExportRefused(f"{self.by} cannot run the model on {rows} rows: {error}") from error
@@ -215,11 +239,18 @@ class Judge:
         rows = len(inputs[0])
         parts = [
             self._compute(self.feed([tensor[start : start + piece] for tensor in inputs]))
-            for start in range(0, rows, piece)
+            for start in range(0, max(rows, 1), max(piece, 1))
         ]
-        if len(parts) == 1 and rows == piece:
-            return list(parts[0])
-        return [np.concatenate(pieces)[:rows] for pieces in zip(*parts, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        return [np.concatenate(pieces) for pieces in zip(*parts, strict=True)]
+
+    def _own_rows(self, result: Any, rows: int) -> Any:
+        """An output as torch has it, without the rows that were repeated to fill a fixed batch."""
+        if isinstance(result, list):
+            return [self._own_rows(each, rows) for each in result]
+        array = np.array(result)
+        return torch.from_numpy(array[:rows] if array.ndim and len(array) == self._fixed else array)
 
     def _refer(self, inputs: Sequence[Tensor]) -> Iterator[list[Array]]:
         """The outputs by onnx.reference, if it can run the file."""
@@ -267,7 +298,7 @@ def open_session(
 
 
 def relative_difference(ours: Array, theirs: Array) -> tuple[float, str]:
-    """(greatest |difference| / greatest |value|, a clause with both); NaN if either has one where the other has not.
+    """(greatest |difference| / greatest |value|, a clause with both); NaN if either has one, or another shape.
 
     Equal values differ by nothing, infinite ones included.
     """
@@ -279,6 +310,16 @@ def relative_difference(ours: Array, theirs: Array) -> tuple[float, str]:
     difference = float(apart.max(initial=0.0))
     relative = difference / greatest if greatest else difference
     return relative, f"greatest difference {difference:.3g}, greatest value {greatest:.3g}"
+
+
+def _apart(ours: Any, theirs: Any) -> tuple[float, str]:
+    """`relative_difference` of an output: a tensor, or a sequence, whose furthest tensor counts."""
+    if isinstance(ours, Tensor):
+        return relative_difference(ours.detach().double().numpy(), np.asarray(theirs).astype(np.float64))
+    if len(ours) != len(theirs):
+        return math.nan, f"{len(theirs)} tensors instead of {len(ours)}"
+    found = [_apart(*pair) for pair in zip(ours, theirs, strict=True)]
+    return max(found, key=lambda each: math.inf if math.isnan(each[0]) else each[0], default=(0.0, "no tensor"))
 
 
 # -- half precision

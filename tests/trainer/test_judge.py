@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import onnx
@@ -98,6 +100,86 @@ def test_a_file_that_takes_only_single_rows_goes_row_by_row(caplog: pytest.LogCa
     assert "nobody but torch has" in caplog.text
     (problem,) = judge.compare(torch.nn.ReLU(), batches=1, tolerance=1e-6)
     assert problem.startswith("output 'y', ")
+
+
+def with_ends(node: onnx.NodeProto, batch: int | str, *ends: onnx.ValueInfoProto) -> onnx.ModelProto:
+    """x [batch, 4] -> MatMul, Relu -> y [batch, 3] -> a node -> outputs."""
+    weight = numpy_helper.from_array(np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), "w")
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, 4])
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Relu", ["m"], ["y"]), node]
+    inner = helper.make_graph(nodes, "g", [x], ends, [weight])
+    return helper.make_model(inner, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+Y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+
+
+@pytest.mark.parametrize(
+    ("node", "end"),
+    [
+        (
+            helper.make_node("ArgMax", ["y"], ["z"], axis=-1),
+            helper.make_tensor_value_info("z", TensorProto.INT64, None),
+        ),
+        (
+            helper.make_node("Cast", ["y"], ["z"], to=TensorProto.BOOL),
+            helper.make_tensor_value_info("z", TensorProto.BOOL, None),
+        ),
+        (helper.make_node("NonZero", ["y"], ["z"]), helper.make_tensor_value_info("z", TensorProto.INT64, None)),
+        (helper.make_node("Identity", ["w"], ["z"]), helper.make_tensor_value_info("z", TensorProto.FLOAT, None)),
+        (
+            helper.make_node("SplitToSequence", ["y"], ["z"], axis=1),
+            helper.make_tensor_sequence_value_info("z", TensorProto.FLOAT, None),
+        ),
+    ],
+    ids=["integers", "booleans", "as many as the data says", "a weight", "a sequence"],
+)
+@pytest.mark.parametrize("others", [(Y,), ()], ids=["beside others", "alone"])
+def test_an_output_of_any_kind_is_compared(
+    node: onnx.NodeProto, end: onnx.ValueInfoProto, others: tuple[onnx.ValueInfoProto, ...]
+) -> None:
+    model = with_ends(node, "batch", *others, end)
+    judge = Judge(model, data(Rows((torch.randn(6, 4),), None, 6)))
+    module = graph.to_module(model).eval()
+    assert judge.compare(module, batches=1, tolerance=1e-6) == []
+    with torch.no_grad():
+        next(iter(module.parameters())).mul_(-1)
+    assert judge.compare(module, batches=1, tolerance=1e-6) != []
+
+
+@pytest.mark.parametrize(
+    ("node", "dims"),
+    [
+        (helper.make_node("ReduceMean", ["y"], ["z"], keepdims=0), []),
+        (helper.make_node("Transpose", ["y"], ["z"], perm=[1, 0]), [3, 4]),
+    ],
+    ids=["its loss", "the batch is not the first axis"],
+)
+def test_a_file_with_a_fixed_batch_is_compared_on_the_very_rows_it_takes(node: onnx.NodeProto, dims: list[int]) -> None:
+    model = with_ends(node, 4, helper.make_tensor_value_info("z", TensorProto.FLOAT, dims))
+    judge = Judge(model, data(*(Rows((torch.randn(size, 4),), None, size) for size in (6, 4, 1))))
+    assert judge.compare(graph.to_module(model).eval(), batches=3, tolerance=1e-6) == []
+
+
+def test_a_fixed_batch_is_evaluated_row_for_row_and_repeated_rows_do_not_count() -> None:
+    class Seen:
+        rows: ClassVar[list[tuple[int, int, int]]] = []
+
+        def update(self, outputs: Sequence[Tensor], labels: Tensor | None, size: int) -> None:
+            assert labels is not None
+            self.rows.append((len(outputs[0]), len(labels), size))
+            assert torch.allclose(outputs[0].squeeze(1), labels)
+
+        def compute(self) -> dict[str, float]:
+            return {"rows": float(sum(size for *_, size in self.rows))}
+
+    model = one_node("Identity")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value, value.type.tensor_type.shape.dim[1].dim_value = 4, 1
+    x = torch.randn(6, 1)
+    judge = Judge(model, Evaluator(batches=lambda: [Rows((x,), x[:, 0], 6)], totals=lambda names: Seen()))
+    assert judge.evaluate() == {"evaluation/rows": 6.0}
+    assert Seen.rows == [(4, 4, 4), (2, 2, 2)]
 
 
 def rotary(width: int = 8) -> onnx.ModelProto:

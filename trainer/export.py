@@ -9,6 +9,7 @@ the trained module. onnxruntime can take its process down, so this has one of it
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import shutil
 import sys
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from trainer import graph
 from trainer.config import ExportConfig, ModelConfig
-from trainer.errors import ExportRefused, OnwardError, Refused
+from trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUnavailable
 from trainer.judge import Evaluator, Judge
 from trainer.ops.depth import random_nodes
 from trainer.ops.external import is_external
@@ -63,9 +64,19 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def refusals(folder: Path) -> Iterator[None]:
-    """Leave an error of Onward's own in `folder` as data (Refusal) and end the process with its exit code."""
+    """Leave an error of Onward's own in `folder` as data (Refusal) and end the process with its exit code.
+
+    A disk that is full is one, too.
+    """
     try:
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise RuntimeUnavailable(
+                f"no room to write the exported file in {folder}: {error.strerror}; make room and export again"
+            ) from error
     except OnwardError as error:
         problems = error.problems if isinstance(error, Refused) else (str(error),)
         write_record(refusal_in(folder), Refusal(kind=type(error).__name__, problems=problems))
@@ -91,11 +102,11 @@ def export(run: RunDir, checkpoint: Checkpoint, *, evaluator: Evaluator, folder:
         done = finished(trainee).module
         file, *beside = graph.write(done, original, source, stage / source.name)
         weights = {name: tensor.detach() for name, tensor in graph.stored_weights(done).items()}
-        expected = Expected(source, original, weights, trainee.module.eval(), config.model)
+        module = _as_stored(trainee.module, done, original)
+        expected = Expected(source, original, weights, module.eval(), config.model)
         judge = prove(file, expected, evaluator=evaluator, config=config.export)
         after, changed = judge.evaluate(), len(_differing(file, expected, expected.weights))
-        files = [path.replace(folder / path.name) for path in (*beside, file)]  # the model last: it names the others
-        fsync(folder)
+        files = [_moved(path, stage, folder) for path in (*beside, file)]  # the model last: it names the others
     write_durably(example_in(folder), judge.example())
     exported = ExportedModel(
         path=files[-1],
@@ -134,10 +145,37 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
 
 @contextlib.contextmanager
 def _stage(folder: Path) -> Iterator[Path]:
-    """A directory beside the files to be, for those that are not proven yet; gone afterwards."""
+    """A directory beside the files to be, for those that are not proven yet; gone afterwards.
+
+    So are those of processes that were killed: one process at a time exports into a directory.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".proving-*"):
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".proving-") as stage:
         yield Path(stage)
+
+
+def _moved(path: Path, stage: Path, folder: Path) -> Path:
+    """The proven file in its place: a model names the files beside it by their place relative to its own."""
+    place = folder / path.relative_to(stage)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    path.replace(place)
+    fsync(place.parent)
+    return place
+
+
+def _as_stored(trained: graph.ImportedGraph, done: graph.ImportedGraph, model: onnx.ModelProto) -> graph.ImportedGraph:
+    """What was trained, its weights rounded in place as a file in half precision rounds them.
+
+    Adapters cannot be rounded as their sum with the weight is: of such a file, what is written is the measure.
+    """
+    halves = {name: ROUNDED[tensor.data_type] for name, tensor in slots(model.graph) if tensor.data_type in ROUNDED}
+    module = done if halves else trained
+    with torch.no_grad():
+        for name, weight in graph.weights(module).items():
+            weight.copy_(weight.to(halves.get(name, weight.dtype)))
+    return module
 
 
 def _beside_its_weights(
@@ -179,7 +217,7 @@ class Expected:
     weights: Mapping[str, Tensor]
     """The trained tensors, by name; the others are those that came in."""
     module: nn.Module
-    """What was trained, with these weights: adapters, cut, fused calls and all."""
+    """What was trained, with these weights as the file rounds them: adapters, cut, fused calls and all."""
     config: ModelConfig
 
 

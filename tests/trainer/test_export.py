@@ -3,6 +3,7 @@ and whatever is wrong with it, it is refused with numbers and does not come to e
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from trainer.ops.strip import strip_training
 from trainer.reference import GraphWriter
 from trainer.run import ExportedModel, Refusal, RunDir, RunIdentity, example_in, read_record, refusal_in, write_record
 from trainer.run import sha256 as digest
+from trainer.signature import model_digest
 
 CPU = torch.device("cpu")
 
@@ -166,6 +168,62 @@ def test_a_half_precision_file_is_rounded_once_and_keeps_its_type(make: Make) ->
 
 
 # -- what only training needs
+
+
+def test_what_rounding_to_half_precision_costs_is_no_fault_of_the_file(make: Make) -> None:
+    model, half = graphs.tiny_transformer(), helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(half), tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = TensorProto.BFLOAT16
+    case = make(model, moved=0.5)
+    exported = case.export()
+    assert exported.parity < 1e-4, "with the weights as they were before rounding it is 3e-3"
+
+
+def test_weights_in_a_directory_below_the_model_stay_there(make: Make) -> None:
+    model = graphs.tiny_mlp()
+    case = make(graphs.tiny_mlp())
+    path = case.run.root.parent / "model.onnx"
+    (path.parent / "below").mkdir()
+    onnx.save(model, path, save_as_external_data=True, location="below/weights.bin", size_threshold=0)
+    identity = RunIdentity(run_id="1", name="n", created_at="", model_sha256=model_digest(path))
+    write_record(case.run.identity, identity)
+    exported = case.export()
+    assert exported.beside == (case.run.export / "below" / "weights.bin",)
+    assert exported.sha256 == model_digest(exported.path) != digest(exported.path)
+    feed = graphs.feed(graphs.tiny_mlp(), 3)
+    (found,) = onnxruntime.InferenceSession(str(exported.path), providers=["CPUExecutionProvider"]).run(None, feed)
+    with torch.no_grad():
+        wanted = case.module.eval()(*map(torch.from_numpy, feed.values()))
+    assert np.allclose(found, wanted.numpy(), atol=1e-5)
+
+
+def test_what_a_killed_export_left_is_swept_away(make: Make) -> None:
+    case = make(graphs.tiny_mlp())
+    left = case.run.export / ".proving-dead"
+    left.mkdir(parents=True)
+    (left / "model.onnx").write_bytes(b"half")
+    case.export()
+    assert sorted(path.name for path in case.run.export.iterdir()) == ["example.npz", "model.json", "model.onnx"]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_no_file(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(graphs.tiny_mlp())
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(graph, "write", full)
+    with pytest.raises(SystemExit) as ended, export.refusals(case.run.export):
+        case.export()
+    assert ended.value.code == 3
+    refusal = read_record(refusal_in(case.run.export), Refusal)
+    assert refusal.kind == "RuntimeUnavailable"
+    assert "No space left on device; make room" in refusal.problems[0]
+    assert [path.name for path in case.run.export.iterdir()] == ["refused.json"]
 
 
 def test_dropout_and_what_only_it_read_are_gone(make: Make) -> None:

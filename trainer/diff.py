@@ -95,9 +95,26 @@ def _read(path: Path) -> onnx.ModelProto:
         raise UnsupportedModel(f"{path} is not an ONNX file: {error}") from None
     if not model.HasField("graph"):
         raise UnsupportedModel(f"{path} is not an ONNX file: it holds no graph")
-    if problems := external_problems(model, path.parent):
+    if problems := [*external_problems(model, path.parent), *_incomplete(model)]:
         raise UnsupportedModel(problems)
     return model
+
+
+def _incomplete(model: onnx.ModelProto) -> Iterator[str]:
+    """One sentence for each tensor of the graph whose values cannot be those of its type and shape."""
+    for name, proto in slots(model.graph):
+        if proto.data_type not in TensorProto.DataType.values():
+            yield f"tensor {name!r} is of type number {proto.data_type}, which this onnx does not know"
+        elif proto.data_type in RAW and not is_external(proto):
+            size, wanted = _num_values(proto), math.prod(proto.dims)
+            if size != wanted:
+                yield f"tensor {name!r} holds {size:g} values, but its shape takes {wanted}; the file is damaged"
+
+
+def _num_values(proto: TensorProto) -> float:
+    if proto.HasField("raw_data"):
+        return float(len(proto.raw_data) / RAW[proto.data_type].itemsize)
+    return float(len(getattr(proto, onnx.helper.tensor_dtype_to_field(proto.data_type))))
 
 
 def _same_content(a: Path, b: Path) -> bool:
@@ -284,7 +301,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _content(proto: TensorProto, base: Path) -> bytes:
     """The values of a tensor of a type that is not computed with, as bytes."""
     if not is_external(proto):
-        return numpy_helper.to_array(proto).tobytes()
+        strings = [len(each).to_bytes(8) + each for each in proto.string_data]  # an array of them holds addresses
+        return b"".join(strings) or numpy_helper.to_array(proto).tobytes()
     where = place(proto)
     with (base / where.location).open("rb") as file:
         file.seek(where.offset)

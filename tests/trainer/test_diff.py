@@ -131,6 +131,26 @@ def test_weights_in_constant_nodes_are_compared_as_tensors(tmp_path):
     assert [change.name for change in found.tensors] == [b.graph.node[0].output[0]]
 
 
+def test_a_tensor_that_cannot_be_what_it_says_is_refused_by_name(tmp_path):
+    for harm, why in (
+        (lambda tensor: setattr(tensor, "raw_data", tensor.raw_data[:-4]), "holds 63 values, but its shape takes 64"),
+        (lambda tensor: setattr(tensor, "data_type", 99), "is of type number 99"),
+    ):
+        damaged = tiny_mlp()
+        harm(damaged.graph.initializer[0])
+        with pytest.raises(UnsupportedModel, match=f"'{damaged.graph.initializer[0].name}' {why}"):
+            compare(*pair(tiny_mlp(), damaged, tmp_path))
+
+
+def test_texts_are_compared_by_what_they_say(tmp_path):
+    a = tiny_mlp()
+    a.graph.initializer.append(helper.make_tensor("words", TensorProto.STRING, [2], [b"a long one" * 9, b"b"]))
+    b = copy.deepcopy(a)
+    assert compare(*pair(a, b, tmp_path)).same
+    b.graph.initializer[-1].string_data[1] = b"c"
+    assert [change.name for change in compare(*pair(a, b, tmp_path)).tensors] == ["words"]
+
+
 def test_the_command_exits_with_0_1_or_2(tmp_path):
     a, b = pair(tiny_mlp(seed=0), tiny_mlp(seed=1), tmp_path)
     assert CliRunner().invoke(app, ["diff", str(a), str(a)]).exit_code == 0

@@ -136,7 +136,9 @@ def export(
     exported = export_file(run, checkpoint, output, extras=extras)
     facts = {"path": str(exported.path), "sha256": exported.sha256, "checkpoint": str(checkpoint)}
     metrics = {"parity": exported.parity, "before": exported.before, "after": exported.after}
-    made = {"training": [str(path) for path in exported.training]} if training else {}
+    made: dict[str, Any] = {"training": [str(path) for path in exported.training]} if training else {}
+    if exported.training_refused:
+        made = {"training": "", "training_refused": exported.training_refused}
     if as_json:
         variants = [each.model_dump(mode="json") for each in exported.variants]
         _print_json({**facts, "step": exported.step, **metrics, **made, "variants": variants})
@@ -145,12 +147,20 @@ def export(
 
 
 @app.command()
-def doctor(model: ModelFile, everything: All = False, as_json: Json = False) -> None:
+def doctor(
+    model: ModelFile,
+    converters: Annotated[
+        list[Path] | None,
+        typer.Option(help="A Python file of your own operators, as in model.converters; repeatable."),
+    ] = None,
+    everything: All = False,
+    as_json: Json = False,
+) -> None:
     """Say what of an ONNX file is trained and why, how it is imported, and what to look out for."""
     from flows.findings import show_diagnosis
     from trainer.doctor import diagnose
 
-    found = diagnose(model)
+    found = diagnose(model, converters=converters or ())
     if as_json:
         _print_json(found.model_dump(mode="json"))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -14,6 +14,7 @@ from onnx import defs, inliner
 from trainer import graph
 from trainer.errors import UnsupportedModel
 from trainer.ops.external import all_tensors, is_external, place
+from trainer.ops.foreign import load_converters
 from trainer.ops.leaf import Leaf
 from trainer.ops.roles import roles
 from trainer.ops.stored import slots, stored_tensors
@@ -92,8 +93,12 @@ class Diagnosis(Record):
     warnings: tuple[Symptom, ...]
 
 
-def diagnose(path: Path) -> Diagnosis:
-    """Read a file and say how it would be trained. Raises ConfigError or UnsupportedModel if it cannot be read."""
+def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
+    """Read a file and say how it would be trained, with one's own `converters` as in [model].
+
+    Raises ConfigError or UnsupportedModel if it cannot be read.
+    """
+    load_converters(converters)
     model = graph.load_model(path)
     patient, problems = Patient(model, path.parent), list[str]()
     try:

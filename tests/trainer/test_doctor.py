@@ -163,6 +163,28 @@ def test_a_model_without_weights_says_so(tmp_path):
     assert "no stored tensor is a weight; 1 nodes make tensors of their own" in warned(examined(model, tmp_path))
 
 
+def test_with_converters_of_ones_own_their_operators_are_imported(tmp_path):
+    bad = parsed(
+        """<ir_version: 10, opset_import: ["" : 20, "taught" : 1]>
+        taught (float[b] x) => (float[b] y) { y = taught.Same(x) }"""
+    )
+    onnx.save(bad, tmp_path / "m.onnx")
+    (tmp_path / "same.py").write_text(
+        "import torch\n"
+        "from onnx2torch.node_converters.registry import add_converter\n"
+        "from onnx2torch.utils.common import OperationConverterResult, onnx_mapping_from_node\n"
+        "@add_converter('Same', 1, domain='taught')\n"
+        "def same(node, graph):\n"
+        "    return OperationConverterResult(torch.nn.Identity(), onnx_mapping_from_node(node))\n"
+    )
+    assert not diagnose(tmp_path / "m.onnx").importable
+    shown = CliRunner().invoke(
+        app, ["doctor", str(tmp_path / "m.onnx"), "--converters", str(tmp_path / "same.py"), "--json"]
+    )
+    assert shown.exit_code == 0
+    assert json.loads(shown.output)["operators"][0]["imported_by"] == "your converter"
+
+
 def test_the_command_prints_it_and_exits_with_2_when_the_model_cannot_be_imported(tmp_path):
     onnx.save(tiny_mlp(), tmp_path / "good.onnx")
     shown = CliRunner().invoke(app, ["doctor", str(tmp_path / "good.onnx"), "--all"])

@@ -205,15 +205,23 @@ class Judge:
             for tensor in inputs
         ]
 
-    def feed(self, inputs: Sequence[Tensor]) -> dict[str, Array]:
-        """Input name -> array of the declared type, the last row repeated up to a fixed batch size."""
+    def feed(self, inputs: Sequence[Tensor], *, shadow: bool = True) -> dict[str, Array]:
+        """Input name -> array of the declared type, the last row repeated up to a fixed batch size.
+
+        `shadow`: of the type that the fp32 shadow declares, if one is run; else of the file's own.
+        """
         return {
-            value.name: tensor.numpy().astype(self._dtype(value.type.tensor_type.elem_type))
+            value.name: tensor.numpy().astype(self._dtype(value.type.tensor_type.elem_type, shadow=shadow))
             for value, tensor in zip(self._inputs, self._filled(inputs), strict=True)
         }
 
-    def _dtype(self, element_type: int) -> np.dtype[Any]:
-        shadowed = self._shadowed and element_type in HALVES
+    def feeds(self) -> Iterator[dict[str, Array]]:
+        """Evaluation batches for a session of the file itself, with no more rows than `run` found it to take."""
+        for batch in self._evaluator.batches():
+            yield self.feed([tensor[: self._rows or batch.size] for tensor in batch.inputs], shadow=False)
+
+    def _dtype(self, element_type: int, *, shadow: bool) -> np.dtype[Any]:
+        shadowed = shadow and self._shadowed and element_type in HALVES
         return np.dtype(np.float32 if shadowed else onnx.helper.tensor_dtype_to_np_dtype(element_type))
 
     def run(self, inputs: Sequence[Tensor]) -> list[Array]:

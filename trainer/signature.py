@@ -107,7 +107,11 @@ def _info(value: onnx.ValueInfoProto) -> TensorInfo:
 def locations(model: onnx.ModelProto) -> list[str]:
     """The files a model keeps tensors in, relative to its own directory."""
     found = (
-        entry.value for tensor in _tensors(model.graph) for entry in tensor.external_data if entry.key == "location"
+        entry.value
+        for tensor in _tensors(model.graph)
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
     )
     return sorted(set(found))
 

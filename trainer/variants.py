@@ -30,6 +30,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from trainer.errors import ExportRefused
 from trainer.judge import Array, Evaluator, Judge, open_session
 from trainer.run import Variant, durable_file
+from trainer.signature import locations
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def make_variant(kind: str, exported: Path, *, evaluator: Evaluator, tolerance: 
         return base.model_copy(update={"refused": f"the file has {size:,} bytes; variants are made up to 2 GB"})
     try:
         with durable_file(target) as partial:
-            MAKERS[kind](exported, partial, known, evaluator)
+            MAKERS[kind](exported, partial, known)
             judge = Judge(partial, evaluator, shadow=False)
             found = base.model_copy(
                 update={
@@ -62,7 +63,7 @@ def make_variant(kind: str, exported: Path, *, evaluator: Evaluator, tolerance: 
                     "bytes": partial.stat().st_size,
                     "size_ratio": partial.stat().st_size / size,
                     "metrics": judge.evaluate(),
-                    "latency_ratio": latency_ratio(exported, partial, known, evaluator),
+                    "latency_ratio": latency_ratio(exported, partial, known),
                 }
             )
             if lost := too_much(before, found.metrics, tolerance):
@@ -79,7 +80,9 @@ def too_much(before: dict[str, float], after: dict[str, float], tolerance: float
     name = next((name for name in ("evaluation/accuracy", "evaluation/loss") if name in before), "")
     if not name:
         return f"there is nothing to judge it by among {', '.join(before) or 'no metrics'}"
-    lost = before[name] - after[name] if name.endswith("accuracy") else (after[name] - before[name]) / abs(before[name])
+    lost = before[name] - after[name] if name.endswith("accuracy") else after[name] - before[name]
+    if name.endswith("loss") and before[name]:
+        lost /= abs(before[name])
     if lost <= tolerance:  # false for NaN, too
         return ""
     return (
@@ -88,9 +91,9 @@ def too_much(before: dict[str, float], after: dict[str, float], tolerance: float
     )
 
 
-def latency_ratio(exported: Path, variant: Path, judge: Judge, evaluator: Evaluator) -> float:
+def latency_ratio(exported: Path, variant: Path, judge: Judge) -> float:
     """Time of the variant over time of the exported file on one evaluation batch, measured in turns."""
-    feed = judge.feed(next(iter(evaluator.batches())).inputs)
+    feed = next(judge.feeds())
     sessions = [open_session(path) for path in (exported, variant)]
     times: list[list[float]] = [[], []]
     for _ in range(LATENCY_ROUNDS + 1):
@@ -105,19 +108,18 @@ def latency_ratio(exported: Path, variant: Path, judge: Judge, evaluator: Evalua
 def _bytes(path: Path) -> int:
     """The size of a model, its external data included."""
     model = onnx.load_model(path, load_external_data=False)
-    beside: set[str] = {e.value for t in model.graph.initializer for e in t.external_data if e.key == "location"}
-    return sum(file.stat().st_size for file in (path, *(path.parent / name for name in beside)))
+    return sum(file.stat().st_size for file in (path, *(path.parent / name for name in locations(model))))
 
 
 # -- the kinds
 
 
-def _optimized(exported: Path, target: Path, judge: Judge, evaluator: Evaluator) -> None:
+def _optimized(exported: Path, target: Path, judge: Judge) -> None:
     open_session(exported, save=target)
 
 
 def _halved(element_type: int) -> Callable[..., None]:
-    def make(exported: Path, target: Path, judge: Judge, evaluator: Evaluator) -> None:
+    def make(exported: Path, target: Path, judge: Judge) -> None:
         model = onnx.load_model(exported)
         opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
         if element_type == TensorProto.BFLOAT16 and opset < 13:
@@ -154,7 +156,7 @@ def _fresh(name: str, taken: set[str]) -> str:
     return name
 
 
-def _dynamic(exported: Path, target: Path, judge: Judge, evaluator: Evaluator) -> None:
+def _dynamic(exported: Path, target: Path, judge: Judge) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
         prepared = _prepared(exported, Path(folder))
         # convolutions want calibrated activations: onnxruntime has no fast kernel for them otherwise
@@ -162,12 +164,12 @@ def _dynamic(exported: Path, target: Path, judge: Judge, evaluator: Evaluator) -
     _must_differ(exported, target, "no MatMul, Gemm, LSTM or embedding; int8_static quantizes convolutions")
 
 
-def _static(exported: Path, target: Path, judge: Judge, evaluator: Evaluator) -> None:
+def _static(exported: Path, target: Path, judge: Judge) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
         quantize_static(
             _prepared(exported, Path(folder)),
             target,
-            _Calibration(judge, evaluator),
+            _Calibration(judge),
             per_channel=True,
             weight_type=QuantType.QInt8,
         )
@@ -195,15 +197,14 @@ def _must_differ(exported: Path, target: Path, nothing: str) -> None:
 class _Calibration(CalibrationDataReader):  # type: ignore[misc]
     """Evaluation batches, as the quantizer reads them."""
 
-    def __init__(self, judge: Judge, evaluator: Evaluator) -> None:
-        batches = itertools.islice(evaluator.batches(), CALIBRATION_BATCHES)
-        self._feeds: Iterator[dict[str, Array]] = (judge.feed(batch.inputs) for batch in batches)
+    def __init__(self, judge: Judge) -> None:
+        self._feeds: Iterator[dict[str, Array]] = itertools.islice(judge.feeds(), CALIBRATION_BATCHES)
 
     def get_next(self) -> dict[str, Array] | None:
         return next(self._feeds, None)
 
 
-MAKERS: dict[str, Callable[[Path, Path, Judge, Evaluator], None]] = {
+MAKERS: dict[str, Callable[[Path, Path, Judge], None]] = {
     "optimized": _optimized,
     "fp16": _halved(TensorProto.FLOAT16),
     "bf16": _halved(TensorProto.BFLOAT16),

@@ -142,6 +142,26 @@ def test_a_broken_variant_is_refused_with_its_figures(
     assert not (path.parent / "digits.optimized.onnx").exists()
 
 
+@pytest.mark.parametrize("what", ["a fixed batch", "inputs in half precision"])
+def test_a_variant_is_measured_on_what_the_file_itself_takes(what: str, tmp_path: Path) -> None:
+    model = graphs.tiny_conv_net(num_classes=10, channels=1)
+    for value in (*model.graph.input, *model.graph.output):
+        if what == "a fixed batch":
+            value.type.tensor_type.shape.dim[0].dim_value = 4
+        else:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    for tensor in model.graph.initializer if what != "a fixed batch" else ():
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    batches = [Rows((torch.rand(6, 1, 8, 8),), torch.arange(6), 6)]
+    evaluator = Evaluator(batches=lambda: batches, totals=totals)
+    for kind in ("optimized", "int8_static") if what == "a fixed batch" else ("optimized",):
+        variant = make_variant(kind, path, evaluator=evaluator, tolerance=0.5)
+        assert not variant.refused
+        assert variant.latency_ratio > 0
+
+
 def test_a_model_with_nothing_to_quantize_is_refused_with_the_reason(tmp_path: Path) -> None:
     g = GraphWriter("plain")
     x = g.op("Relu", g.input("image", ("batch", 3, 8, 8)))
@@ -189,6 +209,8 @@ def test_weights_beyond_the_range_of_fp16_are_refused(digits: tuple[Path, Evalua
         ({"evaluation/loss": 1.0}, {"evaluation/loss": 1.03}, True),
         ({"evaluation/loss": -1.0}, {"evaluation/loss": -0.9}, True),
         ({"evaluation/loss": 1.0}, {"evaluation/loss": float("nan")}, True),
+        ({"evaluation/loss": 0.0}, {"evaluation/loss": 0.01}, False),
+        ({"evaluation/loss": 0.0}, {"evaluation/loss": 0.1}, True),
         ({}, {}, True),
     ],
 )

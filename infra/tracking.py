@@ -82,7 +82,7 @@ class ModelFile:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     beside: tuple[Path, ...] = ()
-    """Files next to it that it keeps weights in."""
+    """Files in its directory, or below, that it keeps weights in."""
     step: int = 0
     example: Mapping[str, Any] = field(default_factory=dict)
     """Input name -> array: one small batch."""
@@ -360,7 +360,9 @@ def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> N
         )
     shutil.copyfile(model.path, folder / "model.onnx")
     for file in model.beside:
-        shutil.copyfile(file, folder / file.name)
+        place = folder / file.relative_to(model.path.parent)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
 
 
 @contextlib.contextmanager

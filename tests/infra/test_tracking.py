@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from infra.tracking import (
     ModelFile,
@@ -201,6 +201,24 @@ def test_a_registered_model_is_the_file_itself_and_answers_under_its_alias(tmp_p
     assert points(tracker, "exported/evaluation/loss") == [(7, 0.25), (7, 0.25)]  # one of each file
     other = new_run()
     assert other.register_model(replace(one, step=9), name=name) == "3"  # another run's file is another version
+
+
+def test_a_model_that_keeps_weights_in_a_directory_below_is_registered_whole(tmp_path: Path) -> None:
+    import mlflow.onnx
+
+    plain = adder(tmp_path, by=4.0)
+    path = tmp_path / "apart" / "adder.onnx"
+    (path.parent / "below").mkdir(parents=True)
+    model = onnx.load(plain.path)
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.full(2, 4.0, np.float32), "w"))
+    content = model.graph.initializer[0].raw_data
+    onnx.save(model, path, save_as_external_data=True, location="below/weights.bin", size_threshold=0)
+    apart = replace(plain, path=path, beside=(path.parent / "below" / "weights.bin",))
+    tracker, name = new_run(), "adders-apart"
+    version = tracker.register_model(apart, name=name)
+    folder = Path(client(tracker).get_model_version(name, version).source.removeprefix("file://"))
+    assert load(folder).predict({"x": np.ones((3, 2), np.float32)})["y"].tolist() == [[5.0, 5.0]] * 3
+    assert mlflow.onnx.load_model(str(folder)).graph.initializer[0].raw_data == content
 
 
 def test_nothing_lands_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

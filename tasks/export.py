@@ -23,8 +23,9 @@ from prefect.cache_policies import NO_CACHE
 import trainer
 from infra.tracking import ModelFile, Port, Tracker, TrackingError, TrackingUnavailable
 from trainer import errors
+from trainer.check import in_the_way
 from trainer.config import ExportConfig, RunConfig
-from trainer.errors import CheckpointError, ExportRefused, OnwardError, RuntimeUnavailable
+from trainer.errors import CheckpointError, ConfigError, ExportRefused, OnwardError, RuntimeUnavailable
 from trainer.run import (
     CheckpointInfo,
     ExportedModel,
@@ -93,14 +94,18 @@ def export_file(
     """Export one checkpoint of a run to `out`, or else into the run directory; needs neither Prefect nor MLflow.
 
     `extras`: says which variants, and whether the training files too, if not the run's own config. Raises
-    ExportRefused with every failed check (and nothing is written), or what else stopped the exporting process.
+    ConfigError if `out` cannot be written or is not to be, ExportRefused with every failed check (and nothing is
+    written), or what else stopped the exporting process.
     """
     extras = extras or read_config(run).export
+    source = read_config(run).model.path
+    if out and (problems := in_the_way(out.absolute(), source, extras.variants)):
+        raise ConfigError(problems)  # before the work, not after it
     if out is None:
         return _run_process(run, checkpoint, run.export, extras)
     with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
         exported = _run_process(run, checkpoint, Path(folder), extras)
-        return copy_to(out.absolute(), exported, source=read_config(run).model.path)
+        return copy_to(out.absolute(), exported, source=source)
 
 
 def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> ExportedModel:
@@ -164,18 +169,15 @@ def _proven(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | None:
 def copy_to(target: Path, exported: ExportedModel, *, source: Path) -> ExportedModel:
     """Copy an exported file, and all that was written with it, to `target` and beside it; says where it is then.
 
-    `source`: the file that came in; the files it keeps weights in are not overwritten. Raises RuntimeUnavailable.
+    `source`: the file that came in; neither it nor any weights it does not own are written over. Raises
+    RuntimeUnavailable.
     """
     folder = target.parent
-    own = [file.name for file in exported.beside if _same(folder / file.name, source.parent / file.name)]
-    if own:
-        raise RuntimeUnavailable(
-            f"the exported file keeps weights in {', '.join(own)}, and in {folder} those are the original's; "
-            "choose another directory for export.path"
-        )
     made = [variant for variant in exported.variants if variant.path]
+    if problems := in_the_way(target, source, [variant.kind for variant in made]):
+        raise RuntimeUnavailable(f"cannot write the exported file to {target}: {why}" for why in problems)
     places = {variant.kind: target.with_name(f"{target.stem}.{variant.kind}.onnx") for variant in made}
-    copies = {file: folder / file.name for file in exported.beside}
+    copies = {file: folder / file.relative_to(exported.path.parent) for file in exported.beside}
     copies |= {variant.path: places[variant.kind] for variant in made if variant.path}
     copies |= {file: target.with_name(f"{target.stem}.training") / file.name for file in exported.training}
     for file, place in {**copies, exported.path: target}.items():  # the file itself last
@@ -196,10 +198,6 @@ def copy_to(target: Path, exported: ExportedModel, *, source: Path) -> ExportedM
     return exported.model_copy(update=moved)
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and one.samefile(other)
-
-
 # -- the exporting process
 
 
@@ -207,7 +205,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     """Export in a process of its own, then make each variant in one; returns the record or raises the error."""
     folder.mkdir(parents=True, exist_ok=True)
     record, refusal = folder / "model.json", refusal_in(folder)
-    for former in (record, refusal):
+    for former in (record, refusal, *folder.glob(".*.partial")):  # a killed process leaves those
         former.unlink(missing_ok=True)
     ending = _in_process("export", run, str(checkpoint.absolute()), folder)
     if refusal.exists():
@@ -215,7 +213,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     if ending or not record.exists():
         raise ExportRefused(f"the exporting process {ending or 'left no record'}")
     exported = read_record(record, ExportedModel)
-    variants = tuple(_variant(kind, run, folder) for kind in extras.variants)
+    variants = tuple(_variant(kind, run, folder) for kind in dict.fromkeys(extras.variants))
     exported = exported.model_copy(update={"variants": variants})
     if extras.training:
         exported = exported.model_copy(update=_training_files(run, checkpoint, folder))

@@ -6,13 +6,17 @@ Asked by the command line before anything is started, and by the configure task;
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from trainer.config import BUNDLED_SOURCES, DataConfig, ModelConfig, RunConfig, Sections
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from trainer.config import BUNDLED_SOURCES, DataConfig, ExportConfig, ModelConfig, RunConfig, Sections
 from trainer.errors import Refused
 from trainer.run import onward_home
 from trainer.shards import peek
-from trainer.signature import misfits
+from trainer.signature import locations, misfits
 
 
 def check_sections(sections: Sections) -> list[str]:
@@ -67,16 +71,57 @@ def _paths(sections: Sections) -> list[str]:
         "checkpoint.load": getattr(sections.get("checkpoint"), "load", ""),
     }
     problems = [f"{key}: {path} does not exist" for key, path in named.items() if path and not Path(path).exists()]
-    wanted = getattr(sections.get("export"), "path", "")
-    if wanted and Path(wanted).is_dir():
-        problems.append(f"export.path: {wanted} is a directory; name the file to write, such as {wanted}/model.onnx")
-    elif wanted and not _writable(Path(wanted).parent):
-        problems.append(f"export.path: cannot write to {Path(wanted).parent}")
+    export, model = sections.get("export"), sections.get("model")
+    if isinstance(export, ExportConfig) and export.path:
+        source = model.path if isinstance(model, ModelConfig) else None
+        problems += [f"export.path: {why}" for why in in_the_way(Path(export.path), source, export.variants)]
     if not _writable(onward_home()):
         problems.append(
             f"cannot write to {onward_home()}, where runs are kept; set ONWARD_HOME to a directory of yours"
         )
     return problems
+
+
+def in_the_way(target: Path, source: Path | None, variants: Iterable[str] = ()) -> list[str]:
+    """Why the trained file, its variants and the files it keeps weights in cannot be written to `target` and beside it.
+
+    `source`: the file that came in. Neither it, nor its weights, nor those of another model are written over.
+    """
+    if target.is_dir():
+        return [f"{target} is a directory; name the file to write, such as {target}/model.onnx"]
+    if not _writable(target.parent):
+        return [f"cannot write to {target.parent}"]
+    if source is None or not source.is_file():
+        return []
+    places = [target, *(target.with_name(f"{target.stem}.{kind}.onnx") for kind in variants)]
+    problems = [
+        f"{place} is the model that is trained; choose another name" for place in places if _same(place, source)
+    ]
+    own = _sides(source)
+    if taken := [name for name in own if _same(target.parent / name, source.parent / name)]:
+        problems.append(
+            f"the exported file keeps weights in {', '.join(taken)}, and in {target.parent} those are the original's; "
+            "choose another directory"
+        )
+    former = _sides(target) if target.is_file() else []
+    if foreign := [name for name in own if name not in (*taken, *former) and (target.parent / name).exists()]:
+        problems.append(
+            f"the exported file keeps weights in {', '.join(foreign)}, which in {target.parent} is no file of "
+            f"{target.name}; choose another directory"
+        )
+    return problems
+
+
+def _sides(model: Path) -> list[str]:
+    """The files a model keeps weights in; none if it cannot be read."""
+    try:
+        return locations(onnx.load(model, load_external_data=False))
+    except (DecodeError, OSError, ValueError):
+        return []
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _writable(directory: Path) -> bool:

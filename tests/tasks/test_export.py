@@ -10,10 +10,11 @@ import pytest
 
 from infra.tracking import Tracker
 from tasks import export as task
+from tests.graphs import tiny_mlp
 from tests.stores import client, free_port, new_run, points
 from tests.tasks.exporting import PARITY
 from trainer.config import build_config
-from trainer.errors import CheckpointError, ExportRefused, RuntimeUnavailable
+from trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
 from trainer.run import (
     CheckpointInfo,
     ExportedModel,
@@ -162,6 +163,29 @@ def test_an_export_to_a_path_leaves_the_run_directory_alone(tmp_path: Path, proc
     assert exported.step == 7
     assert list((tmp_path / "out").iterdir()) == [exported.path]
     assert not run.export.exists()
+
+
+def test_an_export_over_the_original_is_refused_before_the_work(tmp_path: Path, process: Process) -> None:
+    process("crash")
+    run = make_run(tmp_path, new_run())
+    (tmp_path / "model.onnx").write_bytes(tiny_mlp().SerializeToString())
+    with pytest.raises(ConfigError, match=r"model\.onnx is the model that is trained; choose another name"):
+        task.export_file(run, run.checkpoint(7), tmp_path / "model.onnx")
+    with pytest.raises(ConfigError, match="is a directory"):
+        task.export_file(run, run.checkpoint(7), tmp_path)
+
+
+def test_weights_kept_in_a_directory_below_are_copied_into_one(tmp_path: Path, process: Process) -> None:
+    process("export")
+    run = make_run(tmp_path, new_run())
+    exported = task.export_file(run, run.checkpoint(7))
+    side = run.export / "below" / "weights.bin"
+    side.parent.mkdir()
+    side.write_bytes(b"weights")
+    exported = exported.model_copy(update={"beside": (side,)})
+    copied = task.copy_to(tmp_path / "out" / "seven.onnx", exported, source=tmp_path / "model.onnx")
+    assert copied.beside == (tmp_path / "out" / "below" / "weights.bin",)
+    assert copied.beside[0].read_bytes() == b"weights"
 
 
 # -- a refused one

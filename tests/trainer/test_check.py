@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
-from trainer.check import check_sections
+from tests import graphs
+from trainer.check import check_sections, in_the_way
 from trainer.config import CheckpointConfig, DataConfig, ExportConfig, LaunchConfig, ModelConfig, build_config
 from trainer.errors import ConfigError
 
@@ -48,6 +50,29 @@ def test_every_absent_path_is_named(tmp_path: Path) -> None:
 def test_an_export_path_names_a_file_not_a_directory(tmp_path: Path) -> None:
     (problem,) = check_sections({"export": ExportConfig(path=str(tmp_path))})
     assert f"{tmp_path} is a directory; name the file to write" in problem
+
+
+def test_an_export_writes_over_neither_the_original_nor_weights_that_are_not_its_own(tmp_path: Path) -> None:
+    def kept_beside(folder: Path, name: str) -> Path:
+        folder.mkdir(exist_ok=True)
+        path, model = folder / name, graphs.tiny_mlp()
+        onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+        return path
+
+    source, other = kept_beside(tmp_path / "a", "m.fp16.onnx"), kept_beside(tmp_path / "b", "other.onnx")
+    (itself,) = in_the_way(source, source)[:1]
+    assert itself == f"{source} is the model that is trained; choose another name"
+    assert in_the_way(source.with_name("m.onnx"), source, ["bf16", "fp16"])[0] == itself, "by the name of a variant"
+    (theirs,) = in_the_way(source.with_name("new.onnx"), source)
+    assert "keeps weights in weights.bin, and in" in theirs
+    assert "those are the original's; choose another directory" in theirs
+    (foreign,) = in_the_way(tmp_path / "b" / "new.onnx", source)
+    assert "weights.bin, which in" in foreign
+    assert "is no file of new.onnx" in foreign
+    assert in_the_way(other, source) == [], "an earlier export may be replaced"
+    assert in_the_way(tmp_path / "c" / "new.onnx", source) == []
+    sections = {"model": ModelConfig(path=source), "export": ExportConfig(path=str(source))}
+    assert check_sections(sections)[0] == f"export.path: {itself}"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from tests import zoo_other, zoo_text, zoo_vision
 
 EXPORTERS = ("dynamo-18", "dynamo-20", "dynamo-23", "legacy-14", "legacy-17")
+LEGACY = EXPORTERS[3:]
 DYNAMO = EXPORTERS[:3]  # the older exporter does not know nn.RMSNorm, and adds wrongly what meets in one place
 
 IGNORED = (
@@ -230,8 +231,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "dense_experts": _language(lambda: zoo_text.Llama(zoo_text.DenseExperts)),
     "gathered_experts": _language(lambda: zoo_text.Llama(zoo_text.GatheredExperts), exporters=DYNAMO),
     "mamba": Architecture(zoo_text.SelectiveScan, {"input_ids": _tokens(6)}, {"input_ids": BATCH}, exporters=DYNAMO),
-    "lstm_tagger": _language(lambda: zoo_text.RecurrentTagger(nn.LSTM)),
-    "gru_tagger": _language(lambda: zoo_text.RecurrentTagger(nn.GRU)),
+    "lstm_tagger": _language(lambda: zoo_text.RecurrentTagger(nn.LSTM), exporters=LEGACY),
+    "gru_tagger": _language(lambda: zoo_text.RecurrentTagger(nn.GRU), exporters=LEGACY),
+    **{  # the newer exporter bakes the length into them
+        f"{kind.__name__.lower()}_tagger_of_7": Architecture(
+            functools.partial(zoo_text.RecurrentTagger, kind),
+            {"input_ids": _tokens(7)},
+            {"input_ids": BATCH},
+            exporters=DYNAMO,
+        )
+        for kind in (nn.LSTM, nn.GRU)
+    },
     "lstm_language_model": Architecture(
         zoo_text.LSTMLanguageModel,
         {

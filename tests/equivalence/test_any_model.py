@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from tests import zoo
@@ -85,12 +86,16 @@ def subject(case: Case) -> Subject:
     return Subject(name, model, session(model), names)
 
 
-def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+def inference_form(model: onnx.ModelProto) -> onnx.ModelProto:
     """Without dropout and the learning of statistics, which onnxruntime would do even when it predicts."""
     inference = onnx.ModelProto()
     inference.CopyFrom(model)
     strip_training(inference)
-    return onnxruntime.InferenceSession(inference.SerializeToString(), providers=["CPUExecutionProvider"])
+    return inference
+
+
+def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(inference_form(model).SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 def run(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -100,9 +105,16 @@ def run(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def judged(session: onnxruntime.InferenceSession, inputs: dict[str, Tensor]) -> list[Array]:
+def judged(session: onnxruntime.InferenceSession, inputs: dict[str, Tensor], model: onnx.ModelProto) -> list[Array]:
+    """By onnxruntime; by onnx.reference where onnxruntime does not broadcast the mask of Attention-23."""
     kept = [value.name for value in session.get_inputs()]
-    return session.run(None, {name: inputs[name].numpy() for name in kept})
+    feed = {name: inputs[name].numpy() for name in kept}
+    try:
+        return session.run(None, feed)
+    except onnxruntime.capi.onnxruntime_pybind11_state.Fail as error:
+        if "inconsistent q_sequence_length" not in str(error):
+            raise
+        return list(ReferenceEvaluator(inference_form(model)).run(None, feed))
 
 
 def assert_same(got: Tensor | Array, want: Tensor | Array, within: float = 2e-5) -> None:
@@ -153,7 +165,7 @@ def test_forward_equals_onnxruntime_and_the_module_that_was_exported(case: Case)
         results = run(module, inputs)
         for got, want in zip(results, run(native, inputs), strict=False):  # what was added behind it is not its own
             assert_same(got, want)
-        for got, want in zip(results, judged(tested.session, inputs), strict=True):
+        for got, want in zip(results, judged(tested.session, inputs, tested.model), strict=True):
             assert_same(got, want)
 
 
@@ -214,10 +226,11 @@ def test_zero_steps_give_the_same_bytes_and_twenty_a_better_model_that_onnxrunti
     assert np.mean(losses[-3:]) < 0.98 * losses[0]
     assert [name for name, tensor in graph.weights(module).items() if torch.equal(tensor, before[name])] == []
 
-    written = session(graph.to_onnx(module.eval(), tested.model))
+    written = graph.to_onnx(module.eval(), tested.model)
+    runs = session(written)
     for batch in (2, 3):
         inputs = zoo.feed(tested.name, batch, seed=1)
-        for got, want in zip(run(module, inputs), judged(written, inputs), strict=True):
+        for got, want in zip(run(module, inputs), judged(runs, inputs, written), strict=True):
             assert_same(got, want)
 
 

@@ -29,6 +29,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from trainer.errors import ExportRefused
 from trainer.judge import Array, Evaluator, Judge, open_session
+from trainer.ops.stored import slots
 from trainer.run import Variant, durable_file
 from trainer.signature import locations
 
@@ -120,7 +121,7 @@ def _optimized(exported: Path, target: Path, judge: Judge) -> None:
 
 def _halved(element_type: int) -> Callable[..., None]:
     def make(exported: Path, target: Path, judge: Judge) -> None:
-        model = onnx.load_model(exported)
+        model = _with_initializers(exported)
         opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
         if element_type == TensorProto.BFLOAT16 and opset < 13:
             raise ExportRefused(f"bfloat16 weights need opset 13; the file has {opset}")
@@ -147,6 +148,20 @@ def _halved(element_type: int) -> Callable[..., None]:
         target.write_bytes(model.SerializeToString())
 
     return make
+
+
+def _with_initializers(exported: Path) -> onnx.ModelProto:
+    """The exported model with the weights that it keeps in Constant nodes as initializers, where variants look."""
+    model = onnx.load_model(exported)
+    graph = model.graph
+    held = {node.output[0]: node for node in graph.node if node.op_type == "Constant"}
+    for name, tensor in list(slots(graph)):
+        if name in held and tensor.dims and name not in {value.name for value in graph.output}:
+            graph.initializer.append(tensor)
+            graph.initializer[-1].name = name
+            graph.node.remove(held[name])
+    model.ir_version = max(model.ir_version, 4)  # before, every initializer had to be an input
+    return model
 
 
 def _fresh(name: str, taken: set[str]) -> str:
@@ -178,13 +193,14 @@ def _static(exported: Path, target: Path, judge: Judge) -> None:
 
 def _prepared(exported: Path, folder: Path) -> Path:
     """The file with the shapes a quantizer asks for."""
-    exported, prepared = exported.resolve(), folder / "prepared.onnx"
+    given, prepared = folder / "given.onnx", folder / "prepared.onnx"
+    onnx.save_model(_with_initializers(exported), given)
     with contextlib.chdir(folder):  # it leaves files where it stands when it fails
         try:
-            quant_pre_process(exported, prepared)
+            quant_pre_process(given, prepared)
         except Exception:  # its symbolic shape inference gives up on some graphs; onnx's own does not
             log.info("quantizing without symbolic shapes")
-            quant_pre_process(exported, prepared, skip_symbolic_shape=True)
+            quant_pre_process(given, prepared, skip_symbolic_shape=True)
     return prepared
 
 

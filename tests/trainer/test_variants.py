@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_digits
 from torch import Tensor
 
@@ -160,6 +160,29 @@ def test_a_variant_is_measured_on_what_the_file_itself_takes(what: str, tmp_path
         variant = make_variant(kind, path, evaluator=evaluator, tolerance=0.5)
         assert not variant.refused
         assert variant.latency_ratio > 0
+
+
+@pytest.mark.parametrize("kind", ["fp16", "int8_dynamic", "int8_static"])
+def test_weights_in_constant_nodes_are_made_smaller_too(kind: str, tmp_path: Path) -> None:
+    model = graphs.tiny_conv_net(num_classes=10, channels=1)
+    for tensor in list(model.graph.initializer):
+        model.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value=tensor))
+        model.graph.initializer.remove(tensor)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    batches = [Rows((torch.rand(6, 1, 8, 8),), torch.arange(6), 6)]
+    evaluator = Evaluator(batches=lambda: batches, totals=totals)
+    variant = make_variant(kind, path, evaluator=evaluator, tolerance=1.0)
+    assert not variant.refused
+    assert {tensor.name.split("_")[0].removesuffix(".half") for tensor in _small(onnx.load(variant.path))} >= {
+        "classifier.weight"
+    }
+
+
+def _small(model: onnx.ModelProto) -> list[TensorProto]:
+    return [
+        t for t in model.graph.initializer if t.data_type in (TensorProto.FLOAT16, TensorProto.INT8, TensorProto.UINT8)
+    ]
 
 
 def test_a_model_with_nothing_to_quantize_is_refused_with_the_reason(tmp_path: Path) -> None:

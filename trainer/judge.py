@@ -8,6 +8,7 @@ through onnx.reference; a file it does not take at all goes through onnx.referen
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import math
@@ -225,23 +226,36 @@ class Judge:
         return np.dtype(np.float32 if shadowed else onnx.helper.tensor_dtype_to_np_dtype(element_type))
 
     def run(self, inputs: Sequence[Tensor]) -> list[Array]:
-        """The file's outputs for one batch, row by row if the file turns out to take no more.
+        """The file's outputs for one batch: row by row if onnxruntime turns out to take no more, by onnx.reference
+        if it takes none.
 
         A file of a fixed batch gives as many rows as it takes, of which those beyond `inputs` are repetitions.
         """
         rows = len(inputs[0])
         try:
             return self._in_pieces(inputs, self._rows or rows)
-        except Exception as error:
-            if self._rows or rows <= 1:
-                raise ExportRefused(f"{self.by} cannot run the model on {rows} rows: {error}") from error
+        except Exception as error:  # of no common base
+            first, former = error, (self._compute, self._rows, self.by)
+        for compute, piece, by in self._retreats(rows):
+            self._compute, self._rows, self.by = compute, piece, by
             try:
-                results = self._in_pieces(inputs, 1)
-            except Exception:
-                raise ExportRefused(f"{self.by} cannot run the model on {rows} rows: {error}") from error
-            log.warning("%s runs the model on one row at a time only: %s", self.by, error)
-            self._rows, self.by = 1, f"{self.by}, row by row"
-            return results
+                results = self._in_pieces(inputs, piece or rows)
+            except Exception as error:
+                log.info("%s fails, too: %s", by, error)
+            else:
+                log.warning("the model is judged by %s, for %s cannot run %d rows: %s", by, former[2], rows, first)
+                return results
+        self._compute, self._rows, self.by = former
+        raise ExportRefused(f"{self.by} cannot run the model on {rows} rows: {first}") from first
+
+    def _retreats(self, rows: int) -> Iterator[tuple[Callable[[Mapping[str, Array]], list[Array]], int, str]]:
+        """(what computes, rows at a time, its name), for a batch that the way so far fails on."""
+        if not self._rows and rows > 1:
+            yield self._compute, 1, f"{self.by}, row by row"
+        if "onnx.reference" not in self.by:
+            with contextlib.suppress(Exception):  # it does not know every operator, either
+                reference = _reference(self._model)
+                yield lambda feed: list(reference.run(None, dict(feed))), self._fixed, "onnx.reference"
 
     def _in_pieces(self, inputs: Sequence[Tensor], piece: int) -> list[Array]:
         rows = len(inputs[0])

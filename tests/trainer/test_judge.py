@@ -199,6 +199,24 @@ def test_rotary_embedding_is_proven_row_by_row_and_as_a_batch_by_the_reference()
     assert judge.by == "onnxruntime, row by row"
 
 
+def masked_attention() -> onnx.ModelProto:
+    """Attention whose mask is the same for all queries, which onnxruntime does not broadcast."""
+    node = helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"])
+    shape = ["batch", 2, 3, 4]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "qkvy"]
+    mask = helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["batch", 1, 1, 3])
+    inner = helper.make_graph([node], "attention", [*ends[:3], mask], ends[3:])
+    return helper.make_model(inner, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+
+
+def test_what_onnxruntime_loads_but_cannot_run_is_judged_by_the_reference() -> None:
+    model = masked_attention()
+    inputs = (*(torch.randn(2, 2, 3, 4) for _ in range(3)), torch.zeros(2, 1, 1, 3))
+    judge = Judge(model, data(Rows(inputs, None, 2)))
+    assert judge.compare(graph.to_module(model), batches=1, tolerance=1e-5) == []
+    assert judge.by == "onnx.reference"
+
+
 CONVERTERS = """
 import torch
 from onnx.reference.op_run import OpRun

@@ -18,6 +18,25 @@ CASES: dict[str, tuple[Callable[..., onnx.ModelProto], Callable[..., dict[str, r
 }
 
 
+TWINS = {
+    "test_asked_to_stop_it_saves_at_once_and_goes_on_with_the_same_bits[transformer]",
+    "test_a_run_may_start_from_another_ones_checkpoint_but_only_where_it_passes_through[conv-net]",
+    "test_evaluation_is_exact_to_the_last_sample_on_any_number_of_ranks[transformer]",
+    "test_ignored_labels_do_not_make_the_division_matter[conv-net]",
+    "test_three_micro_batches_equal_one_batch_three_times_as_large[transformer]",
+    "test_the_exported_file_under_onnxruntime_equals_the_trained_module[conv net]",
+    "test_on_real_ranks_killed_twice_every_sample_has_been_learned_from_once_in_each_epoch[1-1]",
+}
+"""Their likes on the other graph run every time; these, which take long, before a release."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name in TWINS:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"))
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)

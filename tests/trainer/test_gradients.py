@@ -305,6 +305,7 @@ NOT_DIFFERENTIABLE: dict[str, str] = {
     **dict.fromkeys(["BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix"], CONSTANT),
     **dict.fromkeys(["RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"], CONSTANT),
     **dict.fromkeys(["Bernoulli", "Multinomial"], STEPS),
+    "onward.StochasticDepth": "the import's own, in no file; its gradient: test_stochastic_depth.py",
     **dict.fromkeys(["QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"], STEPS),
     **dict.fromkeys(["QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger"], INTEGERS),
 }

@@ -35,8 +35,8 @@ from trainer.config import RunConfig
 from trainer.errors import ExportRefused
 from trainer.gradients import gradient_of, training_model, updated
 from trainer.lossgraph import evaluation_model, loss_names, model_with_loss
-from trainer.ops.external import all_tensors
 from trainer.run import durable_file, sha256, write_durably, write_record
+from trainer.structure import all_tensors
 from trainer.updates import optimizer_model
 
 MOST_BYTES = 2**31 - 2**20

@@ -16,7 +16,8 @@ from trainer.config import BUNDLED_SOURCES, DataConfig, ExportConfig, ModelConfi
 from trainer.errors import Refused
 from trainer.run import onward_home
 from trainer.shards import peek
-from trainer.signature import locations, misfits
+from trainer.signature import misfits
+from trainer.structure import locations
 
 
 def check_sections(sections: Sections) -> list[str]:

@@ -14,10 +14,11 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, numpy_helper
 
 from trainer.errors import ConfigError, UnsupportedModel
-from trainer.ops.external import RAW, all_tensors, external_problems, is_external, pieces, place
+from trainer.ops.external import RAW, external_problems, is_external, pieces, place
 from trainer.ops.stored import slots
 from trainer.ops.values import element_type_name
 from trainer.run import Record
+from trainer.structure import all_tensors
 
 
 class TensorChange(Record):

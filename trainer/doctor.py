@@ -13,7 +13,7 @@ from onnx import defs, inliner
 
 from trainer import graph
 from trainer.errors import UnsupportedModel
-from trainer.ops.external import all_tensors, is_external, place
+from trainer.ops.external import is_external, place
 from trainer.ops.foreign import load_converters
 from trainer.ops.leaf import Leaf
 from trainer.ops.roles import roles
@@ -22,6 +22,7 @@ from trainer.ops.ties import copy_roles, find_copies
 from trainer.ops.values import element_type_name
 from trainer.ops.walk import operators
 from trainer.run import Record
+from trainer.structure import all_tensors
 from trainer.symptoms import Patient, symptoms
 
 

@@ -46,7 +46,8 @@ from trainer.run import (
     write_durably,
     write_record,
 )
-from trainer.signature import locations, model_digest
+from trainer.signature import model_digest
+from trainer.structure import locations
 from trainer.surgery import is_cut
 from trainer.trainee import finished, judged, open_trainee
 
@@ -230,8 +231,9 @@ def prove(file: Path, expected: Expected, *, evaluator: Evaluator, config: Expor
         subject = judged(written, expected.config)
         Judge(file, evaluator)  # the whole must load, too, whatever part of it was trained
         if locations(subject):
-            file.with_name("part.onnx").write_bytes(subject.SerializeToString())
-            subject = file.with_name("part.onnx")
+            beside = file.with_name(f"{file.stem}.part.onnx")  # never the file itself
+            beside.write_bytes(subject.SerializeToString())
+            subject = beside
     judge = Judge(subject, evaluator)
     different = judge.compare(expected.module, batches=config.parity_batches, tolerance=config.tolerance)
     if different and (names := random_nodes(subject if isinstance(subject, onnx.ModelProto) else written)):

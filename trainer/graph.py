@@ -33,7 +33,7 @@ from trainer.errors import CheckpointError, ConfigError, UnsupportedModel
 from trainer.ops.assumed import is_kept
 from trainer.ops.contrib import OWN_NORMS, check_optimised
 from trainer.ops.depth import branches, marked
-from trainer.ops.external import all_tensors, external_problems, is_external, place, with_small_tensors, write_back
+from trainer.ops.external import external_problems, is_external, place, with_small_tensors, write_back
 from trainer.ops.fuse import fuse as fuse_graph
 from trainer.ops.importer import Importer, import_graph
 from trainer.ops.norm import BatchNorm
@@ -42,6 +42,7 @@ from trainer.ops.stored import slots, store, stored_tensors
 from trainer.ops.ties import Copies, copy_roles, find_copies
 from trainer.ops.ties import tie as tie_copies
 from trainer.run import durable_file
+from trainer.structure import all_tensors
 
 
 class ImportedGraph(fx.GraphModule):

@@ -18,41 +18,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import torch
-from onnx import AttributeProto, GraphProto, TensorProto, TypeProto, numpy_helper
+from onnx import TensorProto, TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from torch import Tensor, nn
 
 from trainer.errors import ExportRefused
+from trainer.loss import Batch, Totals
+from trainer.structure import all_tensors, graphs_of
 
 log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-
-
-class Batch(Protocol):
-    """One evaluation batch: the graph's inputs in order, the labels, and the number of samples."""
-
-    @property
-    def inputs(self) -> Sequence[Tensor]: ...
-    @property
-    def labels(self) -> Tensor | None: ...
-    @property
-    def size(self) -> int: ...
-
-
-class Totals(Protocol):
-    """Adds up an evaluation (trainer/loss.py)."""
-
-    def update(self, outputs: Sequence[Tensor], labels: Tensor | None, size: int) -> None: ...
-    def compute(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -349,7 +333,7 @@ def _apart(ours: Any, theirs: Any) -> tuple[float, str]:
 
 def in_half_precision(model: onnx.ModelProto) -> bool:
     """Whether any tensor the file stores, takes or gives is fp16 or bf16."""
-    return any(tensor.data_type in HALVES for tensor in _tensors(model.graph)) or any(
+    return any(tensor.data_type in HALVES for tensor in all_tensors(model)) or any(
         value.type.tensor_type.elem_type in HALVES for value in (*model.graph.input, *model.graph.output)
     )
 
@@ -358,14 +342,14 @@ def fp32_shadow(model: Path | onnx.ModelProto) -> onnx.ModelProto:
     """The same model with every fp16 and bf16 made fp32: what the file computes, without the rounding between."""
     shadow = onnx.ModelProto()
     shadow.CopyFrom(onnx.load_model(model) if isinstance(model, Path) else model)
-    for graph in _graphs(shadow.graph):
+    for graph in graphs_of(shadow.graph):
         for value in (*graph.input, *graph.output, *graph.value_info):
             _widen_type(value.type)
         for node in graph.node:
             for attribute in node.attribute:
                 if attribute.name in ("to", "dtype", "output_dtype", "stash_type") and attribute.i in HALVES:
                     attribute.i = TensorProto.FLOAT
-    for tensor in _tensors(shadow.graph):
+    for tensor in all_tensors(shadow):
         if tensor.data_type in HALVES:
             name = tensor.name
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), name))
@@ -379,19 +363,3 @@ def _widen_type(kind: TypeProto) -> None:
         _widen_type(kind.sequence_type.elem_type)
     elif kind.HasField("optional_type"):
         _widen_type(kind.optional_type.elem_type)
-
-
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == AttributeProto.GRAPH:
-                yield from _graphs(attribute.g)
-
-
-def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    """Every tensor stored in a graph or a graph inside it."""
-    for inner in _graphs(graph):
-        yield from inner.initializer
-        for node in inner.node:
-            yield from (attribute.t for attribute in node.attribute if attribute.type == AttributeProto.TENSOR)

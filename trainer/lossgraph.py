@@ -15,6 +15,7 @@ from trainer.config import ModelConfig
 from trainer.errors import ConfigError, UnsupportedModel
 from trainer.extend import Extension
 from trainer.ops.strip import strip_training
+from trainer.structure import nodes_of
 
 LEAST_OPSET = 13
 """The first with SoftmaxCrossEntropyLoss as it is now."""
@@ -91,18 +92,10 @@ def _plain(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy without local functions, and without the domains that nothing is left of."""
     copy = onnx.ModelProto()
     copy.CopyFrom(inliner.inline_local_functions(model) if model.functions else model)
-    used = {"" if node.domain == "ai.onnx" else node.domain for node in _nodes(copy.graph)} | {"", "ai.onnx"}
+    used = {"" if node.domain == "ai.onnx" else node.domain for node in nodes_of(copy.graph)} | {"", "ai.onnx"}
     for entry in [entry for entry in copy.opset_import if entry.domain not in used]:
         copy.opset_import.remove(entry)
     return copy
-
-
-def _nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                yield from _nodes(inner)
 
 
 # -- the loss

@@ -14,16 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
-class MicroBatch(Protocol):
-    """What flows through: the graph's inputs in order, the labels, and the number of samples."""
-
-    @property
-    def inputs(self) -> Sequence[Tensor]: ...
-    @property
-    def labels(self) -> Tensor | None: ...
-    @property
-    def size(self) -> int: ...
+from trainer.loss import Batch, Totals
 
 
 class BatchLoss(Protocol):
@@ -38,13 +29,6 @@ class GradientReducer(Protocol):
 
     def clear(self) -> None: ...
     def arm(self) -> None: ...
-
-
-class Totals(Protocol):
-    """Who adds up an evaluation (trainer/loss.py)."""
-
-    def update(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None: ...
-    def compute(self) -> dict[str, float]: ...
 
 
 class Pipeline:
@@ -67,7 +51,7 @@ class Pipeline:
 
     def run(
         self,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[Batch],
         reducer: GradientReducer,
         *,
         scale: float,
@@ -97,7 +81,7 @@ class Pipeline:
         return share / total.clamp(min=1)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch], totals: Totals, beat: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, batches: Iterable[Batch], totals: Totals, beat: Callable[[], None]) -> dict[str, float]:
         """Metrics over the batches of all ranks, each sample once. Collective: every rank."""
         self._module.eval()
         for batch in batches:
@@ -107,7 +91,7 @@ class Pipeline:
             beat()
         return totals.compute()
 
-    def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Callable[[], object]]:
+    def _count(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Callable[[], object]]:
         """Targets of the step over all replicas, and what to call before reading it.
 
         The sum travels while the first forward pass computes.

@@ -17,6 +17,7 @@ from trainer.config import ModelConfig, RunConfig
 from trainer.errors import ConfigError, UnsupportedModel
 from trainer.run import sha256
 from trainer.schema import TEXT, Column, Schema, Want
+from trainer.structure import locations
 from trainer.surgery import cut, is_cut, operate
 
 Dims = tuple[int | None, ...]
@@ -102,27 +103,6 @@ def _info(value: onnx.ValueInfoProto) -> TensorInfo:
 
 
 # -- the files of a model
-
-
-def locations(model: onnx.ModelProto) -> list[str]:
-    """The files a model keeps tensors in, relative to its own directory."""
-    found = (
-        entry.value
-        for tensor in _tensors(model.graph)
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    )
-    return sorted(set(found))
-
-
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    yield from graph.initializer
-    for attribute in (attribute for node in graph.node for attribute in node.attribute):
-        if attribute.HasField("t"):
-            yield attribute.t
-        for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            yield from _tensors(inner)
 
 
 def model_digest(path: Path) -> str:

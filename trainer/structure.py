@@ -10,14 +10,47 @@ from dataclasses import dataclass, field
 import onnx
 from onnx import TensorProto, helper
 
+UNTIED = ".untied."
+"""Stands in the name of each copy that surgery makes, by which it is known as one that must stay apart."""
+
+
+def inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
+    """The graphs inside If, Loop and Scan nodes, at any depth."""
+    for node in nodes:
+        for attribute in node.attribute:
+            for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                yield graph
+                yield from inner_graphs(graph.node)
+
+
+def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """The graph, and those inside it."""
+    yield graph
+    yield from inner_graphs(graph.node)
+
 
 def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Every node, those inside If, Loop and Scan included."""
-    for node in graph.node:
-        yield node
+    for inner in graphs_of(graph):
+        yield from inner.node
+
+
+def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
+    """Every tensor a model holds: of the graph, of the graphs inside its nodes, of its functions."""
+    graphs = [*graphs_of(model.graph), *(g for function in model.functions for g in inner_graphs(function.node))]
+    for graph in graphs:
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+    for node in (node for body in (*graphs, *model.functions) for node in body.node):
         for attribute in node.attribute:
-            for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                yield from nodes_of(inner)
+            yield from [attribute.t] if attribute.HasField("t") else attribute.tensors
+
+
+def locations(model: onnx.ModelProto) -> list[str]:
+    """The files a model keeps tensors in, relative to its own directory."""
+    entries = (entry for tensor in all_tensors(model) for entry in tensor.external_data)
+    return sorted({entry.value for entry in entries if entry.key == "location"})
 
 
 def reads(node: onnx.NodeProto) -> set[str]:

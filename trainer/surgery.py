@@ -17,11 +17,7 @@ import onnx
 from trainer.config import ModelConfig
 from trainer.errors import ConfigError
 from trainer.head import replace_head
-from trainer.structure import Index, inferred, near, reads
-
-UNTIED = ".untied."
-"""Stands in the name of each copy that `untie` makes, by which it is known as one that must stay apart."""
-
+from trainer.structure import UNTIED, Index, inferred, near, reads
 
 # -- what the file keeps
 

@@ -31,7 +31,7 @@ from trainer.errors import ExportRefused
 from trainer.judge import Array, Evaluator, Judge, open_session
 from trainer.ops.stored import slots
 from trainer.run import Variant, durable_file
-from trainer.signature import locations
+from trainer.structure import locations
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests import graphs
 from trainer import export, graph
-from trainer.config import ModelConfig, build_config
+from trainer.config import ExportConfig, ModelConfig, build_config
 from trainer.errors import CheckpointError, ExportRefused
 from trainer.export import Checkpoint
 from trainer.judge import Evaluator, relative_difference
@@ -29,6 +29,7 @@ from trainer.reference import GraphWriter
 from trainer.run import ExportedModel, Refusal, RunDir, RunIdentity, example_in, read_record, refusal_in, write_record
 from trainer.run import sha256 as digest
 from trainer.signature import model_digest
+from trainer.trainee import judged
 
 CPU = torch.device("cpu")
 
@@ -426,3 +427,26 @@ def test_differences_are_relative_to_the_greatest_value(
     ours: list[float], theirs: list[float], relative: float
 ) -> None:
     assert relative_difference(np.array(ours), np.array(theirs))[0] == pytest.approx(relative, nan_ok=True)
+
+
+def test_a_cut_model_called_part_is_not_written_over_by_what_is_judged_of_it(tmp_path: Path) -> None:
+    source, file = tmp_path / "in" / "part.onnx", tmp_path / "out" / "part.onnx"
+    source.parent.mkdir()
+    onnx.save(graphs.tiny_mlp(hidden=64), source, save_as_external_data=True, location="weights.bin", size_threshold=64)
+    file.parent.mkdir()
+    model = graph.load_model(source)
+    inner = next(node.output[0] for node in model.graph.node if node.op_type == "Relu")
+    config = ModelConfig(path=source, loss="output", output=inner)
+    module = graph.to_module(judged(model, config), base=source.parent).eval()
+    graph.write(module, model, source, file)
+    content = file.read_bytes()
+    batches = [Rows((torch.randn(3, 4),), None, 3)]
+
+    def totals(names: Iterable[str]) -> Evaluation:
+        return Evaluation(Loss(config, list(names)), ignore_index=-100, device=CPU)
+
+    evaluator = Evaluator(batches=lambda: batches, totals=totals)
+    weights = {name: tensor.detach() for name, tensor in graph.stored_weights(module).items()}
+    expected = export.Expected(source, model, weights, module, config)
+    assert export.prove(file, expected, evaluator=evaluator, config=ExportConfig()).parity < 1e-6
+    assert file.read_bytes() == content

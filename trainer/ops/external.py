@@ -16,6 +16,7 @@ from onnx import TensorProto
 from onnx.external_data_helper import load_external_data_for_tensor
 
 from trainer.ops.values import DTYPES, read_tensor
+from trainer.structure import all_tensors
 
 RAW: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,
@@ -66,30 +67,6 @@ def place(proto: TensorProto) -> Place:
     size = RAW[proto.data_type].itemsize if proto.data_type in RAW else 1
     length = int(entries.get("length") or size * math.prod(proto.dims))
     return Place(entries.get("location", ""), int(entries.get("offset") or 0), length)
-
-
-def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
-    """Every tensor a model holds: of the graph, of the graphs inside its nodes, of its functions."""
-    yield from _tensors(model.graph)
-    for function in model.functions:
-        yield from _attribute_tensors(function.node)
-
-
-def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    yield from _attribute_tensors(graph.node)
-
-
-def _attribute_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
-    for node in nodes:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                yield from _tensors(graph)
 
 
 # -- in

@@ -10,12 +10,10 @@ from torch import fx, nn
 
 from trainer.ops.contents import says_something
 from trainer.ops.roles import Role
+from trainer.structure import UNTIED
 
 Copies = dict[str, tuple[str, bool]]
 """Name of a copy -> the weight it is a copy of, and whether it is its transpose."""
-
-UNTIED = ".untied."
-"""In the name of a weight that `model.untie` parted from another: it stays apart, though it begins as its equal."""
 
 NUM_SAMPLES = 16
 

@@ -211,6 +211,8 @@ class OptimizerConfig(Section):
     """Lambda; decoupled in Adam, AdamW and LAMB, added to the gradient in SGD."""
     weight_decay_mode: Literal["pytorch", "huggingface"] = "pytorch"
     """Adam only: decay together with the update (the predecessor's mode 0) or after it (mode 1)."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Adam and LAMB only: the type the moments are kept in; bf16 halves them, rounded stochastically."""
     bias_correction: bool = True
     """Adam and LAMB only: divide the moments by 1 - alpha^t and 1 - beta^t."""
     ratio_min: NonNegativeFloat = 0.0
@@ -242,10 +244,53 @@ class ScheduleConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the ranks divide the work."""
+    """How the ranks divide the work: data x horizontal x pipeline = ranks. `parallel = "auto"` chooses the sizes."""
 
+    sizes: Literal["given", "auto"] = "given"
+    """`auto` = choose data, horizontal, pipeline, zero, stages and recomputation for `launch.num_ranks` ranks and
+    `memory_gib`; `parallel = "auto"` is short for it."""
     data: PositiveInt = 1
     """Replicas of the model, each with its share of every batch."""
+    horizontal: PositiveInt = 1
+    """Ranks that divide each layer among them (tensor parallelism), wherever the graph allows."""
+    pipeline: PositiveInt = 1
+    """Ranks that divide the graph into successive stages; micro-batches: `train.gradient_accumulation_steps`."""
+    memory_gib: NonNegativeFloat = 0.0
+    """What one rank may use, for `auto` and for recomputation by budget; 0 = what is free on its device."""
+    vocabulary: bool = True
+    """Horizontal: divide embeddings, heads and their cross-entropy by vocabulary."""
+    convolutions: Literal["auto", "never", "always"] = "auto"
+    """Horizontal: divide pairs of convolutions by channel; `auto` = where it saves more than it sends."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
+    """Pipeline: the order of forward and backward passes. `zero_bubble` is refused for graphs it would get wrong."""
+    stages_per_rank: PositiveInt = 1
+    """Pipeline: stages each rank holds; above 1 with `interleaved` and `zero_bubble`."""
+    cuts: tuple[str | tuple[str, ...], ...] = ()
+    """Pipeline: where the stages end, one entry a cut: the tensors that cross it (for one tensor its name alone,
+    the predecessor's `producer-consumer1/consumer2` and `:` included); empty = balanced on arithmetic and bytes."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the replicas divide among them: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights (ZeRO)."""
+    shard: NonNegativeInt = 0
+    """ZeRO within groups of this many neighbouring replicas, the groups being replicas of each other (hybrid
+    sharding); 0 = one group of all."""
+    units: NonNegativeInt = 0
+    """Units one stage is cut into, for ZeRO and recomputation; 0 = by the graph."""
+    reduction: Literal["sum", "adasum"] = "sum"
+    """How gradients of replicas become one: their mean over all samples, or Adasum across hosts (ZeRO 0 only)."""
+    transport: Literal["torch", "mpi"] = "torch"
+    """Who carries gradients between replicas: torch's backend (NCCL, gloo), or MPI (ZeRO 0 on CPUs)."""
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    """The type gradients are sent in (ZeRO 0 only)."""
+
+
+class RecomputeConfig(Section):
+    """Activations that are computed again in the backward pass instead of kept; gradients are the same bits."""
+
+    mode: Literal["none", "whole", "selective"] = "none"
+    """What a unit keeps for its backward pass: everything, its inputs alone, or its inputs and matrix products."""
+    units: tuple[str, ...] = ()
+    """Glob patterns of tensors of the graph: units that compute a match are recomputed; empty = all units, or
+    as many as `parallel.memory_gib` needs if that is set."""
 
 
 class LaunchConfig(Section):
@@ -359,6 +404,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
     launch: LaunchConfig = LaunchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
@@ -373,7 +419,7 @@ class RunConfig(Section):
     @property
     def world_size(self) -> int:
         """Ranks of the job: the product of the parallel sizes."""
-        return self.parallel.data
+        return self.parallel.data * self.parallel.horizontal * self.parallel.pipeline
 
     @property
     def micro_batch_size(self) -> int:
@@ -402,11 +448,62 @@ Sections = Mapping[str, Any]
 
 
 def _world_size(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
-    if launch.num_ranks not in (0, parallel.data):
+    needed = parallel.data * parallel.horizontal * parallel.pipeline
+    if parallel.sizes == "given" and launch.num_ranks not in (0, needed):
         yield (
-            f"data {parallel.data} x horizontal 1 x pipeline 1 needs {parallel.data} ranks, but launch.num_ranks "
-            f"is {launch.num_ranks}; change parallel.data or launch.num_ranks (0 = as many as needed)"
+            f"data {parallel.data} x horizontal {parallel.horizontal} x pipeline {parallel.pipeline} needs {needed} "
+            f"ranks, but launch.num_ranks is {launch.num_ranks}; change [parallel] or launch.num_ranks (0 = as many as "
+            "needed)"
         )
+
+
+def _pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
+    stages, steps = parallel.pipeline * parallel.stages_per_rank, train.gradient_accumulation_steps
+    looped = parallel.schedule in ("interleaved", "zero_bubble")
+    if parallel.stages_per_rank > 1 and not looped:
+        yield (
+            f"parallel.stages_per_rank {parallel.stages_per_rank} needs schedule 'interleaved' or 'zero_bubble', "
+            f"not {parallel.schedule!r}"
+        )
+    if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
+        yield f"parallel.stages_per_rank {parallel.stages_per_rank} needs parallel.pipeline above 1"
+    if parallel.cuts and len(parallel.cuts) != stages - 1:
+        yield f"parallel.cuts has {len(parallel.cuts)} entries, but {stages} stages have {stages - 1} cuts between them"
+    if parallel.pipeline > 1 and steps < parallel.pipeline:
+        yield (
+            f"a pipeline of {parallel.pipeline} ranks needs at least {parallel.pipeline} micro-batches in a step, but "
+            f"train.gradient_accumulation_steps is {steps}; 4 x {parallel.pipeline} keeps it busy"
+        )
+    if looped and steps >= parallel.pipeline and steps % max(1, steps // parallel.pipeline):
+        yield (
+            f"schedule {parallel.schedule!r} needs micro-batches in whole rounds: train.gradient_accumulation_steps "
+            f"{steps} is no multiple of {steps // parallel.pipeline}; take a multiple of {parallel.pipeline}"
+        )
+
+
+def _replicas(parallel: ParallelConfig) -> Iterable[str]:
+    if parallel.zero:
+        for name, value, default in (
+            ("reduction", parallel.reduction, "sum"),
+            ("transport", parallel.transport, "torch"),
+            ("compression", parallel.compression, "none"),
+        ):
+            if value != default:
+                yield f"parallel.{name} {value!r} needs parallel.zero 0, not {parallel.zero}"
+    elif parallel.shard:
+        yield f"parallel.shard {parallel.shard} needs parallel.zero 1, 2 or 3: ZeRO 0 divides nothing"
+    if parallel.shard and parallel.data % parallel.shard:
+        yield f"parallel.shard {parallel.shard} does not divide parallel.data {parallel.data} into whole groups"
+
+
+def _recomputation(recompute: RecomputeConfig) -> Iterable[str]:
+    if recompute.units and recompute.mode == "none":
+        yield f"recompute.units {list(recompute.units)} needs recompute.mode 'whole' or 'selective'"
+
+
+def _device(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
+    if parallel.transport == "mpi" and launch.device == "cuda":
+        yield "parallel.transport 'mpi' carries gradients of CPU ranks; on GPUs use 'torch' (NCCL)"
 
 
 def _accumulation(train: TrainConfig, parallel: ParallelConfig) -> Iterable[str]:
@@ -447,6 +544,8 @@ def _optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
         yield "optimizer.nesterov needs optimizer.momentum above 0"
     if optimizer.momentum and optimizer.name != "sgd":
         yield f"optimizer.momentum {optimizer.momentum:g} is for sgd; {optimizer.name} has alpha and beta"
+    if optimizer.moments != "fp32" and optimizer.name == "sgd":
+        yield f"optimizer.moments {optimizer.moments!r} is for adam, adamw and lamb"
     if optimizer.weight_decay_mode == "huggingface" and optimizer.name != "adam":
         yield f"optimizer.weight_decay_mode 'huggingface' is for adam, not {optimizer.name}"
 
@@ -500,6 +599,10 @@ def _regulariser(graph: GraphConfig) -> Iterable[str]:
 LAWS: tuple[tuple[tuple[str, ...], Callable[..., Iterable[str]]], ...] = (
     (("parallel", "launch"), _world_size),
     (("train", "parallel"), _accumulation),
+    (("parallel", "train"), _pipeline),
+    (("parallel",), _replicas),
+    (("parallel", "launch"), _device),
+    (("recompute",), _recomputation),
     (("train",), _length),
     (("precision",), _loss_scale),
     (("optimizer",), _optimizer),
@@ -567,6 +670,8 @@ def build_config(
         if not (isinstance(section, type) and issubclass(section, Section)):
             continue
         value = raw.get(name, {})
+        if name == "parallel" and value == "auto":
+            value = {"sizes": "auto"}
         if isinstance(value, section):
             read[name] = value
         elif not isinstance(value, Mapping):

@@ -19,21 +19,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import mpi4py
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from trainer.config import ParallelConfig
 from trainer.errors import Fenced, Refused, RuntimeUnavailable, Stopped
 from trainer.run import RankError, RankReport, RunDir, read_config, write_record
 
@@ -77,6 +78,13 @@ class ParallelDims:
     data: int = 1
     horizontal: int = 1
     pipeline: int = 1
+    shard: int = 0
+    """Neighbouring replicas that divide weights or states among them; 0 = all."""
+
+    @staticmethod
+    def of(config: ParallelConfig) -> ParallelDims:
+        """As configured."""
+        return ParallelDims(config.data, config.horizontal, config.pipeline, config.shard)
 
     @property
     def world_size(self) -> int:
@@ -91,11 +99,19 @@ class ParallelDims:
                 f"{self.world_size} ranks, but mpirun started {world_size}; change [parallel] or launch.num_ranks"
             )
 
-    def coordinate(self, rank: int) -> tuple[int, int, int]:
-        """(pipeline, data, horizontal) of a rank; horizontal is fastest, so that it stays inside a host."""
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where a rank is in the mesh; horizontal is fastest, so that it stays inside a host."""
         outer, horizontal = divmod(rank, self.horizontal)
         pipeline, data = divmod(outer, self.data)
-        return pipeline, data, horizontal
+        return Coordinate(pipeline, data, horizontal)
+
+
+class Coordinate(NamedTuple):
+    """A rank's place in the mesh."""
+
+    pipeline: int
+    data: int
+    horizontal: int
 
 
 # -- joining and leaving the world
@@ -267,13 +283,27 @@ def _use_interface(name: str) -> None:
 
 
 def make_mesh(mpi: MPIContext, dims: ParallelDims, *, timeout_s: float) -> DeviceMesh:
-    """The ranks as a grid with the axes `AXES`, of shape (pipeline, data, horizontal). Collective: every rank."""
+    """The ranks as a grid with the axes `AXES`: `mesh.get_group("pipeline" | "data" | "horizontal")`.
+
+    The data axis is one of (replicate, shard) as well: `shard` is the neighbouring replicas that divide weights or
+    states, `replicate` those that hold the same share. Collective: every rank.
+    """
     dims.check(mpi.world_size)
-    shape = (dims.pipeline, dims.data, dims.horizontal)
-    mesh = init_device_mesh(mpi.device.type, shape, mesh_dim_names=AXES)
-    for axis in AXES:  # the groups of an axis do not inherit the world's time-out: theirs is 30 minutes
-        _set_pg_timeout(datetime.timedelta(seconds=timeout_s), mesh.get_group(axis))
+    shard = dims.shard or dims.data
+    shape = (dims.pipeline, dims.data // shard, shard, dims.horizontal)
+    mesh = init_device_mesh(mpi.device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "horizontal"))
+    replicas = mesh["replicate", "shard"]._flatten("data")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # the groups of an axis do not inherit the world's time-out: theirs is 30 minutes
+    for group in (*mesh.get_all_groups(), replicas.get_group()):
+        _set_pg_timeout(timeout, group)
     return mesh
+
+
+def new_group(ranks: Sequence[int], *, timeout_s: float) -> ProcessGroup | None:
+    """A further group of these ranks; None on the others. Collective: every rank of the world, in the same order."""
+    group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_s))
+    return group if dist.get_rank() in ranks else None
 
 
 # -- preflight

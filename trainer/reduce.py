@@ -1,13 +1,16 @@
-"""Gradients of all replicas become one: flat buckets, summed while the backward pass still runs.
+"""Gradients of all replicas become one: flat buckets, sent while the backward pass still runs.
 
-Every trainable parameter's `.grad` is a view into a flat bucket. A bucket is sent as soon as its last
-gradient is there, in an order that never changes, so a resumed run reduces exactly as the first did
-(torch's DDP rebuilds its buckets after the first iteration and does not).
+Every trained weight's `.grad` is a view into a flat bucket. A bucket is sent as soon as its last gradient is
+there, in an order that never changes, so a resumed run reduces exactly as the first did (torch's DDP rebuilds its
+buckets after the first iteration and does not).
 
     backward:   head ------------------------------> embedding
     bucket 0    ####|==== all-reduce ====|
     bucket 1            ####|==== all-reduce ====|
     reduce()                                     waits for what is left
+
+A weight that several stages hold is in a bucket of the first of them alone: the others send theirs there when the
+backward pass is over, and get the result back.
 """
 
 from __future__ import annotations
@@ -18,107 +21,102 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.errors import TrainingFailed
+from trainer.distributed import new_group
+from trainer.weights import Weight
 
 BUCKET_BYTES = 4 << 20
 """Large enough that latency does not count, small enough that the first leaves early."""
+STRETCH = 4096
+"""Elements whose squares are added in fp32; what they come to is added in fp64."""
 
 
 class Reducer:
-    """Owns the gradients of one replica and sums them over `group` (the data axis of the mesh).
+    """Owns the gradients of one rank's stages and makes those of all ranks one (ZeRO 0).
 
-    parameters: those that require gradients, in graph order; buffers: running statistics, averaged
-    over the replicas at each step so that all of them evaluate and save the same.
+    weights: all that this rank stores, in graph order; the same on the replicas of its stages, and possibly none.
+    shared: name -> pipeline coordinates that hold it, for every weight of the model that several stages hold.
+    Collective: every rank of the world makes one.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+    def __init__(
+        self, weights: Sequence[Weight], *, mesh: DeviceMesh, shared: Mapping[str, Sequence[int]], timeout_s: float
+    ) -> None:
+        self.weights = list(weights)
+        self._group = mesh.get_group("data")
+        self._device = _device(mesh)
+        self._trained = [weight for weight in self.weights if weight.trained]
+        self._statistics = [weight.tensor for weight in self.weights if _is_statistic(weight)]
         self._before: list[Tensor] = []
-        self._alone = group.size() == 1
-        self._buckets = [_Bucket(members) for members in _pack(list(parameters)[::-1])]
+        self._tied = TiedGradients(self._trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
+
+        own = [weight for weight in self._trained if weight.name not in shared]
+        led = [weight for weight in self._trained if weight.name in shared and self._tied.leads(weight)]
+        early, late = ([_Bucket(members) for members in _pack(group[::-1])] for group in (own, led))
+        self._buckets = early + late
+        self._num_early = len(early)
+        for weight in self._trained:
+            if weight.name in shared and not self._tied.leads(weight):
+                weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
         self.num_sent = 0
         """Buckets on their way, or there, in this step."""
-        self._armed = False
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._arrived(bucket))  # type: ignore[no-untyped-call]
+        self._num_backwards = 0
+        for bucket in early:
+            for place, weight in enumerate(bucket.weights):
+                weight.tensor.register_post_accumulate_grad_hook(self._arrived(bucket, place))  # type: ignore[no-untyped-call]
 
-    def clear(self) -> None:
-        """Set every gradient to zero, in place; remember the buffers."""
-        self._before = [buffer.clone() for buffer in self._buffers]
-        for bucket in self._buckets:
-            bucket.gradients.zero_()
+    def begin(self, num_backwards: int) -> None:
+        """A step begins: gradients to zero, in place; running statistics are remembered.
 
-    def undo(self) -> None:
-        """Put the buffers back to what they were at `clear`: a skipped update changes nothing."""
-        for buffer, before in zip(self._buffers, self._before, strict=True):
-            buffer.copy_(before)
-
-    def arm(self) -> None:
-        """The next backward pass is the last of this step: send each bucket as it fills."""
-        self._armed, self.num_sent = True, 0
+        Each stage of this rank will see `num_backwards` backward passes; what the last of them completes is sent at
+        once, what they leave out in `reduce`.
+        """
+        self._before = [statistic.clone() for statistic in self._statistics]
+        self._num_backwards, self.num_sent = num_backwards, 0
+        for weight in self._trained:
+            gradient(weight).zero_()
         for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.missing, bucket.arrivals = len(bucket.weights), [0] * len(bucket.weights)
 
     def reduce(self) -> Tensor:
-        """Sum what has not been sent yet, wait for all, average the buffers.
+        """Complete the gradients of all ranks: replicas, and stages that share a weight. Average the statistics.
 
-        Returns the global L2 norm of the summed gradients, a scalar on the device; it is infinite or
-        NaN on every replica if it was on one. Collective: every rank of the data axis.
+        Returns the global L2 norm (see `global_norm`). Collective: every rank of the world.
         """
-        if not self._armed:  # a replica without samples in a ragged last step still takes part
-            self.arm()
+        self._num_backwards = 0
+        self._send(self._num_early)
+        self._tied.gather()
         self._send(len(self._buckets))
-        statistics = self._average_buffers()
+        self._average_statistics()
         for bucket in self._buckets:
             bucket.wait()
-        statistics()
-        self._armed = False
-        norms = [torch.linalg.vector_norm(bucket.gradients) for bucket in self._buckets]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return total
+        self._tied.spread()
+        # replicas hold the same gradients by now: each measures its share of them
+        return global_norm(self._trained[self._group.rank() :: self._group.size()], self._device)
+
+    def undo(self) -> None:
+        """Put the running statistics back to what they were at `begin`: a skipped update changes nothing."""
+        for statistic, before in zip(self._statistics, self._before, strict=True):
+            statistic.copy_(before)
 
     def multiply(self, factor: float) -> None:
         """Scale every gradient in place: un-scaling and clipping are one multiplication."""
         if factor != 1.0:
-            for bucket in self._buckets:
-                bucket.gradients.mul_(factor)
+            for weight in self._trained:
+                gradient(weight).mul_(factor)
 
-    def sum(self, *values: float | Tensor) -> list[float]:
-        """Sum a few numbers over the replicas. Collective: every rank of the data axis."""
-        numbers = torch.stack([torch.as_tensor(value, dtype=torch.float64).cpu() for value in values])
-        if not self._alone:
-            numbers = numbers.to(self._device)
-            dist.all_reduce(numbers, group=self._group)
-        return numbers.tolist()
+    def sum(self, *numbers: float | Tensor) -> list[float]:
+        """Sum a few numbers over all ranks. Collective: every rank of the world."""
+        return sum_over_world(numbers, self._device)
 
-    def check_agreement(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if any of `tensors` differs between replicas: they must never drift apart.
-
-        Compares a checksum of each tensor's bits. Collective: every rank of the data axis.
-        """
-        if self._alone or not tensors:
-            return
-        sums = torch.stack([_checksum(tensor) for tensor in tensors.values()]).to(self._device)
-        low, high = sums.clone(), sums.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
-        drifted = [name for name, differs in zip(tensors, (low != high).tolist(), strict=True) if differs]
-        if drifted:
-            raise TrainingFailed(
-                f"{len(drifted)} of {len(tensors)} tensors differ between {self._group.size()} replicas that must be "
-                f"equal, {drifted[0]} first; the newest checkpoint is from before that"
-            )
-
-    @property
-    def _device(self) -> torch.device:
-        return self._buckets[0].gradients.device
-
-    def _arrived(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+    def _arrived(self, bucket: _Bucket, place: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            if self._armed:
+            if self._num_backwards == 0:  # not within a step
+                return
+            bucket.arrivals[place] += 1
+            assert bucket.arrivals[place] <= self._num_backwards, "more backward passes than `begin` was told"
+            if bucket.arrivals[place] == self._num_backwards:
                 bucket.missing -= 1
                 if bucket.missing == 0:
                     self._send_ready()
@@ -128,48 +126,145 @@ class Reducer:
     def _send_ready(self) -> None:
         # in index order, whatever order they filled in: collectives must match across replicas
         ready = self.num_sent
-        while ready < len(self._buckets) and self._buckets[ready].missing == 0:
+        while ready < self._num_early and self._buckets[ready].missing == 0:
             ready += 1
         self._send(ready)
 
     def _send(self, until: int) -> None:
         for bucket in self._buckets[self.num_sent : until]:
-            bucket.send(self._group, alone=self._alone)
+            bucket.send(self._group)
         self.num_sent = max(self.num_sent, until)
 
-    def _average_buffers(self) -> Callable[[], None]:
-        if self._alone or not self._buffers:
-            return lambda: None
-        flat = torch.cat([buffer.flatten() for buffer in self._buffers])
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
+    def _average_statistics(self) -> None:
+        if self._group.size() == 1 or not self._statistics:
+            return
+        flat = torch.cat([statistic.flatten() for statistic in self._statistics])
+        dist.all_reduce(flat, group=self._group)
+        for statistic, part in zip(
+            self._statistics, _parts(flat.div_(self._group.size()), self._statistics), strict=True
+        ):
+            statistic.copy_(part)
 
-        def store() -> None:
-            work.wait()
-            for buffer, part in zip(self._buffers, _parts(flat.div_(self._group.size()), self._buffers), strict=True):
-                buffer.copy_(part)
 
-        return store
+class TiedGradients:
+    """Sums the gradients of weights of which several stages hold a copy each.
+
+    weights: the trained ones of this rank. shared: name -> pipeline coordinates of its holders, the same on every
+    rank. The first holder's first copy leads: sums come together in it, and results leave from it, so that all copies
+    get the same bits. Collective: every rank of the world makes one.
+    """
+
+    def __init__(
+        self, weights: Iterable[Weight], *, shared: Mapping[str, Sequence[int]], mesh: DeviceMesh, timeout_s: float
+    ) -> None:
+        ranks = mesh.mesh.flatten(1, 2)  # [pipeline, data, horizontal]
+        groups = {}
+        for holders in sorted({tuple(sorted(holders)) for holders in shared.values()}):
+            columns = ranks[list(holders)].flatten(1).T.tolist() if len(holders) > 1 else []
+            joined = [new_group(column, timeout_s=timeout_s) for column in columns]
+            groups[holders] = next((group for group in joined if group is not None), None)
+        copies: dict[str, list[Weight]] = {}
+        for weight in weights:
+            if weight.name in shared:
+                copies.setdefault(weight.name, []).append(weight)
+        self._copies = [(copies[name], groups[tuple(sorted(shared[name]))]) for name in sorted(copies)]
+        self._leads = {id(held[0]) for held, group in self._copies if group is None or group.rank() == 0}
+
+    def leads(self, weight: Weight) -> bool:
+        """Whether this copy is the one that the others are summed into."""
+        return id(weight) in self._leads
+
+    def sum(self) -> None:
+        """Give every copy the sum of all. Collective: every rank of the pipeline axis."""
+        self.gather()
+        self.spread()
+
+    def gather(self) -> None:
+        """Sum all copies into the leading one; the others are then undefined. Collective: as `sum`."""
+        for (first, *others), group in self._copies:
+            for other in others:
+                gradient(first).add_(gradient(other))
+            if group is not None:
+                dist.reduce(gradient(first), group=group, group_dst=0)
+
+    def spread(self) -> None:
+        """Copy the leading one to all others. Collective: as `sum`."""
+        for (first, *others), group in self._copies:
+            if group is not None:
+                dist.broadcast(gradient(first), group=group, group_src=0)
+            for other in others:
+                gradient(other).copy_(gradient(first))
+
+
+def global_norm(weights: Iterable[Weight], device: torch.device) -> Tensor:
+    """L2 norm of the gradients that count, over all ranks, in fp64: a scalar on `device`, equal on all.
+
+    It is not finite if any gradient is not, counted or not. Where ranks hold the same gradients, each may give a part
+    of them, as long as together they give all. Collective: every rank of the world; one without weights gives none.
+    """
+    squares = [_square(gradient(weight)) * weight.counted for weight in weights]  # ∞ x 0 is not finite either
+    total = torch.stack([part.to(device) for part in squares]).sum() if squares else torch.zeros((), device=device)
+    total = total.double()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+def sum_over_world(numbers: Sequence[float | Tensor], device: torch.device) -> list[float]:
+    """Sum a few numbers over all ranks, in fp64. Collective: every rank of the world."""
+    totals = torch.stack([torch.as_tensor(number, dtype=torch.float64).cpu() for number in numbers])
+    if dist.get_world_size() > 1:
+        totals = totals.to(device)
+        dist.all_reduce(totals)
+    return totals.tolist()
+
+
+def gradient(weight: Weight) -> Tensor:
+    """The gradient of a trained weight, which must be there."""
+    assert weight.tensor.grad is not None, f"{weight.name} has no gradient"
+    return weight.tensor.grad
 
 
 class _Bucket:
-    """Some parameters, and one flat tensor that holds their gradients."""
+    """Some weights, and one flat tensor that holds their gradients."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
+    def __init__(self, weights: list[Weight]) -> None:
+        self.weights = weights
         self.missing = 0
+        self.arrivals: list[int] = []
+        """Of each weight: backward passes that have left their part."""
         self._work: dist.Work | None = None
-        total = sum(parameter.numel() for parameter in parameters)
-        self.gradients = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
-        for parameter, part in zip(parameters, _parts(self.gradients, parameters), strict=True):
-            parameter.grad = part
+        tensors = [weight.tensor for weight in weights]
+        total = sum(tensor.numel() for tensor in tensors)
+        self.gradients = torch.zeros(total, dtype=tensors[0].dtype, device=tensors[0].device)
+        for tensor, part in zip(tensors, _parts(self.gradients, tensors), strict=True):
+            tensor.grad = part
 
-    def send(self, group: dist.ProcessGroup, *, alone: bool) -> None:
-        self._work = None if alone else dist.all_reduce(self.gradients, group=group, async_op=True)
+    def send(self, group: dist.ProcessGroup) -> None:
+        self._work = None if group.size() == 1 else dist.all_reduce(self.gradients, group=group, async_op=True)
 
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cpu" if mesh.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
+
+
+def _is_statistic(weight: Weight) -> bool:
+    return not isinstance(weight.tensor, nn.Parameter) and weight.tensor.is_floating_point()
+
+
+def _square(tensor: Tensor) -> Tensor:
+    """Sum of squares, fp64. One sum in fp32 over 16 million elements is wrong in the fourth digit, so it is many."""
+    flat = tensor.detach().reshape(-1)
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.float()
+    rows = flat[: flat.numel() // STRETCH * STRETCH].view(-1, STRETCH)
+    norms = torch.cat([torch.linalg.vector_norm(rows, dim=1), flat[rows.numel() :].abs()])
+    return norms.double().square().sum()
 
 
 def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -178,21 +273,15 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [flat[end - tensor.numel() : end].view_as(tensor) for tensor, end in zip(like, ends, strict=True)]
 
 
-def _pack(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of one dtype, up to BUCKET_BYTES together (a larger one stands alone)."""
-    packs: list[list[nn.Parameter]] = []
+def _pack(weights: list[Weight]) -> list[list[Weight]]:
+    """Consecutive weights of one dtype, up to BUCKET_BYTES together (a larger one stands alone)."""
+    packs: list[list[Weight]] = []
     size = 0
-    for parameter in parameters:
-        bytes_ = parameter.numel() * parameter.element_size()
-        if not packs or size + bytes_ > BUCKET_BYTES or packs[-1][0].dtype != parameter.dtype:
+    for weight in weights:
+        bytes_ = weight.tensor.numel() * weight.tensor.element_size()
+        if not packs or size + bytes_ > BUCKET_BYTES or packs[-1][0].tensor.dtype != weight.tensor.dtype:
             packs.append([])
             size = 0
-        packs[-1].append(parameter)
+        packs[-1].append(weight)
         size += bytes_
     return packs
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Sum of the bits as integers, each weighted by its place: equal tensors agree, swaps do not."""
-    bits = tensor.detach().contiguous().flatten().view(torch.uint8).to(torch.int64)
-    return (bits * (torch.arange(bits.numel(), device=bits.device) % 65521 + 1)).sum()

@@ -1,19 +1,21 @@
-"""The reducer, alone and on real ranks: sums, order, overflow, drift, ragged steps."""
+"""The reducer on real ranks: sums over replicas and stages, order, the global norm, overflow, ragged steps."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ranks import run_ranks
 from trainer import reduce
-from trainer.distributed import MPIContext
-from trainer.errors import TrainingFailed
+from trainer.distributed import MPIContext, ParallelDims, make_mesh
+from trainer.placement import Placement
 from trainer.reduce import Reducer
+from trainer.weights import Weight
 
 
 def network() -> nn.Sequential:
@@ -21,109 +23,179 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 1))
 
 
-def gradients_over_replicas(mpi: MPIContext, bucket_bytes: int) -> list[list[float]]:
-    """Each replica has its own rows; the last one has none. Returns the reduced gradients and the norm."""
-    reduce.BUCKET_BYTES = bucket_bytes
-    module = network()
-    reducer = Reducer(module.parameters(), (), dist.group.WORLD)
-    rows = torch.arange(12.0).reshape(4, 3)[mpi.rank * 2 : mpi.rank * 2 + 2]
-    for _ in range(2):  # the second step must not see anything of the first
-        reducer.clear()
-        if mpi.rank < 2:
-            module(rows[:1]).sum().backward()
-            reducer.arm()
-            module(rows[1:]).sum().backward()
-        norm = reducer.reduce()
-    return [*(parameter.grad.flatten().tolist() for parameter in module.parameters()), [float(norm)]]
+def weights_of(module: nn.Module) -> list[Weight]:
+    """All that the module stores, as a rank that holds it whole has it."""
+    stored = [*module.named_parameters(), *module.named_buffers()]
+    return [weight(name, tensor, trained=tensor.requires_grad) for name, tensor in stored]
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20])
-def test_gradients_are_summed_over_replicas_even_one_without_samples(bucket_bytes: int) -> None:
-    results = run_ranks(3, "tests.trainer.test_reduce:gradients_over_replicas", bucket_bytes)
-    module = network()
-    module(torch.arange(12.0).reshape(4, 3)).sum().backward()
-    expected = [parameter.grad.flatten() for parameter in module.parameters()]
-    assert results[0] == results[1] == results[2]
-    for found, wanted in zip(results[0], expected, strict=False):
-        torch.testing.assert_close(torch.tensor(found), wanted)
-    assert results[0][-1][0] == pytest.approx(float(torch.linalg.vector_norm(torch.cat(expected))), rel=1e-6)
+def weight(name: str, tensor: Tensor, *, trained: bool = True, counted: bool = True) -> Weight:
+    return Weight(name, tensor, Placement.whole(tensor.shape), trained, counted)
 
 
-def overflow_on_rank_one(mpi: MPIContext) -> list[float]:
-    module = network()
-    reducer = Reducer(module.parameters(), (), dist.group.WORLD)
-    reducer.clear()
-    reducer.arm()
-    (module(torch.ones(1, 3)).sum() * (float("inf") if mpi.rank == 1 else 1.0)).backward()
-    norm = float(reducer.reduce())
-    return [norm, *reducer.sum(not math.isfinite(norm), mpi.rank)]
+def mesh_of(mpi: MPIContext, **sizes: int) -> DeviceMesh:
+    return make_mesh(mpi, ParallelDims(**sizes), timeout_s=30)
 
 
-@pytest.mark.mpi
-def test_an_overflow_on_one_replica_is_seen_by_all() -> None:
-    for norm, overflows, ranks in run_ranks(2, "tests.trainer.test_reduce:overflow_on_rank_one"):
-        assert not math.isfinite(norm)
-        assert overflows == 2
-        assert ranks == 1
+def reducer_of(mpi: MPIContext, weights: list[Weight], **sizes: int) -> Reducer:
+    return Reducer(weights, mesh=mesh_of(mpi, **(sizes or {"data": mpi.world_size})), shared={}, timeout_s=30)
 
 
-def drift(mpi: MPIContext, by: float) -> str:
-    module = network()
-    reducer = Reducer(module.parameters(), (), dist.group.WORLD)
-    with torch.no_grad():
-        module[2].weight[0, 0] += by * mpi.rank
-    try:
-        reducer.check_agreement(dict(module.named_parameters()))
-    except TrainingFailed as error:
-        return str(error)
-    return ""
+# -- replicas
 
 
-@pytest.mark.mpi
-def test_replicas_that_drift_apart_by_one_bit_are_found_and_named() -> None:
-    assert run_ranks(2, "tests.trainer.test_reduce:drift", 0.0) == ["", ""]
-    for said in run_ranks(2, "tests.trainer.test_reduce:drift", 1e-7):
-        assert "1 of 5 tensors differ between 2 replicas" in said
-        assert "2.weight" in said
-
-
-def averaged_statistics(mpi: MPIContext) -> list[list[float]]:
-    norm = nn.BatchNorm1d(3, momentum=1.0)
-    reducer = Reducer(norm.parameters(), [norm.running_mean, norm.running_var], dist.group.WORLD)
-    reducer.clear()
-    norm(torch.randn(8, 3) + mpi.rank)
-    mine = norm.running_mean.tolist()
-    reducer.reduce()
-    average = norm.running_mean.tolist()
-    reducer.undo()
-    return [mine, average, norm.running_mean.tolist()]
-
-
-@pytest.mark.mpi
-def test_running_statistics_are_averaged_over_replicas_and_can_be_undone() -> None:
-    (first, average, undone), (second, other, _) = run_ranks(2, "tests.trainer.test_reduce:averaged_statistics")
-    assert average == other == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
-    assert first != second
-    assert undone == [0.0, 0.0, 0.0], "a skipped update leaves them as they were"
+def replicas_with_rows(mpi: MPIContext) -> dict[str, Any]:
+    """Each replica has its own two rows, as two micro-batches; the last replica has none."""
+    found = {}
+    for bucket_bytes in (1, 40, 1 << 20):
+        reduce.BUCKET_BYTES = bucket_bytes
+        module = network()
+        reducer = reducer_of(mpi, weights_of(module))
+        rows = torch.arange(12.0).reshape(4, 3)[mpi.rank * 2 : mpi.rank * 2 + 2]
+        for _ in range(2):  # the second step must not see anything of the first
+            reducer.begin(2)
+            for row in rows:
+                module(row).sum().backward()
+            norm = float(reducer.reduce())
+        gradients = [parameter.grad.flatten().tolist() for parameter in module.parameters()]
+        reducer.multiply(0.5)
+        halved = [parameter.grad.flatten().tolist() for parameter in module.parameters()]
+        found[str(bucket_bytes)] = [gradients, halved, norm, reducer.sum(mpi.rank, torch.tensor(0.5))]
+    return found | {"sent": sent_before_the_end_of_backward(mpi), "overflow": overflow_on_rank_one(mpi)}
 
 
 def sent_before_the_end_of_backward(mpi: MPIContext) -> list[int]:
+    """Buckets sent when the gradient that is made last is made, in each of two backward passes."""
     reduce.BUCKET_BYTES = 1  # every parameter in a bucket of its own
     module = network()
-    reducer = Reducer(module.parameters(), (), dist.group.WORLD)
+    reducer = reducer_of(mpi, weights_of(module))
     sent: list[int] = []
-    module[0].weight.register_hook(lambda gradient: sent.append(reducer.num_sent))  # the last gradient to be made
-    reducer.clear()
-    reducer.arm()
-    module(torch.ones(1, 3)).sum().backward()
+    module[0].weight.register_hook(lambda gradient: sent.append(reducer.num_sent))
+    reducer.begin(2)
+    for _ in range(2):
+        module(torch.ones(1, 3)).sum().backward()
     reducer.reduce()
     return sent
 
 
+def overflow_on_rank_one(mpi: MPIContext) -> list[float]:
+    module = network()
+    reducer = reducer_of(mpi, weights_of(module))
+    reducer.begin(1)
+    (module(torch.ones(1, 3)).sum() * (float("inf") if mpi.rank == 1 else 1.0)).backward()
+    return [float(reducer.reduce())]
+
+
 @pytest.mark.mpi
-def test_gradients_travel_while_the_backward_pass_still_runs() -> None:
-    for sent in run_ranks(2, "tests.trainer.test_reduce:sent_before_the_end_of_backward"):
-        assert sent[0] >= 3, (
-            "of 5 gradients, those of the later layers are on their way before the first layer's is made"
-        )
+def test_gradients_are_summed_over_replicas_even_one_without_samples() -> None:
+    results = run_ranks(3, "tests.trainer.test_reduce:replicas_with_rows")
+    module = network()
+    module(torch.arange(12.0).reshape(4, 3)).sum().backward()
+    expected = [parameter.grad.flatten() for parameter in module.parameters()]
+    for bucket_bytes in ("1", "40", str(1 << 20)):
+        assert results[0][bucket_bytes] == results[1][bucket_bytes] == results[2][bucket_bytes]
+        gradients, halved, norm, sums = results[0][bucket_bytes]
+        for found, half, wanted in zip(gradients, halved, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(found), wanted)
+            torch.testing.assert_close(torch.tensor(half), wanted / 2)
+        assert norm == pytest.approx(float(torch.linalg.vector_norm(torch.cat(expected))), rel=1e-6)
+        assert sums == [3, 1.5]
+    for result in results:
+        first, last = result["sent"]
+        assert first == 0, "gradients are not complete before the last micro-batch"
+        assert last >= 3, "of 5, those of the later layers are on their way before the first layer's is made"
+        assert not math.isfinite(result["overflow"][0]), "an overflow on one replica is seen by all"
+
+
+# -- running statistics
+
+
+def averaged_statistics(mpi: MPIContext) -> list[list[float]]:
+    norm = nn.BatchNorm1d(3, momentum=1.0)
+    frozen = nn.Parameter(torch.full((2,), float(mpi.rank)), requires_grad=False)
+    reducer = reducer_of(mpi, [*weights_of(norm), weight("frozen", frozen, trained=False)])
+    reducer.begin(1)
+    norm(torch.randn(8, 3, generator=torch.Generator().manual_seed(mpi.rank)) + mpi.rank)
+    mine = norm.running_mean.tolist()
+    reducer.reduce()
+    average = norm.running_mean.tolist()
+    reducer.undo()
+    return [mine, average, norm.running_mean.tolist(), frozen.tolist()]
+
+
+@pytest.mark.mpi
+def test_running_statistics_are_averaged_over_replicas_and_can_be_undone() -> None:
+    results = run_ranks(2, "tests.trainer.test_reduce:averaged_statistics")
+    (first, average, undone, frozen), (second, other, _, others) = results
+    assert average == other == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
+    assert first != second
+    assert undone == [0.0, 0.0, 0.0], "a skipped update leaves them as they were"
+    assert (frozen, others) == ([0, 0], [1, 1]), "frozen weights are not touched"
+
+
+# -- stages and divided weights
+
+
+def stages_that_share(mpi: MPIContext) -> dict[str, Any]:
+    """2 replicas x 3 stages. `head` is held by stages 0 and 2, twice on stage 2; stage 1 has nothing at all."""
+    mesh = mesh_of(mpi, data=2, pipeline=3)
+    stage, replica = divmod(mpi.rank, 2)
+    head = [weight("head", nn.Parameter(torch.zeros(5)), counted=stage == 0) for _ in range((1, 0, 2)[stage])]
+    own = [] if stage == 1 else [weight(f"own{stage}", nn.Parameter(torch.zeros(3)))]
+    twin = [weight("twin", nn.Parameter(torch.zeros(2)), counted=copy == 0) for copy in range(2 if stage == 0 else 0)]
+    reducer = Reducer([*own, *head, *twin], mesh=mesh, shared={"head": [0, 2], "twin": [0]}, timeout_s=30)
+    results: dict[str, Any] = {}
+    for poison in (None, "head", "own2", "not counted"):
+        reducer.begin(2)
+        for _ in range(2):
+            for number, each in enumerate(reducer.weights, start=1):
+                (each.tensor.sum() * number * 10.0**stage * (1 + replica)).backward()
+        if (poison == "head" and mpi.rank == 5) or (poison == "own2" and mpi.rank == 4):
+            next(each for each in reducer.weights if each.name == poison).tensor.grad[0] = math.nan
+        if poison == "not counted" and mpi.rank == 4:
+            reducer.weights[-1].tensor.grad[0] = math.inf
+        norm = float(reducer.reduce())
+        results[str(poison)] = [norm, [(each.name, each.tensor.grad.tolist()) for each in reducer.weights]]
+    return results
+
+
+@pytest.mark.mpi
+def test_a_weight_of_several_stages_has_one_gradient_and_counts_once_in_the_norm() -> None:
+    results = run_ranks(6, "tests.trainer.test_reduce:stages_that_share")
+    # per replica: own0 1, head 2, twin 3 + 4; own2 100, head 200 + 300; times 2 passes, times 1 + 2 for the replicas
+    sums = {"own0": 6.0, "head": 6.0 * 502, "twin": 6.0 * 7, "own2": 600.0}
+    sizes = {"own0": 3, "head": 5, "twin": 2, "own2": 3}
+    norm = math.sqrt(sum(sizes[name] * sums[name] ** 2 for name in sums))
+    for rank, result in enumerate(results):
+        found, gradients = result["None"]
+        assert found == pytest.approx(norm, rel=1e-6)
+        assert [name for name, _ in gradients] == [["own0", "head", "twin", "twin"], [], ["own2", "head", "head"]][
+            rank // 2
+        ]
+        assert all(gradient == [sums[name]] * sizes[name] for name, gradient in gradients)
+        assert not any(math.isfinite(result[poison][0]) for poison in ("head", "own2", "not counted"))
+
+
+def divided_weights(mpi: MPIContext) -> float:
+    """2 x 2: half of a weight on each rank of a horizontal group, and one that both hold."""
+    mesh = mesh_of(mpi, data=2, horizontal=2)
+    part, whole = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
+    horizontal = mpi.rank % 2
+    weights = [weight("part", part), weight("whole", whole, counted=horizontal == 0)]
+    reducer = Reducer(weights, mesh=mesh, shared={}, timeout_s=30)
+    reducer.begin(1)
+    (part.sum() * (1 + horizontal) + whole.sum() * 5).backward()
+    return float(reducer.reduce())
+
+
+@pytest.mark.mpi
+def test_the_norm_counts_each_element_once_over_parts_copies_and_replicas() -> None:
+    norm = math.sqrt(3 * 2.0**2 + 3 * 4.0**2 + 2 * 10.0**2)
+    assert run_ranks(4, "tests.trainer.test_reduce:divided_weights") == pytest.approx([norm] * 4)
+
+
+def test_the_norm_of_sixteen_million_elements_is_right_to_six_digits() -> None:
+    values = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
+    exact = float(values.double().square().sum())
+    assert float(reduce._square(values)) == pytest.approx(exact, rel=1e-6)
+    assert float(reduce._square(values[:5].half())) == pytest.approx(float(values[:5].half().double().square().sum()))

@@ -7,7 +7,7 @@ taken. So each row is taken exactly once an epoch, whatever the layout and where
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -35,12 +35,18 @@ class Batch:
     """B."""
     rows: Array
     """int64 [B]: the rows' numbers in the split."""
+    idle: bool = False
+    """Whether it only keeps this replica beside the others, which have one more: a row whose loss counts nothing."""
+    group: int = 0
+    """Batches that follow each other with one number go through a pipeline together. In a pipeline they have one
+    shape; and the same batches share a number on every replica, whose ranks therefore act in the same order."""
 
 
 class Batches:
     """This replica's part of the training stream; the next step's part is prepared in the background.
 
-    Memory: two steps of this replica's samples. The files are mapped, not loaded.
+    Every replica has the same number of micro-batches in each step: what divides weights among replicas gathers them
+    once a pass. Memory: two steps of this replica's samples. The files are mapped, not loaded.
     """
 
     def __init__(
@@ -52,14 +58,16 @@ class Batches:
         self._micro_batch_size = config.micro_batch_size
         self._num_samples = config.total_samples(shards.num_rows)
         self._replica, self._num_replicas = replica, num_replicas
+        self._alike = config.parallel.pipeline > 1
         self._worker = ThreadPoolExecutor(max_workers=1, initializer=_use, initargs=(device,))
         self._next: tuple[tuple[int, int], Future[list[Batch]]] | None = None
 
     def take(self, position: int, count: int) -> list[Batch]:
         """This replica's micro-batches of the `count` samples from `position` on.
 
-        As many as `gradient_accumulation_steps`; fewer, smaller or none where `count` is less than a whole
-        global batch. Not collective. Raises DataError for a damaged shard.
+        As many as `gradient_accumulation_steps`, all of one size. Where `count` is less than a whole global batch
+        there are fewer, as many as the replica with most samples needs; the last may then be smaller, and is idle on
+        a replica that has no samples left. Not collective. Raises DataError for a damaged shard.
         """
         if self._next and self._next[0] == (position, count):
             batches = self._next[1].result()
@@ -68,6 +76,10 @@ class Batches:
             batches = self._make(position, count)
         self._prepare(position + count)
         return batches
+
+    def example(self) -> Batch:
+        """The first micro-batch of the stream, were there one replica: the same on every rank, for its shapes."""
+        return self._collate(self.rows(0, self._micro_batch_size))
 
     def rows(self, position: int, count: int) -> Array:
         """The rows at `count` positions of the stream from `position` on: int64 [count]."""
@@ -90,9 +102,12 @@ class Batches:
             self._next = (position, count), self._worker.submit(self._make, position, count)
 
     def _make(self, position: int, count: int) -> list[Batch]:
-        rows = _share(self.rows(position, count), self._replica, self._num_replicas)
-        size = self._micro_batch_size
-        return [self._collate(rows[first : first + size]) for first in range(0, len(rows), size)]
+        parts = _parts(self.rows(position, count), self._micro_batch_size, self._replica, self._num_replicas)
+        if parts.full_everywhere:
+            return self._collate.several(parts.rows, alike=self._alike)
+        # the last by itself: on some replica it is smaller than those before it
+        full = self._collate.several(parts.rows[:-1], alike=self._alike)
+        return [*full, self._collate(parts.rows[-1], idle=parts.idle, group=1)]
 
 
 def evaluation_batches(
@@ -100,12 +115,46 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """This replica's part of all rows, each row on exactly one replica; parts may differ by one row.
 
-    Not collective: replicas may have different numbers of batches, or none.
+    Every replica has the same number of batches; the last is idle on one whose rows are at an end. In a pipeline a
+    few are made at a time, which go through it together. Not collective.
     """
     collate = _Collate(shards, config, device)
-    rows = _share(np.arange(shards.num_rows), replica, num_replicas)
-    for first in range(0, len(rows), config.evaluation_batch_size):
-        yield collate(rows[first : first + config.evaluation_batch_size])
+    parts = _parts(np.arange(shards.num_rows), config.evaluation_batch_size, replica, num_replicas)
+    ranks = config.parallel.pipeline
+    together = IN_FLIGHT * ranks if ranks > 1 else 1
+    num_full = len(parts.rows) - (not parts.full_everywhere)
+    for first in range(0, num_full, together):
+        now = parts.rows[first : min(first + together, num_full)]
+        yield from collate.several(now, alike=ranks > 1, group=first)
+    for rows in parts.rows[num_full:]:
+        yield collate(rows, idle=parts.idle, group=num_full)
+
+
+IN_FLIGHT = 4
+"""Evaluation batches that go through a pipeline together, for each of its ranks: 1 / (1 + IN_FLIGHT) of the time is
+lost to filling and emptying it."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """One replica's micro-batches, as rows."""
+
+    rows: list[Array]
+    idle: bool
+    """Whether the last has no rows of its own, only another's first."""
+    full_everywhere: bool
+    """Whether the last is of full size on every replica; all before it always are."""
+
+
+def _parts(rows: Array, size: int, replica: int, num_replicas: int) -> _Parts:
+    """Divide rows among the replicas, and each share into micro-batches: equally many on all of them."""
+    mine = _share(rows, replica, num_replicas)
+    num = -(-len(rows) // (num_replicas * size))  # as the largest share, of ceil(rows / replicas), needs
+    parts = [mine[first : first + size] for first in range(0, num * size, size)]
+    idle = num > 0 and not len(parts[-1])
+    if idle:
+        parts[-1] = rows[:1]
+    return _Parts(parts, idle, len(rows) == num * size * num_replicas)
 
 
 def _use(device: torch.device) -> None:
@@ -136,14 +185,26 @@ class _Collate:
             self._fill |= dict.fromkeys(self._uses[-1].columns, fill)
         self._fill |= config.data.pad_values
 
-    def __call__(self, rows: Array) -> Batch:
-        columns = self._shards.read(rows)
-        tensors = [self._tensor(use, columns) for use in self._uses]
-        labels = tensors.pop() if self._labelled else None
-        return Batch(tuple(tensors), labels, len(rows), rows)
+    def __call__(self, rows: Array, *, idle: bool = False, group: int = 0) -> Batch:
+        return self._batch(rows, self._shards.read(rows), {}, idle=idle, group=group)
 
-    def _tensor(self, use: Use, columns: dict[str, Values]) -> Tensor:
-        arrays = [_padded(columns[name], self._fill[name]) for name in use.columns]
+    def several(self, parts: Sequence[Array], *, alike: bool, group: int = 0) -> list[Batch]:
+        """A batch of each part; `alike`: all padded to the longest row of any."""
+        columns = [self._shards.read(rows) for rows in parts]
+        longest: dict[str, int] = {}
+        for name in self._fill if alike else ():
+            longest[name] = max((_longest(values[name]) for values in columns), default=0)
+        return [self._batch(*part, longest, group=group) for part in zip(parts, columns, strict=True)]
+
+    def _batch(
+        self, rows: Array, columns: dict[str, Values], longest: Mapping[str, int], *, idle: bool = False, group: int
+    ) -> Batch:
+        tensors = [self._tensor(use, columns, longest) for use in self._uses]
+        labels = tensors.pop() if self._labelled else None
+        return Batch(tuple(tensors), labels, len(rows), rows, idle, group)
+
+    def _tensor(self, use: Use, columns: dict[str, Values], longest: Mapping[str, int]) -> Tensor:
+        arrays = [_padded(columns[name], self._fill[name], longest.get(name, 0)) for name in use.columns]
         array = np.stack(arrays, axis=1) if use.stacked else arrays[0]
         computed = {"float16": "float32", "bfloat16": "float32"}.get(use.dtype, use.dtype)  # as the graph is imported
         tensor = torch.from_numpy(array).to(getattr(torch, computed))
@@ -152,11 +213,16 @@ class _Collate:
         return tensor.to(self._device)
 
 
-def _padded(values: Values, fill: float) -> Array:
-    """[B, longest]: rows of varying length, filled up at their ends; arrays as they are."""
+def _longest(values: Values) -> int:
+    """Of rows of varying length; 0 for arrays, which have one."""
+    return 0 if isinstance(values, np.ndarray) else max(map(len, values), default=0)
+
+
+def _padded(values: Values, fill: float, least: int) -> Array:
+    """[B, longest]: rows of varying length, filled up at their ends, to `least` at least; arrays as they are."""
     if isinstance(values, np.ndarray):
         return values
-    longest = max(map(len, values), default=0)
+    longest = max(_longest(values), least)
     padded = np.full((len(values), longest), fill, values[0].dtype if values else np.float32)
     for row, value in zip(padded, values, strict=True):
         row[: len(value)] = value

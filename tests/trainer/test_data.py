@@ -33,6 +33,7 @@ class Prepared:
             "model": {"path": folder / "model.onnx", **sections.get("model", {})},
             "data": {"source": str(source), **sections.get("data", {})},
             "train": {"global_batch_size": 8, "num_epochs": 1, "shuffle": False} | sections.get("train", {}),
+            "parallel": sections.get("parallel", {}),
         }
         self.config: RunConfig = build_config(raw)
         wants = wanted(self.config, read_signature(folder / "model.onnx"))
@@ -45,9 +46,9 @@ class Prepared:
     def batches(self, **share: Any) -> Batches:
         return Batches(self.train, self.config, **{"replica": 0, "num_replicas": 1, "device": CPU, **share})
 
-    def evaluation(self) -> Iterator[Any]:
+    def evaluation(self, **share: Any) -> Iterator[Any]:
         split = open_shards(self.directory, "evaluation")
-        return evaluation_batches(split, self.config, replica=0, num_replicas=1, device=CPU)
+        return evaluation_batches(split, self.config, **{"replica": 0, "num_replicas": 1, "device": CPU, **share})
 
 
 @pytest.fixture
@@ -169,3 +170,80 @@ def test_shards_of_another_model_are_refused(images: Callable[..., Prepared], tm
 def test_evaluation_batches_end_with_a_smaller_one(images: Callable[..., Prepared]) -> None:
     prepared = images(data={"evaluation_fraction": 0.26}, train={"evaluation_batch_size": 5})
     assert [batch.size for batch in prepared.evaluation()] == [5, 5, 3]
+
+
+def shares(batches: list[list[Any]]) -> list[list[tuple[int, bool, int]]]:
+    """For each replica, (samples, idle, group) of each micro-batch."""
+    return [[(batch.size, batch.idle, batch.group) for batch in mine] for mine in batches]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (12, [[(2, False, 0), (2, False, 0)]] * 3),  # a whole global batch
+        (11, [[(2, False, 0), (1, False, 1)], [(2, False, 0), (2, False, 1)], [(2, False, 0), (2, False, 1)]]),
+        (7, [[(2, False, 0), (1, True, 1)], [(2, False, 0), (1, True, 1)], [(2, False, 0), (1, False, 1)]]),
+        (6, [[(2, False, 0)]] * 3),
+        (2, [[(1, True, 1)], [(1, False, 1)], [(1, False, 1)]]),
+    ],
+)
+def test_every_replica_has_as_many_micro_batches_whatever_is_left(
+    count: int, expected: Any, images: Callable[..., Prepared]
+) -> None:
+    prepared = images(train={"global_batch_size": 12, "gradient_accumulation_steps": 2}, parallel={"data": 3})
+    taken = [prepared.batches(replica=replica, num_replicas=3).take(0, count) for replica in range(3)]
+    assert shares(taken) == expected
+    rows = [row for mine in taken for batch in mine if not batch.idle for row in batch.rows.tolist()]
+    assert rows == prepared.batches().rows(0, count).tolist()
+
+
+def test_every_replica_has_as_many_evaluation_batches(images: Callable[..., Prepared]) -> None:
+    prepared = images(data={"evaluation_fraction": 0.2}, train={"evaluation_batch_size": 3})
+    split = [list(prepared.evaluation(replica=replica, num_replicas=3)) for replica in range(3)]
+    assert shares(split) == [
+        [(3, False, 0), (1, True, 1)],
+        [(3, False, 0), (1, True, 1)],
+        [(3, False, 0), (1, False, 1)],
+    ]
+    assert sorted(row for mine in split for batch in mine if not batch.idle for row in batch.rows) == list(range(10))
+
+
+def texts(folder: Path, lengths: list[int], **sections: Any) -> Prepared:
+    lines = [{"input_ids": [1] * n, "attention_mask": [1] * n, "label": n % 3} for n in lengths]
+    (folder / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return Prepared(folder, graphs.tiny_bert(), folder / "t.jsonl", **sections)
+
+
+def test_micro_batches_of_one_pipeline_run_are_padded_alike(tmp_path: Path) -> None:
+    train = {"global_batch_size": 8, "gradient_accumulation_steps": 4}
+    longest = []
+    for ranks in (1, 2):
+        prepared = texts(tmp_path, list(range(1, 16)) * 4, train=train, parallel={"pipeline": ranks})
+        taken = prepared.batches().take(0, 7)
+        lengths = [max(map(len, prepared.train.read(batch.rows)["input_ids"])) for batch in taken]
+        longest.append(([batch.inputs[0].shape[1] for batch in taken], lengths))
+        for batch in taken:
+            assert batch.inputs[1].sum(1).tolist() == [len(row) for row in prepared.train.read(batch.rows)["input_ids"]]
+    (plain, lengths), (alike, _) = longest
+    assert plain == lengths
+    assert alike == [max(lengths[:3])] * 3 + lengths[3:], "the smaller last one goes through by itself"
+
+
+def test_evaluation_goes_through_a_pipeline_in_groups_padded_alike(tmp_path: Path) -> None:
+    prepared = texts(
+        tmp_path,
+        list(range(1, 16)) * 4,
+        train={"global_batch_size": 8, "gradient_accumulation_steps": 2, "evaluation_batch_size": 2},
+        data={"evaluation_fraction": 0.5},
+        parallel={"pipeline": 2},
+    )
+    batches = list(prepared.evaluation())
+    assert [batch.group for batch in batches] == [0] * 8 + [8] * 7
+    assert len({batch.inputs[0].shape for batch in batches[:8]}) == 1
+
+
+def test_the_example_is_the_same_for_all_replicas(images: Callable[..., Prepared]) -> None:
+    prepared = images(train={"shuffle": True})
+    first, other = prepared.batches().example(), prepared.batches(replica=1, num_replicas=2).example()
+    assert first.rows.tolist() == other.rows.tolist() == prepared.batches().rows(0, 8).tolist()
+    assert torch.equal(first.inputs[0], other.inputs[0])

@@ -1,0 +1,249 @@
+"""ZeRO on real ranks: the same training as one process, with a share of the memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from tests import graphs
+from tests.ranks import run_ranks
+from trainer import graph
+from trainer.config import ParallelConfig
+from trainer.cut import Chain, Part, Stage
+from trainer.distributed import MPIContext, ParallelDims, make_mesh
+from trainer.graph import ImportedGraph
+from trainer.placement import Placement, slices
+from trainer.weights import Weight
+from trainer.zero import Sharded
+
+NUM_STEPS = 3
+LEARNING_RATE, EPSILON = 1e-2, 1e-3
+ROWS = 3
+"""Of a micro-batch."""
+
+
+# -- stages of several units
+
+
+def chain_of(module: ImportedGraph, num_units: int) -> Chain:
+    """The graph as units of about equally many nodes; weights that several units use are theirs in common."""
+    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    inputs = module.graph.find_nodes(op="placeholder")
+    (output,) = module.graph.find_nodes(op="output")
+    results = output.all_input_nodes
+    parts = []
+    for unit in range(num_units):
+        own = nodes[len(nodes) * unit // num_units : len(nodes) * (unit + 1) // num_units]
+        later = set(nodes[len(nodes) * (unit + 1) // num_units :]) | {output}
+        gives = [node for node in own if any(user in later for user in node.users)]
+        reads = [n for n in (*inputs, *nodes) if n not in own and any(user in own for user in n.users)]
+        parts.append(part_of(module, own, reads, gives))
+    return Chain(parts, reads=[node.name for node in inputs], gives=[node.name for node in results])
+
+
+def part_of(module: nn.Module, own: Sequence[fx.Node], reads: Sequence[fx.Node], gives: Sequence[fx.Node]) -> Part:
+    copied = fx.Graph()
+    known = {node: copied.placeholder(node.name) for node in reads}
+
+    def find(node: fx.Node) -> fx.Node:
+        if node not in known:
+            known[node] = copied.node_copy(node, find)
+        return known[node]
+
+    for node in own:
+        find(node)
+    copied.output(tuple(known[node] for node in gives))
+    return Part(fx.GraphModule(module, copied), tuple(n.name for n in reads), tuple(n.name for n in gives))
+
+
+def stage_of(model: onnx.ModelProto, num_units: int) -> tuple[Stage, list[Weight]]:
+    module = graph.to_module(model)
+    weights = [
+        Weight(name, tensor, Placement.whole(tensor.shape), isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+        for name, tensor in graph.weights(module).items()
+    ]
+    chain = chain_of(module, num_units)
+    return Stage(0, 1, chain, (), tuple(range(len(chain.reads))), chain.gives, (), ()), weights
+
+
+# -- training
+
+
+def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
+    if labels.is_floating_point():
+        return F.mse_loss(outputs, labels, reduction="sum")
+    return F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+def text(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, 30, (rows, 17), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def images(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 3, 8, 8, generator=generator), torch.randint(0, 4, (rows,), generator=generator)
+
+
+def table(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 1, generator=generator)
+
+
+MODELS: dict[str, tuple[Callable[[], onnx.ModelProto], Callable[[int, int], tuple[Tensor, Tensor]], int]] = {
+    "tied": (graphs.tiny_transformer, text, 4),
+    "batch norm": (graphs.tiny_resnet, images, 3),
+    "uneven": (lambda: graphs.tiny_mlp(inputs=5, hidden=7), table, 2),
+}
+"""Name -> graph, its data, number of units."""
+
+
+def micro_batches(name: str, step: int, replica: int) -> list[tuple[Tensor, Tensor]]:
+    """The first replica has one more than the others."""
+    data = MODELS[name][1]
+    return [data(ROWS, 100 * step + 10 * replica + place) for place in range(3 if replica == 0 else 2)]
+
+
+def accumulate(module: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], passes: int) -> float:
+    """Forward and backward passes of one replica, idle ones where it has no micro-batch; returns its loss."""
+    total = 0.0
+    for place in range(passes):
+        idle = place >= len(batches)
+        inputs, labels = batches[0] if idle else batches[place]
+        module.train(not idle)
+        (outputs,) = as_tuple(module(inputs))
+        loss = loss_of(outputs, labels) / 100 * (0.0 if idle else 1.0)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+@torch.no_grad()
+def evaluated(module: nn.Module, name: str) -> Tensor:
+    module.eval()
+    return as_tuple(module(MODELS[name][1](ROWS, 7)[0]))[0]
+
+
+@dataclass
+class Seen:
+    """What one step of a training comes to."""
+
+    loss: float
+    norm: float
+    outputs: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def alone(name: str, num_replicas: int) -> list[Seen]:
+    """The training as one process without any of this makes it."""
+    module = graph.to_module(MODELS[name][0]())
+    weights = dict(graph.weights(module).items())
+    trained = {name: tensor for name, tensor in weights.items() if isinstance(tensor, nn.Parameter)}
+    statistics = list(graph.running_statistics(module).values())
+    optimizer = torch.optim.AdamW(trained.values(), lr=LEARNING_RATE, eps=EPSILON)
+    seen = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        before, after, loss = [s.clone() for s in statistics], [], 0.0
+        for replica in range(num_replicas):
+            for statistic, value in zip(statistics, before, strict=True):
+                statistic.copy_(value)
+            loss += accumulate(module, batches := micro_batches(name, step, replica), len(batches))
+            after.append([s.clone() for s in statistics])
+        for place, statistic in enumerate(statistics):
+            statistic.copy_(torch.stack([values[place] for values in after]).mean(0))
+        gradients = {name: tensor.grad.clone() for name, tensor in trained.items() if tensor.grad is not None}
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients.values()])).item()
+        optimizer.step()
+        own = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        seen.append(Seen(loss, norm, evaluated(module, name), gradients, own))
+    return seen
+
+
+class Training:
+    """One rank's part of a training: `step()` is one weight update."""
+
+    def __init__(self, mpi: MPIContext, name: str, config: ParallelConfig) -> None:
+        dims = ParallelDims.of(config)
+        self.mesh = make_mesh(mpi, dims, timeout_s=30)
+        stage, weights = stage_of(MODELS[name][0](), MODELS[name][2])
+        self.name, self.replica, self.chain = name, dims.coordinate(mpi.rank).data, stage.chain
+        self.engine = Sharded([stage], weights, config=config, mesh=self.mesh, shared={}, timeout_s=30)
+        self.trained = [weight for weight in self.engine.weights if weight.trained]
+        tensors = [weight.tensor for weight in self.trained]
+        self.optimizer = torch.optim.AdamW(tensors, lr=LEARNING_RATE, eps=EPSILON)
+        self.places = [tensor.data_ptr() for tensor in tensors]
+        self.steps = 0
+
+    def step(self) -> Seen:
+        self.engine.begin(3)
+        loss = accumulate(self.chain, micro_batches(self.name, self.steps, self.replica), 3)
+        norm = float(self.engine.reduce())
+        (total,) = self.engine.sum(loss)
+        gradients = self.whole({w.name: (w.tensor.grad, w.placement) for w in self.trained})
+        self.optimizer.step()
+        self.steps += 1
+        outputs = evaluated(self.chain, self.name)
+        own = self.whole({weight.name: (weight.tensor, weight.placement) for weight in self.engine.weights})
+        return Seen(total, norm, outputs, gradients, own)
+
+    def whole(self, parts: dict[str, tuple[Any, Placement]]) -> dict[str, Tensor]:
+        """Put together what the replicas have. Where several have the same, they must agree."""
+        found = {}
+        for name, (tensor, placement) in parts.items():
+            sums, counts = torch.zeros(2, *placement.shape)
+            for local, place in placement.boxes():
+                sums[slices(place)] = tensor.detach()[slices(local)]
+                counts[slices(place)] = 1
+            low, high = sums.masked_fill(counts == 0, math.inf), sums.masked_fill(counts == 0, -math.inf)
+            dist.all_reduce(low, dist.ReduceOp.MIN)
+            dist.all_reduce(high, dist.ReduceOp.MAX)
+            assert torch.equal(low, high), f"{name}: ranks that hold the same part differ, or there is a gap"
+            found[name] = low
+        return found
+
+
+def distance(found: Seen, wanted: Seen) -> float:
+    """The largest difference, relative to the largest value of each tensor."""
+    pairs = [
+        (torch.tensor(found.loss), torch.tensor(wanted.loss)),
+        (torch.tensor(found.norm), torch.tensor(wanted.norm)),
+    ]
+    pairs.append((found.outputs, wanted.outputs))
+    for mine, theirs in ((found.gradients, wanted.gradients), (found.weights, wanted.weights)):
+        assert mine.keys() == theirs.keys()
+        pairs += [(mine[name], theirs[name]) for name in mine]
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs)
+
+
+def distances(mpi: MPIContext, cases: list[tuple[str, dict[str, int]]]) -> list[float]:
+    """Of each training, from the same one in one process: over all its steps."""
+    found = []
+    for name, sizes in cases:
+        wanted = alone(name, sizes["data"])
+        training = Training(mpi, name, ParallelConfig(**sizes))
+        found.append(max(distance(training.step(), step) for step in wanted))
+        assert training.places == [weight.tensor.data_ptr() for weight in training.trained], "other memory"
+    return found
+
+
+@pytest.mark.mpi
+def test_trainings_with_zero_equal_one_process() -> None:
+    cases = [(name, {"data": 2, "zero": zero}) for name in MODELS for zero in (1, 2, 3)]
+    for rank in run_ranks(2, "tests.trainer.test_zero:distances", cases):
+        for case, found in zip(cases, rank, strict=True):
+            assert found < 1e-5, case

@@ -1,0 +1,250 @@
+"""ZeRO: replicas divide among them optimizer state (1), gradients too (2), weights too (3). Over torch's FSDP2.
+
+Each rank keeps a shard of every weight and updates that. The weights of a unit are gathered before it computes:
+
+    zero   a unit's weights are whole                      its gradients are summed and divided up
+    1      from its first forward pass to its last         once, while the last backward pass runs
+           backward pass of the step
+    2      the same                                        after each backward pass
+    3      in one forward or backward pass at a time       after each backward pass
+
+(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid: Zhao et al. 2023, https://arxiv.org/abs/2304.11277.)
+While a unit computes, the weights of the next one travel, and the gradients of the one before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from trainer.config import ParallelConfig
+from trainer.cut import Chain, Stage
+from trainer.reduce import Reducer, TiedGradients, global_norm, gradient, sum_over_world
+from trainer.weights import Weight
+
+# graphs have no operators in place, of which it warns; and a unit may well end with a Reshape
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+
+
+class Sharded:
+    """Divides the weights of one rank's stages among its replicas and makes the gradients of all ranks one (ZeRO 1-3).
+
+    weights: all that this rank stores, in graph order, their tensors those of the stages' modules; the same on the
+    replicas of its stages, and possibly none. The modules hold shards from here on: whoever keeps the tensors keeps
+    the memory. shared: name -> pipeline coordinates that hold it, for every weight of the model that several stages
+    hold; each stage has a copy of its own.
+    `weights` may be changed in place, by an optimizer or a checkpoint, whenever no step is under way: after `reduce`
+    and before the forward passes that follow, or before `begin`.
+    Collective: every rank of the world makes one.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        weights: Sequence[Weight],
+        *,
+        config: ParallelConfig,
+        mesh: DeviceMesh,
+        shared: Mapping[str, Sequence[int]],
+        timeout_s: float,
+    ) -> None:
+        self._zero = config.zero
+        self._replicate = mesh["replicate"]
+        shard = mesh["shard"]
+        grid = mesh["replicate", "shard"] if self._replicate.size() > 1 else shard
+        divided = [weight for weight in weights if _divides(weight, zero=config.zero)]
+        homes = _homes(stages)
+        for stage in stages:
+            _shard(stage.chain, {id(weight.tensor) for weight in divided}, grid, regather=config.zero == 3)
+        held = [getattr(*homes[id(weight.tensor)]) for weight in divided]  # what FSDP has put there, and leaves there
+        parts = [_part(weight, parameter, shard) for weight, parameter in zip(divided, held, strict=True)]
+        part_of = {id(weight): part for weight, part in zip(divided, parts, strict=True)}
+        self.weights = [part_of.get(id(weight), weight) for weight in weights]
+        """What this rank holds: of divided weights its part, of the others the tensors that came."""
+        self._trained = [(parameter, part) for parameter, part in zip(held, parts, strict=True) if part.trained]
+        for weight in divided:
+            weight.tensor.data = weight.tensor.data.new_empty(0)  # frees it, whoever still has the parameter
+
+        whole = [weight for weight in weights if id(weight) not in part_of]
+        trained = [part for _, part in self._trained]
+        self._whole = Reducer(whole, mesh=mesh, shared=shared, timeout_s=timeout_s)
+        self._tied = TiedGradients(trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
+        self._device = torch.device(mesh.device_type)
+        self._passes = [_Passes(stage.chain, zero=config.zero) for stage in stages]
+
+    def begin(self, num_backwards: int) -> None:
+        """A step begins: no gradients; running statistics are remembered.
+
+        Each stage of this rank will see `num_backwards` backward passes; what the last of them completes is sent at
+        once, what they leave out in `reduce`.
+        """
+        self._whole.begin(num_backwards)
+        for _, weight in self._trained:
+            weight.tensor.grad = None
+        for passes in self._passes:
+            passes.begin(num_backwards)
+
+    def reduce(self) -> Tensor:
+        """Complete the gradients of all ranks: stages that share a weight, weights that are not divided. Average the
+        running statistics over the replicas.
+
+        Returns the global L2 norm (see `global_norm`). Collective: every rank of the world.
+        """
+        for parameter, weight in self._trained:
+            found, parameter.grad = parameter.grad, None
+            weight.tensor.grad = torch.zeros_like(weight.tensor) if found is None else _local(found)
+        self._tied.sum()
+        # groups of shards hold the same gradients: each measures its share of them
+        share = [weight for _, weight in self._trained][self._replicate.get_local_rank() :: self._replicate.size()]
+        return torch.hypot(global_norm(share, self._device), self._whole.reduce())
+
+    def undo(self) -> None:
+        """Put the running statistics back to what they were at `begin`: a skipped update changes nothing."""
+        self._whole.undo()
+
+    def multiply(self, factor: float) -> None:
+        """Scale every gradient in place: un-scaling and clipping are one multiplication."""
+        self._whole.multiply(factor)
+        if factor != 1.0:
+            for _, weight in self._trained:
+                gradient(weight).mul_(factor)
+
+    def sum(self, *numbers: float | Tensor) -> list[float]:
+        """Sum a few numbers over all ranks. Collective: every rank of the world."""
+        return sum_over_world(numbers, self._device)
+
+
+class _Passes:
+    """Counts the backward passes of one chain, and says to FSDP what each of them is to do.
+
+    Whoever runs the chain need not know that it is divided: torch's PipelineStage drives FSDP otherwise, and counts
+    otherwise.
+    """
+
+    def __init__(self, chain: Chain, *, zero: int) -> None:
+        self._modules = [module for module in (*chain.units, chain) if isinstance(module, FSDPModule)]
+        self._root = chain
+        self._zero = zero
+        self._left = 0
+        chain.register_forward_hook(self._called)
+
+    def begin(self, num_backwards: int) -> None:
+        self._left = num_backwards
+        self._say(last=False)
+        for module in self._modules:
+            module.reshard()  # evaluation leaves ZeRO 1 and 2 with whole weights, of which the shards may have changed
+
+    def _called(self, chain: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:
+        """After each forward pass: its backward pass is to be noticed when the first gradient comes in."""
+        if torch.is_grad_enabled() and (tensors := [output for output in outputs if output.requires_grad]):
+            register_multi_grad_hook(tensors, self._backward, mode="any")
+
+    def _backward(self, first: Tensor) -> None:
+        assert self._left > 0, "more backward passes than `begin` was told"
+        self._left -= 1
+        if self._left == 0:
+            self._say(last=True)
+
+    def _say(self, *, last: bool) -> None:
+        assert isinstance(self._root, FSDPModule)
+        self._root.set_is_last_backward(last)
+        for module in self._modules:
+            module.set_requires_gradient_sync(last or self._zero >= 2, recurse=False)
+            module.set_requires_all_reduce(last, recurse=False)  # hybrid: between groups of shards once in a step
+            module.set_reshard_after_backward(last or self._zero == 3, recurse=False)
+
+
+# -- dividing
+
+
+def _divides(weight: Weight, *, zero: int) -> bool:
+    """Whether the replicas divide a weight. FSDP cannot divide scalars, and sums gradients of one type together;
+    before ZeRO 3 there is no use in gathering frozen weights again and again."""
+    tensor = weight.tensor
+    if not isinstance(tensor, nn.Parameter) or tensor.ndim == 0 or tensor.numel() == 0:
+        return False
+    return tensor.dtype == torch.float32 if weight.trained else zero == 3
+
+
+def _homes(stages: Iterable[Stage]) -> dict[int, tuple[nn.Module, str]]:
+    """Parameter (by id) -> a module that has it, and its name there."""
+    modules = [module for stage in stages for module in stage.chain.modules()]
+    return {
+        id(parameter): (module, name)
+        for module in modules
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def _shard(chain: Chain, divided: Set[int], mesh: DeviceMesh, *, regather: bool) -> None:
+    """Divide the parameters of one chain: those of a unit travel together; those of several units belong to none."""
+    own = [[parameter for parameter in unit.parameters() if id(parameter) in divided] for unit in chain.units]
+    uses = Counter(parameter for parameters in own for parameter in parameters)
+    common = {parameter for parameter, times in uses.items() if times > 1}
+    others = {parameter for parameter in chain.parameters() if id(parameter) not in divided}
+    for parameter in uses:
+        parameter.data = parameter.data.contiguous()  # a horizontal part may be a view of columns
+    for place, parameter in enumerate(parameter for parameter in uses if parameter in common):
+        chain.register_parameter(f"common_{place}", parameter)  # FSDP finds the units' uses of it by itself
+
+    for unit, parameters in zip(chain.units, own, strict=True):
+        if not common.issuperset(parameters):
+            _fully_shard(unit, mesh, regather=regather, ignored=others | common)
+    _fully_shard(chain, mesh, regather=regather, ignored=others)
+    units = [unit for unit in chain.units if isinstance(unit, FSDPModule)]
+    # named here: with several micro-batches on their way FSDP would guess wrongly what comes next
+    for this, following in itertools.pairwise(units):
+        this.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([this])
+
+
+def _fully_shard(module: nn.Module, mesh: DeviceMesh, *, regather: bool, ignored: set[nn.Parameter]) -> None:
+    size = mesh.size(mesh.ndim - 1)
+    divided = fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=regather,
+        shard_placement_fn=lambda parameter: Shard(_dim(parameter.shape, size)),
+        ignored_params=ignored,
+    )
+    # a gradient is a sum over targets: replicas add up, and gloo knows no other reduction
+    divided.set_gradient_divide_factor(1.0)
+    divided.set_force_sum_reduction_for_comms(True)
+    divided.set_reduce_scatter_unused_params(True)
+
+
+def _dim(shape: Sequence[int], size: int) -> int:
+    """Along which dimension a tensor is divided: the first if that comes out even, for its parts lie in one piece;
+    else the longest that does; else the first, whose last parts are then shorter or empty."""
+    even = [dim for dim, length in enumerate(shape) if length % size == 0]
+    if 0 in even or not even:
+        return 0
+    return max(even, key=lambda dim: shape[dim])
+
+
+def _part(weight: Weight, held: Tensor, shard: DeviceMesh) -> Weight:
+    """The part of a weight that this rank keeps: the very memory that FSDP gathers from."""
+    shape, size = weight.placement.local_shape, shard.size()
+    dim = _dim(shape, size)
+    length = math.ceil(shape[dim] / size)
+    start, stop = (min(length * place, shape[dim]) for place in (shard.get_local_rank(), shard.get_local_rank() + 1))
+    part = replace(weight, tensor=_local(held), placement=weight.placement.narrow(dim, start, stop))
+    assert part.placement.local_shape == part.tensor.shape, (weight.name, part.placement, part.tensor.shape)
+    return part
+
+
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()

@@ -111,6 +111,19 @@ def config(config: ConfigFile, overrides: Overrides = None, as_json: Json = Fals
         print("\n".join(config_lines(resolved)))
 
 
+@app.command()
+def plan(config: ConfigFile, overrides: Overrides = None, everything: All = False, as_json: Json = False) -> None:
+    """Say how a run would be divided over its ranks, what each would hold and send; choose sizes if `auto`."""
+    from flows.findings import show_plan
+    from tasks.configure import plan as make_plan
+
+    found = make_plan(_load(config, overrides))
+    if as_json:
+        _print_json(found.model_dump(mode="json") | {"num_ranks": found.num_ranks})
+    else:
+        show_plan(found, everything=everything)
+
+
 VariantKind = StrEnum("VariantKind", ["optimized", "fp16", "bf16", "int8_dynamic", "int8_static"])  # export.variants
 
 

@@ -1,4 +1,4 @@
-"""What `onward doctor` and `onward diff` print for people."""
+"""What `onward doctor`, `onward diff` and `onward plan` print for people."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flows.report import table
 if TYPE_CHECKING:
     from trainer.diff import Difference, TensorChange
     from trainer.doctor import Diagnosis, Operator, Unsupported, Weight
+    from trainer.planned import Plan
 
 FEW = 12
 """Rows of one kind that are shown unless all are asked for."""
@@ -120,3 +121,70 @@ def _some(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...], *, everything
 
 def _title(text: str) -> None:
     print(f"\n{text}")
+
+
+# -- plans
+
+
+def show_plan(found: Plan, *, everything: bool) -> None:
+    """The division, its stages and their memory, what the horizontal axis divides and what not, what is sent."""
+    table(list(_division(found)))
+    _title("stages")
+    flops = sum(stage.flops for stage in found.stages) or 1
+    stages = [
+        (
+            f"{stage.stage} on {stage.rank}",
+            f"{stage.flops / 1e9:.3g}",
+            f"{stage.flops / flops:.0%}",
+            f"{stage.parameters:,}",
+            _mib(stage.sends),
+            f"{stage.recomputed} of {stage.units}",
+            f"{stage.begins} ... {stage.ends}",
+        )
+        for stage in found.stages
+    ]
+    table(stages, heads=("stage", "GFLOPs", "share", "numbers", "sends", "recomputed units", "from ... to"))
+    _title("memory of one rank at its peak, MiB")
+    kinds = ("weights", "gradients", "optimizer", "activations", "transient", "peak")
+    rows = [(str(rank), *(_mib(getattr(memory, kind)) for kind in kinds)) for rank, memory in enumerate(found.memory)]
+    table(rows, heads=("pipeline rank", *kinds))
+    if found.traffic:
+        _title("sent and received by one rank in one step")
+        sent = [(each.axis, each.what, str(each.count), _mib(each.bytes)) for each in found.traffic]
+        table(sent, heads=("axis", "what", "times", "MiB"))
+    if found.regions:
+        _title("divided horizontally")
+        table(_some([(region.kind, ", ".join(region.weights)) for region in found.regions], everything=everything))
+    if found.parallel.horizontal > 1 and found.whole:
+        _title("left whole")
+        table(_some(list(found.whole), everything=everything))
+    if found.considered:
+        _title("considered")
+        for line in _some([(line,) for line in found.considered], everything=everything):
+            print(_wrapped(line[0], "  - "))
+
+
+def _division(found: Plan) -> Iterator[tuple[str, str]]:
+    parallel = found.parallel
+    sizes = f"data {parallel.data} x horizontal {parallel.horizontal} x pipeline {parallel.pipeline}"
+    yield "ranks", f"{sizes} = {found.num_ranks}"
+    zero = f"ZeRO {parallel.zero}" + (f" within groups of {parallel.shard}" if parallel.shard else "")
+    yield "replicas", zero if parallel.zero else f"{parallel.reduction} by {parallel.transport}"
+    yield "micro-batches", f"{found.gradient_accumulation_steps} of {found.micro_batch_size} samples in each replica"
+    if parallel.pipeline > 1:
+        yield "schedule", f"{parallel.schedule}, bubble {found.bubble:.1%}"
+    yield "recomputation", found.recompute.mode
+    limit = f" of {found.memory_bytes / 2**30:.3g} GiB" if found.memory_bytes else ""
+    yield "predicted peak", f"{max(memory.peak for memory in found.memory) / 2**30:.3g} GiB{limit}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f}"
+
+
+def _some(rows: Sequence[tuple[str, ...]], *, everything: bool) -> list[tuple[str, ...]]:
+    """All rows, or the first few and how many more there are."""
+    if everything or len(rows) <= FEW:
+        return list(rows)
+    more = (f"... {len(rows) - FEW} more: --all", *("" for _ in rows[0][1:]))
+    return [*rows[:FEW], more]

@@ -11,6 +11,9 @@ import contextlib
 import datetime
 import logging
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,14 +23,33 @@ from prefect.artifacts import create_link_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import get_current_settings
 
+import trainer
 from infra import tracking
 from trainer.check import check_sections
-from trainer.config import RunConfig, Section, build_config
+from trainer.config import ParallelConfig, RecomputeConfig, RunConfig, Section, build_config
 from trainer.errors import ConfigError, RuntimeUnavailable
-from trainer.run import RunDir, RunIdentity, onward_home, read_config, read_record, write_record
+from trainer.planned import Plan
+from trainer.run import (
+    Refusal,
+    RunDir,
+    RunIdentity,
+    onward_home,
+    own_error,
+    read_config,
+    read_record,
+    refusal_in,
+    write_record,
+)
 from trainer.signature import model_digest
 
 log = logging.getLogger(__name__)
+
+CHOSEN = {
+    "train.gradient_accumulation_steps",
+    *(f"parallel.{name}" for name in ParallelConfig.model_fields),
+    *(f"recompute.{name}" for name in RecomputeConfig.model_fields),
+}
+"""What `parallel = "auto"` chooses: of a run that began with it, the saved configuration holds what was chosen."""
 
 
 @task(name="configure", task_run_name="configure", cache_policy=NO_CACHE)
@@ -39,8 +61,11 @@ def configure(run: RunDir, name: str, sections: Mapping[str, Section]) -> RunIde
     """
     config = build_config({"name": name, **sections}, check=check_sections)
     if run.config.exists():
-        refuse_changes(read_config(run), config)
+        saved = read_config(run)
+        refuse_changes(saved, config)
+        config = saved
     else:
+        config = divided(config)
         write_record(run.config, config)
     identity = identify(run, config)
     write_record(run.identity, identity)
@@ -52,11 +77,48 @@ def configure(run: RunDir, name: str, sections: Mapping[str, Section]) -> RunIde
 def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
     """Raises ConfigError, naming every setting that differs: a run keeps the configuration it began with."""
     before, now = _settings(saved), _settings(given)
+    if given.parallel.sizes == saved.parallel.sizes == "auto":
+        before, now = ({key: value for key, value in each.items() if key not in CHOSEN} for each in (before, now))
     if changed := [key for key in before if before[key] != now[key]]:
         raise ConfigError(
             [f"{key} was {before[key]!r} when the run began, now {now[key]!r}" for key in changed]
             + ["a run keeps the configuration it began with; start a new run, or resume without changes"]
         )
+
+
+def divided(config: RunConfig) -> RunConfig:
+    """The configuration, its sizes chosen if `parallel = "auto"`. Raises what `plan` raises."""
+    if config.parallel.sizes == "given":
+        return config
+    found = plan(config)
+    train = config.train.model_copy(update={"gradient_accumulation_steps": found.gradient_accumulation_steps})
+    chosen = {"parallel": found.parallel, "recompute": found.recompute, "train": train}
+    return build_config({**dict(config), **chosen})
+
+
+def plan(config: RunConfig) -> Plan:
+    """How a run would be divided, found by the trainer in a process of its own: it imports the model, and torch.
+
+    Raises the process's own error (ConfigError, UnsupportedModel: the graph cannot be divided like that),
+    RuntimeUnavailable when it dies.
+    """
+    with tempfile.TemporaryDirectory(prefix="onward-plan-") as name:
+        folder = Path(name)
+        write_record(folder / "config.json", config)
+        ended = subprocess.run(
+            [sys.executable, "-m", "trainer", "plan", str(folder)],
+            cwd=Path(trainer.__file__).parents[1],  # where `-m` finds this very trainer
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if refusal_in(folder).exists():
+            raise own_error(read_record(refusal_in(folder), Refusal))
+        if ended.returncode or not (folder / "plan.json").exists():
+            lines = "\n  | ".join((ended.stdout + ended.stderr).splitlines()[-20:])
+            raise RuntimeUnavailable(f"the planning process ended with status {ended.returncode}\n  | {lines}")
+        return read_record(folder / "plan.json", Plan)
 
 
 def identify(run: RunDir, config: RunConfig) -> RunIdentity:

@@ -22,10 +22,9 @@ from prefect.cache_policies import NO_CACHE
 
 import trainer
 from infra.tracking import ModelFile, Port, Tracker, TrackingError, TrackingUnavailable
-from trainer import errors
 from trainer.check import in_the_way
 from trainer.config import ExportConfig, RunConfig
-from trainer.errors import CheckpointError, ConfigError, ExportRefused, OnwardError, RuntimeUnavailable
+from trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
 from trainer.run import (
     CheckpointInfo,
     ExportedModel,
@@ -36,6 +35,7 @@ from trainer.run import (
     Variant,
     durable_file,
     example_in,
+    own_error,
     read_config,
     read_record,
     refusal_in,
@@ -209,7 +209,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
         former.unlink(missing_ok=True)
     ending = _in_process("export", run, str(checkpoint.absolute()), folder)
     if refusal.exists():
-        raise _own_error(read_record(refusal, Refusal))
+        raise own_error(read_record(refusal, Refusal))
     if ending or not record.exists():
         raise ExportRefused(f"the exporting process {ending or 'left no record'}")
     exported = read_record(record, ExportedModel)
@@ -268,9 +268,3 @@ def _in_process(command: str, run: RunDir, what: str, folder: Path) -> str:
     lines = output.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"status {ended.returncode}"
     return "\n  | ".join([f"ended with {how}, without a result. Its last lines:", *lines])
-
-
-def _own_error(refusal: Refusal) -> OnwardError:
-    """The error of the exporting process, raised again here."""
-    kind: type[OnwardError] = getattr(errors, refusal.kind)
-    return kind(refusal.problems) if issubclass(kind, errors.Refused) else kind("\n".join(refusal.problems))

@@ -41,6 +41,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from trainer import errors
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, Fenced, OnwardError
 
@@ -369,6 +370,12 @@ def example_in(export: Path) -> Path:
 def variant_in(folder: Path, kind: str) -> Path:
     """Where the record of a variant goes, beside the exported file."""
     return folder / f"variant-{kind}.json"
+
+
+def own_error(refusal: Refusal) -> OnwardError:
+    """The error of another process, to be raised again here."""
+    kind: type[OnwardError] = getattr(errors, refusal.kind)
+    return kind(refusal.problems) if issubclass(kind, errors.Refused) else kind("\n".join(refusal.problems))
 
 
 def refusal_in(export: Path) -> Path:

@@ -1,0 +1,183 @@
+"""The parity matrix: the same training in every layout, on real ranks, by the loop itself.
+
+Each case is a run directory. `trained(cases)` starts one mpirun for each world size and lets its ranks train one run
+after the other; what is compared lies on the disk afterwards: the event log and the checkpoints. Adam's first moment
+after the first step is the gradient, but for a factor; so a checkpoint of that step says every gradient.
+
+    python -m tests.equivalence.layouts      makes the whole matrix and writes its table into the README
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+
+from tests import graphs
+from tests.ranks import run_ranks
+from tests.runs import Array, losses, make_run, tiny_images, tiny_text
+from trainer import checkpoint
+from trainer.distributed import MPIContext
+from trainer.run import RunDir, read_config
+
+NUM_STEPS = 3
+TOLERANCE = 2e-5
+"""Of losses, and of gradients and parameters relative to the largest value of their tensor."""
+
+
+def _masked_text(rows: int) -> dict[str, Array]:
+    text = tiny_text(rows)["input_ids"]
+    return {"input_ids": text, "attention_mask": np.ones_like(text), "label": text[:, 0] % 3}
+
+
+MODELS: dict[str, tuple[Callable[[], onnx.ModelProto], Callable[[int], dict[str, Array]]]] = {
+    "GPT-2: fused QKV, tied": (graphs.tiny_transformer, tiny_text),
+    "BERT: separate QKV": (graphs.tiny_bert, _masked_text),
+    "llama: GQA, gated MLP": (graphs.tiny_llama, tiny_text),
+    "conv net: skips, BatchNorm": (graphs.tiny_resnet, tiny_images),
+}
+"""Name -> the graph, and data of so many rows."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1x1x1": {},
+    "dp2": {"data": 2},
+    "dp3": {"data": 3},
+    "hp2": {"horizontal": 2},
+    "hp3": {"horizontal": 3},
+    "pp2": {"pipeline": 2},
+    "pp3": {"pipeline": 3},
+    "pp2 interleaved": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved"},
+    "pp2 gpipe": {"pipeline": 2, "schedule": "gpipe"},
+    "dp2 x hp2": {"data": 2, "horizontal": 2},
+    "dp2 x pp2": {"data": 2, "pipeline": 2},
+    "hp2 x pp2": {"horizontal": 2, "pipeline": 2},
+    "2x2x2": {"data": 2, "horizontal": 2, "pipeline": 2},
+    "dp4 hybrid": {"data": 4, "shard": 2},
+}
+"""Name -> [parallel]. Of three ranks or stages nothing is a multiple: 2 layers, 2 heads, 32 tokens."""
+MICRO_BATCHES = 12
+"""In a step, over all replicas: the same ones in every layout, so that BatchNormalization sees the same samples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    model: str
+    layout: str
+    zero: int = 0
+    sections: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.layout} ZeRO {self.zero}"
+
+    @property
+    def world_size(self) -> int:
+        sizes = LAYOUTS[self.layout]
+        return int(np.prod([sizes.get(axis, 1) for axis in ("data", "horizontal", "pipeline")]))
+
+
+def matrix() -> list[Case]:
+    """Every layout x every ZeRO that has something to divide x every model."""
+    cases = []
+    for model, layout in itertools.product(MODELS, LAYOUTS):
+        replicas = LAYOUTS[layout].get("data", 1)
+        stages = (1, 2, 3) if "shard" in LAYOUTS[layout] else (0, 1, 2, 3) if replicas > 1 else (0,)
+        cases += [Case(model, layout, zero) for zero in stages]
+    return cases
+
+
+def make_case(case: Case, folder: Path) -> RunDir:
+    """Its run directory, ready to train."""
+    build, columns = MODELS[case.model]
+    parallel = {**LAYOUTS[case.layout], "zero": case.zero, "units": 2 if case.zero else 0}
+    sections: dict[str, Any] = {
+        "train": {
+            "global_batch_size": 2 * MICRO_BATCHES,
+            "gradient_accumulation_steps": MICRO_BATCHES // LAYOUTS[case.layout].get("data", 1),
+            "num_steps": NUM_STEPS,
+            "seed": 3,
+            "clip_norm": 0.5,
+        },
+        "optimizer": {"name": "adamw", "learning_rate": 1e-3, "epsilon": 1e-3, "weight_decay": 0.01},
+        "parallel": parallel,
+        "checkpoint": {"period": 1, "keep_newest": 9},
+    }
+    for name, values in case.sections.items():
+        sections[name] = {**sections.get(name, {}), **values}
+    return make_run(folder, build(), columns(60), **sections)
+
+
+def trained(cases: Iterable[Case], folder: Path, *, timeout_s: float = 900) -> dict[Case, RunDir]:
+    """Train them all; raises AssertionError with the traceback of the rank that failed first."""
+    runs = {case: make_case(case, folder / str(number)) for number, case in enumerate(cases)}
+    for size in sorted({case.world_size for case in runs}):
+        roots = [str(run.root) for case, run in runs.items() if case.world_size == size]
+        run_ranks(size, "tests.equivalence.layouts:train_all", roots, timeout_s=timeout_s)
+    return runs
+
+
+def train_all(mpi: MPIContext, roots: list[str]) -> None:
+    """On a rank: one training after the other."""
+    from trainer.events import Heartbeat
+    from trainer.loop import train
+
+    for root in roots:
+        run = RunDir(Path(root))
+        if mpi.rank == 0:
+            run.begin_attempt()
+        torch.distributed.barrier()
+        heartbeat = Heartbeat(run.heartbeat)
+        train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
+
+
+def tensors(run: RunDir, step: int, prefix: str) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds under a prefix, whole."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in checkpoint.load(run.checkpoint(step))[1].items()
+        if name.startswith(prefix)
+    }
+
+
+def gradients(run: RunDir) -> dict[str, torch.Tensor]:
+    """Every gradient of the first step, clipped: 10 times Adam's first moment after it."""
+    moments = tensors(run, 1, "optimizer/")
+    return {name: 10 * tensor for name, tensor in moments.items() if name.endswith("/moment_1")}
+
+
+def differences(found: RunDir, wanted: RunDir) -> dict[str, float]:
+    """`loss`, `gradients` and `parameters`: the greatest difference, relative as TOLERANCE says.
+
+    Running statistics are compared where both have one replica: several average theirs, which is not the same as to
+    see all the micro-batches one after the other.
+    """
+    a, b = losses(found), losses(wanted)
+    assert a.keys() == b.keys() == set(range(1, NUM_STEPS + 1))
+    replicas = {read_config(run).parallel.data for run in (found, wanted)}
+    skipped = ("running_mean", "running_var") if replicas != {1} else ()
+    pairs = {
+        "gradients": (gradients(found), gradients(wanted)),
+        "parameters": (tensors(found, NUM_STEPS, "model/"), tensors(wanted, NUM_STEPS, "model/")),
+    }
+    worst = {"loss": max(abs(a[step] / b[step] - 1) for step in a)}
+    for kind, (mine, theirs) in pairs.items():
+        assert mine.keys() == theirs.keys()
+        worst[kind] = max(_difference(mine[name], theirs[name]) for name in theirs if not name.endswith(skipped or ("\0",)))
+    return worst
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))

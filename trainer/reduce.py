@@ -10,12 +10,14 @@ buckets after the first iteration and does not).
     reduce()                                     waits for what is left
 
 A weight that several stages hold is in a bucket of the first of them alone: the others send theirs there when the
-backward pass is over, and get the result back.
+backward pass is over, and get the result back. What several ranks hold has the same bits on all of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -23,7 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.distributed import new_group
+from trainer.adasum import Adasum
+from trainer.config import ParallelConfig
+from trainer.distributed import MPIContext, new_group
+from trainer.transport import Carrier, Direct, Job, Summed, check_device, open_channel
 from trainer.weights import Weight
 
 BUCKET_BYTES = 4 << 20
@@ -35,29 +40,43 @@ STRETCH = 4096
 class Reducer:
     """Owns the gradients of one rank's stages and makes those of all ranks one (ZeRO 0).
 
-    weights: all that this rank stores, in graph order; the same on the replicas of its stages, and possibly none.
-    shared: name -> pipeline coordinates that hold it, for every weight of the model that several stages hold.
+    weights: all that this rank stores, in graph order; the same names on the replicas of its stages and on the ranks
+    that divide them, and possibly none. shared: name -> pipeline coordinates that hold it, for every weight of the
+    model that several stages hold. timeout_s: longest wait for other ranks. ranks_per_host: see Adasum.
     Collective: every rank of the world makes one.
     """
 
     def __init__(
-        self, weights: Sequence[Weight], *, mesh: DeviceMesh, shared: Mapping[str, Sequence[int]], timeout_s: float
+        self,
+        weights: Sequence[Weight],
+        *,
+        mesh: DeviceMesh,
+        mpi: MPIContext,
+        config: ParallelConfig,
+        shared: Mapping[str, Sequence[int]],
+        timeout_s: float,
+        ranks_per_host: int = 0,
     ) -> None:
         self.weights = list(weights)
         self._group = mesh.get_group("data")
-        self._device = _device(mesh)
+        self._device = mpi.device
         self._trained = [weight for weight in self.weights if weight.trained]
-        self._statistics = [weight.tensor for weight in self.weights if _is_statistic(weight)]
+        self._statistics = [weight for weight in self.weights if _is_statistic(weight)]
         self._before: list[Tensor] = []
+        self._common = CommonTensors(self.weights, mesh)
         self._tied = TiedGradients(self._trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
+        self._carrier = _carrier(config, mesh, mpi, timeout_s=timeout_s, ranks_per_host=ranks_per_host)
 
+        # ranks that divide weights pack them alike, so it is the size of the whole that counts
+        most = BUCKET_BYTES * mesh.get_group("horizontal").size()
         own = [weight for weight in self._trained if weight.name not in shared]
-        led = [weight for weight in self._trained if weight.name in shared and self._tied.leads(weight)]
-        early, late = ([_Bucket(members) for members in _pack(group[::-1])] for group in (own, led))
+        led = [weight for weight in self._trained if self._tied.leads(weight)]
+        early, late = ([_Bucket(members) for members in _pack(group[::-1], most)] for group in (own, led))
         self._buckets = early + late
         self._num_early = len(early)
+        self._led = {id(weight) for weight in (*own, *led)}
         for weight in self._trained:
-            if weight.name in shared and not self._tied.leads(weight):
+            if id(weight) not in self._led:
                 weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
         self.num_sent = 0
         """Buckets on their way, or there, in this step."""
@@ -66,14 +85,15 @@ class Reducer:
             for place, weight in enumerate(bucket.weights):
                 weight.tensor.register_post_accumulate_grad_hook(self._arrived(bucket, place))  # type: ignore[no-untyped-call]
 
-    def begin(self, num_backwards: int) -> None:
+    def begin(self, num_backwards: int, num_targets: float = 1.0) -> None:
         """A step begins: gradients to zero, in place; running statistics are remembered.
 
         Each stage of this rank will see `num_backwards` backward passes; what the last of them completes is sent at
-        once, what they leave out in `reduce`.
+        once, what they leave out in `reduce`. num_targets: of this replica; Adasum weighs hosts by it.
         """
-        self._before = [statistic.clone() for statistic in self._statistics]
+        self._before = [weight.tensor.clone() for weight in self._statistics]
         self._num_backwards, self.num_sent = num_backwards, 0
+        self._carrier.begin(num_targets)
         for weight in self._trained:
             gradient(weight).zero_()
         for bucket in self._buckets:
@@ -91,14 +111,19 @@ class Reducer:
         self._average_statistics()
         for bucket in self._buckets:
             bucket.wait()
+        self._common.spread(gradient(weight) for weight in self._common.weights if id(weight) in self._led)
         self._tied.spread()
         # replicas hold the same gradients by now: each measures its share of them
         return global_norm(self._trained[self._group.rank() :: self._group.size()], self._device)
 
     def undo(self) -> None:
         """Put the running statistics back to what they were at `begin`: a skipped update changes nothing."""
-        for statistic, before in zip(self._statistics, self._before, strict=True):
-            statistic.copy_(before)
+        for weight, before in zip(self._statistics, self._before, strict=True):
+            weight.tensor.copy_(before)
+
+    def close(self) -> None:
+        """No gradient will be sent any more. Collective: every rank of the world."""
+        self._carrier.close()
 
     def multiply(self, factor: float) -> None:
         """Scale every gradient in place: un-scaling and clipping are one multiplication."""
@@ -132,18 +157,17 @@ class Reducer:
 
     def _send(self, until: int) -> None:
         for bucket in self._buckets[self.num_sent : until]:
-            bucket.send(self._group)
+            bucket.send(self._carrier)
         self.num_sent = max(self.num_sent, until)
 
     def _average_statistics(self) -> None:
-        if self._group.size() == 1 or not self._statistics:
-            return
-        flat = torch.cat([statistic.flatten() for statistic in self._statistics])
-        dist.all_reduce(flat, group=self._group)
-        for statistic, part in zip(
-            self._statistics, _parts(flat.div_(self._group.size()), self._statistics), strict=True
-        ):
-            statistic.copy_(part)
+        tensors = [weight.tensor for weight in self._statistics]
+        if self._group.size() > 1 and tensors:
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(flat, group=self._group)
+            for tensor, part in zip(tensors, _parts(flat.div_(self._group.size()), tensors), strict=True):
+                tensor.copy_(part)
+        self._common.spread(weight.tensor for weight in self._common.weights if _is_statistic(weight))
 
 
 class TiedGradients:
@@ -196,6 +220,31 @@ class TiedGradients:
                 gradient(other).copy_(gradient(first))
 
 
+class CommonTensors:
+    """Weights of which the ranks of a horizontal group all hold the same part: these must stay the same, bit by bit.
+
+    Their gradients are equal in exact arithmetic. But a sum over replicas adds in an order that depends on where in
+    a buffer a number lies, and neighbours may differ in that. Collective: the horizontal axis.
+    """
+
+    def __init__(self, weights: Sequence[Weight], mesh: DeviceMesh) -> None:
+        self._group = mesh.get_group("horizontal")
+        self.weights: list[Weight] = []
+        if self._group.size() > 1 and weights:
+            places = [zlib.crc32(repr((weight.name, weight.placement)).encode()) for weight in weights]
+            own = torch.tensor(places, device=weights[0].tensor.device)
+            table = [torch.empty_like(own) for _ in range(self._group.size())]
+            dist.all_gather(table, own, group=self._group)
+            alike = (torch.stack(table) == own).all(0).tolist()
+            self.weights = [weight for weight, same in zip(weights, alike, strict=True) if same]
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors, which belong to `weights`, from the first rank to the others. Collective: as the class."""
+        given = list(tensors)
+        if self._group.size() > 1 and given:
+            dist._broadcast_coalesced(self._group, given, BUCKET_BYTES, 0)  # type: ignore[attr-defined]
+
+
 def global_norm(weights: Iterable[Weight], device: torch.device) -> Tensor:
     """L2 norm of the gradients that count, over all ranks, in fp64: a scalar on `device`, equal on all.
 
@@ -233,24 +282,44 @@ class _Bucket:
         self.missing = 0
         self.arrivals: list[int] = []
         """Of each weight: backward passes that have left their part."""
-        self._work: dist.Work | None = None
+        self._wait: Job | None = None
         tensors = [weight.tensor for weight in weights]
         total = sum(tensor.numel() for tensor in tensors)
         self.gradients = torch.zeros(total, dtype=tensors[0].dtype, device=tensors[0].device)
         for tensor, part in zip(tensors, _parts(self.gradients, tensors), strict=True):
             tensor.grad = part
 
-    def send(self, group: dist.ProcessGroup) -> None:
-        self._work = None if group.size() == 1 else dist.all_reduce(self.gradients, group=group, async_op=True)
+    def send(self, carrier: Carrier) -> None:
+        self._wait = carrier.start(self.gradients, [weight.tensor.numel() for weight in self.weights])
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
 
-def _device(mesh: DeviceMesh) -> torch.device:
-    return torch.device("cpu" if mesh.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
+def _carrier(
+    config: ParallelConfig, mesh: DeviceMesh, mpi: MPIContext, *, timeout_s: float, ranks_per_host: int
+) -> Carrier:
+    """What the configuration asks for. Collective: the world."""
+    transport, compression = config.transport, config.compression
+    check_device(transport, mpi.device)
+    group = mesh.get_group("data")
+    if group.size() == 1 or (config.reduction, transport, compression) == ("sum", "torch", "none"):
+        return Direct(group)
+    if config.reduction == "adasum":
+        return Adasum(
+            mesh=mesh,
+            mpi=mpi,
+            transport=transport,
+            compression=compression,
+            timeout_s=timeout_s,
+            ranks_per_host=ranks_per_host,
+        )
+    columns = mesh.mesh.flatten(1, 2).transpose(1, 2).flatten(0, 1).tolist()  # [pipeline x horizontal, data]
+    channel = open_channel(transport, columns, timeout_s=timeout_s)
+    assert channel is not None
+    return Summed(channel, compression=compression, device=mpi.device, timeout_s=timeout_s)
 
 
 def _is_statistic(weight: Weight) -> bool:
@@ -273,13 +342,13 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [flat[end - tensor.numel() : end].view_as(tensor) for tensor, end in zip(like, ends, strict=True)]
 
 
-def _pack(weights: list[Weight]) -> list[list[Weight]]:
-    """Consecutive weights of one dtype, up to BUCKET_BYTES together (a larger one stands alone)."""
+def _pack(weights: list[Weight], most: int) -> list[list[Weight]]:
+    """Consecutive weights of one dtype, up to `most` bytes of the whole ones together (a larger one stands alone)."""
     packs: list[list[Weight]] = []
     size = 0
     for weight in weights:
-        bytes_ = weight.tensor.numel() * weight.tensor.element_size()
-        if not packs or size + bytes_ > BUCKET_BYTES or packs[-1][0].tensor.dtype != weight.tensor.dtype:
+        bytes_ = math.prod(weight.placement.shape) * weight.tensor.element_size()
+        if not packs or size + bytes_ > most or packs[-1][0].tensor.dtype != weight.tensor.dtype:
             packs.append([])
             size = 0
         packs[-1].append(weight)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ranks import run_ranks
 from trainer import reduce
+from trainer.config import ParallelConfig
 from trainer.distributed import MPIContext, ParallelDims, make_mesh
 from trainer.placement import Placement
 from trainer.reduce import Reducer
@@ -37,8 +38,10 @@ def mesh_of(mpi: MPIContext, **sizes: int) -> DeviceMesh:
     return make_mesh(mpi, ParallelDims(**sizes), timeout_s=30)
 
 
-def reducer_of(mpi: MPIContext, weights: list[Weight], **sizes: int) -> Reducer:
-    return Reducer(weights, mesh=mesh_of(mpi, **(sizes or {"data": mpi.world_size})), shared={}, timeout_s=30)
+def reducer_of(mpi: MPIContext, weights: list[Weight], **others: Any) -> Reducer:
+    """Over replicas alone, unless `others` say otherwise."""
+    settings = {"mesh": mesh_of(mpi, data=mpi.world_size), "shared": {}, "config": ParallelConfig(), "timeout_s": 30}
+    return Reducer(weights, mpi=mpi, **settings | others)
 
 
 # -- replicas
@@ -143,7 +146,7 @@ def stages_that_share(mpi: MPIContext) -> dict[str, Any]:
     head = [weight("head", nn.Parameter(torch.zeros(5)), counted=stage == 0) for _ in range((1, 0, 2)[stage])]
     own = [] if stage == 1 else [weight(f"own{stage}", nn.Parameter(torch.zeros(3)))]
     twin = [weight("twin", nn.Parameter(torch.zeros(2)), counted=copy == 0) for copy in range(2 if stage == 0 else 0)]
-    reducer = Reducer([*own, *head, *twin], mesh=mesh, shared={"head": [0, 2], "twin": [0]}, timeout_s=30)
+    reducer = reducer_of(mpi, [*own, *head, *twin], mesh=mesh, shared={"head": [0, 2], "twin": [0]})
     results: dict[str, Any] = {}
     for poison in (None, "head", "own2", "not counted"):
         reducer.begin(2)
@@ -181,8 +184,9 @@ def divided_weights(mpi: MPIContext) -> float:
     mesh = mesh_of(mpi, data=2, horizontal=2)
     part, whole = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
     horizontal = mpi.rank % 2
-    weights = [weight("part", part), weight("whole", whole, counted=horizontal == 0)]
-    reducer = Reducer(weights, mesh=mesh, shared={}, timeout_s=30)
+    place = Placement.whole([6]).narrow(0, 3 * horizontal, 3 * horizontal + 3)
+    weights = [Weight("part", part, place, True), weight("whole", whole, counted=horizontal == 0)]
+    reducer = reducer_of(mpi, weights, mesh=mesh)
     reducer.begin(1)
     (part.sum() * (1 + horizontal) + whole.sum() * 5).backward()
     return float(reducer.reduce())

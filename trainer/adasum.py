@@ -1,0 +1,210 @@
+"""Adasum: replicas whose gradients agree are averaged, those whose gradients do not disturb each other are added.
+
+For the gradients a and b of one weight on two hosts (Maleki et al., "Scaling Distributed Training with Adaptive
+Summation", MLSys 2021; the predecessor's `AdasumAllReduce`):
+
+    adasum(a, b) = (1 - a·b / 2‖a‖²) a + (1 - a·b / 2‖b‖²) b          each factor 1 where ‖·‖² < √(smallest double)
+
+The mean of a and b where they are equal, their sum where they are orthogonal; for each weight on its own. More than
+two hosts are paired as a tree; those beyond a power of two first join the first ones:
+
+    5 hosts     0 1 2 3 4   ->   04 1 2 3   ->   041 23   ->   all,   and back to 4
+
+What is combined are *mean* gradients, each over the targets of one host; inside a host replicas differ little from
+one large batch, and are simply summed. Gradients come here as gᵣ = (sum over the targets of replica r) / N, N being
+the targets of the step on all replicas, so that their sum is the mean over all. With nᵣ targets on replica r, host H
+brings
+
+    a_H = Σ gᵣ · N / Σ nᵣ     over its replicas r;     0, which changes nothing, if it had no target
+
+So hosts with equal gradients give a_H, as the sum would have; and orthogonal ones Σ a_H. A loss scale passes through.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.distributed import MPIContext
+from trainer.placement import share
+from trainer.transport import COMPRESSED, Channel, Courier, Job, from_halves, open_channel, to_halves
+
+SMALLEST_SQUARE = math.sqrt(sys.float_info.min)
+CHUNK = 1 << 20
+"""Elements turned into doubles at a time."""
+
+
+class Adasum:
+    """Carries buckets as `transport.Carrier` says: summed inside each host, Adasum between hosts.
+
+    The ranks of a host divide the work: its first ones each take a stretch of the bucket between the hosts, as many
+    as the smallest host has replicas. ranks_per_host: taken as that many successive ranks, for tests; 0 = as they
+    are. compression: of what travels between hosts. Collective: every rank of the world makes one.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: DeviceMesh,
+        mpi: MPIContext,
+        transport: str,
+        compression: str,
+        timeout_s: float,
+        ranks_per_host: int = 0,
+    ) -> None:
+        ranks = mesh.mesh.flatten(1, 2).tolist()  # [pipeline][data][horizontal]
+        self._hosts = _replicas_by_host([row[0] for row in ranks[0]], _hosts(mpi, ranks_per_host))
+        self._num_owners = min(len(replicas) for replicas in self._hosts)
+        stages, parts = range(len(ranks)), range(len(ranks[0][0]))
+
+        def channel(replica_groups: Sequence[Sequence[int]]) -> Channel | None:
+            groups = [[ranks[p][d][h] for d in group] for group in replica_groups for p in stages for h in parts]
+            return open_channel(transport, groups, timeout_s=timeout_s)
+
+        owners = [replicas[: self._num_owners] for replicas in self._hosts]
+        self._replicas = channel([[replica for replicas in self._hosts for replica in replicas]])
+        self._host = channel(self._hosts)
+        self._owners = channel(owners)
+        self._across = channel([list(group) for group in zip(*owners, strict=True)])
+        self._parts = open_channel(transport, [row for stage in ranks for row in stage], timeout_s=timeout_s)
+        self._own_host = next(
+            number for number, group in enumerate(self._hosts) if mesh.get_local_rank("data") in group
+        )
+        self._dtype = COMPRESSED.get(compression)
+        self._scale: Tensor = torch.ones((), dtype=torch.float64, device=mpi.device)
+        self._courier = Courier(mpi.device, timeout_s=timeout_s)
+
+    def begin(self, num_targets: float) -> None:
+        """A step begins, in which this replica has so many targets. Collective: the data axis."""
+        self._courier.send(partial(self._weigh, num_targets))
+
+    def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
+        """Send a bucket; see Carrier."""
+        return self._courier.send(partial(self._combine, flat, lengths))
+
+    def close(self) -> None:
+        """End the thread, free the channels. Collective: the world."""
+        self._courier.close()
+        for channel in (self._replicas, self._host, self._owners, self._across, self._parts):
+            if channel is not None:
+                channel.close()
+
+    def _weigh(self, num_targets: float) -> None:
+        """Find this host's N / Σ nᵣ."""
+        assert self._replicas is not None
+        counts = self._replicas.gather(torch.full_like(self._scale, num_targets))  # in the order of the hosts' replicas
+        before = sum(len(replicas) for replicas in self._hosts[: self._own_host])
+        own = counts[before : before + len(self._hosts[self._own_host])].sum()
+        self._scale = torch.where(own > 0, counts.sum() / own, 0.0)
+
+    def _combine(self, flat: Tensor, lengths: Sequence[int]) -> None:
+        assert self._host is not None
+        self._host.sum(flat)
+        if len(self._hosts) == 1:
+            return
+        flat.mul_(self._scale)
+        stretches = [share(flat.numel(), owner, self._num_owners) for owner in range(self._num_owners)]
+        if self._across is not None:
+            start, stop = stretches[self._host.rank]
+            self._tree(self._across, Layout(lengths, start, stop), flat[start:stop])
+        for owner, (start, stop) in enumerate(stretches):
+            self._host.broadcast(flat[start:stop], owner)
+
+    def _tree(self, across: Channel, layout: Layout, vector: Tensor) -> None:
+        """Adasum of all hosts' vectors, in place, with the same bits on each."""
+        power, rank = 1 << (across.size.bit_length() - 1), across.rank
+        late = rank + power if rank < power else rank - power  # who joins whom beyond the power of two
+        if late < across.size:
+            self._pair(across, layout, vector, late)
+        distance = 1
+        while rank < power and distance < power:
+            self._pair(across, layout, vector, rank ^ distance)
+            distance *= 2
+        if late < across.size:
+            result = across.exchange(vector, late)
+            vector.copy_(result if rank >= power else vector)
+
+    def _pair(self, across: Channel, layout: Layout, vector: Tensor, peer: int) -> None:
+        other = self._swap(across, vector, peer)
+        first, second = (vector, other) if across.rank < peer else (other, vector)
+        # each of the two computes one half, and both use both: hosts with other processors round alike
+        middle = vector.numel() // 2
+        mine = layout.products(first, second, *((0, middle) if across.rank < peer else (middle, vector.numel())))
+        products = mine + across.exchange(mine, peer)
+        for channel in (self._owners, self._parts):  # the other stretches, and other ranks' parts of divided weights
+            assert channel is not None
+            products = channel.gather(products).sum(0)
+        layout.add(first, second, factors(products), into=vector)
+
+    def _swap(self, across: Channel, vector: Tensor, peer: int) -> Tensor:
+        """The peer's vector; this one becomes what the peer has got of it."""
+        if self._dtype is None:
+            return across.exchange(vector, peer)
+        sent = to_halves(vector.float(), self._dtype)
+        vector.copy_(from_halves(sent, self._dtype))
+        return from_halves(across.exchange(sent, peer), self._dtype).to(vector.dtype)
+
+
+class Layout:
+    """Where tensors of `lengths`, one after the other, lie in the stretch from `start` to `stop`."""
+
+    def __init__(self, lengths: Sequence[int], start: int, stop: int) -> None:
+        self._places: list[tuple[int, int]] = []
+        offset = -start
+        for length in lengths:
+            self._places.append((max(0, offset), min(stop - start, offset + length)))
+            offset += length
+
+    def products(self, a: Tensor, b: Tensor, start: int, stop: int) -> Tensor:
+        """(a·a, a·b, b·b) of each tensor, [tensors, 3] in fp64, over `start` to `stop` of the stretch."""
+        table = torch.zeros(len(self._places), 3, dtype=torch.float64, device=a.device)
+        for row, (first, last) in zip(table, self._places, strict=True):
+            for low, high in _chunks(max(first, start), min(last, stop)):
+                x, y = a[low:high].double(), b[low:high].double()
+                row += torch.stack([x.dot(x), x.dot(y), y.dot(y)])
+        return table
+
+    def add(self, a: Tensor, b: Tensor, by: tuple[Tensor, Tensor], *, into: Tensor) -> None:
+        """Each tensor's a times its factor, and b times its own. `into` may be either."""
+        for (first, last), one, other in zip(self._places, *by, strict=True):
+            if first < last:
+                torch.add(a[first:last] * one, b[first:last] * other, out=into[first:last])
+
+
+def factors(products: Tensor) -> tuple[Tensor, Tensor]:
+    """(a·a, a·b, b·b) [n, 3] -> what a and b are multiplied by, [n] each."""
+    aa, ab, bb = products.unbind(1)
+    one, other = (torch.where(square < SMALLEST_SQUARE, 1.0, 1.0 - ab / (2.0 * square)) for square in (aa, bb))
+    return one, other
+
+
+def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for low in range(start, stop, CHUNK):
+        yield low, min(low + CHUNK, stop)
+
+
+def _hosts(mpi: MPIContext, ranks_per_host: int) -> list[int]:
+    """A number for each rank's host. Collective: the world."""
+    if ranks_per_host:
+        return [rank // ranks_per_host for rank in range(mpi.world_size)]
+    own = torch.tensor([zlib.crc32(mpi.host.encode())], device=mpi.device)
+    table = [torch.empty_like(own) for _ in range(mpi.world_size)]
+    dist.all_gather(table, own)
+    return [int(host) for host in table]
+
+
+def _replicas_by_host(first_ranks: Sequence[int], hosts: Sequence[int]) -> list[list[int]]:
+    """Replicas of the same host, host by host. All ranks of a replica are taken to be where its first is: those that
+    hold parts of one weight must agree on who is paired with whom."""
+    found: dict[int, list[int]] = {}
+    for replica, rank in enumerate(first_ranks):
+        found.setdefault(hosts[rank], []).append(replica)
+    return list(found.values())

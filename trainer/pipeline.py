@@ -1,20 +1,27 @@
-"""One stage's forward and backward passes: the micro-batches of one step, and evaluation.
+"""The forward and backward passes of one step, and evaluation: the micro-batches of a replica through its stages.
 
-A pipeline of one stage is gradient accumulation: F0 B0 F1 B1 ... So micro-batches of a step and
-accumulation steps are one number, and there is no other loop over them.
+A pipeline of one stage is gradient accumulation: F0 B0 F1 B1 ... So micro-batches of a step and accumulation steps
+are one number, and there is no other loop over them. With more stages torch's schedules decide the order, here 1f1b:
+
+    stage 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3
+    stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.loss import Batch, Totals
+from trainer.cut import Stage
+from trainer.distributed import lost_a_peer
+from trainer.errors import UnsupportedModel
+from trainer.loss import Totals
+from trainer.schedules import Autocast, Finish, MicroBatch, Scheduled, Shapes, gradients_of, trained, unchanged
 
 
 class BatchLoss(Protocol):
@@ -24,81 +31,162 @@ class BatchLoss(Protocol):
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor: ...
 
 
-class GradientReducer(Protocol):
-    """Who collects the gradients (trainer/reduce.py)."""
+class Engine(Protocol):
+    """Who collects the gradients (trainer/reduce.py, trainer/zero.py)."""
 
-    def clear(self) -> None: ...
-    def arm(self) -> None: ...
+    def begin(self, num_backwards: int) -> None: ...
 
 
 class Pipeline:
-    """Runs one stage. `autocast`: makes the context of the forward pass; `group`: the data axis."""
+    """Runs the stages that this rank holds, together with the ranks that hold the others.
+
+    stages: this rank's, in order; `shapes` is not asked if they are all there are. counted: whether this rank's
+    losses count in the sum over the world; of the ranks that hold the last stage of one replica, one does.
+    autocast: makes the context of the forward pass. Both groups carry their own time-out.
+    Raises ConfigError for stages that the schedule cannot run.
+    """
 
     def __init__(
         self,
-        module: nn.Module,
+        stages: Sequence[Stage],
         loss: BatchLoss,
         *,
-        autocast: Callable[[], AbstractContextManager[object]],
+        schedule: str,
+        shapes: Shapes,
+        autocast: Autocast,
         device: torch.device,
-        group: dist.ProcessGroup,
+        group_pipeline: dist.ProcessGroup,
+        group_data: dist.ProcessGroup,
+        counted: bool = True,
     ) -> None:
-        self._module = module
+        self._stages = list(stages)
         self._loss = loss
-        self._autocast = autocast
         self._device = device
-        self._group = group
+        self._group = group_data
+        self._counted = counted
+        self._alone = group_pipeline.size() == 1
+        self._autocast = autocast
+        self._unproved = False
+        if not self._alone:
+            self._scheduled = Scheduled(stages, schedule, shapes, autocast, device, group_pipeline)
+            self._unproved = schedule == "zero_bubble"
 
     def run(
         self,
-        micro_batches: Sequence[Batch],
-        reducer: GradientReducer,
+        micro_batches: Sequence[MicroBatch],
+        engine: Engine,
         *,
         scale: float,
         beat: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Every forward and backward pass of one step; leaves scaled gradients with `reducer`.
+        """Every forward and backward pass of one step; leaves scaled gradients with `engine`.
 
         The gradient is that of `scale` x the mean over the targets of *all* replicas and micro-batches,
-        once it is summed over the replicas. Returns this replica's share of that mean, without the
-        scale: a scalar. Collective: every rank of the data axis.
+        once it is summed over the replicas. Returns this rank's share of that mean, without the scale: a scalar, 0
+        unless the rank is `counted` and holds the last stage. Collective: every rank, with as many micro-batches.
+        Raises UnsupportedModel for a graph that the schedule computes wrongly.
         """
-        self._module.train()
-        reducer.clear()
+        groups = [list(group) for group in _groups(micro_batches)]
+        if self._unproved and self._scheduled.takes_apart(len(groups[0])):
+            self._prove(groups[0], engine, beat)
+        engine.begin(len(micro_batches))
         total, counted = self._count(micro_batches)
         share = torch.zeros((), device=self._device)
-        for number, batch in enumerate(micro_batches, start=1):
-            with self._autocast():
-                outputs = self._module(*batch.inputs)
-            loss = self._loss(outputs, batch.labels, batch.size)
+
+        def finish(batch: MicroBatch, outputs: Sequence[Tensor]) -> Tensor:
+            loss = self._differentiable(batch, outputs)
             counted()
-            if number == len(micro_batches):
-                reducer.arm()
-            (loss * (scale / total.clamp(min=1))).backward()  # type: ignore[no-untyped-call]
-            share += loss.detach()
-            beat()
+            if self._counted:
+                share.add_(loss.detach())
+            return loss * (scale / total.clamp(min=1))
+
+        for group in groups:
+            self._through(group, finish, beat, training=not group[0].idle)
         counted()
         return share / total.clamp(min=1)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], totals: Totals, beat: Callable[[], None]) -> dict[str, float]:
-        """Metrics over the batches of all ranks, each sample once. Collective: every rank."""
-        self._module.eval()
-        for batch in batches:
-            with self._autocast():
-                outputs = self._module(*batch.inputs)
-            totals.update(outputs, batch.labels, batch.size)
-            beat()
+    def evaluate(self, batches: Iterable[MicroBatch], totals: Totals, beat: Callable[[], None]) -> dict[str, float]:
+        """Metrics over the batches of all ranks, each sample once. Collective: every rank, with as many batches."""
+
+        def finish(batch: MicroBatch, outputs: Sequence[Tensor]) -> None:
+            # the ranks of one horizontal group all add the same numbers: a mean over them is the mean
+            if not batch.idle:
+                totals.update(outputs, batch.labels, batch.size)
+
+        for group in _groups(batches):
+            self._through(list(group), finish, beat, training=False)
         return totals.compute()
 
-    def _count(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Callable[[], object]]:
+    def _through(self, batches: list[MicroBatch], finish: Finish, beat: Callable[[], None], *, training: bool) -> None:
+        for stage in self._stages:
+            stage.chain.train(training)
+        if self._alone:
+            self._one_by_one(batches, finish, beat)
+        else:
+            self._scheduled.run(batches, finish, beat)
+
+    def _one_by_one(self, batches: Iterable[MicroBatch], finish: Finish, beat: Callable[[], None]) -> None:
+        for batch in batches:
+            values: tuple[Tensor, ...] = ()
+            with self._autocast():
+                for stage in self._stages:
+                    values = stage.chain(*values, *(batch.inputs[place] for place in stage.inputs))
+            loss = finish(batch, values)
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]
+            beat()
+
+    def _differentiable(self, batch: MicroBatch, outputs: Sequence[Tensor]) -> Tensor:
+        loss = self._loss(outputs, batch.labels, batch.size)
+        if not batch.idle:
+            return loss
+        # every gradient is 0 but there, as collectives and counts of backward passes expect; 0 x inf would be NaN
+        return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
+
+    def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Callable[[], object]]:
         """Targets of the step over all replicas, and what to call before reading it.
 
         The sum travels while the first forward pass computes.
         """
-        mine = sum(self._loss.count(batch.labels, batch.size) for batch in micro_batches)
+        mine = sum(self._loss.count(batch.labels, batch.size) for batch in micro_batches if not batch.idle)
         total = torch.tensor(float(mine), device=self._device)
         if self._group.size() == 1:
             return total, lambda: None
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return total, work.wait
+
+    def _prove(self, batches: list[MicroBatch], engine: Engine, beat: Callable[[], None]) -> None:
+        """Compare every gradient that `zero_bubble` makes of these micro-batches with that of plain backward passes."""
+        gradients = []
+        for schedule in ("interleaved", "zero_bubble"):
+            self._scheduled.schedule = schedule
+            engine.begin(len(batches) + 1)  # never complete, so nothing is sent
+            with unchanged(self._stages, self._device):
+                try:
+                    self._through(batches, self._differentiable, beat, training=True)
+                except RuntimeError as error:
+                    if schedule == "interleaved" or type(error) is not RuntimeError or lost_a_peer(error):
+                        raise
+                    raise UnsupportedModel(
+                        f"parallel.schedule 'zero_bubble' cannot take this graph's backward pass apart ({error}); "
+                        "use 'interleaved' or '1f1b'"
+                    ) from error
+            gradients.append(gradients_of(self._stages))
+        for (name, _), plain, found in zip(trained(self._stages), *gradients, strict=True):
+            off = float(torch.linalg.vector_norm(found - plain) / torch.linalg.vector_norm(plain).clamp(min=1e-30))
+            if off > PARITY:
+                raise UnsupportedModel(
+                    f"parallel.schedule 'zero_bubble' makes a gradient of {name} that is {off:.1e} off "
+                    f"({PARITY:g} is allowed); use 'interleaved' or '1f1b'"
+                )
+        self._unproved = False
+
+
+PARITY = 1e-3
+"""Relative error of a gradient that rounding explains, in bf16 as well; wrong ones were 0.2 and more off."""
+
+
+def _groups(batches: Iterable[MicroBatch]) -> Iterator[Iterator[MicroBatch]]:
+    """Those that go through together: idle ones apart, in a mode of their own."""
+    return (members for _, members in itertools.groupby(batches, key=lambda batch: (batch.group, batch.idle)))

@@ -1,0 +1,350 @@
+"""A pipeline of stages computes what its stages compute one after the other: losses, gradients, statistics, metrics.
+
+Every rank also runs all the stages by itself and compares.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.ranks import run_ranks
+from trainer.cut import Chain, Part, Stage
+from trainer.distributed import MPIContext, ParallelDims, make_mesh
+from trainer.pipeline import Pipeline
+from trainer.schedules import schedule_class
+
+CPU = torch.device("cpu")
+CLASSES = 5
+INPUTS = ("x", "ids")  # [B, 6] float; [B, L] int64
+
+
+@dataclass(frozen=True)
+class OneBatch:
+    inputs: tuple[Tensor, ...]
+    labels: Tensor
+    size: int
+    idle: bool = False
+    group: int = 0
+
+
+# -- a graph in four parts with everything that may cross a cut
+
+
+class Begin(nn.Module):
+    """h to the next part and the last; a mask and a length without gradient; an output of the whole graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.early = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        length = ids.sum(1)
+        return torch.tanh(self.norm(self.linear(x))), length % 2 == 0, length, self.early(x)
+
+
+class Middle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, h: Tensor) -> tuple[Tensor, ...]:
+        return (self.norm(torch.relu(self.linear(h))),)
+
+
+class Turned(nn.Module):
+    """Gives a tensor that is not contiguous, [B, 4, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, h: Tensor, even: Tensor) -> tuple[Tensor, ...]:
+        return (self.linear(h * torch.where(even, 1.0, 0.5)[:, None]).unflatten(1, (2, 4)).transpose(1, 2),)
+
+
+class End(nn.Module):
+    """Reads an input of the graph again, and a value from three cuts before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.linear = nn.Embedding(9, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, turned: Tensor, h: Tensor, length: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        # the sum over `expand` makes gradients with strides of 0
+        near = turned.flatten(1).unsqueeze(1).expand(-1, 2, -1).sum(1) + h
+        return (self.linear(near + self.words(ids).mean(1)) / length.clamp(min=1)[:, None],)
+
+
+def parts() -> list[Part]:
+    torch.manual_seed(0)
+    return [
+        Part(Begin(), ("x", "ids"), ("h", "even", "length", "early")),
+        Part(Middle(), ("h",), ("h1",)),
+        Part(Turned(), ("h1", "even"), ("h2",)),
+        Part(End(), ("h2", "h", "length", "ids"), ("late",)),
+    ]
+
+
+OUTPUTS = ("late", "early")
+
+
+def cut(members: Sequence[Part], num_stages: int, outputs: Sequence[str] = OUTPUTS) -> list[Stage]:
+    """The parts as so many stages: every value goes through all stages between its maker and its last reader."""
+    size = len(members) // num_stages
+    stages, receives = [], ()
+    for index in range(num_stages):
+        mine, later = members[index * size : (index + 1) * size], members[(index + 1) * size :]
+        inputs = tuple(place for place, name in enumerate(INPUTS) if any(name in part.reads for part in mine))
+        known = (*receives, *(name for part in mine for name in part.gives))
+        needed = {name for part in later for name in part.reads} | set(outputs)
+        gives = tuple(name for name in known if name in needed) if later else tuple(outputs)
+        chain = Chain(mine, reads=(*receives, *(INPUTS[place] for place in inputs)), gives=gives)
+        stages.append(Stage(index, num_stages, chain, receives, inputs, gives, (), ()))
+        receives = gives
+    return stages
+
+
+def measured(stages: Sequence[Stage], inputs: Sequence[Tensor]) -> list[Stage]:
+    """All stages with what crosses between them for these inputs."""
+    values: tuple[Tensor, ...] = ()
+    found = []
+    for stage in stages:
+        with torch.enable_grad():  # eval(): an idle row is too little for a BatchNorm that trains
+            gives = copy.deepcopy(stage.chain).eval()(*values, *(inputs[place] for place in stage.inputs))
+        crossing, produced = (tuple(map(meta, some)) for some in (values, gives))
+        found.append(replace(stage, crossing=crossing, produced=produced))
+        values = gives
+    return found
+
+
+def meta(value: Tensor) -> Tensor:
+    return value.detach().to("meta").requires_grad_(value.requires_grad)
+
+
+class BothOutputs:
+    """A loss that reads both outputs of the graph."""
+
+    def count(self, labels: Tensor | None, size: int) -> int:
+        return size
+
+    def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
+        late, early = outputs
+        return F.cross_entropy(late, labels, reduction="sum") + early.square().sum()
+
+
+class Gradients:
+    """Begins a step as the reducer does."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages, self.begun = stages, []
+
+    def begin(self, num_backwards: int) -> None:
+        self.begun.append(num_backwards)
+        for stage in self._stages:
+            for weight in stage.chain.parameters():
+                weight.grad = torch.zeros_like(weight)
+
+
+def batch(seed: int, size: int = 3, length: int = 4, **how: Any) -> OneBatch:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 6, generator=random)
+    ids = torch.randint(0, 9, (size, length), generator=random)
+    return OneBatch((x, ids), torch.randint(0, CLASSES, (size,), generator=random), size, **how)
+
+
+class Place:
+    """This rank's stages of a graph in a mesh, and all of them by themselves."""
+
+    def __init__(
+        self,
+        mpi: MPIContext,
+        *,
+        data: int = 1,
+        schedule: str = "1f1b",
+        per_rank: int = 1,
+        make: Callable[[], list[Part]] = parts,
+        loss: Any = None,
+        outputs: Sequence[str] = OUTPUTS,
+    ) -> None:
+        dims = ParallelDims(data=data, pipeline=mpi.world_size // data)
+        mesh = make_mesh(mpi, dims, timeout_s=20)
+        here = dims.coordinate(mpi.rank)
+        self.replica, self.data = here.data, mesh.get_group("data")
+        every = cut(make(), dims.pipeline * per_rank, outputs)
+        self.stages = every[here.pipeline :: dims.pipeline]
+
+        def shapes(inputs: Sequence[Tensor]) -> list[Stage]:
+            return measured(every, inputs)[here.pipeline :: dims.pipeline]
+
+        kind = {"loss": loss or BothOutputs(), "autocast": nullcontext, "device": CPU}
+        groups = {"group_pipeline": mesh.get_group("pipeline"), "group_data": self.data}
+        self.pipeline = Pipeline(self.stages, schedule=schedule, shapes=shapes, **kind, **groups)
+        self.alone = cut(make(), 4 if len(make()) == 4 else 2, outputs)
+        own = mesh.get_group("horizontal")
+        self.whole = Pipeline(self.alone, schedule="", shapes=lambda _: [], **kind, group_pipeline=own, group_data=own)
+
+    def step(self, mine: list[OneBatch], everyone: list[OneBatch]) -> float:
+        """One step in the pipeline and alone; the largest difference in loss, gradients and buffers of this rank.
+
+        Buffers of replicas are not compared: they see different batches.
+        """
+        engine = Gradients(self.stages)
+        torch.manual_seed(1)
+        share = self.pipeline.run(mine, engine, scale=2.0)
+        dist.all_reduce(share)
+        expected = self.whole.run(everyone, Gradients(self.alone), scale=2.0)
+        for stage in self.stages:
+            for weight in stage.chain.parameters():
+                dist.all_reduce(weight.grad, group=self.data)
+        assert engine.begun[-1] == len(mine)
+        return max(abs(float(share - expected)), *self.differences(statistics=self.data.size() == 1))
+
+    def differences(self, *, statistics: bool) -> Iterator[float]:
+        """Of gradients, and of running statistics."""
+        ours = {id(part): part for stage in self.stages for part in stage.chain.parts}
+        theirs = [part for stage in self.alone for part in stage.chain.parts]
+        for part in ours.values():
+            (same,) = [other for other in theirs if other.gives == part.gives]
+            for (name, weight), other in zip(part.module.named_parameters(), same.module.parameters(), strict=True):
+                wanted = torch.zeros_like(other) if other.grad is None else other.grad
+                assert wanted.abs().max() > 0 or "early" in name, f"{name} has no gradient, so nothing is compared"
+                yield float((weight.grad - wanted).abs().max())
+            for found, wanted in zip(part.module.buffers(), same.module.buffers(), strict=True) if statistics else ():
+                yield float((found - wanted).abs().max())
+
+
+# -- training
+
+
+def every_schedule(mpi: MPIContext, cases: list[list[Any]]) -> dict[str, float]:
+    found = {}
+    for schedule, per_rank, num in cases:
+        place = Place(mpi, schedule=schedule, per_rank=per_rank)
+        steps = [
+            [batch(seed) for seed in range(num)],
+            [batch(seed + 50) for seed in range(num)],  # the same again: nothing is left of the step before
+            [*(batch(seed + 9, length=6) for seed in range(num)), batch(40, size=2, length=3, group=1)],
+            [batch(41, size=2 + seed % 2, length=2, group=seed) for seed in range(3)],
+        ]
+        found[f"{schedule} {per_rank} x {num}"] = max(place.step(mine, mine) for mine in steps)
+    return found
+
+
+@pytest.mark.mpi
+def test_two_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule() -> None:
+    cases = [["gpipe", 1, 3], ["1f1b", 1, 4], ["1f1b", 1, 5], ["interleaved", 2, 4], ["interleaved", 2, 5]]
+    cases += [["zero_bubble", 1, 4], ["zero_bubble", 2, 4]]
+    for differences in run_ranks(2, "tests.trainer.test_pipeline:every_schedule", cases):
+        assert len(differences) == len(cases)
+        assert max(differences.values()) < 2e-6, differences
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_four_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule() -> None:
+    cases = [["gpipe", 1, 4], ["1f1b", 1, 4], ["1f1b", 1, 9], ["zero_bubble", 1, 8]]
+    for differences in run_ranks(4, "tests.trainer.test_pipeline:every_schedule", cases):
+        assert len(differences) == len(cases)
+        assert max(differences.values()) < 2e-6, differences
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_micro_batches", "num_ranks", "stages_per_rank", "found"),
+    [
+        ("1f1b", 8, 4, 1, "Schedule1F1B"),
+        ("1f1b", 3, 4, 1, "ScheduleGPipe"),
+        ("gpipe", 8, 4, 1, "ScheduleGPipe"),
+        ("interleaved", 8, 4, 1, "Schedule1F1B"),
+        ("interleaved", 8, 4, 2, "ScheduleInterleaved1F1B"),
+        ("interleaved", 1, 4, 2, "ScheduleInterleaved1F1B"),
+        ("interleaved", 9, 4, 2, "ScheduleLoopedBFS"),  # two rounds of 4.5
+        ("gpipe", 8, 4, 2, "ScheduleLoopedBFS"),
+        ("zero_bubble", 8, 4, 1, "ScheduleInterleavedZeroBubble"),
+        ("zero_bubble", 8, 4, 2, "ScheduleInterleavedZeroBubble"),
+        ("zero_bubble", 3, 4, 1, "ScheduleGPipe"),
+        ("zero_bubble", 3, 4, 2, "ScheduleInterleaved1F1B"),
+    ],
+)
+def test_a_schedule_that_does_not_take_so_many_micro_batches_gives_way_to_the_nearest(
+    wanted: str, num_micro_batches: int, num_ranks: int, stages_per_rank: int, found: str
+) -> None:
+    assert schedule_class(wanted, num_micro_batches, num_ranks, stages_per_rank) == found
+
+
+# -- replicas, evaluation, arithmetic
+
+
+def replicas(mpi: MPIContext) -> dict[str, float]:
+    """2 x 2: the second replica has nothing in the end."""
+    place = Place(mpi, data=2)
+    row = batch(9, size=1, length=2, idle=True, group=1)
+    wild = replace(row, inputs=(row.inputs[0] * 1e30, row.inputs[1]))  # its loss is infinite
+    found = {}
+    for name, idle in {"idle": row, "infinite": wild}.items():
+        full = [[batch(1), batch(2)], [batch(3), batch(4)]]
+        mine = [*full[place.replica], (batch(8, size=2, group=1), idle)[place.replica]]
+        found[name] = place.step(mine, [*full[0], *full[1], batch(8, size=2, group=1)])
+    before = [buffer.clone() for stage in place.stages for buffer in stage.chain.buffers()]
+    place.step([(batch(5), idle)[place.replica]], [batch(5)])
+    after = [buffer for stage in place.stages for buffer in stage.chain.buffers()]
+    same = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    return found | {"statistics": float(bool(before) and same != (place.replica == 1))}
+
+
+class Sums:
+    """Adds up as loss.Evaluation does, which takes seconds to import."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(3, dtype=torch.float64)
+
+    def update(self, outputs: Sequence[Tensor], labels: Tensor, size: int) -> None:
+        loss = F.cross_entropy(outputs[0], labels, reduction="sum")
+        self.sums += torch.tensor([float(loss), float((outputs[0].argmax(1) == labels).sum()), size])
+
+    def compute(self) -> dict[str, float]:
+        dist.all_reduce(self.sums)
+        loss, right, count = self.sums.tolist()
+        return {"loss": loss / count, "accuracy": right / count, "count": count}
+
+
+def evaluated(mpi: MPIContext) -> dict[str, dict[str, float]]:
+    """Over 2 x 2 ranks, the second replica's last batch idle; and by hand."""
+    found = {}
+    full = [[batch(seed) for seed in seeds] for seeds in (range(4), range(4, 8))]
+    last = [batch(8, size=2, group=1), batch(9, size=1, idle=True, group=1)]
+    for per_rank in (1, 2):
+        place = Place(mpi, data=2, schedule="interleaved", per_rank=per_rank)
+        mine = [*full[place.replica], last[place.replica]]
+        before = [buffer.clone() for stage in place.stages for buffer in stage.chain.buffers()]
+        found[f"{per_rank}"] = place.pipeline.evaluate(iter(mine), Sums(), lambda: None)
+        after = [buffer for stage in place.stages for buffer in stage.chain.buffers()]
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    everyone = [*full[0], *full[1], last[0]]
+    by_hand = cut(parts(), 1)[0].chain.eval()
+    logits = torch.cat([by_hand(*each.inputs)[0] for each in everyone])
+    labels = torch.cat([each.labels for each in everyone])
+    accuracy = float((logits.argmax(1) == labels).float().mean())
+    loss = float(F.cross_entropy(logits, labels))
+    return {**found, "by hand": {"loss": loss, "accuracy": accuracy, "count": 26}}
+
+
+def two_replicas_of_two_stages(mpi: MPIContext) -> list[Any]:
+    return [replicas(mpi), evaluated(mpi)]
+
+
+@pytest.mark.mpi
+def test_replicas_of_a_pipeline_train_and_evaluate_as_one_whether_or_not_all_have_samples() -> None:
+    for differences, metrics in run_ranks(4, "tests.trainer.test_pipeline:two_replicas_of_two_stages"):
+        assert max(differences.values()) < 2e-6, differences
+        assert metrics["1"] == pytest.approx(metrics["by hand"], rel=1e-6)
+        assert metrics["2"] == pytest.approx(metrics["by hand"], rel=1e-6)

@@ -1,0 +1,254 @@
+"""More than one stage: this rank's stages in torch's schedules.
+
+What torch is not told: the micro-batches (each stage takes from the data what it needs of them; only values of the
+graph travel), the weights (ZeRO and the reducer count backward passes on their own), and the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from trainer.cut import Stage
+from trainer.errors import ConfigError
+from trainer.loss import Batch
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+    Schedule = PipelineScheduleMulti | PipelineScheduleSingle
+
+Autocast = Callable[[], AbstractContextManager[object]]
+Shapes = Callable[[Sequence[Tensor]], Sequence[Stage]]
+"""Graph inputs of one micro-batch -> this rank's stages with `crossing` and `produced` as they are for such inputs,
+under the autocast of the forward pass. Only shapes and types are read; asked once for each combination of them."""
+
+
+class MicroBatch(Batch, Protocol):
+    """As trainer/data.py makes them."""
+
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def group(self) -> int: ...
+
+
+Finish = Callable[[MicroBatch, Sequence[Tensor]], Tensor | None]
+"""What the last stage does with the graph's outputs: in training it gives the scalar to differentiate."""
+
+
+ZERO_BUBBLE = "ScheduleInterleavedZeroBubble"
+
+
+def schedule_class(wanted: str, num_micro_batches: int, num_ranks: int, stages_per_rank: int) -> str:
+    """Name of the class of torch.distributed.pipelining that runs so many micro-batches.
+
+    The wanted schedule if it takes them, else the one nearest to it that does: the last of a step go through in
+    smaller numbers.
+    """
+    enough = num_micro_batches >= num_ranks
+    whole_rounds = num_micro_batches % max(1, num_micro_batches // num_ranks) == 0
+    if wanted == "zero_bubble" and enough and whole_rounds:
+        return ZERO_BUBBLE
+    if stages_per_rank == 1:
+        return "Schedule1F1B" if wanted != "gpipe" and enough else "ScheduleGPipe"
+    return "ScheduleInterleaved1F1B" if wanted != "gpipe" and whole_rounds else "ScheduleLoopedBFS"
+
+
+class Scheduled:
+    """This rank's stages in torch's schedules; a schedule is kept for each shape and number of micro-batches."""
+
+    KEPT = 6
+    """Each holds buffers for what its micro-batches receive."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: str,
+        shapes: Shapes,
+        autocast: Autocast,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.schedule = schedule
+        self._shapes = shapes
+        self._device = device
+        self._group = group
+        self._shells = [_Shell(stage, autocast, fresh=schedule == "zero_bubble") for stage in stages]
+        self._kept: OrderedDict[object, Schedule] = OrderedDict()
+        if schedule == "zero_bubble" and (problem := _indivisible(stages)):
+            raise ConfigError(f"parallel.schedule 'zero_bubble' {problem}; use 'interleaved' or '1f1b'")
+
+    def takes_apart(self, num: int) -> bool:
+        """Whether so many micro-batches have the gradients of their weights computed apart from the others."""
+        return schedule_class("zero_bubble", num, self._group.size(), len(self._shells)) == ZERO_BUBBLE
+
+    def run(self, batches: Sequence[MicroBatch], finish: Finish, beat: Callable[[], None]) -> None:
+        """Forward, and backward unless gradients are off. Collective: every rank of the pipeline axis."""
+        schedule = self._for(batches[0].inputs, len(batches), backward=torch.is_grad_enabled())
+        for shell in self._shells:
+            shell.batches, shell.finish, shell.beat = batches, finish, beat
+        numbers = torch.arange(len(batches))
+        try:
+            schedule.step(number=numbers, target=numbers, return_outputs=False)
+        except RuntimeError as error:
+            reason = _reason(error)
+            if reason is error:
+                raise
+            raise reason  # noqa: B904  its own cause is the one to show
+        for shell in self._shells:
+            shell.batches = ()
+
+    def _for(self, inputs: Sequence[Tensor], num: int, *, backward: bool) -> Schedule:
+        key = (self.schedule, backward, num, *((value.shape, value.dtype) for value in inputs))
+        if key not in self._kept:
+            self._kept[key] = self._make(inputs, num, backward=backward)
+            if len(self._kept) > self.KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _make(self, inputs: Sequence[Tensor], num: int, *, backward: bool) -> Schedule:
+        from torch.distributed.pipelining import PipelineStage, schedules
+
+        made = []
+        for shell, stage in zip(self._shells, self._shapes(inputs), strict=True):
+            last = stage.index == stage.num_stages - 1
+            gives = _contiguous(stage.produced) if not last else (torch.empty((), device="meta"),) * backward
+            # shapes given, or torch would find them out by a forward pass that counts and draws like any other
+            made.append(
+                PipelineStage(
+                    shell,
+                    stage.index,
+                    stage.num_stages,
+                    self._device,
+                    input_args=_contiguous(stage.crossing),
+                    output_args=gives,
+                    group=self._group,
+                )
+            )
+        name = schedule_class(self.schedule if backward else "gpipe", num, self._group.size(), len(made))
+        several = name not in ("ScheduleGPipe", "Schedule1F1B")
+        loss = (lambda outputs, target: outputs[0]) if backward else None  # the shell has computed it
+        schedule: Schedule = getattr(schedules, name)(made if several else made[0], num, loss, scale_grads=False)
+        return schedule
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What really happened: torch wraps an error inside a stage into one that shows the stage's inputs instead."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+class _Shell(nn.Module):
+    """A stage as torch's schedules see it: called with what it receives and the micro-batch's number.
+
+    The stage is held in a tuple, where torch does not find it: it would undo the gradients of sharded modules
+    whenever it prepares for other shapes, and divide those of weights that two stages share twice.
+    """
+
+    def __init__(self, stage: Stage, autocast: Autocast, *, fresh: bool) -> None:
+        super().__init__()
+        self._hidden = (stage,)
+        self._autocast = autocast
+        self._last = stage.index == stage.num_stages - 1
+        self._fresh = fresh
+        self.batches: Sequence[MicroBatch] = ()
+        self.finish: Finish
+        self.beat: Callable[[], None]
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        """For the schedule that computes the gradients of weights apart, and no other."""
+        return self._hidden[0].chain.parameters(recurse)
+
+    def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
+        batch = self.batches[int(number)]
+        (stage,) = self._hidden
+        values: tuple[Tensor, ...]
+        with self._autocast():
+            values = stage.chain(*_arrived(received), *(batch.inputs[place] for place in stage.inputs))
+        self.beat()
+        if self._last:
+            loss = self.finish(batch, values)
+            values = () if loss is None else (loss,)
+        else:
+            # a tensor of its own where the schedule detaches it while the stage's backward pass may still need it
+            form = torch.contiguous_format
+            values = tuple(value.clone(memory_format=form) if self._fresh else value.contiguous() for value in values)
+        for value in [value for value in values if value.requires_grad][:1]:
+            value.register_hook(self._beat_backward)
+        return values
+
+    def _beat_backward(self, gradient: Tensor) -> None:
+        self.beat()
+
+
+def _arrived(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    differentiable = [value for value in received if value.requires_grad]
+    passed = iter(_Arrival.apply(*differentiable)) if differentiable else iter(())  # type: ignore[no-untyped-call]
+    return tuple(next(passed) if value.requires_grad else value for value in received)
+
+
+class _Arrival(torch.autograd.Function):
+    """What a stage receives; the gradients it sends back are contiguous, and 0 rather than none."""
+
+    @staticmethod
+    def forward(context: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.contiguous() for gradient in gradients)
+
+
+def _contiguous(metas: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(meta.shape, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad) for meta in metas
+    )
+
+
+# -- zero_bubble
+
+
+def _indivisible(stages: Iterable[Stage]) -> str:
+    """Why the gradients of weights cannot be computed apart from those of activations; empty if they may."""
+    from torch.distributed.tensor import DTensor
+
+    for stage in stages:
+        if any(isinstance(weight, DTensor) for weight in stage.chain.parameters()):
+            return "needs whole weights on every rank, but parallel.zero divides them"
+        if any(
+            type(module).__name__ == "OptimizedModule" or module._compiled_call_impl for module in stage.chain.modules()
+        ):
+            return "cannot take compiled stages apart, and graph.compile is true"
+    return ""
+
+
+@contextlib.contextmanager
+def unchanged(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+    """Put back running statistics and the state of the random numbers."""
+    before = [(buffer, buffer.clone()) for stage in stages for buffer in stage.chain.buffers()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
+        yield
+    for buffer, value in before:
+        buffer.copy_(value)
+
+
+def trained(stages: Iterable[Stage]) -> list[tuple[str, Parameter]]:
+    """Path and weight of each, a weight of two stages twice."""
+    named = (pair for stage in stages for pair in stage.chain.named_parameters())
+    return [(name, weight) for name, weight in named if weight.requires_grad]
+
+
+def gradients_of(stages: Iterable[Stage]) -> list[Tensor]:
+    """Copies, in the order of `trained`."""
+    return [torch.zeros_like(it) if it.grad is None else it.grad.clone() for _, it in trained(stages)]

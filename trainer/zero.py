@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainer.config import ParallelConfig
 from trainer.cut import Chain, Stage
-from trainer.reduce import Reducer, TiedGradients, global_norm, gradient, sum_over_world
+from trainer.distributed import MPIContext
+from trainer.reduce import CommonTensors, Reducer, TiedGradients, global_norm, gradient, sum_over_world
 from trainer.weights import Weight
 
 # graphs have no operators in place, of which it warns; and a unit may well end with a Reshape
@@ -56,6 +57,7 @@ class Sharded:
         *,
         config: ParallelConfig,
         mesh: DeviceMesh,
+        mpi: MPIContext,
         shared: Mapping[str, Sequence[int]],
         timeout_s: float,
     ) -> None:
@@ -78,18 +80,19 @@ class Sharded:
 
         whole = [weight for weight in weights if id(weight) not in part_of]
         trained = [part for _, part in self._trained]
-        self._whole = Reducer(whole, mesh=mesh, shared=shared, timeout_s=timeout_s)
+        self._whole = Reducer(whole, mesh=mesh, mpi=mpi, config=config, shared=shared, timeout_s=timeout_s)
+        self._common = CommonTensors(self.weights, mesh)
         self._tied = TiedGradients(trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
-        self._device = torch.device(mesh.device_type)
+        self._device = mpi.device
         self._passes = [_Passes(stage.chain, zero=config.zero) for stage in stages]
 
-    def begin(self, num_backwards: int) -> None:
+    def begin(self, num_backwards: int, num_targets: float = 1.0) -> None:
         """A step begins: no gradients; running statistics are remembered.
 
         Each stage of this rank will see `num_backwards` backward passes; what the last of them completes is sent at
-        once, what they leave out in `reduce`.
+        once, what they leave out in `reduce`. num_targets: of this replica.
         """
-        self._whole.begin(num_backwards)
+        self._whole.begin(num_backwards, num_targets)
         for _, weight in self._trained:
             weight.tensor.grad = None
         for passes in self._passes:
@@ -104,7 +107,10 @@ class Sharded:
         for parameter, weight in self._trained:
             found, parameter.grad = parameter.grad, None
             weight.tensor.grad = torch.zeros_like(weight.tensor) if found is None else _local(found)
-        self._tied.sum()
+        self._tied.gather()
+        own = {id(weight) for _, weight in self._trained}
+        self._common.spread(gradient(weight) for weight in self._common.weights if id(weight) in own)
+        self._tied.spread()
         # groups of shards hold the same gradients: each measures its share of them
         share = [weight for _, weight in self._trained][self._replicate.get_local_rank() :: self._replicate.size()]
         return torch.hypot(global_norm(share, self._device), self._whole.reduce())
@@ -119,6 +125,10 @@ class Sharded:
         if factor != 1.0:
             for _, weight in self._trained:
                 gradient(weight).mul_(factor)
+
+    def close(self) -> None:
+        """No gradient will be sent any more. Collective: every rank of the world."""
+        self._whole.close()
 
     def sum(self, *numbers: float | Tensor) -> list[float]:
         """Sum a few numbers over all ranks. Collective: every rank of the world."""
@@ -171,8 +181,8 @@ class _Passes:
 def _divides(weight: Weight, *, zero: int) -> bool:
     """Whether the replicas divide a weight. FSDP cannot divide scalars, and sums gradients of one type together;
     before ZeRO 3 there is no use in gathering frozen weights again and again."""
-    tensor = weight.tensor
-    if not isinstance(tensor, nn.Parameter) or tensor.ndim == 0 or tensor.numel() == 0:
+    tensor, shape = weight.tensor, weight.placement.shape  # of the whole: all ranks of a horizontal group divide it
+    if not isinstance(tensor, nn.Parameter) or not shape or math.prod(shape) == 0:
         return False
     return tensor.dtype == torch.float32 if weight.trained else zero == 3
 
@@ -221,7 +231,9 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh, *, regather: bool, ignored
     # a gradient is a sum over targets: replicas add up, and gloo knows no other reduction
     divided.set_gradient_divide_factor(1.0)
     divided.set_force_sum_reduction_for_comms(True)
-    divided.set_reduce_scatter_unused_params(True)
+    # from torch 2.13 on replicas may take different branches of an If, and still send the same gradients
+    if hasattr(divided, "set_reduce_scatter_unused_params"):
+        divided.set_reduce_scatter_unused_params(True)
 
 
 def _dim(shape: Sequence[int], size: int) -> int:

@@ -182,7 +182,7 @@ class Training:
         self.mesh = make_mesh(mpi, dims, timeout_s=30)
         stage, weights = stage_of(MODELS[name][0](), MODELS[name][2])
         self.name, self.replica, self.chain = name, dims.coordinate(mpi.rank).data, stage.chain
-        self.engine = Sharded([stage], weights, config=config, mesh=self.mesh, shared={}, timeout_s=30)
+        self.engine = Sharded([stage], weights, config=config, mesh=self.mesh, mpi=mpi, shared={}, timeout_s=30)
         self.trained = [weight for weight in self.engine.weights if weight.trained]
         tensors = [weight.tensor for weight in self.trained]
         self.optimizer = torch.optim.AdamW(tensors, lr=LEARNING_RATE, eps=EPSILON)

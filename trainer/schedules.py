@@ -121,8 +121,9 @@ class Scheduled:
 
         made = []
         for shell, stage in zip(self._shells, self._shapes(inputs), strict=True):
+            shell.crossing = stage.crossing
             last = stage.index == stage.num_stages - 1
-            gives = _contiguous(stage.produced) if not last else (torch.empty((), device="meta"),) * backward
+            loss = (torch.empty((), device="meta"),) * backward
             # shapes given, or torch would find them out by a forward pass that counts and draws like any other
             made.append(
                 PipelineStage(
@@ -130,15 +131,15 @@ class Scheduled:
                     stage.index,
                     stage.num_stages,
                     self._device,
-                    input_args=_contiguous(stage.crossing),
-                    output_args=gives,
+                    input_args=tuple(map(_buffer, stage.crossing)),
+                    output_args=loss if last else tuple(map(_buffer, stage.produced)),
                     group=self._group,
                 )
             )
         name = schedule_class(self.schedule if backward else "gpipe", num, self._group.size(), len(made))
         several = name not in ("ScheduleGPipe", "Schedule1F1B")
-        loss = (lambda outputs, target: outputs[0]) if backward else None  # the shell has computed it
-        schedule: Schedule = getattr(schedules, name)(made if several else made[0], num, loss, scale_grads=False)
+        computed = (lambda outputs, target: outputs[0]) if backward else None  # by the shell
+        schedule: Schedule = getattr(schedules, name)(made if several else made[0], num, computed, scale_grads=False)
         return schedule
 
 
@@ -162,6 +163,8 @@ class _Shell(nn.Module):
         self._autocast = autocast
         self._last = stage.index == stage.num_stages - 1
         self._fresh = fresh
+        self.crossing: Sequence[Tensor] = ()
+        """Types of what it receives."""
         self.batches: Sequence[MicroBatch] = ()
         self.finish: Finish
         self.beat: Callable[[], None]
@@ -175,27 +178,49 @@ class _Shell(nn.Module):
         (stage,) = self._hidden
         values: tuple[Tensor, ...]
         with self._autocast():
-            values = stage.chain(*_arrived(received), *(batch.inputs[place] for place in stage.inputs))
+            values = stage.chain(*_arrived(received, self.crossing), *(batch.inputs[place] for place in stage.inputs))
         self.beat()
         if self._last:
             loss = self.finish(batch, values)
             values = () if loss is None else (loss,)
         else:
-            # a tensor of its own where the schedule detaches it while the stage's backward pass may still need it
-            form = torch.contiguous_format
-            values = tuple(value.clone(memory_format=form) if self._fresh else value.contiguous() for value in values)
+            values = tuple(_departing(value, fresh=self._fresh) for value in values)
         for value in [value for value in values if value.requires_grad][:1]:
-            value.register_hook(self._beat_backward)
+            value.register_hook(self._beat_backward)  # type: ignore[no-untyped-call]
         return values
 
     def _beat_backward(self, gradient: Tensor) -> None:
         self.beat()
 
 
-def _arrived(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _departing(value: Tensor, *, fresh: bool) -> Tensor:
+    """What is sent; `fresh`: a tensor of its own, for a schedule that detaches it while its own stage may need it."""
+    if CARRIED and value.dtype in CARRIERS:
+        integer, floating = CARRIERS[value.dtype]
+        value = value.to(integer).contiguous().view(floating)
+    return value.clone(memory_format=torch.contiguous_format) if fresh else value.contiguous()
+
+
+def _arrived(received: Sequence[Tensor], metas: Sequence[Tensor]) -> tuple[Tensor, ...]:
     differentiable = [value for value in received if value.requires_grad]
     passed = iter(_Arrival.apply(*differentiable)) if differentiable else iter(())  # type: ignore[no-untyped-call]
-    return tuple(next(passed) if value.requires_grad else value for value in received)
+    values = [next(passed) if value.requires_grad else value for value in received]
+    return tuple(_as_sent(value, meta) for value, meta in zip(values, metas, strict=True))
+
+
+def _as_sent(value: Tensor, meta: Tensor) -> Tensor:
+    value = value if meta.requires_grad else value.detach()
+    return value if value.dtype == meta.dtype else value.view(CARRIERS[meta.dtype][0]).to(meta.dtype)
+
+
+CARRIED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+"""Whether all that is received must be able to have a gradient: integers travel as floats of the same bits."""
+CARRIERS = {
+    torch.int64: (torch.int64, torch.float64),
+    torch.int32: (torch.int32, torch.float32),
+    torch.int16: (torch.int16, torch.float16),
+    **dict.fromkeys((torch.int8, torch.uint8, torch.bool), (torch.int16, torch.float16)),
+}
 
 
 class _Arrival(torch.autograd.Function):
@@ -210,10 +235,11 @@ class _Arrival(torch.autograd.Function):
         return tuple(gradient.contiguous() for gradient in gradients)
 
 
-def _contiguous(metas: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty(meta.shape, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad) for meta in metas
-    )
+def _buffer(meta: Tensor) -> Tensor:
+    """What is received into, on the meta device."""
+    carried = CARRIED and meta.dtype in CARRIERS
+    dtype = CARRIERS[meta.dtype][1] if carried else meta.dtype
+    return torch.empty(meta.shape, dtype=dtype, device="meta", requires_grad=meta.requires_grad)
 
 
 # -- zero_bubble

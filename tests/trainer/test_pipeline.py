@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
+from trainer import schedules
 from trainer.cut import Chain, Part, Stage
 from trainer.distributed import MPIContext, ParallelDims, make_mesh
 from trainer.pipeline import Pipeline
-from trainer.schedules import schedule_class
+from trainer.schedules import Scheduled, schedule_class
 
 CPU = torch.device("cpu")
 CLASSES = 5
@@ -227,8 +228,10 @@ class Place:
 
 
 def every_schedule(mpi: MPIContext, cases: list[list[Any]]) -> dict[str, float]:
+    Scheduled.KEPT = 2  # so that some are made again
     found = {}
-    for schedule, per_rank, num in cases:
+    for schedule, per_rank, num, *carried in cases:
+        schedules.CARRIED |= bool(carried)
         place = Place(mpi, schedule=schedule, per_rank=per_rank)
         steps = [
             [batch(seed) for seed in range(num)],
@@ -243,7 +246,7 @@ def every_schedule(mpi: MPIContext, cases: list[list[Any]]) -> dict[str, float]:
 @pytest.mark.mpi
 def test_two_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule() -> None:
     cases = [["gpipe", 1, 3], ["1f1b", 1, 4], ["1f1b", 1, 5], ["interleaved", 2, 4], ["interleaved", 2, 5]]
-    cases += [["zero_bubble", 1, 4], ["zero_bubble", 2, 4]]
+    cases += [["zero_bubble", 1, 4], ["zero_bubble", 2, 4], ["1f1b", 1, 2, "integers carried as floats"]]
     for differences in run_ranks(2, "tests.trainer.test_pipeline:every_schedule", cases):
         assert len(differences) == len(cases)
         assert max(differences.values()) < 2e-6, differences

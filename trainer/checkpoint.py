@@ -1,42 +1,39 @@
-"""Saving and loading: the ranks' tensors become one checkpoint directory, and come back on any number of ranks."""
+"""Saving and loading: what the ranks hold becomes one checkpoint directory, and comes back in any other layout."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from trainer import manifest
+from trainer import manifest, pieces
 from trainer.distributed import MPIContext
 from trainer.errors import CheckpointError, Fenced, OnwardError
-from trainer.manifest import CHUNK_BYTES, Beat, FileEntry, Manifest, TensorEntry
+from trainer.manifest import CHUNK_BYTES, NUM_NAMED, Beat, FileEntry, Manifest, Stored, TensorEntry
 from trainer.manifest import TrainState as TrainState  # what `save` takes and `load` returns
+from trainer.pieces import NAMED, Part, Piece, Plan, gather
+from trainer.pieces import agree as agree  # whoever saves checks this first
+from trainer.placement import Box, Placement, overlap, slices
 from trainer.run import RunDir, fsync
+
+log = logging.getLogger(__name__)
 
 SYNC_BYTES = 64 << 20
 """What a rank writes between two syncs with the disk and with the other ranks: on a slow disk a last sync of
 everything would look like death, to the watchdog and to whoever waits."""
-ANSWER_BYTES = 1024
-"""Longest sentence that a rank tells the others."""
-
-DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL"},
-}
-"""torch's types and their names in the safetensors format."""
 
 
 # -- saving
@@ -47,37 +44,29 @@ def save(
     *,
     attempt: int,
     state: TrainState,
-    tensors: Mapping[str, torch.Tensor],
+    parts: Mapping[str, Part],
     mpi: MPIContext,
     beat: Beat = lambda: None,
 ) -> Path:
     """Write a checkpoint; when this returns, it is on the disk and survives a power cut. Collective: every rank.
 
-    `tensors` are the same on every rank; each writes its share. A whole checkpoint of the same step stays as it
-    is. Raises, on every rank alike and leaving earlier checkpoints as they are, CheckpointError when the disk is
-    full or fails, and Fenced when a newer attempt owns the run directory.
+    `parts` are what this rank holds, by the tensor's name. Ranks may hold the same pieces, or different ones, not such
+    as overlap; together they hold every tensor. Each piece is written once. A whole checkpoint of the same step stays
+    as it is. Raises, on every rank alike and leaving earlier checkpoints as they are, CheckpointError when the disk is
+    full or fails or the parts do not fit together, and Fenced when a newer attempt owns the run directory.
     """
-    saving = _Saving(run, attempt, state, mpi, tensors, beat)
+    saving = _Saving(run, attempt, state, mpi, parts, pieces.plan(parts, mpi), beat)
     try:
-        if "kept" not in saving.together(saving.begin):
-            files = saving.write()
-            saving.together(lambda: saving.commit(files))
+        if "there" in saving.together(saving.look) and not _why_not(saving.final, mpi=mpi, beat=beat):
+            return saving.final
+        saving.together(saving.begin)
+        answers = saving.write()
+        saving.together(lambda: saving.commit(answers))
     except OnwardError:
         if mpi.rank == 0:
             shutil.rmtree(saving.partial, ignore_errors=True)
         raise
     return saving.final
-
-
-def partition(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Divide names into `parts` lists of about the same total size: the largest first, each to the smallest list."""
-    lists: list[list[str]] = [[] for _ in range(parts)]
-    totals = [0] * parts
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least = totals.index(min(totals))
-        lists[least].append(name)
-        totals[least] += sizes[name]
-    return lists
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,8 @@ class _Saving:
     attempt: int
     state: TrainState
     mpi: MPIContext
-    tensors: Mapping[str, torch.Tensor]
+    parts: Mapping[str, Part]
+    plan: Plan
     beat: Beat
 
     @property
@@ -99,17 +89,13 @@ class _Saving:
     def partial(self) -> Path:
         return self.final.with_name(f"{self.final.name}.partial-{self.attempt:03d}")
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
     def together(self, act: Callable[[], str]) -> list[str]:
         """Act, and hear what every rank's act returned. If one raised, all ranks raise its error."""
         try:
             answer = f"ok {self._explained(act)}"
         except OnwardError as error:
             answer = f"{type(error).__name__} {error}"
-        answers = [answer.partition(" ") for answer in _gather(self.mpi, answer)]
+        answers = [answer.partition(" ") for answer in gather(self.mpi, answer)]
         for kind, _, sentence in answers:
             if kind != "ok":
                 raise (Fenced if kind == "Fenced" else CheckpointError)(sentence)
@@ -131,52 +117,53 @@ class _Saving:
     def _full(self) -> str:
         free = os.statvfs(self.run.checkpoints if self.run.checkpoints.exists() else self.run.root)
         return (
-            f"a checkpoint takes {self.num_bytes:,} bytes, {free.f_bavail * free.f_frsize:,} bytes and "
+            f"a checkpoint takes {self.plan.num_bytes:,} bytes, {free.f_bavail * free.f_frsize:,} bytes and "
             f"{free.f_favail:,} inodes are free: make room, or lower checkpoint.keep_newest"
         )
 
-    def begin(self) -> str:
-        """Rank 0 makes the directory; "kept" when there is a whole one already."""
+    def look(self) -> str:
+        """Rank 0 looks for a checkpoint of this step: "there" when there is one, whole or not."""
         if self.mpi.rank != 0:
             return ""
         self.run.check_fence(self.attempt)
-        if self.final.exists() and manifest.is_whole(self.final, beat=self.beat):
-            return "kept"
+        return "there" if self.final.exists() else ""
+
+    def begin(self) -> str:
+        """Rank 0 makes the directory."""
+        if self.mpi.rank != 0:
+            return ""
         self.run.checkpoints.mkdir(exist_ok=True)
         fsync(self.run.root)
         manifest.sweep(self.run, attempt=self.attempt)
-        if shutil.disk_usage(self.run.checkpoints).free < self.num_bytes:
+        if shutil.disk_usage(self.run.checkpoints).free < self.plan.num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run.checkpoints))
         self.partial.mkdir()
         return ""
 
-    def write(self) -> list[FileEntry]:
-        """Every rank writes its share, all in step, so that none waits long for another; returns what was written."""
-        sizes = {name: tensor.nbytes for name, tensor in self.tensors.items()}
-        shares = [
-            {name: self.tensors[name] for name in sorted(names, key=lambda name: (-self.tensors[name].itemsize, name))}
-            for names in partition(sizes, self.mpi.world_size)
-        ]
-        rounds = max(sum(sizes[name] for name in share) for share in shares) // SYNC_BYTES + 2  # one for the header
-        names = [f"rank-{rank:05d}.safetensors" for rank in range(self.mpi.world_size)]
+    def write(self) -> list[str]:
+        """Every rank writes its share, all in step, so that none waits long for another; returns "bytes sha256" of
+        each rank's file."""
+        most = max(sum(piece.num_bytes for piece in share) for share in self.plan.shares)
+        rounds = most // SYNC_BYTES + 2  # one for the header
         answers = [""]
-        with contextlib.closing(_write(self.partial / names[self.mpi.rank], shares[self.mpi.rank], self.beat)) as parts:
+        file, share = self.partial / _file_name(self.mpi.rank), self.plan.shares[self.mpi.rank]
+        with contextlib.closing(_write(file, _chunks(share, self.parts), self.beat)) as syncs:
             for _ in range(rounds):
-                answers = self.together(lambda: next(parts))
-        return [
-            FileEntry(name=name, bytes=int(size), sha256=digest, tensors=_entries(share))
-            for name, share, (size, digest) in zip(names, shares, map(str.split, answers), strict=True)
-        ]
+                answers = self.together(lambda: next(syncs))
+        return answers
 
-    def commit(self, files: Iterable[FileEntry]) -> str:
+    def commit(self, answers: Sequence[str]) -> str:
         """Rank 0 writes the manifest and gives the directory its name."""
         if self.mpi.rank != 0:
             return ""
-        files = tuple(files)
+        files = tuple(
+            FileEntry(name=_file_name(rank), bytes=int(size), sha256=digest, tensors={p.key: p.entry for p in share})
+            for rank, (share, (size, digest)) in enumerate(zip(self.plan.shares, map(str.split, answers), strict=True))
+        )
         for file in files:
             if (found := (self.partial / file.name).stat().st_size) != file.bytes:
                 raise CheckpointError(f"{file.name} has {found:,} bytes on the disk, but {file.bytes:,} were written")
-        whole = Manifest(world_size=self.mpi.world_size, state=self.state, files=files)
+        whole = Manifest(world_size=self.mpi.world_size, state=self.state, tensors=self.plan.tensors, files=files)
         path = self.partial / "manifest.json"
         path.write_bytes(manifest.sealed(whole))
         fsync(path)
@@ -189,26 +176,16 @@ class _Saving:
         return ""
 
 
-def _gather(mpi: MPIContext, text: str) -> list[str]:
-    """Every rank's text, cut at ANSWER_BYTES. Collective: every rank."""
-    if mpi.world_size == 1:
-        return [text]
-    mine = torch.frombuffer(bytearray(text.encode()[:ANSWER_BYTES].ljust(ANSWER_BYTES, b"\0")), dtype=torch.uint8)
-    texts = [torch.empty_like(mine) for _ in range(mpi.world_size)]
-    dist.all_gather(texts, mine)
-    return [text.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for text in texts]
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], beat: Beat) -> Generator[str]:
-    """Write a safetensors file in parts; after each part it is on the disk. Yields, for ever after the last,
-    "bytes sha256"; while it is not whole, "".
-
-    https://github.com/huggingface/safetensors#format, written here because the library writes a file in one
-    call: without a heartbeat, and hashed only by reading it again.
-    """
+def _write(path: Path, chunks: Iterable[bytes | memoryview], beat: Beat) -> Generator[str]:
+    """Write a file in parts; after each part it is on the disk. Yields, for ever after the last, "bytes sha256";
+    while it is not whole, ""."""
     digest, unsynced = hashlib.sha256(), 0
     with path.open("xb") as file:
-        for chunk in _chunks(tensors):
+        for chunk in chunks:
             digest.update(chunk)
             file.write(chunk)
             unsynced += len(chunk)
@@ -225,26 +202,25 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], beat: Beat) -> Gener
         yield answer
 
 
-def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: length of the header, header, tensors. Copies one tensor at a time at most."""
+def _chunks(pieces: Iterable[Piece], parts: Mapping[str, Part]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: length of the header, header, pieces. Copies one piece at a time at most.
+
+    https://github.com/huggingface/safetensors#format, written here because the library writes a file in one
+    call: without a heartbeat, and hashed only by reading it again.
+    """
+    pieces = sorted(pieces, key=lambda piece: (-piece.itemsize, piece.key))  # so that all of them are aligned
     header: dict[str, Any] = {}
     end = 0
-    for name, entry in _entries(tensors).items():
-        start, end = end, end + tensors[name].nbytes
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (start, end)}
+    for piece in pieces:
+        start, end = end, end + piece.num_bytes
+        header[piece.key] = {"dtype": piece.entry.dtype, "shape": piece.entry.shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors are aligned, so that they can be used where they are mapped
+    text += b" " * (-len(text) % 8)  # pieces are aligned, so that they can be used where they are mapped
     yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    for piece in pieces:
+        content = piece.content(parts).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), CHUNK_BYTES):
             yield content[start : start + CHUNK_BYTES]
-
-
-def _entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorEntry]:
-    return {
-        name: TensorEntry(dtype=DTYPES[tensor.dtype], shape=tuple(tensor.shape)) for name, tensor in tensors.items()
-    }
 
 
 # -- loading
@@ -255,22 +231,129 @@ def newest_whole(run: RunDir, *, mpi: MPIContext, beat: Beat = lambda: None) -> 
 
     All get the oldest of their answers: a network file system may not yet show the newest one everywhere.
     """
-    found = manifest.newest_whole(run, beat=beat)
-    oldest = min(_gather(mpi, found.name if found else ""), key=lambda name: (len(name), name))
-    return run.checkpoints / oldest if oldest else None
+    names = [path.name for path in manifest.list_checkpoints(run)]
+    while oldest := min(gather(mpi, names[-1] if names else ""), key=_age):
+        if not (problem := _why_not(run.checkpoints / oldest, mpi=mpi, beat=beat)):
+            return run.checkpoints / oldest
+        log.warning("passed over: %s", problem)
+        names = [name for name in names if _age(name) < _age(oldest)]
+    return None
 
 
-def load(path: Path, *, beat: Beat = lambda: None) -> tuple[TrainState, dict[str, torch.Tensor]]:
-    """The position, and the tensors by name, on the CPU and mapped from the files, after verifying them.
+def _age(name: str) -> tuple[int, str]:
+    return len(name), name
 
-    Raises CheckpointError as `verify` does. Every rank by itself, whatever the number that saved.
+
+def _why_not(path: Path, *, mpi: MPIContext, beat: Beat) -> str:
+    """Why a checkpoint does not verify; "" when it does. Collective: every rank, all get the same answer.
+
+    Ranks that see the same directory read a share of the files each.
     """
-    manifest.verify(path, beat=beat)
-    whole = manifest.read_manifest(path)
-    tensors: dict[str, torch.Tensor] = {}
     try:
-        for file in whole.files:
-            tensors |= load_file(path / file.name)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: {file.name} is no safetensors file: {error}") from error
-    return whole.state, tensors
+        seen = (path / "manifest.json").stat()
+        sight = f"{seen.st_ino} {seen.st_mtime_ns}"
+    except OSError:
+        sight = ""
+    same = len(set(gather(mpi, sight))) == 1  # if not, it was copied to several disks: each rank reads its own
+    rank, world_size = (mpi.rank, mpi.world_size) if same else (0, 1)
+    try:
+        answer = f"ok {manifest.verify(path, rank=rank, world_size=world_size, beat=beat).digest}"
+    except (CheckpointError, OSError) as error:
+        answer = str(error)
+    answers = gather(mpi, answer)
+    if problems := [answer for answer in answers if not answer.startswith("ok ")]:
+        return problems[0]
+    if len(set(answers)) > 1:
+        return f"checkpoint {path} is another one on some ranks: SHA-256 of manifest.json is {', '.join(answers)}"
+    return ""
+
+
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The whole shape of every tensor of a checkpoint, by name. Raises CheckpointError as `load` does."""
+    return {name: entry.shape for name, entry in manifest.read_manifest(path).whole.items()}
+
+
+def load(
+    path: Path,
+    wanted: Mapping[str, Placement] | None = None,
+    *,
+    mpi: MPIContext | None = None,
+    beat: Beat = lambda: None,
+) -> tuple[TrainState, dict[str, Tensor]]:
+    """The position, and the wanted parts of tensors by name (of none given: every tensor, whole), on the CPU and where
+    that is possible mapped from the files, after verifying them.
+
+    Raises CheckpointError as `verify` does, and for wanted tensors that are missing or of another shape. Each rank for
+    itself; with `mpi`, the ranks share the verification. Collective then: every rank, the same path.
+    """
+    if mpi is None:
+        manifest.verify(path, beat=beat)
+    elif problem := _why_not(path, mpi=mpi, beat=beat):
+        raise CheckpointError(problem)
+    stored = manifest.read_manifest(path)
+    whole, found = stored.whole, stored.pieces()
+    wanted = {name: Placement.whole(entry.shape) for name, entry in whole.items()} if wanted is None else wanted
+    _refuse_others(path, whole, wanted)
+    reads = {name: list(_reads(placement, found[name])) for name, placement in wanted.items()}
+    tensors: dict[str, Tensor] = {}
+    with contextlib.ExitStack() as opened:
+        files: dict[str, Any] = {}
+        for file in {read.file for each in reads.values() for read in each}:
+            try:
+                files[file] = opened.enter_context(safe_open(path / file, "pt"))
+            except SafetensorError as error:
+                raise CheckpointError(f"{path}: {file} is no safetensors file: {error}") from error
+        for name, placement in wanted.items():
+            tensors[name] = _assembled(placement.local_shape, whole[name], reads[name], files)
+            beat()
+    return stored.state, tensors
+
+
+def _refuse_others(path: Path, whole: Mapping[str, TensorEntry], wanted: Mapping[str, Placement]) -> None:
+    """Raises CheckpointError unless all wanted tensors are there, in their shape."""
+    problems = [f"{name} is missing" for name in wanted if name not in whole]
+    for name, placement in wanted.items():
+        if name in whole and whole[name].shape != placement.shape:
+            problems.append(f"{name} is {list(whole[name].shape)}, the model's is {list(placement.shape)}")
+    if problems:
+        raise CheckpointError(
+            f"{path} is of another model: {len(problems)} of {len(wanted)} tensors are missing or of another shape: "
+            f"{'; '.join(problems[:NUM_NAMED])}"
+        )
+
+
+class _Read(NamedTuple):
+    """A box to be read."""
+
+    file: str
+    key: str
+    source: Box
+    """Where it is in the stored piece."""
+    target: Box
+    """Where it goes in the part."""
+
+
+def _reads(placement: Placement, stored: Iterable[Stored]) -> Iterator[_Read]:
+    """What the wanted part is made of."""
+    for (local, place), piece in itertools.product(placement.boxes(), stored):
+        common = overlap(place, piece.box)
+        if common is not None:
+            source = _moved(common, (-start for start, _ in piece.box))
+            target = _moved(common, (to - start for (to, _), (start, _) in zip(local, place, strict=True)))
+            yield _Read(piece.file, piece.key, source, target)
+
+
+def _moved(box: Box, by: Iterable[int]) -> Box:
+    return tuple((start + step, stop + step) for (start, stop), step in zip(box, by, strict=True))
+
+
+def _assembled(shape: tuple[int, ...], entry: TensorEntry, reads: Sequence[_Read], files: Mapping[str, Any]) -> Tensor:
+    """The part of that shape; mapped from the file when it lies in one piece."""
+    whole = tuple((0, length) for length in shape)
+    if len(reads) == 1 and reads[0].target == whole:
+        mapped: Tensor = files[reads[0].file].get_slice(reads[0].key)[slices(reads[0].source)]
+        return mapped
+    part = torch.empty(shape, dtype=NAMED[entry.dtype])
+    for read in reads:
+        part[slices(read.target)] = files[read.file].get_slice(read.key)[slices(read.source)]
+    return part

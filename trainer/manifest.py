@@ -1,8 +1,13 @@
 """Checkpoints: how a training position becomes a directory that is whole, or is not there.
 
     checkpoints/step-000000100/
-        manifest.json             the position; of each file its size, SHA-256 and tensors
-        rank-00000.safetensors    one share of the tensors from each rank that saved, about equal in size
+        manifest.json             the position; every tensor's type and shape; of each file its size, SHA-256 and pieces
+        rank-00000.safetensors    one share of the pieces from each rank that saved, about equal in size
+
+A tensor is stored in one or more pieces, boxes that tile it exactly. The key of a piece in its file is
+
+    model/wte                 all of the tensor model/wte
+    model/qkv[0:32,64:96]     rows 0 to 31 and columns 64 to 95 of model/qkv
 
 A directory bears such a name only when every byte of it is on the disk. Before and after it is called
 
@@ -10,31 +15,38 @@ A directory bears such a name only when every byte of it is on the disk. Before 
     step-000000100.damaged        it failed its verification; kept to be looked at
     step-000000100.removed        it is being deleted
 
-Tensors are known by name alone, so any number of ranks loads what any other number saved. Nothing here is
-pickled, and what only looks at checkpoints needs no torch.
+Nothing here knows who held a piece or why, so any layout loads what any other saved. Nothing is pickled, and what
+only looks at checkpoints needs no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import json
 import logging
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
 from trainer.errors import CheckpointError, OnwardError
+from trainer.placement import Box, overlap
 from trainer.run import CheckpointInfo, Record, RunDir, fsync, read_record, sha256
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 << 20
 """What is hashed or written between two heartbeats."""
+
+NUM_NAMED = 5
+"""Of many tensors that are wrong in one way, how many an error names."""
 
 Beat = Callable[[], object]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -65,7 +77,7 @@ class TrainState(Record):
 
 
 class TensorEntry(Record):
-    """A tensor as the manifest knows it; dtype by its safetensors name."""
+    """A tensor, or a piece of one, as the manifest knows it; dtype by its safetensors name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -78,6 +90,16 @@ class FileEntry(Record):
     bytes: int
     sha256: Sha256
     tensors: dict[str, TensorEntry]
+    """Key -> the piece."""
+
+
+class Stored(NamedTuple):
+    """A piece of a tensor, and where it is."""
+
+    file: str
+    key: str
+    box: Box
+    entry: TensorEntry
 
 
 class Manifest(Record):
@@ -85,17 +107,73 @@ class Manifest(Record):
 
     sha256: Sha256 = UNSEALED
     """SHA-256 of this very file with zeros in place of these 64 digits."""
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
+    """In format 1 every tensor was stored whole."""
     world_size: int
     """Ranks that saved it; any number may load it."""
     state: TrainState
+    tensors: dict[str, TensorEntry] = Field(default_factory=dict)
+    """Name -> the whole tensor; empty in format 1."""
     files: tuple[FileEntry, ...]
+
+    @property
+    def whole(self) -> dict[str, TensorEntry]:
+        """Name -> the whole tensor, in either format."""
+        stored = {key: entry for file in self.files for key, entry in file.tensors.items()}
+        return stored if self.format == 1 else self.tensors
+
+    def pieces(self) -> dict[str, list[Stored]]:
+        """Name -> the pieces the files are said to hold."""
+        found: dict[str, list[Stored]] = defaultdict(list)
+        for file in self.files:
+            for key, entry in file.tensors.items():
+                name, box = (key, None) if self.format == 1 else split_key(key)
+                whole = tuple((0, length) for length in entry.shape)
+                found[name].append(Stored(file.name, key, whole if box is None else box, entry))
+        return found
 
 
 class Announced(Record):
     """The verified checkpoints of a run, oldest first."""
 
     checkpoints: tuple[CheckpointInfo, ...] = ()
+
+
+# -- keys of pieces
+
+
+_BOXED = re.compile(r"(.*)\[((?:\d+:\d+(?:,\d+:\d+)*)?)\]", re.DOTALL)
+
+
+def piece_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """The key of a box of the tensor `name` of that shape: the name itself when the box is all of it."""
+    whole = box == tuple((0, length) for length in shape)
+    if whole and not _BOXED.fullmatch(name):  # a tensor may be called so, too
+        return name
+    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def split_key(key: str) -> tuple[str, Box | None]:
+    """(name, box) of a key that `piece_key` made; None is the whole tensor."""
+    match = _BOXED.fullmatch(key)
+    if not match:
+        return key, None
+    name, places = match.groups()
+    ends = (place.split(":") for place in places.split(",") if place)
+    return name, tuple((int(start), int(stop)) for start, stop in ends)
+
+
+@functools.lru_cache(maxsize=4096)  # most tensors of a model are divided like others
+def uneven(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[Box, int] | None:
+    """A part of a tensor of that shape that is not in exactly one of the boxes, and in how many; None if none is."""
+    if not shape:
+        return None if len(boxes) == 1 else ((), len(boxes))
+    edges = {edge for box in boxes for edge in box[0]}
+    for start, stop in itertools.pairwise(sorted({0, shape[0], *edges})):
+        across = tuple(box[1:] for box in boxes if box[0][0] <= start and stop <= box[0][1])
+        if found := uneven(across, shape[1:]):
+            return ((start, stop), *found[0]), found[1]
+    return None
 
 
 # -- manifests
@@ -107,16 +185,19 @@ def sealed(manifest: Manifest) -> bytes:
     return content.replace(UNSEALED.encode(), hashlib.sha256(content).hexdigest().encode(), 1)
 
 
-def verify(path: Path, *, beat: Beat = lambda: None) -> CheckpointInfo:
+def verify(path: Path, *, rank: int = 0, world_size: int = 1, beat: Beat = lambda: None) -> CheckpointInfo:
     """Read every byte and compare with the manifest. Needs no torch.
 
-    Raises CheckpointError with every file that is missing, unknown, of another size or digest; OSError when the
-    disk cannot be read.
+    As one of `world_size` that share the work, reads only each `world_size`th file. Raises CheckpointError with every
+    file that is missing, unknown, of another size or digest, and with tensors that the pieces do not tile exactly;
+    OSError when the disk cannot be read.
     """
     manifest = read_manifest(path)
     expected = {"manifest.json", *(file.name for file in manifest.files)}
     problems = [f"{name} does not belong to it" for name in sorted({entry.name for entry in path.iterdir()} - expected)]
-    problems += [problem for file in manifest.files for problem in _problems(path, file, beat)]
+    for number, file in enumerate(manifest.files):
+        problems += _problems(path, file, beat, read=number % world_size == rank)
+    problems += itertools.islice(_misplaced(manifest), NUM_NAMED)
     if problems:
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
     state = manifest.state
@@ -150,13 +231,42 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _problems(path: Path, file: FileEntry, beat: Beat) -> Iterator[str]:
-    """What is wrong with one file, the cheapest check first."""
+def _misplaced(manifest: Manifest) -> Iterator[str]:
+    """Where the pieces do not make up the tensors."""
+    whole, pieces = manifest.whole, manifest.pieces()
+    for name in sorted(pieces.keys() - whole.keys()):
+        yield f"{pieces[name][0].file} holds {pieces[name][0].key}, which is no tensor of it"
+    for name, tensor in whole.items():
+        found = pieces.get(name, [])
+        unfit = [piece for piece in found if not _fits(piece, tensor)]
+        for piece in unfit:
+            is_ = f"{piece.entry.dtype} {list(piece.entry.shape)}"
+            yield f"{piece.file} holds {piece.key} as {is_}, but {name} is {tensor.dtype} {list(tensor.shape)}"
+        if not unfit and (wrong := uneven(tuple(piece.box for piece in found), tensor.shape)):
+            place, number = wrong
+            files = [piece.file for piece in found if overlap(piece.box, place) is not None]
+            where = f"in {number} pieces ({', '.join(files)})" if number else "in none of its files"
+            yield f"{piece_key(name, place, tensor.shape)} is {where}"
+
+
+def _fits(piece: Stored, tensor: TensorEntry) -> bool:
+    """Whether a piece is of that tensor's type, inside of it, and as large as its key says."""
+    inside = len(piece.box) == len(tensor.shape) and all(
+        0 <= start <= stop <= length for (start, stop), length in zip(piece.box, tensor.shape, strict=True)
+    )
+    extent = tuple(stop - start for start, stop in piece.box)
+    return inside and (piece.entry.dtype, piece.entry.shape) == (tensor.dtype, extent)
+
+
+def _problems(path: Path, file: FileEntry, beat: Beat, *, read: bool) -> Iterator[str]:
+    """What is wrong with one file, the cheapest check first; `read`: whether to read its content, too."""
     place = path / file.name
     if place.is_symlink() or not place.is_file():
         yield f"{file.name} is missing"
     elif (size := place.stat().st_size) != file.bytes:
         yield f"{file.name} has {size:,} bytes, not {file.bytes:,}"
+    elif not read:
+        return
     elif (digest := _digest(place, beat)) != file.sha256:
         yield f"{file.name} has SHA-256 {digest}, not {file.sha256}"
     elif _header(place) != file.tensors:

@@ -32,6 +32,7 @@ from trainer.config import CheckpointConfig
 from trainer.distributed import MPIContext
 from trainer.errors import CheckpointError
 from trainer.manifest import TrainState, announced, is_whole, list_checkpoints, newest_whole
+from trainer.placement import Placement
 from trainer.run import RunDir
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
@@ -50,10 +51,11 @@ def tensors(step: int, size: int = 1000) -> dict[str, torch.Tensor]:
     return {f"model/{part}": torch.full((size // 4,), 10.0 * step + part) for part in range(4)}
 
 
-def saved(run: RunDir, step: int, **options: Any) -> Path:
+def saved(run: RunDir, step: int, *, size: int = 1000, **options: Any) -> Path:
     metrics = {"evaluation/loss": LOSSES.get(step, 1.0)}
     state = TrainState(step=step, samples_seen=0, scaler={}, metrics=metrics, evaluated_at=step)
-    options = {"attempt": run.current_attempt, "tensors": tensors(step), "mpi": ALONE, **options}
+    held = {name: (tensor, Placement.whole(tensor.shape)) for name, tensor in tensors(step, size).items()}
+    options = {"attempt": run.current_attempt, "parts": held, "mpi": ALONE, **options}
     return save(run, state=state, **options)
 
 
@@ -187,8 +189,8 @@ def fill_the_disk(mpi: MPIContext, root: str) -> list[str]:
                 while file.write(bytes(4096)):
                     pass
 
-    too_little = refusal(run, mpi, 2, tensors=tensors(2, size=4 << 20))
-    lost = refusal(run, mpi, 2, tensors=tensors(2, size=1 << 18), beat=fill)
+    too_little = refusal(run, mpi, 2, size=4 << 20)
+    lost = refusal(run, mpi, 2, size=1 << 18, beat=fill)
     torch.distributed.barrier()  # rank 0 sweeps after it has told the others
     assert names(run) == ["step-000000001"]
     torch.distributed.barrier()
@@ -216,7 +218,7 @@ def limit_file_size(mpi: MPIContext, root: str) -> str:
     """Rank 1 cannot write files beyond 10 kB: what it says is what both say."""
     if mpi.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-    text = refusal(RunDir(Path(root)), mpi, 2, tensors=tensors(2, size=8000))
+    text = refusal(RunDir(Path(root)), mpi, 2, size=8000)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return text
 

@@ -19,6 +19,7 @@ from trainer.checkpoint import save
 from trainer.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
 from trainer.distributed import MPIContext
 from trainer.manifest import TrainState, announced
+from trainer.placement import Placement
 from trainer.run import CheckpointInfo, RunDir, RunIdentity, sha256, write_record
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
@@ -42,8 +43,8 @@ def save_steps(run: RunDir, losses: dict[int, float | None]) -> None:
     for step, loss in losses.items():
         state = state.model_copy(update={"step": step})
         state = state if loss is None else state.evaluated({"evaluation/loss": loss})
-        tensors = {"model/w": torch.full((100,), float(step))}
-        save(run, attempt=run.current_attempt, state=state, tensors=tensors, mpi=ALONE)
+        parts = {"model/w": (torch.full((100,), float(step)), Placement.whole((100,)))}
+        save(run, attempt=run.current_attempt, state=state, parts=parts, mpi=ALONE)
 
 
 def steps(run: RunDir) -> list[str]:

@@ -1,31 +1,42 @@
-"""Checkpoints on real disks and real ranks: what comes back, what is refused, what is kept."""
+"""Checkpoints on real disks and real ranks: what comes back, in which layout, what is refused, what is kept."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from safetensors import safe_open
 
 from tests.ranks import run_ranks
-from trainer.checkpoint import load, newest_whole, partition, save
+from trainer.checkpoint import Part, agree, load, newest_whole, save, shapes
 from trainer.distributed import MPIContext
-from trainer.errors import CheckpointError, Fenced
+from trainer.errors import CheckpointError, Fenced, TrainingFailed
 from trainer.manifest import (
     UNSEALED,
+    TensorEntry,
     TrainState,
     expendable,
     list_checkpoints,
+    piece_key,
     read_manifest,
     remove,
+    split_key,
+    uneven,
     verify,
 )
+from trainer.pieces import Piece, partition
+from trainer.placement import Placement, slices
 from trainer.run import CheckpointInfo, RunDir
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
@@ -56,6 +67,11 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+    """All of every tensor, as a single rank or a replica holds it."""
+    return {name: (tensor, Placement.whole(tensor.shape)) for name, tensor in tensors.items()}
+
+
 def bits(tensor: torch.Tensor) -> tuple[str, list[int], bytes]:
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return str(tensor.dtype), list(tensor.shape), content.numpy().tobytes()
@@ -74,7 +90,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def saved(run: RunDir, step: int, *, seed: int = 0) -> Path:
-    return save(run, attempt=run.current_attempt, state=position(step), tensors=tensors(seed), mpi=ALONE)
+    return save(run, attempt=run.current_attempt, state=position(step), parts=whole(tensors(seed)), mpi=ALONE)
 
 
 def names(run: RunDir) -> list[str]:
@@ -95,8 +111,8 @@ def exchange(mpi: MPIContext, root: str) -> bool:
     run = RunDir(Path(root))
     path = newest_whole(run, mpi=mpi)
     assert path is not None
-    state, loaded = load(path)
-    save(run, attempt=1, state=position(state.step + 1), tensors=tensors(), mpi=mpi)
+    state, loaded = load(path, mpi=mpi)
+    save(run, attempt=1, state=position(state.step + 1), parts=whole(tensors()), mpi=mpi)
     return state == position(state.step) and same_bits(loaded)
 
 
@@ -109,42 +125,359 @@ def test_what_is_saved_comes_back_bit_for_bit_and_so_does_the_position(run: RunD
 @pytest.mark.mpi
 def test_any_number_of_ranks_loads_what_any_other_number_saved(run: RunDir) -> None:
     saved(run, 1)
-    assert run_ranks(2, f"{__name__}:exchange", str(run.root)) == [True] * 2
     assert run_ranks(3, f"{__name__}:exchange", str(run.root)) == [True] * 3
-    assert same_bits(load(run.checkpoint(3))[1])
-    assert names(run) == ["step-000000001", "step-000000002", "step-000000003"]
-    assert [len(read_manifest(run.checkpoint(step)).files) for step in (1, 2, 3)] == [1, 2, 3]
+    assert same_bits(load(run.checkpoint(2))[1])
+    assert names(run) == ["step-000000001", "step-000000002"]
+    assert [len(read_manifest(run.checkpoint(step)).files) for step in (1, 2)] == [1, 3]
 
 
-def test_more_ranks_than_tensors_leave_files_that_hold_nothing() -> None:
-    assert partition({"a": 3, "b": 1}, 4) == [["a"], ["b"], [], []]
+def piece(name: str, num_bytes: int, *ranks: int) -> Piece:
+    return Piece(name, ((0, num_bytes),), name, TensorEntry(dtype="U8", shape=(num_bytes,)), ranks)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "parts", "expected"),
+    ("pieces", "expected"),
     [
-        ({"a": 1, "b": 2, "c": 3}, 1, [["c", "b", "a"]]),
-        ({"a": 1, "b": 2, "c": 3}, 2, [["c"], ["b", "a"]]),
-        ({"b": 5, "a": 5, "c": 5, "d": 5}, 2, [["a", "c"], ["b", "d"]]),
-        ({"big": 100, "x": 1, "y": 1, "z": 0}, 2, [["big"], ["x", "y", "z"]]),
+        ([piece("a", 1, 0), piece("b", 2, 0), piece("c", 3, 0)], [["c", "b", "a"]]),
+        ([piece("a", 1, 0, 1), piece("b", 2, 0, 1), piece("c", 3, 0, 1)], [["c"], ["b", "a"]]),
+        ([piece(name, 5, 0, 1) for name in "bacd"], [["a", "c"], ["b", "d"]]),
+        ([piece("big", 99, 0, 1), piece("x", 1, 0, 1), piece("y", 1, 0, 1)], [["big"], ["x", "y"]]),
+        ([piece("a", 3, 0, 1, 2, 3), piece("b", 1, 0, 1, 2, 3)], [["a"], ["b"], [], []]),
+        ([piece("only 1 has it", 5, 1), piece("x", 4, 0, 1), piece("y", 1, 0, 1)], [["x", "y"], ["only 1 has it"]]),
+        ([piece("first stage", 4, 0, 1), piece("last stage", 3, 2, 3), piece("tied", 2, 0, 1, 2, 3)],
+         [["first stage"], ["tied"], ["last stage"], []]),
     ],
-)
-def test_shares_are_about_equal_and_the_same_on_every_rank(
-    sizes: dict[str, int], parts: int, expected: list[list[str]]
+)  # fmt: skip
+def test_each_piece_is_written_by_one_of_its_holders_in_shares_about_equal_and_the_same_on_every_rank(
+    pieces: list[Piece], expected: list[list[str]]
 ) -> None:
-    assert partition(sizes, parts) == expected
-    assert partition(dict(reversed(sizes.items())), parts) == expected
+    assert [[piece.key for piece in share] for share in partition(pieces, len(expected))] == expected
+    assert partition(reversed(pieces), len(expected)) == partition(pieces, len(expected))
 
 
 def test_a_big_file_is_written_with_heartbeats_in_between(run: RunDir) -> None:
     beats: list[None] = []
     big = {"model/w": torch.zeros(20 << 20), "model/v": torch.zeros(1)}  # 80 MB: over one sync with the disk
-    path = save(run, attempt=1, state=position(1), tensors=big, mpi=ALONE, beat=lambda: beats.append(None))
+    path = save(run, attempt=1, state=position(1), parts=whole(big), mpi=ALONE, beat=lambda: beats.append(None))
     assert len(beats) >= 6
     assert load(path)[1]["model/w"].shape == big["model/w"].shape
 
 
+# -- layouts
+
+
+def place(layout: str, shape: tuple[int, ...], rank: int, size: int) -> Placement | None:
+    """What rank `rank` of `size` holds of a tensor of that shape; None if nothing."""
+    everything = Placement.whole(shape)
+    inner, outer = rank % 2, rank // 2
+    if not shape or layout == "replicas":
+        return everything
+    if layout == "rows":
+        return everything.divide(0, [shape[0]], rank, size)
+    if layout == "columns":
+        return everything.divide(len(shape) - 1, [shape[-1]], rank, size)
+    if layout == "horizontal x data":  # the other way round than ranks of one horizontal group usually are
+        return everything.divide(0, [shape[0]], outer, -(-size // 2))
+    if layout == "pipeline":  # the first stage has the vectors, the last one the rest, and both what is tied
+        return everything if shape[0] == 9 or len(shape) % 2 == rank * 2 // size else None
+    if layout == "fused x shards" and shape[0] % 3 == 0:  # of each third a half, and of that in memory a share
+        part = everything.divide(0, [shape[0] // 3] * 3, inner, min(2, size))
+        return part.divide(0, [part.local_shape[0]], outer, -(-size // 2))
+    if layout == "grid" and len(shape) > 1:
+        return everything.divide(0, [shape[0]], inner, min(2, size)).divide(1, [shape[1]], outer, -(-size // 2))
+    return everything
+
+
+LAYOUTS = ("replicas", "rows", "columns", "horizontal x data", "pipeline", "fused x shards", "grid")
+
+
+def model() -> dict[str, torch.Tensor]:
+    """Tensors of many shapes, some smaller than the number of ranks."""
+    dice = torch.Generator().manual_seed(5)
+    sizes = [(), (1,), (3,), (7,), (9, 4), (12, 6), (24,), (5, 3), (0, 7), (6, 2, 3, 3), (2, 1)]
+    model = {f"model/{number} {list(size)}": torch.randn(size, generator=dice) for number, size in enumerate(sizes)}
+    half = {name.replace("model/", "optimizer/") + "/exp_avg": tensor.bfloat16() for name, tensor in model.items()}
+    return {**model, **half, "model/a name like a key[0:3]": torch.arange(6), "model/steps": torch.tensor(2**60)}
+
+
+def placements(layout: str, rank: int, size: int) -> dict[str, Placement]:
+    found = {name: place(layout, tuple(tensor.shape), rank, size) for name, tensor in model().items()}
+    return {name: placement for name, placement in found.items() if placement is not None}
+
+
+def taken(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
+    part = torch.empty(placement.local_shape, dtype=tensor.dtype)
+    for local, content in placement.take(tensor):
+        part[slices(local)] = content
+    return part
+
+
+def parts(layout: str, rank: int, size: int) -> dict[str, Part]:
+    whole = model()
+    return {name: (taken(whole[name], held), held) for name, held in placements(layout, rank, size).items()}
+
+
+def wrongly_loaded(path: Path, layout: str, size: int) -> list[tuple[str, int]]:
+    """Tensors, and ranks out of `size` that would get other bits than are theirs."""
+    wrong = []
+    for rank in range(size):
+        held = parts(layout, rank, size)
+        loaded = load(path, {name: placement for name, (_, placement) in held.items()})[1]
+        wrong += [(name, rank) for name, (tensor, _) in held.items() if bits(loaded.pop(name)) != bits(tensor)]
+        wrong += [(name, rank) for name in loaded]
+    return wrong
+
+
+def save_in_layouts(mpi: MPIContext, root: str) -> list[str]:
+    run = RunDir(Path(root))
+    for step, layout in enumerate(LAYOUTS, 1):
+        held = parts(layout, mpi.rank, mpi.world_size)
+        agree(held, mpi)
+        save(run, attempt=1, state=position(step), parts=held, mpi=mpi)
+    torch.distributed.barrier()
+    beats: list[None] = []
+    newest = newest_whole(run, mpi=mpi, beat=lambda: beats.append(None))
+    return [str(newest), str(len(beats)), *refused_by_all(mpi, run), *refused_when_damaged(mpi, run)]
+
+
+def refused_by_all(mpi: MPIContext, run: RunDir) -> list[str]:
+    """What this rank is told when the parts do not fit together, and when replicas have drifted."""
+    row = Placement.whole((8, 2)).narrow(0, 2 * mpi.rank, 2 * mpi.rank + 2)
+    unlike = row.narrow(0, 0, 1) if mpi.rank == 1 else row
+    more = Placement.whole((8, 2)).narrow(0, 0, 3) if mpi.rank == 0 else row
+    other = Placement.whole((8, 3)) if mpi.rank == 2 else Placement.whole((8, 2))
+    told = []
+    for placement in (unlike, more, other):
+        held = {"model/w": (torch.zeros(placement.local_shape), placement)}
+        with pytest.raises(CheckpointError) as refused:
+            save(run, attempt=1, state=position(99), parts=held, mpi=mpi)
+        told.append(str(refused.value))
+    drifted = parts("horizontal x data", mpi.rank, mpi.world_size)
+    if mpi.rank == 3:
+        for name in ("model/4 [9, 4]", "model/7 [5, 3]"):
+            drifted[name][0].view(torch.int32)[0, :2] = drifted[name][0].view(torch.int32)[0, :2].flip(0)
+    with pytest.raises(TrainingFailed) as failed:
+        agree(drifted, mpi)
+    return [*told, str(failed.value)]
+
+
+def refused_when_damaged(mpi: MPIContext, run: RunDir) -> list[str]:
+    """What this rank is told of a file that it did not read; and which checkpoint is the newest then."""
+    damaged = run.checkpoint(len(LAYOUTS))
+    torch.distributed.barrier()
+    if mpi.rank == 0:
+        flip(damaged / "rank-00002.safetensors", byte=900)
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as refused:
+        load(damaged, placements("rows", mpi.rank, mpi.world_size), mpi=mpi)
+    return [str(refused.value), str(newest_whole(run, mpi=mpi))]
+
+
+@pytest.fixture(scope="module")
+def in_layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, list[list[str]]]:
+    """A run with a checkpoint of the same tensors in each layout, and what each of the four ranks was told."""
+    run = RunDir(tmp_path_factory.mktemp("layouts"))
+    run.begin_attempt()
+    return run, run_ranks(4, f"{__name__}:save_in_layouts", str(run.root))
+
+
+@pytest.mark.mpi
+def test_saved_in_any_layout_comes_back_in_any_other_on_any_number_of_ranks(
+    in_layouts: tuple[RunDir, list[list[str]]],
+) -> None:
+    paths = [in_layouts[0].checkpoint(step) for step in range(1, len(LAYOUTS))]  # the last one is damaged by now
+    for path, layout, size in itertools.product(paths, LAYOUTS, (1, 2, 3)):
+        assert not wrongly_loaded(path, layout, size), f"{path.name} saved as {LAYOUTS[paths.index(path)]}"
+    for path in paths:
+        state, loaded = load(path)
+        assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in model().items()}
+        assert state == position(state.step)
+        assert shapes(path) == {name: tuple(tensor.shape) for name, tensor in model().items()}
+
+
+@pytest.mark.mpi
+def test_each_rank_writes_one_file_and_no_byte_is_written_twice(in_layouts: tuple[RunDir, list[list[str]]]) -> None:
+    total = sum(tensor.nbytes for tensor in model().values())
+    for step in range(1, len(LAYOUTS) + 1):
+        files = read_manifest(in_layouts[0].checkpoint(step)).files
+        assert [file.name for file in files] == [f"rank-{rank:05d}.safetensors" for rank in range(4)]
+        size = {"F32": 4, "BF16": 2, "I64": 8}
+        shares = [sum(math.prod(e.shape) * size[e.dtype] for e in file.tensors.values()) for file in files]
+        assert sum(shares) == total
+        assert max(shares) - min(shares) <= max(tensor.nbytes for tensor in model().values()), shares
+
+
+@pytest.mark.mpi
+def test_safetensors_and_json_alone_are_enough_to_read_it(in_layouts: tuple[RunDir, list[list[str]]]) -> None:
+    path = in_layouts[0].checkpoint(1 + LAYOUTS.index("fused x shards"))
+    whole = json.loads((path / "manifest.json").read_text())["tensors"]
+    name = "model/5 [12, 6]"
+    assert whole[name] == {"dtype": "F32", "shape": [12, 6]}
+    found = np.zeros(whole[name]["shape"], np.float32)
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "np") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                if key.startswith(name):
+                    (a, b, c, d) = map(int, re.findall(r"\d+", key.removeprefix(name)))
+                    found[a:b, c:d] = opened.get_tensor(key)
+    assert np.array_equal(found, model()[name].numpy())
+
+
+@pytest.mark.mpi
+def test_ranks_share_the_verification_and_all_hear_what_one_finds(in_layouts: tuple[RunDir, list[list[str]]]) -> None:
+    run, told = in_layouts
+    newest = run.checkpoint(len(LAYOUTS))
+    assert [(found[0], int(found[1])) for found in told] == [(str(newest), 1)] * 4, "four files, one read by each rank"
+    for found in told:
+        assert "step-000000007 is damaged: rank-00002.safetensors has SHA-256" in found[-2]
+        assert found[-1] == str(run.checkpoint(len(LAYOUTS) - 1))
+
+
+@pytest.mark.mpi
+def test_parts_that_do_not_fit_together_are_refused_by_all_ranks_and_nothing_is_left(
+    in_layouts: tuple[RunDir, list[list[str]]],
+) -> None:
+    run, told = in_layouts
+    assert told == [told[0]] * 4
+    hole, overlapping, other, _ = told[0][2:6]
+    assert "hold of 1 tensors does not make them up: model/w [3:4,0:2] is on no rank" in hole
+    assert "model/w [2:3,0:2] is in different pieces, [0:3,0:2] on rank 0 and [2:4,0:2] on rank 1" in overlapping
+    assert "model/w is F32 [8, 3] on rank 2, F32 [8, 2] on rank 0" in other
+    assert names(run) == [f"step-{step:09d}" for step in range(1, len(LAYOUTS) + 1)]
+
+
+@pytest.mark.mpi
+def test_replicas_that_have_drifted_apart_are_named_by_tensor_box_and_rank(
+    in_layouts: tuple[RunDir, list[list[str]]],
+) -> None:
+    assert (
+        f"2 of {len(model())} tensors differ between ranks that must hold the same bits: "
+        "model/4 [9, 4][4:9,0:4] on rank 2 is not that on rank 3; model/7 [5, 3][2:5,0:3] on rank 2 is not"
+    ) in in_layouts[1][0][5]
+
+
+def test_what_one_process_holds_agrees_with_itself() -> None:
+    agree(whole(tensors()), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("name", "box", "shape", "key"),
+    [
+        ("w", ((0, 4), (0, 2)), (4, 2), "w"),
+        ("w", ((0, 4), (1, 2)), (4, 2), "w[0:4,1:2]"),
+        ("w", (), (), "w"),
+        ("w[0:3]", ((0, 6),), (6,), "w[0:3][0:6]"),
+        ("w[0:3]", ((0, 2),), (6,), "w[0:3][0:2]"),
+        ("w[]", (), (), "w[][]"),
+        ("w[x]", ((0, 6),), (6,), "w[x]"),
+        ("a\nb[1:2]", ((3, 4),), (6,), "a\nb[1:2][3:4]"),
+    ],
+)
+def test_a_key_says_which_box_of_which_tensor_it_is(
+    name: str, box: tuple[tuple[int, int], ...], shape: tuple[int, ...], key: str
+) -> None:
+    assert piece_key(name, box, shape) == key
+    assert split_key(key) in [(name, box), (name, None)]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "shape", "expected"),
+    [
+        ([()], (), None),
+        ([], (), ((), 0)),
+        ([], (0, 7), None),
+        ([], (3,), (((0, 3),), 0)),
+        ([((0, 3),)], (3,), None),
+        ([((0, 1),), ((2, 3),)], (3,), (((1, 2),), 0)),
+        ([((0, 2),), ((1, 3),)], (3,), (((1, 2),), 2)),
+        ([((0, 3),), ((0, 3),)], (3,), (((0, 3),), 2)),
+        ([((0, 1), (0, 4)), ((1, 2), (0, 2)), ((1, 2), (2, 4))], (2, 4), None),
+        ([((0, 2), (0, 2)), ((0, 1), (2, 4)), ((1, 2), (2, 3))], (2, 4), (((1, 2), (3, 4)), 0)),
+        ([((0, 2), (0, 3)), ((0, 1), (3, 4)), ((1, 2), (2, 4))], (2, 4), (((1, 2), (2, 3)), 2)),
+    ],
+)
+def test_boxes_that_do_not_tile_a_tensor_are_found(boxes: Any, shape: tuple[int, ...], expected: Any) -> None:
+    assert uneven(tuple(boxes), shape) == expected
+
+
 # -- what is refused
+
+
+def test_wanted_tensors_that_are_missing_or_of_another_shape_are_all_named(run: RunDir) -> None:
+    path = saved(run, 7)
+    wanted = {name: Placement.whole(shape) for name, shape in shapes(path).items()}
+    wanted |= {f"model/absent{number}": Placement.whole((2,)) for number in range(8)}
+    wanted |= {"model/transposed": Placement.whole((40, 30)).narrow(0, 0, 3), "model/half": Placement.whole((3,))}
+    with pytest.raises(CheckpointError) as refused:
+        load(path, wanted)
+    assert "10 of 20 tensors are missing or of another shape: model/absent0 is missing; " in str(refused.value)
+    with pytest.raises(CheckpointError, match=r"model/transposed is \[30, 40\], the model's is \[40, 30\]"):
+        load(path, {"model/transposed": wanted["model/transposed"]})
+    assert load(path, {})[1] == {}
+
+
+def test_a_checkpoint_in_which_all_tensors_are_whole_and_not_listed_loads_as_ever(run: RunDir) -> None:
+    path = saved(run, 7)
+
+    def older(manifest: Any) -> None:
+        manifest["format"] = 1
+        del manifest["tensors"]
+
+    names = shapes(path)
+    forge(path, older)
+    assert shapes(path) == names
+    assert same_bits(load(path)[1])
+    rows = Placement.whole((40, 30)).narrow(0, 7, 9)
+    assert torch.equal(
+        load(path, {"model/conv1.weight": rows})[1]["model/conv1.weight"],
+        rows.take(tensors()["model/conv1.weight"])[0][1],
+    )
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], Any], object]) -> None:
+    """Change the tensors of the only file, with a manifest that agrees but for what is changed in it after that."""
+    file = path / "rank-00000.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    listed = json.loads((path / "manifest.json").read_text())["tensors"]
+    change(tensors, listed)
+    safetensors.torch.save_file(tensors, file)
+    content = file.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    entries = {key: {"dtype": entry["dtype"], "shape": entry["shape"]} for key, entry in header.items()}
+    entry = {
+        "name": file.name,
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "tensors": entries,
+    }
+    forge(path, lambda manifest: manifest.update(tensors=listed, files=[entry]))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda held, _: held.pop("w[2:4]"), r"damaged: w\[2:4\] is in none of its files"),
+        (lambda held, _: held.update({"w[3:5]": torch.ones(2)}), r"w\[3:4\] is in 2 pieces \(rank-00000.safet"),
+        (lambda held, _: held.update({"w[0:2]": held["w[0:2]"].int()}), r"w\[0:2\] as I32 \[2\], but w is F32 \[6\]"),
+        (lambda held, _: held.update({"w[0:2]": torch.ones(3)}), r"w\[0:2\] as F32 \[3\], but w is F32 \[6\]"),
+        (lambda held, _: held.update({"w[4:7]": torch.ones(3)}), r"w\[4:7\] as F32 \[3\], but w is F32 \[6\]"),
+        (lambda held, _: held.update({"w[0:2,0:1]": torch.ones(2, 1)}), r"w\[0:2,0:1\] as F32 \[2, 1\], but w is"),
+        (lambda held, _: held.update({"x": torch.ones(1)}), "rank-00000.safetensors holds x, which is no tensor of it"),
+        (lambda _, listed: listed["w"].update(shape=[7]), r"w\[6:7\] is in none of its files"),
+        (lambda _, listed: listed.update(v={"dtype": "F32", "shape": []}), "v is in none of its files"),
+        (lambda _, listed: listed.clear(), r"holds w\[0:2\], which is no tensor of it"),
+    ],
+)
+def test_a_manifest_whose_pieces_do_not_make_up_the_tensors_is_refused(
+    run: RunDir, change: Callable[[Any, Any], object], complaint: str
+) -> None:
+    pieces = Placement((6,), (((0, 2), (2, 4), (4, 6)),))
+    path = save(run, attempt=1, state=position(7), parts={"w": (torch.arange(6.0), pieces)}, mpi=ALONE)
+    rewrite(path, lambda held, listed: None)
+    assert load(path)[1]["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    rewrite(path, change)
+    with pytest.raises(CheckpointError, match=complaint):
+        load(path, {})
 
 
 def test_every_flipped_bit_is_found_and_its_file_named(run: RunDir) -> None:
@@ -221,9 +554,9 @@ def test_a_fenced_attempt_commits_nothing(run: RunDir) -> None:
             run.begin_attempt()
 
     with pytest.raises(Fenced, match="attempt 1 found attempt 2"):
-        save(run, attempt=1, state=position(2), tensors=tensors(), mpi=ALONE)
+        save(run, attempt=1, state=position(2), parts=whole(tensors()), mpi=ALONE)
     with pytest.raises(Fenced, match="attempt 2 found attempt 3"):
-        save(run, attempt=2, state=position(2), tensors=tensors(), mpi=ALONE, beat=overtaken)
+        save(run, attempt=2, state=position(2), parts=whole(tensors()), mpi=ALONE, beat=overtaken)
     assert names(run) == ["step-000000001"]
 
 
@@ -250,10 +583,13 @@ def test_neither_half_written_nor_half_deleted_ones_are_checkpoints(run: RunDir)
 
 
 def newest_of_own(mpi: MPIContext, root: str) -> str | None:
+    """Rank 0 has steps 1 to 3 whole, rank 1 has 1 and 2 on a disk of its own, of which 2 is damaged."""
     run = RunDir(Path(root) / str(mpi.rank))
     run.begin_attempt()
-    for step in (1, 2)[: 2 - mpi.rank]:
+    for step in (1, 2, 3)[: 3 - mpi.rank]:
         saved(run, step)
+    if mpi.rank == 1:
+        flip(run.checkpoint(2) / "rank-00000.safetensors", byte=500)
     found = newest_whole(run, mpi=mpi)
     return found and found.name
 
@@ -292,9 +628,9 @@ def test_metrics_belong_to_a_checkpoint_only_if_it_was_evaluated_at_that_step(ru
     later = position(7).advance(32, {"scale": 1.0})
     assert (later.step, later.samples_seen, later.metrics) == (8, 8 * 32, position(7).metrics)
     assert verify(saved(run, 7)).metrics == position(7).metrics
-    assert verify(save(run, attempt=1, state=later, tensors=tensors(), mpi=ALONE)).metrics == {}
+    assert verify(save(run, attempt=1, state=later, parts=whole(tensors()), mpi=ALONE)).metrics == {}
     evaluated = later.evaluated({"evaluation/loss": 0.5}).model_copy(update={"step": 8})
-    assert verify(save(run, attempt=1, state=evaluated, tensors={}, mpi=ALONE)).metrics == {}, "step 8 stays as it is"
+    assert verify(save(run, attempt=1, state=evaluated, parts={}, mpi=ALONE)).metrics == {}, "step 8 stays as it is"
 
 
 # -- which ones stay

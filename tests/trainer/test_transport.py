@@ -1,0 +1,168 @@
+"""Gradients by MPI and as halves, on real ranks: sums, equal bits, overflow, overlap, silent peers."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.trainer.test_reduce import mesh_of, network, reducer_of, weights_of
+from trainer import reduce
+from trainer.config import ParallelConfig
+from trainer.distributed import MPIContext, lost_a_peer
+from trainer.errors import ConfigError
+from trainer.transport import Channel, Summed, check_device, from_halves, open_channel, to_halves
+
+ROUTES = [(transport, compression) for transport in ("torch", "mpi") for compression in ("none", "fp16", "bf16")]
+ERROR = {"none": 1e-6, "fp16": 2**-10, "bf16": 2**-7}
+"""Of a sum, relative to the greatest magnitude: one rounding of what is sent, one of what comes back."""
+
+
+def world_channel(mpi: MPIContext, transport: str, *, timeout_s: float = 30) -> Channel:
+    channel = open_channel(transport, [list(range(mpi.world_size))], timeout_s=timeout_s)
+    assert channel is not None
+    return channel
+
+
+def values_of(rank: int, length: int, size: float = 1.0) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank)) * size
+
+
+LENGTHS_AND_SIZES = [(1, 1.0), (2, 1.0), (10_007, 1.0), (4096, 1e30), (4096, 1e-12), (4096, 1e-36), (33, 0.0)]
+
+
+def routes(mpi: MPIContext) -> dict[str, Any]:
+    """For each route, by case: digest, error, whether an overflow was seen; then the reducer on it, and overlap."""
+    results = {}
+    for transport, compression in ROUTES:
+        channel = world_channel(mpi, transport)
+        carrier = Summed(channel, compression=compression, device=mpi.device, timeout_s=30)
+        sums = []
+        for length, size in LENGTHS_AND_SIZES:
+            mine = values_of(mpi.rank, length, size)
+            carrier.start(mine, [length])()
+            exact = sum(values_of(rank, length, size).double() for rank in range(mpi.world_size))
+            error = float((mine - exact).abs().max() / exact.abs().max().clamp(min=1e-300))
+            sums.append([mine.tolist() if length < 50 else float(mine.double().square().sum()), error])
+        seen = []
+        for poison in (math.inf, -math.inf, math.nan):
+            mine = values_of(mpi.rank, 100)
+            mine[7] = poison if mpi.rank == 1 else 1.0
+            carrier.start(mine, [100])()
+            seen.append(not math.isfinite(float(mine[7])))
+        carrier.close()
+        results[f"{transport} {compression}"] = [sums, seen, by_reducer(mpi, transport, compression)]
+    return results
+
+
+def by_reducer(mpi: MPIContext, transport: str, compression: str) -> list[Any]:
+    """The gradients of a network, each replica having its own row; buckets sent when the last gradient is made."""
+    reduce.BUCKET_BYTES = 1
+    module, sent = network(), []
+    reducer = reducer_of(mpi, weights_of(module), config=ParallelConfig(transport=transport, compression=compression))
+    module[0].weight.register_hook(lambda gradient: sent.append(reducer.num_sent))
+    reducer.begin(1)
+    module(torch.ones(1, 3) * mpi.rank).sum().backward()
+    norm = float(reducer.reduce())
+    reducer.close()
+    return [[parameter.grad.flatten().tolist() for parameter in module.parameters()], norm, sent]
+
+
+@pytest.mark.mpi
+def test_every_route_sums_with_the_same_bits_on_every_rank() -> None:
+    results = run_ranks(3, "tests.trainer.test_transport:routes")
+    assert results[0] == results[1] == results[2]
+    module = network()
+    module(torch.arange(3.0)[:, None] * torch.ones(3, 3)).sum().backward()
+    for transport, compression in ROUTES:
+        sums, seen, (gradients, norm, sent) = results[0][f"{transport} {compression}"]
+        assert all(error <= ERROR[compression] for _, error in sums), (transport, compression, sums)
+        assert sums[-1][0] == [0.0] * 33
+        assert seen == [True] * 3, "infinity and NaN arrive as such"
+        assert sent[0] >= 3, "of 5 buckets, sent before the first layer's gradient is made"
+        for found, parameter in zip(gradients, module.parameters(), strict=True):
+            wanted = parameter.grad.flatten()
+            torch.testing.assert_close(torch.tensor(found), wanted, rtol=0, atol=4 * ERROR[compression])
+        assert norm == pytest.approx(math.sqrt(sum(value**2 for part in gradients for value in part)), rel=1e-6)
+
+
+def test_halves_keep_small_gradients_and_do_not_mend_overflows() -> None:
+    for dtype, error in ((torch.float16, 2**-11), (torch.bfloat16, 2**-8)):
+        for size in (1e-38, 1e-20, 1.0, 65504.0, 1e5, 3e38):
+            values = torch.tensor([1.0, -0.3, 2**-20, 0.0]) * size
+            back = from_halves(to_halves(values, dtype), dtype)
+            torch.testing.assert_close(back[:3], values[:3], rtol=error, atol=1e-42)
+            assert back[3] == 0
+        whole = torch.tensor([1.0, 2.0, -1024.0])
+        assert torch.equal(from_halves(to_halves(whole, dtype), dtype), whole), "powers of two round nothing"
+        back = from_halves(to_halves(torch.tensor([1.0, math.inf, math.nan, -math.inf]), dtype), dtype)
+        assert (back[0], back[1], back[3]) == (1.0, math.inf, -math.inf)
+        assert back[2].isnan()
+        assert from_halves(to_halves(torch.empty(0), dtype), dtype).numel() == 0
+
+
+def test_mpi_between_gpus_is_refused() -> None:
+    check_device("mpi", torch.device("cpu"))
+    check_device("torch", torch.device("cuda:0"))
+    with pytest.raises(ConfigError, match="carries gradients of CPU ranks, but this one is on cuda:0; use 'torch'"):
+        check_device("mpi", torch.device("cuda:0"))
+
+
+def silent_peer(mpi: MPIContext) -> list[Any]:
+    """Rank 1 never sends: what rank 0 says, after how long, and what becomes of later jobs."""
+    if mpi.rank == 1:
+        world_channel(mpi, "mpi")
+        time.sleep(3)
+        return []
+    said: list[Any] = []
+    carrier = Summed(world_channel(mpi, "mpi", timeout_s=1), compression="none", device=mpi.device, timeout_s=10)
+    waits = [carrier.start(torch.ones(5), [5]) for _ in range(2)]
+    for wait in waits:
+        since = time.monotonic()
+        try:
+            wait()
+        except RuntimeError as error:
+            said.append([str(error), lost_a_peer(error), time.monotonic() - since])
+    return said
+
+
+@pytest.mark.mpi
+def test_a_silent_peer_is_given_up_on_after_the_timeout_and_so_is_all_that_follows() -> None:
+    (first, after), nothing = run_ranks(2, "tests.trainer.test_transport:silent_peer")
+    assert nothing == []
+    assert first[:2] == ["Timed out waiting 1 s for other ranks to send their gradients", True]
+    assert first[2] < 2
+    assert after[:2] == first[:2]
+    assert after[2] < 0.1
+
+
+def peer_that_stops_inside(mpi: MPIContext, how: str) -> None:
+    """Rank 1 ends in the middle of a long series of sums; rank 0 goes on."""
+    config = ParallelConfig(transport="mpi")
+    module = torch.nn.Linear(1000, 1000)
+    reducer = reducer_of(mpi, weights_of(module), config=config, timeout_s=3, mesh=mesh_of(mpi, data=2))
+    for step in range(10_000):
+        reducer.begin(1)
+        module(torch.ones(1, 1000)).sum().backward()
+        if mpi.rank == 1 and step == 20:
+            os.kill(os.getpid(), getattr(signal, how))
+        reducer.reduce()
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_peer_that_dies_or_stops_ends_the_job_within_seconds(how: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, "tests.trainer.test_transport:peer_that_stops_inside", how)
+    assert "did not finish in time" not in str(caught.value)
+    if how == "SIGSTOP":
+        assert "Timed out waiting 3" in str(caught.value)
+    assert time.monotonic() - started < 20

@@ -16,28 +16,26 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn import Parameter
 
-from trainer import graph
-from trainer.accelerate import accelerate
-from trainer.checkpoint import TrainState, load, newest_whole, save
+from trainer.assembly import assemble
+from trainer.checkpoint import TrainState, agree, load, newest_whole, save, shapes
 from trainer.config import RunConfig
 from trainer.data import Batches, evaluation_batches
 from trainer.distributed import MPIContext, ParallelDims, make_mesh
 from trainer.errors import ConfigError, Diverged
 from trainer.events import EventWriter, Heartbeat
-from trainer.loss import Evaluation, Loss
+from trainer.loss import Evaluation
 from trainer.optim import (
     build_optimizer,
     clip_factor,
     learning_rate,
-    load_optimizer_tensors,
-    optimizer_tensors,
+    load_optimizer_parts,
+    optimizer_keys,
+    optimizer_parts,
     set_learning_rate,
 )
 from trainer.pipeline import Pipeline
 from trainer.precision import LossScaler, autocast
-from trainer.reduce import Reducer
 from trainer.run import AttemptResult, RunDir
 from trainer.shards import open_shards
 from trainer.summary import summarise
@@ -61,68 +59,70 @@ def train(
     started_at = time.monotonic()
 
     # -- 1. Ranks: who computes what
-    dims = ParallelDims(data=config.parallel.data)
-    dims.check(mpi.world_size)
+    dims = ParallelDims.of(config.parallel)
     mesh = make_mesh(mpi, dims, timeout_s=config.launch.collective_timeout_s)
-    replicas = mesh.get_group("data")
-    _, replica, _ = dims.coordinate(mpi.rank)
+    here = dims.coordinate(mpi.rank)
     events = EventWriter(run.events, attempt=attempt, rank=mpi.rank)
 
-    # -- 2. Model: the ONNX graph becomes a module whose parameters are its initializers
-    module = open_trainee(config).module.to(mpi.device)
-    weights = graph.weights(module)  # initializer name -> tensor, frozen ones and running statistics included
-    trained = {
-        name: weight for name, weight in weights.items() if isinstance(weight, Parameter) and weight.requires_grad
-    }
-    loss_of = Loss(config.model, module.output_names)
-    pipeline = Pipeline(
-        accelerate(module, config.graph, mpi.device),
-        loss_of,
-        autocast=partial(autocast, config.precision, mpi.device),
-        device=mpi.device,
-        group=replicas,
-    )
-
-    # -- 3. What changes the weights
-    optimizer = build_optimizer(config.optimizer, trained.items())
-    scaler = LossScaler(config.precision)
-    reducer = Reducer(trained.values(), graph.running_statistics(module).values(), replicas)
-
-    # -- 4. Data: this replica's share
-    batches = Batches(
-        open_shards(run.shards, "train"), config, replica=replica, num_replicas=dims.data, device=mpi.device
-    )
+    # -- 2. Data: this replica's share, the same for all ranks of one replica
+    share = {"replica": here.data, "num_replicas": dims.data, "device": mpi.device}
+    batches = Batches(open_shards(run.shards, "train"), config, **share)
     held_out = open_shards(run.shards, "evaluation")
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
+    # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
+    model = assemble(open_trainee(config), config, mesh, mpi, example=batches.example())
+    reducer, trained = model.reducer, model.trained
+    pipeline = Pipeline(
+        model.stages,
+        model.loss,
+        schedule=config.parallel.schedule,
+        shapes=model.shapes_of,
+        autocast=partial(autocast, config.precision, mpi.device),
+        device=mpi.device,
+        group_pipeline=mesh.get_group("pipeline"),
+        group_data=mesh.get_group("data"),
+        counted=here.horizontal == 0,
+    )
+
+    # -- 4. What changes the weights
+    optimizer = build_optimizer(
+        config.optimizer,
+        trained,
+        seed=config.train.seed,
+        elsewhere=model.trained_names,
+        total_squares=model.total_squares,
+    )
+    scaler = LossScaler(config.precision)
+
     def evaluate(step: int) -> dict[str, float]:
-        totals = Evaluation(loss_of, ignore_index=config.model.ignore_index, device=mpi.device)
-        part = evaluation_batches(held_out, config, replica=replica, num_replicas=dims.data, device=mpi.device)
-        values = pipeline.evaluate(part, totals, heartbeat.beat)
+        totals = Evaluation(model.loss, ignore_index=config.model.ignore_index, device=mpi.device)
+        values = pipeline.evaluate(evaluation_batches(held_out, config, **share), totals, heartbeat.beat)
         metrics = {f"evaluation/{name}": value for name, value in values.items()}
         events.emit("evaluation", step, values=metrics)
         return metrics
 
+    parts = model.parts() | optimizer_parts(optimizer, trained)  # the tensors themselves: changed in place for ever
+
     def save_checkpoint() -> None:
-        reducer.check_agreement(weights)
+        agree(parts, mpi, beat=heartbeat.beat)
         events.sync()
-        tensors = {f"model/{name}": tensor for name, tensor in weights.items()}
-        tensors |= optimizer_tensors(optimizer, trained.items())
-        path = save(run, attempt=attempt, state=state, tensors=tensors, mpi=mpi, beat=heartbeat.beat)
+        path = save(run, attempt=attempt, state=state, parts=parts, mpi=mpi, beat=heartbeat.beat)
         events.emit("checkpoint", state.step, path=path.name)
 
     # -- 5. Resume, or start at zero
     state = TrainState(step=0, samples_seen=0, scaler=scaler.state(), metrics={})
     newest = newest_whole(run, mpi=mpi, beat=heartbeat.beat)
     if checkpoint := newest or (config.checkpoint.load and Path(config.checkpoint.load)):
-        state, tensors = load(checkpoint, beat=heartbeat.beat)
-        graph.load_weights(module, {n.removeprefix("model/"): t for n, t in tensors.items() if n.startswith("model/")})
-        load_optimizer_tensors(optimizer, trained.items(), tensors)
+        model.refuse_others(shapes(checkpoint), optimizer_keys(config.optimizer, model.trained_names))
+        wanted = {key: placement for key, (_, placement) in parts.items()}
+        state, tensors = load(checkpoint, wanted, mpi=mpi, beat=heartbeat.beat)
+        model.load(tensors)
+        load_optimizer_parts(optimizer, trained, tensors)
         scaler.restore(state.scaler)
         check_room(checkpoint, state, config=config, num_rows=batches.num_rows)
-    reducer.check_agreement(weights)  # nothing is broadcast: all replicas read the same file, or stop here
-    num_parameters = sum(tensor.numel() for tensor in trained.values())
-    events.emit("start", state.step, num_steps=num_steps, num_samples=num_samples, num_parameters=num_parameters)
+    agree(parts, mpi, beat=heartbeat.beat)  # nothing is broadcast: all ranks read the same file, or stop here
+    events.emit("start", state.step, num_steps=num_steps, num_samples=num_samples, num_parameters=model.num_parameters)
     if state.step == 0:
         state = state.evaluated(evaluate(0))
 
@@ -132,7 +132,7 @@ def train(
         step = state.step + 1
         heartbeat.beat(step)
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)
-        torch.manual_seed(dropout_seed(config.train.seed, step, mpi.rank))
+        torch.manual_seed(dropout_seed(config.train.seed, step, mpi.rank // dims.horizontal))
         rate = learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=num_steps)
         set_learning_rate(optimizer, rate)
 
@@ -155,7 +155,7 @@ def train(
                 continue
         else:
             reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
-            summarise(events, step, trained, config=config.monitor)
+            summarise(events, step, model, config=config.monitor)
             optimizer.step()
             scaler.grow()
         state = state.advance(size, scaler.state())
@@ -177,6 +177,7 @@ def train(
 
     # -- 7. Leave nothing half-written
     batches.close()
+    reducer.close()
     heartbeat.stop()
     events.emit("end", state.step, status="done" if state.step == num_steps else "stopped")
     events.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,22 +15,27 @@ from trainer.events import EventWriter
 NUM_BINS = 30
 
 
-def summarise(events: EventWriter, step: int, weights: Mapping[str, Tensor], *, config: MonitorConfig) -> None:
+class Model(Protocol):
+    """Who holds the weights, in whatever layout (trainer/assembly.py)."""
+
+    @property
+    def trained_names(self) -> frozenset[str]: ...
+    def whole(self, names: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]: ...
+
+
+def summarise(events: EventWriter, step: int, model: Model, *, config: MonitorConfig) -> None:
     """Record what `monitor.histograms` and `monitor.norms` choose, every `monitor.summary_period` steps.
 
-    weights: initializer name -> parameter whose `.grad` is this step's, reduced and clipped. Call
-    between that and the optimizer's step.
+    Call between the reduction and clipping of this step's gradients and the optimizer's step. Collective: every rank.
     """
     if step % config.summary_period:
         return
     norms: dict[str, float] = {}
-    for name, weight in weights.items():
-        views = {"weight": weight.detach(), "gradient": weight.grad}
-        for kind, tensor in views.items():
-            if tensor is None:
-                continue
+    chosen = [name for name in model.trained_names if _chosen(name, (*config.histograms, *config.norms))]
+    for name, pair in model.whole(chosen).items():
+        for kind, tensor in zip(("weight", "gradient"), pair, strict=True):
             if _chosen(name, config.histograms):
-                counts, edges = torch.histogram(tensor.float().cpu().flatten(), bins=NUM_BINS)
+                counts, edges = torch.histogram(tensor.flatten(), bins=NUM_BINS)
                 events.histogram(step, f"{kind}/{name}", counts.long().tolist(), edges.tolist())
             if _chosen(name, config.norms):
                 norms[f"{kind}_norm/{name}"] = float(torch.linalg.vector_norm(tensor))

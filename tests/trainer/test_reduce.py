@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from trainer import reduce
 from trainer.config import ParallelConfig
 from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.placement import Placement
+from trainer.placement import Placement, share
 from trainer.reduce import Reducer
 from trainer.weights import Weight
 
@@ -64,7 +64,11 @@ def replicas_with_rows(mpi: MPIContext) -> dict[str, Any]:
         reducer.multiply(0.5)
         halved = [parameter.grad.flatten().tolist() for parameter in module.parameters()]
         found[str(bucket_bytes)] = [gradients, halved, norm, reducer.sum(mpi.rank, torch.tensor(0.5))]
-    return found | {"sent": sent_before_the_end_of_backward(mpi), "overflow": overflow_on_rank_one(mpi)}
+    return found | {
+        "sent": sent_before_the_end_of_backward(mpi),
+        "overflow": overflow_on_rank_one(mpi),
+        "statistics": averaged_statistics(mpi),
+    }
 
 
 def sent_before_the_end_of_backward(mpi: MPIContext) -> list[int]:
@@ -89,8 +93,21 @@ def overflow_on_rank_one(mpi: MPIContext) -> list[float]:
     return [float(reducer.reduce())]
 
 
+def averaged_statistics(mpi: MPIContext) -> list[list[float]]:
+    norm = nn.BatchNorm1d(3, momentum=1.0)
+    frozen = nn.Parameter(torch.full((2,), float(mpi.rank)), requires_grad=False)
+    reducer = reducer_of(mpi, [*weights_of(norm), weight("frozen", frozen, trained=False)])
+    reducer.begin(1)
+    norm(torch.randn(8, 3, generator=torch.Generator().manual_seed(mpi.rank)) + mpi.rank)
+    mine = norm.running_mean.tolist()
+    reducer.reduce()
+    average = norm.running_mean.tolist()
+    reducer.undo()
+    return [mine, average, norm.running_mean.tolist(), frozen.tolist()]
+
+
 @pytest.mark.mpi
-def test_gradients_are_summed_over_replicas_even_one_without_samples() -> None:
+def test_gradients_are_summed_and_statistics_averaged_over_replicas_even_one_without_samples() -> None:
     results = run_ranks(3, "tests.trainer.test_reduce:replicas_with_rows")
     module = network()
     module(torch.arange(12.0).reshape(4, 3)).sum().backward()
@@ -108,35 +125,22 @@ def test_gradients_are_summed_over_replicas_even_one_without_samples() -> None:
         assert first == 0, "gradients are not complete before the last micro-batch"
         assert last >= 3, "of 5, those of the later layers are on their way before the first layer's is made"
         assert not math.isfinite(result["overflow"][0]), "an overflow on one replica is seen by all"
-
-
-# -- running statistics
-
-
-def averaged_statistics(mpi: MPIContext) -> list[list[float]]:
-    norm = nn.BatchNorm1d(3, momentum=1.0)
-    frozen = nn.Parameter(torch.full((2,), float(mpi.rank)), requires_grad=False)
-    reducer = reducer_of(mpi, [*weights_of(norm), weight("frozen", frozen, trained=False)])
-    reducer.begin(1)
-    norm(torch.randn(8, 3, generator=torch.Generator().manual_seed(mpi.rank)) + mpi.rank)
-    mine = norm.running_mean.tolist()
-    reducer.reduce()
-    average = norm.running_mean.tolist()
-    reducer.undo()
-    return [mine, average, norm.running_mean.tolist(), frozen.tolist()]
-
-
-@pytest.mark.mpi
-def test_running_statistics_are_averaged_over_replicas_and_can_be_undone() -> None:
-    results = run_ranks(2, "tests.trainer.test_reduce:averaged_statistics")
-    (first, average, undone, frozen), (second, other, _, others) = results
-    assert average == other == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
-    assert first != second
-    assert undone == [0.0, 0.0, 0.0], "a skipped update leaves them as they were"
-    assert (frozen, others) == ([0, 0], [1, 1]), "frozen weights are not touched"
+    means = [result["statistics"][0] for result in results]
+    for rank, (_, average, undone, frozen) in enumerate(result["statistics"] for result in results):
+        assert (
+            average
+            == results[0]["statistics"][1]
+            == pytest.approx([sum(each) / 3 for each in zip(*means, strict=True)])
+        )
+        assert undone == [0.0, 0.0, 0.0], "a skipped update leaves them as they were"
+        assert frozen == [rank, rank], "frozen weights are not touched"
 
 
 # -- stages and divided weights
+
+
+def layouts(mpi: MPIContext) -> dict[str, Any]:
+    return {"stages": stages_that_share(mpi), "divided": divided_weights(mpi), "adasum": tied_under_adasum(mpi)}
 
 
 def stages_that_share(mpi: MPIContext) -> dict[str, Any]:
@@ -162,40 +166,69 @@ def stages_that_share(mpi: MPIContext) -> dict[str, Any]:
     return results
 
 
+def divided_weights(mpi: MPIContext) -> dict[str, Any]:
+    """3 replicas x 2: five rows of seven on the ranks of a horizontal group, 3 and 4; and a vector that both hold."""
+    reduce.BUCKET_BYTES = 1 << 20
+    mesh = mesh_of(mpi, data=3, horizontal=2)
+    replica, horizontal = divmod(mpi.rank, 2)
+    start, stop = share(7, horizontal, 2)
+    part, whole = nn.Parameter(torch.zeros(stop - start, 5)), nn.Parameter(torch.zeros(1001))
+    place = Placement.whole([7, 5]).narrow(0, start, stop)
+    statistic = weight("statistic", torch.zeros(2), trained=False)
+    weights = [Weight("part", part, place, True), weight("whole", whole, counted=horizontal == 0), statistic]
+    reducer = reducer_of(mpi, weights, mesh=mesh)
+    reducer.begin(1)
+    (part.sum() * (1 + horizontal) + (whole * drawn(replica)).sum()).backward()
+    whole.grad[0] += horizontal * 1e-3  # as an atomic addition on a GPU might
+    statistic.tensor[0] = 3.0 * replica + horizontal * 1e-3
+    norm = float(reducer.reduce())
+    return {"norm": norm, "whole": whole.grad.tolist(), "statistic": statistic.tensor.tolist()}
+
+
+def drawn(replica: int) -> Tensor:
+    return torch.randn(1001, generator=torch.Generator().manual_seed(replica))
+
+
+def tied_under_adasum(mpi: MPIContext) -> list[float]:
+    """3 replicas x 2 stages that share a weight, every replica on a host of its own: stage s of replica r gives
+    (s + 1) in element r."""
+    mesh = mesh_of(mpi, data=3, pipeline=2)
+    stage, replica = divmod(mpi.rank, 3)
+    head = weight("head", nn.Parameter(torch.zeros(3)), counted=stage == 0)
+    config = ParallelConfig(reduction="adasum")
+    reducer = reducer_of(mpi, [head], mesh=mesh, shared={"head": [0, 1]}, config=config, ranks_per_host=1)
+    reducer.begin(1)
+    (head.tensor[replica] * (stage + 1) / 3).backward()
+    norm = float(reducer.reduce())
+    reducer.close()
+    return [*head.tensor.grad.tolist(), norm]
+
+
 @pytest.mark.mpi
-def test_a_weight_of_several_stages_has_one_gradient_and_counts_once_in_the_norm() -> None:
-    results = run_ranks(6, "tests.trainer.test_reduce:stages_that_share")
+def test_what_several_ranks_hold_has_one_gradient_and_counts_once_in_the_norm() -> None:
+    results = run_ranks(6, "tests.trainer.test_reduce:layouts")
     # per replica: own0 1, head 2, twin 3 + 4; own2 100, head 200 + 300; times 2 passes, times 1 + 2 for the replicas
     sums = {"own0": 6.0, "head": 6.0 * 502, "twin": 6.0 * 7, "own2": 600.0}
     sizes = {"own0": 3, "head": 5, "twin": 2, "own2": 3}
     norm = math.sqrt(sum(sizes[name] * sums[name] ** 2 for name in sums))
     for rank, result in enumerate(results):
-        found, gradients = result["None"]
+        found, gradients = result["stages"]["None"]
         assert found == pytest.approx(norm, rel=1e-6)
-        assert [name for name, _ in gradients] == [["own0", "head", "twin", "twin"], [], ["own2", "head", "head"]][
-            rank // 2
-        ]
+        held = [["own0", "head", "twin", "twin"], [], ["own2", "head", "head"]]
+        assert [name for name, _ in gradients] == held[rank // 2]
         assert all(gradient == [sums[name]] * sizes[name] for name, gradient in gradients)
-        assert not any(math.isfinite(result[poison][0]) for poison in ("head", "own2", "not counted"))
+        assert not any(math.isfinite(result["stages"][poison][0]) for poison in ("head", "own2", "not counted"))
 
+    whole = sum(drawn(replica) for replica in range(3))
+    norm = math.sqrt(15 * 3.0**2 + 20 * 6.0**2 + float(whole.double().square().sum()))
+    for result in (each["divided"] for each in results):
+        assert result == results[0]["divided"], "the same bits, though neighbours' buckets differ"
+        assert result["norm"] == pytest.approx(norm, rel=1e-6)
+        torch.testing.assert_close(torch.tensor(result["whole"]), whole)
+        assert result["statistic"] == [3.0, 0.0]
 
-def divided_weights(mpi: MPIContext) -> float:
-    """2 x 2: half of a weight on each rank of a horizontal group, and one that both hold."""
-    mesh = mesh_of(mpi, data=2, horizontal=2)
-    part, whole = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
-    horizontal = mpi.rank % 2
-    place = Placement.whole([6]).narrow(0, 3 * horizontal, 3 * horizontal + 3)
-    weights = [Weight("part", part, place, True), weight("whole", whole, counted=horizontal == 0)]
-    reducer = reducer_of(mpi, weights, mesh=mesh)
-    reducer.begin(1)
-    (part.sum() * (1 + horizontal) + whole.sum() * 5).backward()
-    return float(reducer.reduce())
-
-
-@pytest.mark.mpi
-def test_the_norm_counts_each_element_once_over_parts_copies_and_replicas() -> None:
-    norm = math.sqrt(3 * 2.0**2 + 3 * 4.0**2 + 2 * 10.0**2)
-    assert run_ranks(4, "tests.trainer.test_reduce:divided_weights") == pytest.approx([norm] * 4)
+    for result in results:
+        assert result["adasum"] == pytest.approx([3, 3, 3, math.sqrt(27)], rel=1e-6), "first the stages, then the hosts"
 
 
 def test_the_norm_of_sixteen_million_elements_is_right_to_six_digits() -> None:

@@ -1,0 +1,530 @@
+"""Recomputed gradients are the same bits; less is kept, products are not computed twice; what to recompute."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.graphs import MODELS, feed, tiny_transformer
+from tests.ranks import run_ranks
+from trainer import cut
+from trainer.cut import Chain, Part
+from trainer.distributed import MPIContext
+from trainer.errors import ConfigError, UnsupportedModel
+from trainer.graph import to_module
+from trainer.ops.fuse_attention import Attention
+from trainer.ops.noise import RandomNode, StochasticDepth
+from trainer.ops.norm import BatchNorm, Dropout
+from trainer.recompute import Mode, UnitCost, _is_kept, by_budget, by_name, peak_bytes, recompute
+
+MODES: tuple[Mode, ...] = ("whole", "selective")
+CASTS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# -- chains
+
+
+def whole(model: onnx.ModelProto) -> Chain:
+    """A model as a chain of one unit."""
+    return cut.whole(to_module(model)).chain
+
+
+class Block(nn.Module):
+    """Everything that must not happen twice: normalisation by the batch, and every kind of random number."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(width, 2 * width) / 4)
+        self.down = nn.Parameter(torch.randn(2 * width, width) / 4)
+        self.scale, self.shift = nn.Parameter(torch.ones(2 * width)), nn.Parameter(torch.zeros(2 * width))
+        self.register_buffer("mean", torch.zeros(2 * width))
+        self.register_buffer("variance", torch.ones(2 * width))
+        self.register_buffer("constant", torch.ones(()), persistent=False)
+        self.norm, self.dropout, self.depth = BatchNorm(0.1, 1e-5), Dropout(0.2, with_mask=True), StochasticDepth(0.7)
+        self.attention = Attention(scale=0.5, causal=False, dropout=0.1)
+        self.noise = RandomNode("normal", torch.float32, 0.0, 0.1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x: [batch, width]."""
+        h = self.norm(x @ self.up, self.scale, self.shift, self.mean, self.variance)
+        h, _ = self.dropout(F.gelu(h))
+        h = (h.float() @ self.down) + self.noise(self.constant, x)
+        heads = h.reshape(1, 4, -1, 4)
+        return (x + self.depth(self.attention(heads, heads, heads).reshape(x.shape)) * self.constant,)
+
+
+def blocks(number: int = 3, *, of: Callable[[], nn.Module] = Block) -> Chain:
+    torch.manual_seed(0)
+    names = [f"x{i}" for i in range(number + 1)]
+    parts = [Part(of(), (before,), (after,)) for before, after in itertools.pairwise(names)]
+    return Chain(parts, reads=names[:1], gives=names[-1:])
+
+
+def inputs_of(model: onnx.ModelProto, batch: int = 5) -> list[Tensor]:
+    return [torch.from_numpy(array) for array in feed(model, batch).values()]
+
+
+def learn(chain: Chain, batches: Sequence[Sequence[Tensor]], cast: torch.dtype | None = None) -> list[Tensor]:
+    """Outputs, gradients and running statistics after the forward passes of all batches and then the backward ones."""
+    torch.manual_seed(3)
+    chain.train()
+    results = []
+    for inputs in batches:
+        with torch.autocast("cpu", dtype=cast) if cast else nullcontext():
+            results.append(chain(*inputs))
+    for outputs in results:
+        losses = [output.float().square().sum() for output in outputs if output.requires_grad]
+        torch.stack(losses).sum().backward()
+    assert torch.rand(()) is not None
+    gradients = [p.grad if p.grad is not None else torch.zeros(0) for p in chain.parameters()]
+    return [*(x.detach() for outputs in results for x in outputs), *gradients, *chain.buffers(), torch.rand(3)]
+
+
+def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# -- the same bits
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("name", [*MODELS, "dropout"])
+def test_gradients_and_statistics_of_graphs_are_the_same_bits(name: str, cast: str, mode: Mode) -> None:
+    model = MODELS[name]() if name in MODELS else tiny_transformer(dropout=0.2)
+    chain = whole(model)
+    again = copy.deepcopy(chain)
+    recompute(again, mode, [0])
+    batches = [inputs_of(model), inputs_of(model, batch=3)]
+    assert equal(learn(chain, batches, CASTS[cast]), learn(again, batches, CASTS[cast]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("chosen", [[1], [0, 1, 2]])
+def test_every_kind_of_random_number_and_statistic_is_as_without(chosen: list[int], cast: str, mode: Mode) -> None:
+    chain, again = blocks(), blocks()
+    recompute(again, mode, chosen)
+    batches = [[torch.randn(8, 16)], [torch.randn(6, 16)], [torch.randn(8, 16)]]
+    first, second = learn(chain, batches, CASTS[cast]), learn(again, batches, CASTS[cast])
+    assert equal(first, second)
+    assert not torch.equal(chain.units[0].mean, torch.zeros(32)), "statistics are learned, once"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_evaluation_between_forward_and_backward_changes_nothing(mode: Mode) -> None:
+    def gradients(chain: Chain) -> list[Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(8, 16)
+        loss = chain.train()(x)[0].square().sum()
+        chain.eval()
+        with torch.no_grad():
+            chain(x)
+        loss.backward()
+        assert not any(unit.training for unit in chain.units)
+        return [p.grad for p in chain.parameters() if p.grad is not None] + list(chain.buffers())
+
+    again = blocks()
+    recompute(again, mode, [0, 1, 2])
+    assert equal(gradients(blocks()), gradients(again))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_single_sample_is_normalised_with_the_statistics_of_its_time(mode: Mode) -> None:
+    """It has none of its own. A later micro-batch has moved the running ones when its unit runs again."""
+    one, two = torch.randn(1, 16), torch.randn(8, 16)
+    chain, again = blocks(1), blocks(1)
+    recompute(again, mode, [0])
+    expected = learn(chain, [[one]])[1:5]
+    torch.manual_seed(3)
+    loss = again.train()(one)[0].square().sum()
+    again(two)
+    loss.backward()
+    assert equal([p.grad for p in again.parameters() if p.grad is not None], expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_cast_before_the_unit_ran_is_cast_again(mode: Mode) -> None:
+    """Autocast keeps its casts while its context is open: over two micro-batches here, and not in the backward pass."""
+
+    def gradients(chain: Chain) -> list[Tensor]:
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = [chain(torch.randn(8, 16))[0] for _ in range(2)]
+        torch.stack([output.float().square().sum() for output in outputs]).sum().backward()
+        return [p.grad for p in chain.parameters() if p.grad is not None]
+
+    again = blocks()
+    recompute(again, mode, [0, 1, 2])
+    assert equal(gradients(blocks()), gradients(again))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_unit_whose_backward_pass_is_made_in_two_goes_runs_again_in_each(mode: Mode) -> None:
+    def gradients(chain: Chain) -> list[Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(8, 16, requires_grad=True)
+        loss = chain(x)[0].square().sum()
+        (of_input,) = torch.autograd.grad(loss, x, retain_graph=True)
+        return [of_input, *torch.autograd.grad(loss, list(chain.parameters())), *chain.buffers()]
+
+    again = blocks()
+    recompute(again, mode, [0, 1, 2])
+    assert equal(gradients(blocks()), gradients(again))
+
+
+class Mixed(nn.Module):
+    """Reads integers, booleans and what needs no gradient; gives some of it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 8))
+        self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+    def forward(self, ids: Tensor, mask: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        h = torch.where(mask[:, None], F.embedding(ids, self.table) @ self.frozen, x)
+        return h.tanh(), ids + 1, mask, h.argmax(1), x
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("needs", [True, False])
+def test_integers_booleans_and_what_needs_no_gradient_pass_through(needs: bool, mode: Mode) -> None:
+    ids, mask, x = torch.tensor([0, 3, 4]), torch.tensor([True, False, True]), torch.randn(3, 8)
+    torch.manual_seed(0)
+    part = Part(Mixed(), ("ids", "mask", "x"), ("h", "next", "same", "most", "y"))
+    chain = Chain([part], reads=part.reads, gives=part.gives)
+    again = copy.deepcopy(chain)
+    recompute(again, mode, [0])
+    for one in (chain, again):
+        for parameter in one.parameters():
+            parameter.requires_grad_(needs and parameter.shape[0] == 5)
+    batches = [[ids, mask, x.clone().requires_grad_(needs)]] * 2
+    if needs:
+        assert equal(learn(chain, batches), learn(again, batches))
+    else:
+        assert equal(chain(*batches[0]), again(*batches[0]))
+
+
+def test_frozen_normalisation_keeps_its_statistics() -> None:
+    chain, again = blocks(), blocks()
+    recompute(again, "whole", [0, 1, 2])
+    for module in (*chain.modules(), *again.modules()):
+        if isinstance(module, BatchNorm):
+            module.frozen = True
+    batches = [[torch.randn(8, 16)], [torch.randn(8, 16)]]
+    assert equal(learn(chain, batches), learn(again, batches))
+    assert torch.equal(again.units[0].unit.mean, torch.zeros(32))  # type: ignore[union-attr]
+
+
+# -- what it saves, what it costs
+
+
+class Layers(nn.Module):
+    """A product and much beside it, of which autograd keeps eight tensors of its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (F.layer_norm(F.gelu(F.silu((x @ self.weight).tanh().sigmoid().exp())), (32,)),)
+
+
+def live_bytes(chain: Chain, x: Tensor) -> int:
+    """What a forward pass has allocated and not freed, all kinds of keeping included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        outputs = chain(x)
+    del outputs
+    return int(sum(event.self_cpu_memory_usage for event in record.key_averages()))
+
+
+def test_selective_keeps_the_products_and_whole_the_inputs_alone() -> None:
+    x = torch.randn(512, 32)
+    found = {}
+    for mode in ("none", *MODES):
+        chain = blocks(4, of=Layers)
+        recompute(chain, mode, range(4))  # type: ignore[arg-type]
+        chain(x)
+        found[mode] = live_bytes(chain, x)
+    states = 4 * 5056 + 10_000  # of the random number generator, and small change
+    assert found["none"] > 4 * 6 * x.nbytes
+    assert 4 * x.nbytes <= found["whole"] < 4 * x.nbytes + states
+    assert 8 * x.nbytes <= found["selective"] < 8 * x.nbytes + states
+
+
+def flops(chain: Chain, batches: Sequence[Sequence[Tensor]]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        learn(chain, batches)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["tiny_resnet", "tiny_bert", "dropout"])
+def test_selective_computes_no_product_and_no_convolution_twice(name: str) -> None:
+    model = MODELS[name]() if name in MODELS else tiny_transformer(dropout=0.2)
+    counts = {}
+    for mode in ("none", *MODES):
+        chain = whole(model)
+        recompute(chain, mode, [0])  # type: ignore[arg-type]
+        counts[mode] = flops(chain, [inputs_of(model)])
+    assert counts["selective"] == counts["none"]
+    assert 1.3 * counts["none"] < counts["whole"] < 1.5 * counts["none"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_training_the_unit_is_called_as_it_is(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.recompute.checkpoint", lambda *_, **__: pytest.fail("it was recomputed"))
+    chain = blocks(1, of=Layers)
+    recompute(chain, mode, [0])
+    x = torch.randn(4, 32)
+    chain.eval()(x)[0].sum().backward()
+    with torch.no_grad():
+        chain.train()(x)
+
+
+@pytest.mark.parametrize(
+    ("func", "arguments", "kept"),
+    [
+        (torch.ops.aten.mm.default, (), True),
+        (torch.ops.aten.convolution.default, (), True),
+        (torch.ops.aten.add.Tensor, (), False),
+        (torch.ops.aten._scaled_dot_product_flash_attention.default, (0, 0, 0, 0.0, True), True),
+        (torch.ops.aten._scaled_dot_product_flash_attention.default, (0, 0, 0, 0.1, True), False),
+        (torch.ops.aten._scaled_dot_product_efficient_attention.default, (0, 0, 0, None, True, 0.1), False),
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, (0, 0, 0), True),
+        (torch.ops._c10d_functional.all_reduce.default, (), True),
+        (torch.ops._c10d_functional.wait_tensor.default, (), False),
+    ],
+)
+def test_products_and_sums_over_ranks_are_kept_but_not_kernels_that_draw(func: Any, arguments: Any, kept: bool) -> None:
+    """Attention with a mask of its own, left out the second time, would leave its numbers to the next Dropout."""
+    assert _is_kept(func, arguments, {}) == kept
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return ((x @ x.T).mul_(2).tanh(),)
+
+
+def test_a_kept_product_that_is_written_over_is_refused() -> None:
+    chain = blocks(1, of=InPlace)
+    recompute(chain, "selective", [0])
+    with pytest.raises(UnsupportedModel, match=r"product of shape \[4, 4\] .*mul_.*'whole'"):
+        chain(torch.randn(4, 4, requires_grad=True))
+
+
+def test_weights_keep_their_paths_and_names_inside_the_unit() -> None:
+    chain = whole(MODELS["tiny_mlp"]())
+    before = {id(parameter) for parameter in chain.parameters()}
+    recompute(chain, "whole", [0])
+    found = [module for module in chain.modules() if hasattr(module, "onnx_names")]
+    assert [sorted(module.onnx_names.values()) for module in found] == [  # type: ignore[operator]
+        ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight"]
+    ]
+    assert {id(parameter) for parameter in chain.parameters()} == before
+    assert {path.removeprefix("units.0.unit.graph.") for path, _ in chain.named_parameters()} == set(
+        found[0].onnx_names  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["tiny_resnet", "dropout"])
+def test_compiled_units_are_recomputed_too(name: str, mode: Mode) -> None:
+    model = MODELS[name]() if name in MODELS else tiny_transformer(dropout=0.2)
+    torch.compiler.reset()
+    chain = whole(model)
+    again = copy.deepcopy(chain)
+    for one in (chain, again):
+        one.units[0] = torch.compile(one.units[0], dynamic=True)  # type: ignore[assignment]
+    recompute(again, mode, [0])
+    batches = [inputs_of(model), inputs_of(model, batch=3)]
+    assert equal(learn(chain, batches), learn(again, batches))
+
+
+# -- on ranks
+
+
+def on_two_ranks(mpi: MPIContext) -> dict[str, Any]:
+    """{what: whether it is the same bits as without, or numbers of collectives}"""
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        found[f"sharded {mode}"] = equal(sharded("none"), sharded(mode))
+        found[f"pipeline {mode}"] = equal(pipeline(mpi, "none"), pipeline(mpi, mode))
+    results = {mode: divided(mode) for mode in ("none", *MODES)}
+    for mode, (tensors, sums) in results.items():
+        found[f"divided {mode}"] = equal(results["none"][0], tensors)
+        found[f"sums {mode}"] = sums
+    return found
+
+
+def sharded(mode: Mode) -> list[Tensor]:
+    """Gradients under FSDP2, one group a unit, weights gathered again for the backward pass."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    chain = blocks()
+    recompute(chain, mode, [0, 2])
+    mesh = init_device_mesh("cpu", (2,))
+    for unit in chain.units:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(chain, mesh=mesh)
+    torch.manual_seed(5)
+    for _ in range(2):
+        chain(torch.randn(8, 16))[0].square().sum().backward()
+    gradients = [parameter.grad for parameter in chain.parameters()]
+    return [gradient.to_local() for gradient in gradients if gradient is not None] + list(chain.buffers())  # type: ignore[attr-defined]
+
+
+def pipeline(mpi: MPIContext, mode: Mode) -> list[Tensor]:
+    """Gradients of this rank's stage after 1F1B over four micro-batches."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    class Single(nn.Module):
+        def __init__(self, chain: Chain) -> None:
+            super().__init__()
+            self.chain = chain
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.chain(x)[0]  # type: ignore[no-any-return]
+
+    chain = blocks()
+    recompute(chain, mode, [0, 1, 2])
+    example = torch.empty(8, 16, requires_grad=True)
+    given = example.detach() if mpi.rank == 0 else example
+    stage = PipelineStage(Single(chain), mpi.rank, 2, mpi.device, input_args=(given,), output_args=(example,))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, _: y.square().sum(), scale_grads=False)
+    torch.manual_seed(5)
+    x = torch.randn(32, 16)
+    schedule.step(*([x] if mpi.rank == 0 else []), **({} if mpi.rank == 0 else {"target": x}))
+    return [parameter.grad for parameter in chain.parameters() if parameter.grad is not None] + list(chain.buffers())
+
+
+class Region(nn.Module):
+    """Columns, rows, and a sum over ranks in between and behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns, self.rows = nn.Parameter(torch.randn(16, 8) / 4), nn.Parameter(torch.randn(8, 16) / 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        import torch.distributed as dist
+
+        from trainer.collectives import enter, leave
+
+        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        h = leave(F.gelu(enter(x, group) @ self.columns) @ self.rows, group)
+        return (F.dropout(h, 0.2).tanh() + x,)
+
+
+def divided(mode: Mode) -> tuple[list[Tensor], int]:
+    """Gradients of a divided region, and how many sums over the ranks one forward and backward pass takes."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    chain = blocks(2, of=Region)
+    recompute(chain, mode, [0, 1])
+    with CommDebugMode() as counter:
+        results = learn(chain, [[torch.full((4, 16), 0.5, requires_grad=True)]])
+    return results, counter.get_total_counts()
+
+
+@pytest.mark.mpi
+def test_under_sharding_pipelines_and_horizontal_division_the_bits_are_the_same() -> None:
+    for found in run_ranks(2, "tests.trainer.test_recompute:on_two_ranks"):
+        sums = {mode: found.pop(f"sums {mode}") for mode in ("none", *MODES)}
+        assert all(found.values()), found
+        assert sums == {"none": 4, "selective": 4, "whole": 6}, "2 regions: forward, backward, and forward again"
+
+
+# -- which units
+
+
+def test_units_are_chosen_by_the_tensors_they_compute_and_the_weights_they_use() -> None:
+    chain = blocks(3)
+    chain.units[1].onnx_names = {"up": "h.1.up"}  # type: ignore[assignment]
+    assert by_name(chain, ["x1"]) == (0,)
+    assert by_name(chain, ["h.1.*", "x3"]) == (1, 2)
+    assert by_name(chain, ["x*"]) == (0, 1, 2)
+    assert by_name(whole(MODELS["tiny_mlp"]()), ["fc2.*"]) == (0,)
+
+
+def test_a_pattern_without_a_match_is_refused_with_what_is_near() -> None:
+    chain, later = blocks(2), blocks(1)
+    later.parts = (Part(later.parts[0].module, ("x2",), ("logits",)),)
+    assert by_name(chain, ["x2", "logits"], elsewhere=later.parts) == (1,)
+    with pytest.raises(ConfigError) as refused:
+        by_name(chain, ["x2", "logit", "nothing.*"], elsewhere=later.parts)
+    assert len(refused.value.problems) == 2
+    assert "no tensor matches 'logit'; there is logits" in refused.value.problems[0]
+
+
+EVEN = [UnitCost(flops=100, kept_bytes=80, product_bytes=30, boundary_bytes=10)] * 4
+UNEVEN = [
+    UnitCost(flops=400, kept_bytes=100, product_bytes=40, boundary_bytes=10),
+    UnitCost(flops=10, kept_bytes=100, product_bytes=80, boundary_bytes=10),
+    UnitCost(flops=50, kept_bytes=20, product_bytes=5, boundary_bytes=20),
+]
+
+
+@pytest.mark.parametrize(
+    ("units", "in_flight", "budget", "expected"),
+    [
+        (EVEN, 1, 320, ("none", ())),
+        (EVEN, 1, 319, ("selective", (0,))),
+        (EVEN, 1, 280, ("selective", (0,))),
+        (EVEN, 1, 200, ("selective", (0, 1, 2))),
+        (EVEN, 1, 199, ("whole", (0, 1))),
+        (EVEN, 1, 110, ("whole", (0, 1, 2))),
+        (EVEN, 2, 640, ("none", ())),
+        (EVEN, 2, 360, ("selective", (0, 1, 2, 3))),
+        (EVEN, 2, 150, ("whole", (0, 1, 2, 3))),
+        (UNEVEN, 1, 219, ("selective", (0,))),
+        (UNEVEN, 1, 165, ("selective", (0, 1))),
+        (UNEVEN, 1, 130, ("whole", (0,))),
+        (UNEVEN, 1, 120, ("whole", (0, 1))),
+        ([], 3, 0, ("none", ())),
+    ],
+)
+def test_the_least_recomputation_that_fits(
+    units: list[UnitCost], in_flight: int, budget: int, expected: tuple[Mode, tuple[int, ...]]
+) -> None:
+    mode, chosen = by_budget(units, in_flight=in_flight, budget_bytes=budget)
+    assert (mode, chosen) == expected
+    assert peak_bytes(units, mode, chosen, in_flight=in_flight) <= budget
+
+
+def test_what_fits_in_no_way_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"4 micro-batches take 230 bytes with all 4 units .*but 200 are left"):
+        by_budget(EVEN, in_flight=4, budget_bytes=200)
+
+
+def test_no_choice_of_units_that_fits_recomputes_much_less() -> None:
+    """Against every choice there is: greedy, but within a third of the least FLOPs, and never over the budget."""
+    random = np.random.default_rng(0)
+    worst = 1.0
+    for _ in range(40):
+        units = [
+            UnitCost(*(int(x) for x in (random.integers(1, 100), random.integers(50, 100), 50, random.integers(1, 20))))
+            for _ in range(6)
+        ]
+        choices = [c for n in range(7) for c in itertools.combinations(range(6), n)]
+        budget = int(random.integers(100, 400))
+        fitting = [c for c in choices if peak_bytes(units, "whole", c, in_flight=1) <= budget]
+        if not fitting:
+            continue
+        mode, chosen = by_budget(units, in_flight=1, budget_bytes=budget)
+        least = min(sum(units[n].flops for n in c) for c in fitting)
+        if mode == "whole":
+            worst = max(worst, sum(units[n].flops for n in chosen) / max(least, 1))
+    assert worst < 1.34

@@ -16,6 +16,8 @@ from onnx import TensorProto
 from trainer.reference import GraphWriter, build_gpt2
 
 Array = np.ndarray[Any, np.dtype[Any]]
+INV_FREQ = (1e4 ** -(np.arange(4) / 4)).astype(np.float32)
+"""Rotations for each step, of the four pairs of features of tiny_llama's heads."""
 
 
 def tiny_conv_net(*, num_classes: int = 4, image_size: int = 8, channels: int = 3, seed: int = 0) -> onnx.ModelProto:
@@ -102,6 +104,36 @@ def tiny_bert(*, vocab_size: int = 32, width: int = 16, num_heads: int = 2, num_
     return _classify(g, g.op("Tanh", _gemm(g, first, "pooler", width, width)), width, num_classes)
 
 
+def tiny_llama(*, vocab_size: int = 32, width: int = 32, num_layers: int = 2) -> onnx.ModelProto:
+    """A decoder as exporters write llama: `input_ids` [batch, sequence] -> `logits` [batch, sequence, vocab_size].
+
+    4 heads of the query share 2 of key and value, positions are rotations, RMSNorm and SiLU are spelled out, the MLP
+    has a gate, no layer a bias, the head a matrix of its own.
+    """
+    g = GraphWriter("tiny_llama", seed=0)
+    ids = g.input("input_ids", ("batch", "sequence"), TensorProto.INT64)
+    length = g.op("Gather", g.op("Shape", ids), g.weight("index_1", np.array(1)))
+    places = g.op("Range", g.weight("index_0", np.array(0)), length, "index_1")
+    rows, columns = (g.op("Unsqueeze", places, g.weight(f"axes_{axis}", [axis])) for axis in (1, 0))
+    unseen = g.op("Cast", g.op("Less", rows, columns), to=TensorProto.FLOAT)
+    mask = g.op("Mul", unseen, g.weight("masked", -1e9))  # [sequence, sequence]
+    angles = g.op("Mul", g.op("Cast", rows, to=TensorProto.FLOAT), g.weight("inv_freq", INV_FREQ))
+    angles = g.op("Concat", angles, angles, axis=-1)  # [sequence, 8], the same for all heads
+    waves = g.op("Cos", angles), g.op("Sin", angles)
+    x = g.op("Gather", g.weight("embed.weight", g.normal(0.5, vocab_size, width)), ids)
+    for layer in range(num_layers):
+        name = f"layers.{layer}"
+        h = _spelled_rms_norm(g, x, f"{name}.input_norm", width)
+        x = g.op("Add", x, _grouped_attention(g, h, waves, mask, name, width))
+        h = _spelled_rms_norm(g, x, f"{name}.post_norm", width)
+        gate, up = (_product(g, h, f"{name}.mlp.{part}", width, 2 * width) for part in ("gate", "up"))
+        h = g.op("Mul", g.op("Mul", gate, g.op("Sigmoid", gate)), up)
+        x = g.op("Add", x, _product(g, h, f"{name}.mlp.down", 2 * width, width))
+    _product(g, _spelled_rms_norm(g, x, "norm", width), "lm_head", width, vocab_size, result="logits")
+    g.output("logits", ("batch", "sequence", vocab_size))
+    return g.model()
+
+
 def tiny_loss_model(*, inputs: int = 4, num_classes: int = 3, seed: int = 0) -> onnx.ModelProto:
     """Computes its own loss: `features` [batch, inputs], `labels` [batch] -> scalar `loss`."""
     g = GraphWriter("tiny_loss_model", seed=seed)
@@ -133,6 +165,7 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
         tiny_transformer,
         tiny_mlp,
         tiny_bert,
+        tiny_llama,
         tiny_loss_model,
         tiny_two_outputs,
     )
@@ -220,6 +253,45 @@ def _encoder_attention(g: GraphWriter, x: str, mask: str, name: str, num_heads: 
     joined = g.op("Concat", batch, length, g.weight("width", [width]), axis=0)
     mixed = g.op("Reshape", g.op("Transpose", mixed, perm=[0, 2, 1, 3]), joined)
     return _linear(g, mixed, f"{name}.output", width, width)
+
+
+def _product(g: GraphWriter, x: str, name: str, inputs: int, outputs: int, *, result: str = "") -> str:
+    weight = g.weight(f"{name}.weight", g.normal(1 / math.sqrt(inputs), outputs, inputs))
+    return g.op("MatMul", x, g.op("Transpose", weight, perm=[1, 0]), outputs=result)
+
+
+def _grouped_attention(g: GraphWriter, x: str, waves: tuple[str, str], mask: str, name: str, width: int) -> str:
+    """4 heads of the query, 2 of key and value, each of which is repeated for two of the query."""
+    heads, shared, head = 4, 2, width // 4
+
+    def project(part: str, count: int) -> str:
+        split = g.weight(f"split_{count}", [0, 0, count, head])
+        y = _product(g, x, f"{name}.{part}_proj", width, count * head)
+        return g.op("Transpose", g.op("Reshape", y, split), perm=[0, 2, 1, 3])
+
+    def rotated(y: str) -> str:
+        halves = f"{y}_first", f"{y}_second"
+        g.op("Split", y, g.weight("halves", [head // 2, head // 2]), outputs=halves, axis=-1)
+        turned = g.op("Concat", g.op("Neg", halves[1]), halves[0], axis=-1)
+        return g.op("Add", g.op("Mul", y, waves[0]), g.op("Mul", turned, waves[1]))
+
+    def repeated(y: str) -> str:
+        wide = g.op("Expand", g.op("Unsqueeze", y, g.weight("axes_2", [2])), g.weight("twice", [1, 1, 2, 1, 1]))
+        return g.op("Reshape", wide, g.weight("all_heads", [0, heads, -1, head]))
+
+    query, key, value = rotated(project("q", heads)), rotated(project("k", shared)), project("v", shared)
+    key, value = repeated(key), repeated(value)
+    scores = g.op("MatMul", query, g.op("Transpose", key, perm=[0, 1, 3, 2]))
+    scores = g.op("Add", g.op("Mul", scores, g.weight("scale", head**-0.5)), mask)
+    mixed = g.op("Transpose", g.op("MatMul", g.op("Softmax", scores, axis=-1), value), perm=[0, 2, 1, 3])
+    return _product(g, g.op("Reshape", mixed, g.weight("joined", [0, 0, width])), f"{name}.o_proj", width, width)
+
+
+def _spelled_rms_norm(g: GraphWriter, x: str, name: str, width: int) -> str:
+    mean = g.op("ReduceMean", g.op("Pow", x, g.weight("two", 2.0)), g.weight("last", [-1]))
+    root = g.op("Sqrt", g.op("Add", mean, g.weight("epsilon", 1e-6)))
+    normal = g.op("Mul", x, g.op("Reciprocal", root))
+    return g.op("Mul", g.weight(f"{name}.weight", 1 + g.normal(0.1, width)), normal)
 
 
 def _spelled_layer_norm(g: GraphWriter, x: str, name: str, width: int) -> str:

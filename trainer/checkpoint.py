@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 SYNC_BYTES = 64 << 20
 """What a rank writes between two syncs with the disk and with the other ranks: on a slow disk a last sync of
 everything would look like death, to the watchdog and to whoever waits."""
+CHUNKS_PER_SYNC = 16
+"""Chunks that a rank verifies before it hears of the others, for the same reason."""
 
 
 # -- saving
@@ -256,16 +258,30 @@ def _why_not(path: Path, *, mpi: MPIContext, beat: Beat) -> str:
         sight = ""
     same = len(set(gather(mpi, sight))) == 1  # if not, it was copied to several disks: each rank reads its own
     rank, world_size = (mpi.rank, mpi.world_size) if same else (0, 1)
-    try:
-        answer = f"ok {manifest.verify(path, rank=rank, world_size=world_size, beat=beat).digest}"
-    except (CheckpointError, OSError) as error:
-        answer = str(error)
-    answers = gather(mpi, answer)
+    steps, answers = _verified(path, rank, world_size, beat), [""]
+    while "" in answers:  # in step, so that none waits long for one with a large file
+        answers = gather(mpi, next(steps))
     if problems := [answer for answer in answers if not answer.startswith("ok ")]:
         return problems[0]
     if len(set(answers)) > 1:
         return f"checkpoint {path} is another one on some ranks: SHA-256 of manifest.json is {', '.join(answers)}"
     return ""
+
+
+def _verified(path: Path, rank: int, world_size: int, beat: Beat) -> Iterator[str]:
+    """Yields "" now and then while reading, for ever after that "ok" and the manifest's digest, or what is wrong."""
+    answer = ""
+    try:
+        for number, info in enumerate(manifest.verifying(path, rank=rank, world_size=world_size), 1):
+            beat()
+            if info:
+                answer = f"ok {info.digest}"
+            elif number % CHUNKS_PER_SYNC == 0:
+                yield ""
+    except (CheckpointError, OSError) as error:
+        answer = str(error) or type(error).__name__
+    while True:
+        yield answer
 
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -185,23 +185,36 @@ def sealed(manifest: Manifest) -> bytes:
     return content.replace(UNSEALED.encode(), hashlib.sha256(content).hexdigest().encode(), 1)
 
 
-def verify(path: Path, *, rank: int = 0, world_size: int = 1, beat: Beat = lambda: None) -> CheckpointInfo:
+def verify(path: Path, *, beat: Beat = lambda: None) -> CheckpointInfo:
     """Read every byte and compare with the manifest. Needs no torch.
 
-    As one of `world_size` that share the work, reads only each `world_size`th file. Raises CheckpointError with every
-    file that is missing, unknown, of another size or digest, and with tensors that the pieces do not tile exactly;
-    OSError when the disk cannot be read.
+    Raises CheckpointError with every file that is missing, unknown, of another size or digest, and with tensors that
+    the pieces do not tile exactly; OSError when the disk cannot be read.
     """
+    for info in verifying(path):
+        beat()
+        if info:
+            return info
+    raise AssertionError("it ends with what it found")
+
+
+def verifying(path: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[CheckpointInfo | None]:
+    """`verify` in steps of CHUNK_BYTES: yields None after each, at last what it found. One of `world_size` ranks that
+    share the work reads only each `world_size`th file."""
     manifest = read_manifest(path)
     expected = {"manifest.json", *(file.name for file in manifest.files)}
     problems = [f"{name} does not belong to it" for name in sorted({entry.name for entry in path.iterdir()} - expected)]
     for number, file in enumerate(manifest.files):
-        problems += _problems(path, file, beat, read=number % world_size == rank)
+        for problem in _problems(path, file, read=number % world_size == rank):
+            if problem:
+                problems.append(problem)
+            else:
+                yield None
     problems += itertools.islice(_misplaced(manifest), NUM_NAMED)
     if problems:
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
     state = manifest.state
-    return CheckpointInfo(
+    yield CheckpointInfo(
         step=state.step,
         path=path,
         bytes=sum(file.bytes for file in manifest.files) + (path / "manifest.json").stat().st_size,
@@ -258,28 +271,26 @@ def _fits(piece: Stored, tensor: TensorEntry) -> bool:
     return inside and (piece.entry.dtype, piece.entry.shape) == (tensor.dtype, extent)
 
 
-def _problems(path: Path, file: FileEntry, beat: Beat, *, read: bool) -> Iterator[str]:
-    """What is wrong with one file, the cheapest check first; `read`: whether to read its content, too."""
+def _problems(path: Path, file: FileEntry, *, read: bool) -> Iterator[str]:
+    """What is wrong with one file, the cheapest check first. `read`: whether to read it, too; "" after each chunk."""
     place = path / file.name
     if place.is_symlink() or not place.is_file():
         yield f"{file.name} is missing"
-    elif (size := place.stat().st_size) != file.bytes:
-        yield f"{file.name} has {size:,} bytes, not {file.bytes:,}"
-    elif not read:
         return
-    elif (digest := _digest(place, beat)) != file.sha256:
-        yield f"{file.name} has SHA-256 {digest}, not {file.sha256}"
+    if (size := place.stat().st_size) != file.bytes:
+        yield f"{file.name} has {size:,} bytes, not {file.bytes:,}"
+        return
+    if not read:
+        return
+    digest = hashlib.sha256()
+    with place.open("rb", buffering=0) as content:
+        while chunk := content.read(CHUNK_BYTES):
+            digest.update(chunk)
+            yield ""
+    if digest.hexdigest() != file.sha256:
+        yield f"{file.name} has SHA-256 {digest.hexdigest()}, not {file.sha256}"
     elif _header(place) != file.tensors:
         yield f"{file.name} holds other tensors than manifest.json says"
-
-
-def _digest(path: Path, beat: Beat) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            beat()
-    return digest.hexdigest()
 
 
 def _header(path: Path) -> dict[str, TensorEntry] | None:

@@ -27,12 +27,12 @@ import torch
 
 from tasks.checkpoint import Keeper
 from tests.ranks import ROOT, run_ranks
-from trainer.checkpoint import load, save
+from trainer.checkpoint import Part, load, save
 from trainer.config import CheckpointConfig
 from trainer.distributed import MPIContext
 from trainer.errors import CheckpointError
 from trainer.manifest import TrainState, announced, is_whole, list_checkpoints, newest_whole
-from trainer.placement import Placement
+from trainer.placement import Placement, share
 from trainer.run import RunDir
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
@@ -54,9 +54,18 @@ def tensors(step: int, size: int = 1000) -> dict[str, torch.Tensor]:
 def saved(run: RunDir, step: int, *, size: int = 1000, **options: Any) -> Path:
     metrics = {"evaluation/loss": LOSSES.get(step, 1.0)}
     state = TrainState(step=step, samples_seen=0, scaler={}, metrics=metrics, evaluated_at=step)
-    held = {name: (tensor, Placement.whole(tensor.shape)) for name, tensor in tensors(step, size).items()}
-    options = {"attempt": run.current_attempt, "parts": held, "mpi": ALONE, **options}
-    return save(run, state=state, **options)
+    options = {"attempt": run.current_attempt, "mpi": ALONE, **options}
+    parts = held(tensors(step, size), options["mpi"])
+    return save(run, state=state, parts=parts, **options)
+
+
+def held(tensors: dict[str, torch.Tensor], mpi: MPIContext) -> dict[str, Part]:
+    """A rank's parts: of every second tensor its stretch, of the others all."""
+    parts = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        start, stop = share(len(tensor), mpi.rank, mpi.world_size) if number % 2 else (0, len(tensor))
+        parts[name] = (tensor[start:stop], Placement.whole(tensor.shape).narrow(0, start, stop))
+    return parts
 
 
 def damage(path: Path) -> None:

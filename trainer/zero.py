@@ -19,11 +19,11 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import Node, register_multi_grad_hook, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -85,6 +85,9 @@ class Sharded:
         self._tied = TiedGradients(trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
         self._device = mpi.device
         self._passes = [_Passes(stage.chain, zero=config.zero) for stage in stages]
+        if config.zero == 3:
+            for stage in stages:
+                _forget_casts(stage.chain, self._device)
 
     def begin(self, num_backwards: int, num_targets: float = 1.0) -> None:
         """A step begins: no gradients; running statistics are remembered.
@@ -175,14 +178,81 @@ class _Passes:
             module.set_reshard_after_backward(last or self._zero == 3, recurse=False)
 
 
+# -- autocast
+
+VIEWS = {f"{view}Backward0" for view in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze")}
+"""Steps of autograd that give the memory of a tensor another shape."""
+
+
+def _forget_casts(chain: Chain, device: torch.device) -> None:
+    """Under autocast, do not keep the weights in half precision beyond the unit that uses them.
+
+    Autocast keeps such copies for the whole forward pass, and autograd for the backward pass: together half of all
+    weights, where ZeRO 3 promises those of a unit. So they are cast again in the backward pass: the same bits.
+    """
+    hooks = saved_tensors_hooks(_pack, _unpack)
+    inside = []
+
+    def enter(chain: nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled() and torch.is_autocast_enabled(device.type):
+            hooks.__enter__()
+            inside.append(True)
+
+    def leave(chain: nn.Module, inputs: object, outputs: object) -> None:
+        if inside:
+            inside.pop()
+            hooks.__exit__()
+
+    chain.register_forward_pre_hook(enter)
+    chain.register_forward_hook(leave, always_call=True)
+    for unit in chain.units:
+        unit.register_forward_hook(lambda unit, inputs, outputs: torch.clear_autocast_cache())
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """A weight in half precision, or a view of that."""
+
+    weight: Tensor
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+def _pack(tensor: Tensor) -> Tensor | _Cast:
+    if tensor.dtype not in (torch.float16, torch.bfloat16):
+        return tensor
+    step = _behind_views(tensor.grad_fn)
+    if step is None or step.name() != "ToCopyBackward0":
+        return tensor
+    weight = getattr(_behind_views(step.next_functions[0][0]), "variable", None)
+    if weight is None or not weight.is_contiguous():
+        return tensor
+    # a cast keeps the order of the memory, transposed or not
+    return _Cast(weight, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _behind_views(step: Node | None) -> Node | None:
+    while step is not None and step.name() in VIEWS:
+        step = step.next_functions[0][0]
+    return step
+
+
+def _unpack(kept: Tensor | _Cast) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    return kept.weight.detach().to(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
+
+
 # -- dividing
 
 
 def _divides(weight: Weight, *, zero: int) -> bool:
     """Whether the replicas divide a weight. FSDP cannot divide scalars, and sums gradients of one type together;
     before ZeRO 3 there is no use in gathering frozen weights again and again."""
-    tensor, shape = weight.tensor, weight.placement.shape  # of the whole: all ranks of a horizontal group divide it
-    if not isinstance(tensor, nn.Parameter) or not shape or math.prod(shape) == 0:
+    tensor = weight.tensor
+    if not isinstance(tensor, nn.Parameter) or tensor.ndim == 0 or tensor.numel() == 0:
         return False
     return tensor.dtype == torch.float32 if weight.trained else zero == 3
 

@@ -22,6 +22,7 @@ from trainer.config import RunConfig
 from trainer.cut import Stage
 from trainer.distributed import Coordinate, MPIContext, ParallelDims
 from trainer.errors import CheckpointError
+from trainer.horizontal import divide, plan_regions
 from trainer.loss import Loss
 from trainer.placement import Placement, slices
 from trainer.reduce import Reducer, gradient
@@ -132,8 +133,14 @@ def assemble(
     )
 
 
-def _divide(module, config, mesh, here):
-    return {}, None
+def _divide(
+    module: graph.ImportedGraph, config: RunConfig, mesh: DeviceMesh, here: Coordinate
+) -> tuple[dict[str, Placement], None]:
+    """Divide the layers over the horizontal axis; name -> which part of a divided weight this rank has from now on."""
+    parallel = config.parallel
+    group = mesh.get_group("horizontal").group_name
+    regions = plan_regions(module, parallel.horizontal, convolutions=parallel.convolutions)
+    return divide(module, regions, rank=here.horizontal, group=group), None
 
 
 def _cut(module, config, here, example):

@@ -16,9 +16,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.cut import Stage
-from trainer.distributed import lost_a_peer
+from trainer.distributed import lost_a_peer, new_group
 from trainer.errors import UnsupportedModel
 from trainer.loss import Totals
 from trainer.schedules import Autocast, Finish, MicroBatch, Scheduled, Shapes, gradients_of, trained, unchanged
@@ -42,7 +43,7 @@ class Pipeline:
 
     stages: this rank's, in order; `shapes` is not asked if they are all there are. counted: whether this rank's
     losses count in the sum over the world; of the ranks that hold the last stage of one replica, one does.
-    autocast: makes the context of the forward pass. Both groups carry their own time-out.
+    autocast: makes the context of the forward pass. group_pipeline: see `stage_group`.
     Raises ConfigError for stages that the schedule cannot run.
     """
 
@@ -181,6 +182,17 @@ class Pipeline:
                     f"({PARITY:g} is allowed); use 'interleaved' or '1f1b'"
                 )
         self._unproved = False
+
+
+def stage_group(mesh: DeviceMesh, *, timeout_s: float) -> dist.ProcessGroup:
+    """The ranks of this one's pipeline axis, for the messages between stages.
+
+    The mesh's own group would do but for its time-out: gloo's messages from one rank to another keep the one that
+    their group was made with, 30 minutes in a mesh. Collective: every rank of the world.
+    """
+    groups = [new_group(column, timeout_s=timeout_s) for column in mesh.mesh.flatten(1).T.tolist()]
+    (own,) = (group for group in groups if group is not None)
+    return own
 
 
 PARITY = 1e-3

@@ -6,6 +6,8 @@ Every rank also runs all the stages by itself and compares.
 from __future__ import annotations
 
 import copy
+import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,9 +22,10 @@ from torch import Tensor, nn
 from tests.ranks import run_ranks
 from trainer import schedules
 from trainer.cut import Chain, Part, Stage
-from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.pipeline import Pipeline
-from trainer.schedules import Scheduled, schedule_class
+from trainer.distributed import MPIContext, ParallelDims, lost_a_peer, make_mesh
+from trainer.errors import UnsupportedModel
+from trainer.pipeline import Pipeline, stage_group
+from trainer.schedules import Autocast, Scheduled, schedule_class
 
 CPU = torch.device("cpu")
 CLASSES = 5
@@ -99,7 +102,7 @@ def parts() -> list[Part]:
 OUTPUTS = ("late", "early")
 
 
-def cut(members: Sequence[Part], num_stages: int, outputs: Sequence[str] = OUTPUTS) -> list[Stage]:
+def cut(members: Sequence[Part], num_stages: int) -> list[Stage]:
     """The parts as so many stages: every value goes through all stages between its maker and its last reader."""
     size = len(members) // num_stages
     stages, receives = [], ()
@@ -107,8 +110,8 @@ def cut(members: Sequence[Part], num_stages: int, outputs: Sequence[str] = OUTPU
         mine, later = members[index * size : (index + 1) * size], members[(index + 1) * size :]
         inputs = tuple(place for place, name in enumerate(INPUTS) if any(name in part.reads for part in mine))
         known = (*receives, *(name for part in mine for name in part.gives))
-        needed = {name for part in later for name in part.reads} | set(outputs)
-        gives = tuple(name for name in known if name in needed) if later else tuple(outputs)
+        needed = {name for part in later for name in part.reads} | set(OUTPUTS)
+        gives = tuple(name for name in known if name in needed) if later else OUTPUTS
         chain = Chain(mine, reads=(*receives, *(INPUTS[place] for place in inputs)), gives=gives)
         stages.append(Stage(index, num_stages, chain, receives, inputs, gives, (), ()))
         receives = gives
@@ -174,23 +177,24 @@ class Place:
         schedule: str = "1f1b",
         per_rank: int = 1,
         make: Callable[[], list[Part]] = parts,
-        loss: Any = None,
-        outputs: Sequence[str] = OUTPUTS,
+        autocast: Autocast = nullcontext,
+        timeout_s: float = 20,
     ) -> None:
         dims = ParallelDims(data=data, pipeline=mpi.world_size // data)
-        mesh = make_mesh(mpi, dims, timeout_s=20)
+        mesh = make_mesh(mpi, dims, timeout_s=timeout_s)
         here = dims.coordinate(mpi.rank)
         self.replica, self.data = here.data, mesh.get_group("data")
-        every = cut(make(), dims.pipeline * per_rank, outputs)
+        every = cut(make(), dims.pipeline * per_rank)
         self.stages = every[here.pipeline :: dims.pipeline]
 
         def shapes(inputs: Sequence[Tensor]) -> list[Stage]:
-            return measured(every, inputs)[here.pipeline :: dims.pipeline]
+            with autocast():
+                return measured(every, inputs)[here.pipeline :: dims.pipeline]
 
-        kind = {"loss": loss or BothOutputs(), "autocast": nullcontext, "device": CPU}
-        groups = {"group_pipeline": mesh.get_group("pipeline"), "group_data": self.data}
+        kind = {"loss": BothOutputs(), "autocast": autocast, "device": CPU}
+        groups = {"group_pipeline": stage_group(mesh, timeout_s=timeout_s), "group_data": self.data}
         self.pipeline = Pipeline(self.stages, schedule=schedule, shapes=shapes, **kind, **groups)
-        self.alone = cut(make(), 4 if len(make()) == 4 else 2, outputs)
+        self.alone = cut(make(), 4)
         own = mesh.get_group("horizontal")
         self.whole = Pipeline(self.alone, schedule="", shapes=lambda _: [], **kind, group_pipeline=own, group_data=own)
 
@@ -218,7 +222,7 @@ class Place:
             (same,) = [other for other in theirs if other.gives == part.gives]
             for (name, weight), other in zip(part.module.named_parameters(), same.module.parameters(), strict=True):
                 wanted = torch.zeros_like(other) if other.grad is None else other.grad
-                assert wanted.abs().max() > 0 or "early" in name, f"{name} has no gradient, so nothing is compared"
+                assert wanted.abs().max() > 0 or not weight.requires_grad, f"{name} has no gradient to compare"
                 yield float((weight.grad - wanted).abs().max())
             for found, wanted in zip(part.module.buffers(), same.module.buffers(), strict=True) if statistics else ():
                 yield float((found - wanted).abs().max())
@@ -227,26 +231,36 @@ class Place:
 # -- training
 
 
+def frozen() -> list[Part]:
+    """What crosses the first cut has no gradient."""
+    made = parts()
+    made[0].module.requires_grad_(False)
+    return made
+
+
 def every_schedule(mpi: MPIContext, cases: list[list[Any]]) -> dict[str, float]:
     Scheduled.KEPT = 2  # so that some are made again
     found = {}
-    for schedule, per_rank, num, *carried in cases:
-        schedules.CARRIED |= bool(carried)
-        place = Place(mpi, schedule=schedule, per_rank=per_rank)
+    for schedule, per_rank, num, *options in cases:
+        schedules.CARRIED |= "integers carried as floats" in options
+        make = frozen if "frozen" in options else parts
+        autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16) if "bf16" in options else nullcontext
+        place = Place(mpi, schedule=schedule, per_rank=per_rank, make=make, autocast=autocast)
         steps = [
             [batch(seed) for seed in range(num)],
             [batch(seed + 50) for seed in range(num)],  # the same again: nothing is left of the step before
             [*(batch(seed + 9, length=6) for seed in range(num)), batch(40, size=2, length=3, group=1)],
             [batch(41, size=2 + seed % 2, length=2, group=seed) for seed in range(3)],
         ]
-        found[f"{schedule} {per_rank} x {num}"] = max(place.step(mine, mine) for mine in steps)
+        found[str([schedule, per_rank, num, *options])] = max(place.step(mine, mine) for mine in steps)
     return found
 
 
 @pytest.mark.mpi
 def test_two_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule() -> None:
     cases = [["gpipe", 1, 3], ["1f1b", 1, 4], ["1f1b", 1, 5], ["interleaved", 2, 4], ["interleaved", 2, 5]]
-    cases += [["zero_bubble", 1, 4], ["zero_bubble", 2, 4], ["1f1b", 1, 2, "integers carried as floats"]]
+    cases += [["zero_bubble", 1, 4], ["zero_bubble", 2, 4], ["1f1b", 1, 4, "bf16"], ["1f1b", 1, 4, "frozen"]]
+    cases += [["1f1b", 1, 2, "integers carried as floats"]]
     for differences in run_ranks(2, "tests.trainer.test_pipeline:every_schedule", cases):
         assert len(differences) == len(cases)
         assert max(differences.values()) < 2e-6, differences
@@ -351,3 +365,86 @@ def test_replicas_of_a_pipeline_train_and_evaluate_as_one_whether_or_not_all_hav
         assert max(differences.values()) < 2e-6, differences
         assert metrics["1"] == pytest.approx(metrics["by hand"], rel=1e-6)
         assert metrics["2"] == pytest.approx(metrics["by hand"], rel=1e-6)
+
+
+# -- what goes wrong
+
+
+class Once(torch.autograd.Function):
+    """A product whose backward pass is right once; computing gradients of weights apart asks for it again."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(x, weight)
+        context.times = 0
+        return x * weight
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = context.saved_tensors
+        context.times += 1
+        return gradient * weight, (gradient * x).sum(0) * (context.times == 1)
+
+
+class Scaled(Turned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, h: Tensor, even: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(Once.apply(h, self.scale), even)
+
+
+def not_to_be_taken_apart() -> list[Part]:
+    first, second, third, last = parts()
+    return [first, second, replace(third, module=Scaled()), last]
+
+
+class Planted(Turned):
+    """Fails as soon as it computes."""
+
+    def forward(self, h: Tensor, even: Tensor) -> tuple[Tensor, ...]:
+        raise UnsupportedModel("planted")
+
+
+def ending(place: Place) -> list[Any]:
+    """How a step ends: the error, whether it only speaks of another rank, and after how long."""
+    started_at = time.monotonic()
+    try:
+        place.pipeline.run([batch(seed) for seed in range(4)], Gradients(place.stages), scale=1.0)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}", lost_a_peer(error), time.monotonic() - started_at]
+    return ["none", False, 0.0]
+
+
+def failing(mpi: MPIContext) -> list[list[Any]]:
+    from mpi4py import MPI
+
+    together = MPI.COMM_WORLD.Barrier
+    ends = [ending(Place(mpi, schedule="zero_bubble", make=not_to_be_taken_apart, timeout_s=2))]
+    together()
+    place = Place(mpi, timeout_s=2)
+    place.step([batch(1), batch(2)], [batch(1), batch(2)])
+    if mpi.rank == 1:
+        time.sleep(4)
+    ends.append(ending(place))
+    together()
+    place = Place(mpi, timeout_s=2)
+    if mpi.rank == 1:
+        place.stages[0].chain.units[0].forward = Planted().forward
+    return [*ends, ending(place)]
+
+
+@pytest.mark.mpi
+def test_whatever_ends_a_rank_its_neighbours_say_that_they_lost_it() -> None:
+    first, second = run_ranks(2, "tests.trainer.test_pipeline:failing")
+    refused, hung, planted = zip(first, second, strict=True)
+    assert refused[1][0] == (
+        "UnsupportedModel: parallel.schedule 'zero_bubble' makes a gradient of units.0.scale that is 1.0e+00 off "
+        "(0.001 is allowed); use 'interleaved' or '1f1b'"
+    )
+    assert planted[1][0] == "UnsupportedModel: planted"
+    assert not planted[1][1]
+    for left_alone in (refused[0], hung[0], planted[0]):
+        assert left_alone[1], left_alone
+        assert left_alone[2] < 10

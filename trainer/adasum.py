@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed import MPIContext
 from trainer.placement import share
-from trainer.transport import COMPRESSED, Channel, Courier, Job, from_halves, open_channel, to_halves
+from trainer.transport import COMPRESSED, Channel, Courier, Job, add_halves, halves_size, open_channel, to_halves
 
 SMALLEST_SQUARE = math.sqrt(sys.float_info.min)
 CHUNK = 1 << 20
@@ -100,7 +100,7 @@ class Adasum:
     def _weigh(self, num_targets: float) -> None:
         """Find this host's N / Σ nᵣ."""
         assert self._replicas is not None
-        counts = self._replicas.gather(torch.full_like(self._scale, num_targets))  # in the order of the hosts' replicas
+        counts = _gathered(self._replicas, torch.full_like(self._scale, num_targets))  # host by host
         before = sum(len(replicas) for replicas in self._hosts[: self._own_host])
         own = counts[before : before + len(self._hosts[self._own_host])].sum()
         self._scale = torch.where(own > 0, counts.sum() / own, 0.0)
@@ -141,16 +141,27 @@ class Adasum:
         products = mine + across.exchange(mine, peer)
         for channel in (self._owners, self._parts):  # the other stretches, and other ranks' parts of divided weights
             assert channel is not None
-            products = channel.gather(products).sum(0)
+            products = _gathered(channel, products).sum(0)
         layout.add(first, second, factors(products), into=vector)
 
     def _swap(self, across: Channel, vector: Tensor, peer: int) -> Tensor:
         """The peer's vector; this one becomes what the peer has got of it."""
         if self._dtype is None:
             return across.exchange(vector, peer)
-        sent = to_halves(vector.float(), self._dtype)
-        vector.copy_(from_halves(sent, self._dtype))
-        return from_halves(across.exchange(sent, peer), self._dtype).to(vector.dtype)
+        sent = torch.empty(halves_size(vector.numel()), dtype=torch.uint8, device=vector.device)
+        to_halves(vector.float(), self._dtype, sent)
+        came = torch.zeros_like(vector, dtype=torch.float32)
+        add_halves(across.exchange(sent, peer), self._dtype, came)
+        own = torch.zeros_like(came)
+        add_halves(sent, self._dtype, own)
+        vector.copy_(own)
+        return came.to(vector.dtype)
+
+
+def _gathered(channel: Channel, row: Tensor) -> Tensor:
+    rows = row.new_empty(channel.size, *row.shape)
+    channel.gather(row, rows)
+    return rows
 
 
 class Layout:

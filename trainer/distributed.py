@@ -176,6 +176,8 @@ def die_with_parent() -> None:
 def _init_mpi() -> ModuleType:
     """MPI without mpi4py's exit hook: MPI_Finalize at exit would make a failed rank wait for the others."""
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    # Open MPI: a thread that waits for gradients leaves its core to the backward pass instead of spinning on it
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

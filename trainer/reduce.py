@@ -316,6 +316,7 @@ def _carrier(
             timeout_s=timeout_s,
             ranks_per_host=ranks_per_host,
         )
+    # a channel of its own: statistics are summed by the main thread at the same time, in the mesh's group
     columns = mesh.mesh.flatten(1, 2).transpose(1, 2).flatten(0, 1).tolist()  # [pipeline x horizontal, data]
     channel = open_channel(transport, columns, timeout_s=timeout_s)
     assert channel is not None

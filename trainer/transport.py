@@ -34,6 +34,8 @@ POLL_S = 5e-5
 """A rank that has waited for QUICK_POLLS leaves the core to its backward pass for this long each time."""
 MOST_ELEMENTS = 1 << 28
 """Of one MPI call, which counts in C ints."""
+CHUNK = 1 << 17
+"""Elements converted at a time: what is in between stays in the cache."""
 
 
 class Carrier(Protocol):
@@ -78,7 +80,7 @@ class Summed:
 
     def __init__(self, channel: Channel, *, compression: str, device: torch.device, timeout_s: float) -> None:
         self._channel = channel
-        self._dtype = COMPRESSED.get(compression)
+        self._sum = Halves(channel, COMPRESSED[compression]).sum if compression != "none" else channel.sum
         self._courier = Courier(device, timeout_s=timeout_s)
 
     def begin(self, num_targets: float) -> None:
@@ -86,9 +88,7 @@ class Summed:
 
     def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
         """Sum over the channel."""
-        if self._dtype is None:
-            return self._courier.send(partial(self._channel.sum, flat))
-        return self._courier.send(partial(sum_of_halves, self._channel, flat, self._dtype))
+        return self._courier.send(partial(self._sum, flat))
 
     def close(self) -> None:
         """End the thread, free the channel."""
@@ -163,11 +163,11 @@ class Channel(Protocol):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """That of rank `source` to all."""
 
-    def deal(self, rows: Tensor) -> Tensor:
-        """Row i of `rows` [size, ...] goes to rank i. Returns what came, in the order of ranks."""
+    def deal(self, rows: Tensor, came: Tensor) -> None:
+        """Row i of `rows` [size, ...] goes to rank i; `came` gets what the ranks have sent here, in their order."""
 
-    def gather(self, row: Tensor) -> Tensor:
-        """All ranks' rows, [size, ...]."""
+    def gather(self, row: Tensor, rows: Tensor) -> None:
+        """`rows` [size, ...] gets the rows of all ranks, in their order."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """With one other rank, which calls it too: its tensor, of the same shape."""
@@ -208,19 +208,17 @@ class TorchChannel:
         if self._group is not None:
             dist.broadcast(tensor, group=self._group, group_src=source)
 
-    def deal(self, rows: Tensor) -> Tensor:
+    def deal(self, rows: Tensor, came: Tensor) -> None:
         if self._group is None:
-            return rows
-        came = torch.empty_like(rows)
-        dist.all_to_all_single(came, rows, group=self._group)
-        return came
+            came.copy_(rows)
+        else:
+            dist.all_to_all_single(came, rows, group=self._group)
 
-    def gather(self, row: Tensor) -> Tensor:
-        rows = row.new_empty(self.size, *row.shape)
+    def gather(self, row: Tensor, rows: Tensor) -> None:
         if self._group is None:
-            return rows.copy_(row)
-        dist.all_gather(list(rows.unbind()), row, group=self._group)
-        return rows
+            rows.copy_(row)
+        else:
+            dist.all_gather(list(rows.unbind()), row, group=self._group)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         came = torch.empty_like(tensor)
@@ -262,17 +260,13 @@ class MPIChannel:
         self._meet()
         self._comm.Bcast(_bytes(tensor), source)
 
-    def deal(self, rows: Tensor) -> Tensor:
-        came = torch.empty_like(rows)
+    def deal(self, rows: Tensor, came: Tensor) -> None:
         self._meet()
         self._comm.Alltoall(_bytes(rows), _bytes(came))
-        return came
 
-    def gather(self, row: Tensor) -> Tensor:
-        rows = row.new_empty(self.size, *row.shape)
+    def gather(self, row: Tensor, rows: Tensor) -> None:
         self._meet()
         self._comm.Allgather(_bytes(row), _bytes(rows))
-        return rows
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         came = torch.empty_like(tensor)
@@ -318,39 +312,72 @@ def _bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 # -- halves
 
 
-def sum_of_halves(channel: Channel, flat: Tensor, dtype: torch.dtype) -> None:
-    """Sum over the channel, in place: sent as `dtype`, added in fp32, with the same bits on every rank.
+class Halves:
+    """Sums over a channel, sent as halves, added in fp32, with the same bits on every rank.
 
         each rank   [ for 0 | for 1 | for 2 ]  --deal-->  its stretch of all ranks, added in fp32  --gather-->  all
 
-    As many elements travel as in an all-reduce of their own, which would round the sum at each of its hops instead
-    of twice. See `to_halves` for overflow.
+    As many elements travel as in an all-reduce of halves, which would round the sum at each of its hops instead of
+    twice. Memory is kept from sum to sum: to be given new pages takes longer than the arithmetic.
     """
-    length = 2 * -(-flat.numel() // (2 * channel.size))  # even: each row of bytes begins at a multiple of 4
-    padded = flat.new_zeros(channel.size, length, dtype=torch.float32)
-    padded.view(-1)[: flat.numel()] = flat
-    came = channel.deal(torch.stack([to_halves(row, dtype) for row in padded]))
-    total = from_halves(came[0], dtype)
-    for row in came[1:]:  # in the order of ranks, wherever it is done
-        total += from_halves(row, dtype)
-    for row, halves in zip(padded, channel.gather(to_halves(total, dtype)), strict=True):
-        row.copy_(from_halves(halves, dtype))
-    flat.copy_(padded.view(-1)[: flat.numel()])
+
+    def __init__(self, channel: Channel, dtype: torch.dtype) -> None:
+        self._channel, self._dtype = channel, dtype
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def sum(self, flat: Tensor) -> None:
+        """In place. See `to_halves` for overflow. Collective: the channel."""
+        if flat.dtype != torch.float32:
+            wide = flat.float()
+            self.sum(wide)
+            flat.copy_(wide)
+            return
+        size = self._channel.size
+        length = 2 * -(-flat.numel() // (2 * size))  # even: each row of bytes begins at a multiple of 4
+        stretches = [flat[rank * length : (rank + 1) * length] for rank in range(size)]
+        sent, came = self._wires(size, halves_size(length), flat.device)
+        for stretch, wire in zip(stretches, sent, strict=True):
+            to_halves(stretch, self._dtype, wire)
+        self._channel.deal(sent, came)
+        own = stretches[self._channel.rank].zero_()
+        for wire in came:  # in the order of ranks, wherever it is done
+            add_halves(wire, self._dtype, own)
+        to_halves(own, self._dtype, sent[0])
+        self._channel.gather(sent[0], came)
+        for stretch, wire in zip(stretches, came, strict=True):
+            add_halves(wire, self._dtype, stretch.zero_())
+
+    def _wires(self, rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._memory.numel() < 2 * rows * size:
+            self._memory = torch.empty(2 * rows * size, dtype=torch.uint8, device=device)
+        sent, came = self._memory[: 2 * rows * size].view(2, rows, size)
+        return sent, came
 
 
-def to_halves(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 [n] as 2n + 4 bytes: each value over a power of two, and that power.
+def halves_size(length: int) -> int:
+    """Bytes of so many values as halves."""
+    return 4 + 2 * length
+
+
+def to_halves(values: Tensor, dtype: torch.dtype, wire: Tensor) -> None:
+    """Write fp32 values to bytes: a power of two, and each value over it. `wire` may be longer.
 
     The power brings the greatest magnitude just below 2^15, so that nothing overflows in fp16, and gradients of a
     mean loss, which are small, do not vanish in it: what is 2^-29 of the greatest still has all its digits. Powers of
     two round nothing. Infinity and NaN go over as they are: an overflow must be seen, not mended.
     """
-    greatest = values.abs().max() if values.numel() else values.new_zeros(())
+    greatest = torch.stack(torch.aminmax(values)).abs().max() if values.numel() else values.new_zeros(())
     exponent = torch.frexp(greatest).exponent.sub(15).clamp(-126, 126)
-    scale = torch.ldexp(torch.ones_like(greatest), torch.where(greatest.isfinite(), exponent, 0))
-    return torch.cat([scale.view(1).view(torch.uint8), (values / scale).to(dtype).view(torch.uint8)])
+    exponent = torch.where(greatest.isfinite(), exponent, 0)
+    scale, inverse = (torch.ldexp(torch.ones_like(greatest), power) for power in (exponent, -exponent))
+    wire[:4].view(torch.float32).copy_(scale)
+    halves = wire[4 : halves_size(values.numel())].view(dtype)
+    for part, half in zip(torch.split(values, CHUNK), torch.split(halves, CHUNK), strict=True):
+        half.copy_(part * inverse)
 
 
-def from_halves(halves: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `to_halves` was given, but for rounding."""
-    return halves[4:].view(dtype).float() * halves[:4].view(torch.float32)
+def add_halves(wire: Tensor, dtype: torch.dtype, values: Tensor) -> None:
+    """Add what `to_halves` was given, but for rounding, to fp32 values."""
+    scale, halves = wire[:4].view(torch.float32), wire[4 : halves_size(values.numel())].view(dtype)
+    for part, half in zip(torch.split(values, CHUNK), torch.split(halves, CHUNK), strict=True):
+        part.add_(half.float().mul_(scale))

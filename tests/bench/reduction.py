@@ -1,0 +1,73 @@
+"""Time to sum a bucket of gradients over the replicas of one host, by each route: `python -m tests.bench.reduction`.
+
+The routes take turns on the same ranks, so that the ratios hold on a busy machine; the median of each is shown, and
+how many times faster than gloo's all-reduce it is. Halves cost arithmetic, which memory shared by ranks does not give
+back: they are for networks. Exits with 1 unless MPI is the faster one for buckets as the reducer packs them, and
+larger ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from trainer.distributed import MPIContext
+from trainer.reduce import BUCKET_BYTES
+from trainer.transport import Direct, Summed, open_channel
+
+SIZES_KIB = (64, 256, 1024, 4096, 16384)
+ROUTES = ("gloo", "gloo fp16", "gloo bf16", "mpi", "mpi fp16", "mpi bf16")
+ROUNDS = 15
+
+
+def times(mpi: MPIContext) -> dict[str, list[float]]:
+    """Milliseconds of one bucket, from sending to having it: for each route, one median for each size."""
+    everyone = [list(range(mpi.world_size))]
+    carriers = {}
+    for route in ROUTES:
+        by, _, compression = route.partition(" ")
+        channel = open_channel("mpi" if by == "mpi" else "torch", everyone, timeout_s=30)
+        assert channel is not None
+        if route == "gloo":
+            carriers[route] = Direct(dist.group.WORLD)
+        else:
+            carriers[route] = Summed(channel, compression=compression or "none", device=mpi.device, timeout_s=30)
+    found: dict[str, list[float]] = {route: [] for route in ROUTES}
+    for size in SIZES_KIB:
+        flat = torch.ones(size * 256)
+        taken: dict[str, list[float]] = {route: [] for route in ROUTES}
+        for _ in range(ROUNDS):
+            for route, carrier in carriers.items():
+                dist.barrier()
+                started = time.perf_counter()
+                carrier.start(flat.fill_(1.0), [flat.numel()])()
+                taken[route].append((time.perf_counter() - started) * 1e3)
+        for route in ROUTES:
+            found[route].append(statistics.median(taken[route][2:]))
+    for carrier in carriers.values():
+        carrier.close()
+    return found
+
+
+def main() -> int:
+    faster = True
+    for num_ranks in (2, 4):
+        found = run_ranks(num_ranks, "tests.bench.reduction:times", timeout_s=240)[0]
+        print(f"\n{num_ranks} ranks; milliseconds, and times faster than gloo")
+        print(f"{'KiB':>6} " + "".join(f"{route:>17}" for route in ROUTES))
+        for place, size in enumerate(SIZES_KIB):
+            base = found["gloo"][place]
+            cells = (f"{found[route][place]:>9.2f} ({base / found[route][place]:>4.1f})" for route in ROUTES)
+            print(f"{size:>6} " + "".join(f"{cell:>17}" for cell in cells), flush=True)
+            faster &= size * 1024 < BUCKET_BYTES or found["mpi"][place] < base
+    print(f"from {BUCKET_BYTES >> 10} KiB on, MPI is {'faster' if faster else 'NOT faster'}")
+    return 0 if faster else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -75,9 +75,11 @@ class Reducer:
         self._buckets = early + late
         self._num_early = len(early)
         self._led = {id(weight) for weight in (*own, *led)}
+        self._gradients = [bucket.gradients for bucket in self._buckets]
         for weight in self._trained:
             if id(weight) not in self._led:
                 weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
+                self._gradients.append(gradient(weight))
         self.num_sent = 0
         """Buckets on their way, or there, in this step."""
         self._num_backwards = 0
@@ -94,8 +96,8 @@ class Reducer:
         self._before = [weight.tensor.clone() for weight in self._statistics]
         self._num_backwards, self.num_sent = num_backwards, 0
         self._carrier.begin(num_targets)
-        for weight in self._trained:
-            gradient(weight).zero_()
+        for tensor in self._gradients:
+            tensor.zero_()
         for bucket in self._buckets:
             bucket.missing, bucket.arrivals = len(bucket.weights), [0] * len(bucket.weights)
 
@@ -128,8 +130,8 @@ class Reducer:
     def multiply(self, factor: float) -> None:
         """Scale every gradient in place: un-scaling and clipping are one multiplication."""
         if factor != 1.0:
-            for weight in self._trained:
-                gradient(weight).mul_(factor)
+            for tensor in self._gradients:
+                tensor.mul_(factor)
 
     def sum(self, *numbers: float | Tensor) -> list[float]:
         """Sum a few numbers over all ranks. Collective: every rank of the world."""

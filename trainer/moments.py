@@ -6,7 +6,7 @@
 
 bf16 halves the memory. It is rounded stochastically: up or down, more often to the nearer, so that the mean is the
 number itself. Rounding to the nearest loses every change below 1/512 of a number: a second moment that decays by
-1/1000 a step stops at a third of where it should end.
+1/1000 a step stops at a quarter of where it should end.
 
 The random bits are no generator's: they are a hash of (seed, step, name, place of the element in the whole weight).
 So there is nothing to save, a repeated step repeats them, copies of a weight stay equal, and every layout rounds with

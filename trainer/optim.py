@@ -334,9 +334,6 @@ def load_optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights, ten
                 tensor.copy_(given[name])
 
 
-load_optimizer_tensors = load_optimizer_parts
-
-
 def _state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, list[tuple[Tensor, Placement]]]:
     """Name of a state tensor -> that of each copy of the weight, and which part it is."""
     state: dict[str, list[tuple[Tensor, Placement]]] = {}

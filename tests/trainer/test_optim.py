@@ -1,10 +1,12 @@
-"""Update rules against their formulas, schedules against their tables, attributes and state by name."""
+"""Update rules against their formulas, schedules against their tables, parts of weights, state by name."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,19 @@ from torch import Tensor, nn
 
 from trainer.config import OptimizerConfig, ScheduleConfig, WeightAttributes
 from trainer.errors import CheckpointError, ConfigError
+from trainer.moments import CHUNK, key, noise, put_places, round_
 from trainer.optim import (
     build_optimizer,
     clip_factor,
     learning_rate,
-    load_optimizer_tensors,
+    load_optimizer_parts,
+    optimizer_keys,
+    optimizer_parts,
     optimizer_tensors,
     set_learning_rate,
 )
+from trainer.placement import Placement
+from trainer.weights import Weight
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Rule = Callable[[Array, Array, dict[str, Array], int], Array]
@@ -252,10 +259,12 @@ def test_every_pattern_that_matches_nothing_is_named() -> None:
 
 # -- state by name
 
-RULES = [
+RULES: list[dict[str, Any]] = [
     {"name": "adam", "weight_decay_mode": "huggingface"},
     {"name": "adamw"},
+    {"name": "adamw", "moments": "bf16"},
     {"name": "lamb"},
+    {"name": "lamb", "moments": "bf16"},
     {"name": "sgd", "momentum": 0.9},
     {"name": "sgd"},
 ]
@@ -284,7 +293,7 @@ def test_saved_state_goes_on_with_the_same_bits(settings: dict[str, Any], saved_
     resumed, second = make()
     for name, weight in resumed:
         weight.data.copy_(saved[f"model/{name}"])
-    load_optimizer_tensors(second, resumed, saved)
+    load_optimizer_parts(second, resumed, saved)
     go(resumed, second, first=saved_after, last=6)
     for (_, a), (_, b) in zip(whole, resumed, strict=True):
         assert torch.equal(a, b)
@@ -297,6 +306,274 @@ def test_a_checkpoint_of_another_optimizer_is_refused_with_every_name() -> None:
     del saved["optimizer/b/step"]
     saved["optimizer/c/step"] = torch.zeros(())
     with pytest.raises(CheckpointError) as refused:
-        load_optimizer_tensors(build_optimizer(OptimizerConfig(name="lamb"), named), named, saved)
+        load_optimizer_parts(build_optimizer(OptimizerConfig(name="lamb"), named), named, saved)
     for finding in ("a/moment_1 is (3,), not (2,)", "b/step is missing", "c/step is not of this optimizer or model"):
         assert finding in str(refused.value)
+
+
+@pytest.mark.parametrize("settings", RULES, ids=lambda settings: "-".join(map(str, settings.values())))
+def test_the_names_of_the_state_are_known_without_a_weight(settings: dict[str, Any]) -> None:
+    config = OptimizerConfig.model_validate(settings)
+    named = parameters("a", "b.c")
+    assert optimizer_keys(config, ["a", "b.c"]) == optimizer_tensors(build_optimizer(config, named), named).keys()
+
+
+# -- parts of weights, copies of weights, no weights
+
+
+def divided(shape: Sequence[int], *cuts: tuple[int, Sequence[int]]) -> list[Placement]:
+    """Placements of the parts of a tensor cut along a dimension into these lengths; each part again by the next cut."""
+    parts = [Placement.whole(shape)]
+    for dim, lengths in cuts:
+        ends = list(itertools.accumulate(lengths, initial=0))
+        parts = [part.narrow(dim, a, b) for part in parts for a, b in itertools.pairwise(ends)]
+    return parts
+
+
+def take(whole: Tensor, placement: Placement) -> Tensor:
+    part = torch.empty(placement.local_shape)
+    for where, content in placement.take(whole):
+        part[tuple(slice(a, b) for a, b in where)] = content
+    return part
+
+
+LAYOUTS = {
+    "uneven rows, one rank without any": {"w": divided((3, 5), (0, (2, 1, 0))), "b": divided((7,), (0, (0, 7, 0)))},
+    "columns": {"w": divided((3, 5), (1, (2, 2, 1))), "b": divided((7,), (0, (3, 2, 2)))},
+    "fused": {
+        "w": [Placement.whole((3, 5)).divide(1, (2, 3), rank, 3) for rank in range(3)],
+        "b": [Placement.whole((7,)).divide(0, (3, 4), rank, 3) for rank in range(3)],
+    },
+}
+
+
+class Sums:
+    """What ranks send to each other, between threads."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.barrier = threading.Barrier(num_ranks, timeout=20)
+        self.given = [torch.empty(0)] * num_ranks
+
+    def of(self, rank: int) -> Callable[[Tensor], Tensor]:
+        def total(squares: Tensor) -> Tensor:
+            self.given[rank] = squares
+            self.barrier.wait()
+            result = torch.stack(self.given).sum(0)
+            self.barrier.wait()
+            return result
+
+        return total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("settings", RULES, ids=lambda settings: "-".join(map(str, settings.values())))
+def test_parts_of_weights_go_where_the_whole_weights_go(settings: dict[str, Any], layout: str) -> None:
+    config = OptimizerConfig.model_validate(settings | {"weight_decay": 0.1, "learning_rate": 0.01})
+    torch.manual_seed(0)
+    whole = [("w", nn.Parameter(torch.randn(3, 5))), ("b", nn.Parameter(torch.randn(7)))]
+    reference, sums, places = build_optimizer(config, whole, seed=5), Sums(3), LAYOUTS[layout]
+    ranks = [
+        [Weight(n, nn.Parameter(take(w.detach(), places[n][rank])), places[n][rank], trained=True) for n, w in whole]
+        for rank in range(3)
+    ]
+    optimizers = [build_optimizer(config, ranks[r], seed=5, total_squares=sums.of(r)) for r in range(3)]
+    for _ in range(5):
+        for name, weight in whole:
+            weight.grad = torch.randn_like(weight)
+            for part in (part for rank in ranks for part in rank if part.name == name):
+                part.tensor.grad = take(weight.grad, part.placement)
+        reference.step()
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda optimizer: optimizer.step(), optimizers))
+    expected = dict(whole) | optimizer_tensors(reference, whole)
+    for optimizer, rank in zip(optimizers, ranks, strict=True):
+        found = {part.name: (part.tensor, part.placement) for part in rank} | optimizer_parts(optimizer, rank)
+        assert found.keys() == expected.keys()
+        for name, (part, placement) in found.items():
+            torch.testing.assert_close(part.float(), take(expected[name].float(), placement), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", RULES, ids=lambda settings: "-".join(map(str, settings.values())))
+def test_copies_of_a_weight_stay_equal_and_are_saved_once(settings: dict[str, Any]) -> None:
+    config = OptimizerConfig.model_validate(settings)
+    named = [("tied", nn.Parameter(torch.ones(5))), ("a", nn.Parameter(torch.ones(2)))]
+    named.append(("tied", nn.Parameter(torch.ones(5))))
+    optimizer = build_optimizer(config, named)
+
+    def go() -> None:
+        for name, weight in named:
+            weight.grad = torch.linspace(-1, 1, len(weight)) if name == "tied" else torch.ones(2)
+        optimizer.step()
+
+    go()
+    assert torch.equal(named[0][1], named[2][1])
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, named).items()}
+    assert saved.keys() == optimizer_keys(config, ["tied", "a"])
+    for _, weight in named:
+        for tensor in optimizer.state[weight].values():
+            tensor.zero_()
+    load_optimizer_parts(optimizer, named, saved)
+    for part, tensor in optimizer.state[named[2][1]].items():
+        assert torch.equal(tensor, saved[f"optimizer/tied/{part}"])
+    go()
+    assert torch.equal(named[0][1], named[2][1])
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "sgd"])
+def test_a_rank_without_a_trained_weight_takes_part(name: str) -> None:
+    asked = []
+
+    def total(squares: Tensor) -> Tensor:
+        asked.append(squares.shape)
+        return squares
+
+    config = OptimizerConfig.model_validate({"name": name, "weights": [WeightAttributes(pattern="h.*")]})
+    optimizer = build_optimizer(config, [], elsewhere=["h.0"], total_squares=total)
+    set_learning_rate(optimizer, 0.1)
+    optimizer.step()
+    assert asked == ([(2, 0)] if name == "lamb" else [])
+    assert optimizer_parts(optimizer, []) == {}
+    with pytest.raises(ConfigError, match=r"pattern 'h\.\*' matches no weight"):
+        build_optimizer(config, [], elsewhere=["g.0"])
+
+
+# -- moments in bf16
+
+
+def test_a_second_moment_rounded_to_the_nearest_stops_at_a_quarter_and_stochastically_arrives() -> None:
+    """v -> g² = 1 by 1/1000 of the difference a step; bf16 loses those below 1/512 of v.
+
+    Where v is too small every update is too large: 1 / √v of the learning rate.
+    """
+    num_steps, rate = 5000, 1e-3
+    ends = {}
+    for kept in ("stochastically", "to the nearest"):
+        moments = "bf16" if kept == "stochastically" else "fp32"
+        weight = nn.Parameter(torch.zeros(500))
+        optimizer = build_optimizer(OptimizerConfig(moments=moments, learning_rate=rate), [("w", weight)])
+        for _ in range(num_steps):
+            weight.grad = torch.ones(500)
+            optimizer.step()
+            v = optimizer.state[weight]["moment_2"]
+            v.copy_(v.bfloat16())  # nothing new if it is kept in bf16
+        ends[kept] = v.float(), weight.detach() / (-rate * num_steps)
+    v, way = ends["stochastically"]
+    assert float(v.mean()) == pytest.approx(1.0 - 0.999**num_steps, rel=0.005)
+    assert float(v.std()) < 0.05
+    assert float((way - 1).abs().max()) < 0.03
+    v, way = ends["to the nearest"]
+    assert float(v.max()) < 0.3
+    assert float(way.min()) > 1.5
+
+
+def test_rounding_keeps_the_mean_and_goes_no_further_than_the_neighbours() -> None:
+    values = torch.tensor([1.001, -3.14159, 1e-30, 6.5e4, 0.0, -0.0, 1.0])
+    many = values.repeat(40_000, 1).flatten()
+    places = torch.empty(many.numel(), dtype=torch.int32)
+    put_places(places, Placement.whole(many.shape), 0, key(0, 1, "w"))
+    rounded = many.clone()
+    round_(rounded, noise(places)[0])
+    assert torch.equal(rounded, rounded.bfloat16().float()), "bf16 has them exactly"
+    relative = (rounded.reshape(-1, 7).double().mean(0) - values.double()) / values.abs().clamp(min=1e-45)
+    assert float(relative.abs().max()) < 2**-8 / math.sqrt(40_000) * 3
+    assert float(((rounded - many) / many.abs().clamp(min=1e-45)).abs().max()) < 2**-7
+    assert torch.equal(rounded.reshape(-1, 7)[:, 4:], many.reshape(-1, 7)[:, 4:]), "what bf16 has stays"
+
+
+def test_random_bits_are_even_and_those_of_two_moments_steps_and_weights_have_nothing_in_common() -> None:
+    def draw(step: int, name: str) -> list[Tensor]:
+        places = torch.empty(1 << 18, dtype=torch.int32)
+        put_places(places, Placement.whole((1 << 18,)), 0, key(7, step, name))
+        return [random.double() for random in noise(places)]
+
+    draws = torch.stack([*draw(1, "w"), *draw(2, "w"), *draw(1, "v")])
+    assert float(draws.min()) >= 0
+    assert float(draws.max()) == 0xFFFF
+    bits = torch.stack([(draws.long() >> bit) & 1 for bit in range(16)]).double()
+    assert float((bits.mean(-1) - 0.5).abs().max()) < 0.005
+    shifted = torch.cat([draws[:, :-1], draws[:, 1:]])  # neighbours, too
+    correlations = torch.corrcoef(shifted) - torch.eye(len(shifted))
+    assert float(correlations.abs().max()) < 0.01
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement.whole(()),
+        Placement.whole((4, 6)).narrow(0, 1, 3),
+        Placement.whole((4, 6)).narrow(1, 2, 5),
+        Placement.whole((4, 6)).divide(0, (2, 2), 1, 2),
+        Placement.whole((4, 6)).divide(1, (3, 3), 0, 3).narrow(0, 1, 4),
+        Placement.whole((3, 4, 5)).narrow(1, 1, 3).narrow(2, 0, 4),
+    ],
+)
+def test_every_layout_rounds_an_element_with_the_bits_of_its_place(placement: Placement) -> None:
+    places = torch.arange(math.prod(placement.shape)).reshape(placement.shape)
+    expected = take(places.float(), placement).flatten()
+    for start in range(0, placement.numel, 3):
+        out = torch.empty(min(3, placement.numel - start), dtype=torch.int32)
+        put_places(out, placement, start, 2**31 + 5)
+        assert torch.equal(out.long() - (5 - 2**31), expected[start : start + 3].long())
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_moments_in_bf16_take_half_the_memory_whatever_chunks_they_are_updated_in(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for chunk in (1 << 16, 100):
+        monkeypatch.setitem(CHUNK, "cpu", chunk)
+        torch.manual_seed(0)
+        named = [(f"w{n}", nn.Parameter(torch.randn(n, 7))) for n in (0, 3, 50, 2)]
+        optimizer = build_optimizer(OptimizerConfig.model_validate({"name": name, "moments": "bf16"}), named)
+        for _ in range(3):
+            for _, weight in named:
+                weight.grad = torch.randn_like(weight)
+            optimizer.step()
+        results.append([weight for _, weight in named] + list(optimizer_tensors(optimizer, named).values()))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    of_moments = sum(tensor.nbytes for tensor in results[0][4:] if tensor.ndim)
+    assert of_moments == sum(weight.nbytes for weight in results[0][:4])
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_moments_of_another_type_are_converted(before: str, after: str) -> None:
+    named = parameters("a")
+    first, second = (
+        build_optimizer(OptimizerConfig.model_validate({"moments": moments}), named) for moments in (before, after)
+    )
+    for optimizer in (first, second):
+        named[0][1].grad = torch.tensor([0.3, -0.7])
+        optimizer.step()
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(first, named).items()}
+    load_optimizer_parts(second, named, saved)
+    for name, tensor in optimizer_tensors(second, named).items():
+        assert torch.equal(tensor, saved[name].to(tensor.dtype))
+        assert name.endswith("step") or tensor.dtype == (torch.bfloat16 if after == "bf16" else torch.float32)
+
+
+def trained(name: str, moments: str) -> tuple[float, Tensor]:
+    """Mean loss of the last 100 of 600 steps of a small network on a fixed task, and its weights."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 8)
+    y = torch.sin(x @ torch.randn(8, 4)) + 0.1 * torch.randn(256, 4)
+    network = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    config = OptimizerConfig.model_validate({"name": name, "moments": moments, "learning_rate": 0.003})
+    optimizer = build_optimizer(config, network.named_parameters())
+    losses = []
+    for step in range(600):
+        batch = torch.randint(256, (32,), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = (network(x[batch]) - y[batch]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-100:]) / 100, nn.utils.parameters_to_vector(network.parameters()).detach()
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_training_with_moments_in_bf16_ends_within_3_percent_of_fp32(name: str) -> None:
+    (loss, exact), (rounded_loss, rounded) = trained(name, "fp32"), trained(name, "bf16")
+    assert rounded_loss == pytest.approx(loss, rel=0.01)
+    assert float((rounded - exact).norm() / exact.norm()) < 0.03

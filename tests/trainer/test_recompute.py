@@ -339,6 +339,7 @@ def test_weights_keep_their_paths_and_names_inside_the_unit() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # inductor's own
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["tiny_resnet", "dropout"])
 def test_compiled_units_are_recomputed_too(name: str, mode: Mode) -> None:

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint import TrainState, load, save
 from trainer.config import OptimizerConfig, ScheduleConfig, WeightAttributes
+from trainer.distributed import MPIContext
 from trainer.errors import CheckpointError, ConfigError
 from trainer.moments import CHUNK, key, noise, put_places, round_
 from trainer.optim import (
@@ -28,6 +31,7 @@ from trainer.optim import (
     set_learning_rate,
 )
 from trainer.placement import Placement
+from trainer.run import RunDir
 from trainer.weights import Weight
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -551,6 +555,23 @@ def test_moments_of_another_type_are_converted(before: str, after: str) -> None:
     for name, tensor in optimizer_tensors(second, named).items():
         assert torch.equal(tensor, saved[name].to(tensor.dtype))
         assert name.endswith("step") or tensor.dtype == (torch.bfloat16 if after == "bf16" else torch.float32)
+
+
+def test_a_checkpoint_keeps_bf16(tmp_path: Path) -> None:
+    named = parameters("a", "b")
+    optimizer = build_optimizer(OptimizerConfig(moments="bf16"), named)
+    for _, weight in named:
+        weight.grad = torch.tensor([0.3, -0.7])
+    optimizer.step()
+    run, mpi = RunDir(tmp_path), MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
+    run.begin_attempt()
+    parts, state = optimizer_parts(optimizer, named), TrainState(step=1, samples_seen=1, scaler={}, metrics={})
+    path = save(run, attempt=run.current_attempt, state=state, parts=parts, mpi=mpi)
+    _, tensors = load(path)
+    assert tensors.keys() == parts.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, parts[name][0])
+        assert tensor.dtype == parts[name][0].dtype
 
 
 def trained(name: str, moments: str) -> tuple[float, Tensor]:

@@ -35,7 +35,7 @@ class BatchLoss(Protocol):
 class Engine(Protocol):
     """Who collects the gradients (trainer/reduce.py, trainer/zero.py)."""
 
-    def begin(self, num_backwards: int) -> None: ...
+    def begin(self, num_backwards: int, num_targets: float) -> None: ...
 
 
 class Pipeline:
@@ -90,8 +90,9 @@ class Pipeline:
         groups = [list(group) for group in _groups(micro_batches)]
         if self._unproved and self._scheduled.takes_apart(len(groups[0])):
             self._prove(groups[0], engine, beat)
-        engine.begin(len(micro_batches))
-        total, counted = self._count(micro_batches)
+        mine = sum(self._loss.count(batch.labels, batch.size) for batch in micro_batches if not batch.idle)
+        engine.begin(len(micro_batches), mine)
+        total, counted = self._over_replicas(mine)
         share = torch.zeros((), device=self._device)
 
         def finish(batch: MicroBatch, outputs: Sequence[Tensor]) -> Tensor:
@@ -145,13 +146,12 @@ class Pipeline:
         # every gradient is 0 but there, as collectives and counts of backward passes expect; 0 x inf would be NaN
         return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
 
-    def _count(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Callable[[], object]]:
-        """Targets of the step over all replicas, and what to call before reading it.
+    def _over_replicas(self, count: int) -> tuple[Tensor, Callable[[], object]]:
+        """The sum of a count over all replicas, and what to call before reading it.
 
-        The sum travels while the first forward pass computes.
+        It travels while the first forward pass computes.
         """
-        mine = sum(self._loss.count(batch.labels, batch.size) for batch in micro_batches if not batch.idle)
-        total = torch.tensor(float(mine), device=self._device)
+        total = torch.tensor(float(count), device=self._device)
         if self._group.size() == 1:
             return total, lambda: None
         work = dist.all_reduce(total, group=self._group, async_op=True)
@@ -162,7 +162,7 @@ class Pipeline:
         gradients = []
         for schedule in ("interleaved", "zero_bubble"):
             self._scheduled.schedule = schedule
-            engine.begin(len(batches) + 1)  # never complete, so nothing is sent
+            engine.begin(len(batches) + 1, 1)  # never complete, so nothing is sent
             with unchanged(self._stages, self._device):
                 try:
                     self._through(batches, self._differentiable, beat, training=True)

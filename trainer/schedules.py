@@ -22,6 +22,7 @@ from trainer.errors import ConfigError
 from trainer.loss import Batch
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
     Schedule = PipelineScheduleMulti | PipelineScheduleSingle
@@ -83,7 +84,7 @@ class Scheduled:
         self._device = device
         self._group = group
         self._shells = [_Shell(stage, autocast, fresh=schedule == "zero_bubble") for stage in stages]
-        self._kept: OrderedDict[object, Schedule] = OrderedDict()
+        self._kept: OrderedDict[object, tuple[Schedule, list[PipelineStage]]] = OrderedDict()
         if schedule == "zero_bubble" and (problem := _indivisible(stages)):
             raise ConfigError(f"parallel.schedule 'zero_bubble' {problem}; use 'interleaved' or '1f1b'")
 
@@ -92,8 +93,11 @@ class Scheduled:
         return schedule_class("zero_bubble", num, self._group.size(), len(self._shells)) == ZERO_BUBBLE
 
     def run(self, batches: Sequence[MicroBatch], finish: Finish, beat: Callable[[], None]) -> None:
-        """Forward, and backward unless gradients are off. Collective: every rank of the pipeline axis."""
-        schedule = self._for(batches[0].inputs, len(batches), backward=torch.is_grad_enabled())
+        """Forward, and backward unless gradients are off. Collective: every rank of the pipeline axis.
+
+        batches: of one shape.
+        """
+        schedule, stages = self._for(batches[0].inputs, len(batches), backward=torch.is_grad_enabled())
         for shell in self._shells:
             shell.batches, shell.finish, shell.beat = batches, finish, beat
         numbers = torch.arange(len(batches))
@@ -104,10 +108,11 @@ class Scheduled:
             if reason is error:
                 raise
             raise reason  # noqa: B904  its own cause is the one to show
-        for shell in self._shells:
+        for shell, stage in zip(self._shells, stages, strict=True):
             shell.batches = ()
+            stage.clear_runtime_states()  # or it would keep what it sent until the next time
 
-    def _for(self, inputs: Sequence[Tensor], num: int, *, backward: bool) -> Schedule:
+    def _for(self, inputs: Sequence[Tensor], num: int, *, backward: bool) -> tuple[Schedule, list[PipelineStage]]:
         key = (self.schedule, backward, num, *((value.shape, value.dtype) for value in inputs))
         if key not in self._kept:
             self._kept[key] = self._make(inputs, num, backward=backward)
@@ -116,8 +121,8 @@ class Scheduled:
         self._kept.move_to_end(key)
         return self._kept[key]
 
-    def _make(self, inputs: Sequence[Tensor], num: int, *, backward: bool) -> Schedule:
-        from torch.distributed.pipelining import PipelineStage, schedules
+    def _make(self, inputs: Sequence[Tensor], num: int, *, backward: bool) -> tuple[Schedule, list[PipelineStage]]:
+        from torch.distributed.pipelining import PipelineStage, schedules  # here: one rank needs neither
 
         made = []
         for shell, stage in zip(self._shells, self._shapes(inputs), strict=True):
@@ -140,7 +145,7 @@ class Scheduled:
         several = name not in ("ScheduleGPipe", "Schedule1F1B")
         computed = (lambda outputs, target: outputs[0]) if backward else None  # by the shell
         schedule: Schedule = getattr(schedules, name)(made if several else made[0], num, computed, scale_grads=False)
-        return schedule
+        return schedule, made
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  gives the operators their shapes on meta tensors
+import torch.distributed._functional_collectives  # gives the operators their shapes on meta tensors
 from torch import Tensor
 
 

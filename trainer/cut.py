@@ -1,13 +1,28 @@
-"""Cutting the graph: into stages for the pipeline, and stages into units for ZeRO and recomputation."""
+"""Cutting the graph: into stages for the pipeline, and stages into units for ZeRO and recomputation.
+
+    nodes in order    a b c | d e f | g h      parts
+    crosses           c         c f            what a later part reads, or is on its way to one
+
+What is computed from weights, constants and lengths alone (transposed weights, positions, numbers for Reshape) never
+crosses: each part that needs it computes it again. So a cut is where the graph's own values are few and small.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
-from trainer.graph import ImportedGraph
+from trainer.cost import NodeCost
+from trainer.errors import ConfigError
+from trainer.graph import ImportedGraph, hold_constants_back
+from trainer.ops.assumed import is_kept
 
 
 @dataclass(frozen=True)
@@ -16,11 +31,13 @@ class Part:
 
     module: nn.Module
     """Called with `reads` in order; returns the tuple `gives`, always a tuple. `module.onnx_names` as ImportedGraph's,
-    of the tensors that it uses."""
+    of the stored tensors that it uses."""
     reads: tuple[str, ...]
-    """Values that come from earlier parts, and inputs of the graph, by name."""
+    """Values that come from earlier parts, and inputs of the graph, by the names of their nodes."""
     gives: tuple[str, ...]
     """Values it computes that later parts or the caller need."""
+    nodes: tuple[str, ...] = ()
+    """The nodes of `order` that it computes."""
 
 
 class Chain(nn.Module):
@@ -59,20 +76,403 @@ class Stage:
     """The same of `gives`."""
 
 
+@dataclass(frozen=True)
+class CutPoint:
+    """A place between two nodes where the graph may be cut."""
+
+    position: int
+    """Nodes of `order` before it."""
+    crossing: tuple[str, ...]
+    """The nodes whose values cross it, in order."""
+    num_bytes: int
+    """What they take, for one micro-batch."""
+    narrow: bool
+    """Whether a single one of them has a gradient."""
+
+
+def order(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that compute something of the data, as they run: what cuts are between."""
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output") and not _again(node)]
+
+
+# -- what is computed again in each part
+
+
+def _again(node: fx.Node) -> bool:
+    """Whether a value is computed again wherever it is needed: from weights, constants and lengths alone."""
+    if "again" not in node.meta:
+        if node.op == "get_attr":
+            again = True
+        elif node.op not in ("call_function", "call_method") or is_kept(node) or node.is_impure():
+            again = False
+        else:
+            again = _is_length(node) or (_draws_nothing(node) and all(map(_again, node.all_input_nodes)))
+        node.meta["again"] = again
+    return bool(node.meta["again"])
+
+
+def _is_length(node: fx.Node) -> bool:
+    """`x.size(dim)`: a number of any tensor."""
+    return node.op == "call_method" and node.target == "size" and len(node.args) == 2
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return not any(word in name for word in ("rand", "dropout", "bernoulli", "normal_", "uniform", "multinomial"))
+
+
+def _tensors_read(node: fx.Node) -> set[fx.Node]:
+    """The nodes whose tensors a node reads, itself or for what is computed again; not those it asks the length of."""
+    found: set[fx.Node] = set()
+    pending = list(node.all_input_nodes)
+    while pending:
+        read = pending.pop()
+        if read.op == "placeholder" or not _again(read):
+            found.add(read)
+        elif not _is_length(read):
+            pending += read.all_input_nodes
+    return found
+
+
+# -- where it may be cut
+
+
+def cut_points(graph: fx.Graph, costs: Mapping[str, NodeCost]) -> list[CutPoint]:
+    """Every place where only tensors cross, and none of them is divided or part of a sum."""
+    nodes = order(graph)
+    last_use = _last_uses(graph, nodes)
+    points, crossing = [], dict[fx.Node, None]()
+    for position, node in enumerate(nodes[:-1], start=1):
+        crossing[node] = None
+        crossing = {value: None for value in crossing if last_use.get(value, 0) > position}
+        if all(_may_cross(value, costs) for value in crossing):
+            with_gradient = sum(costs[value.name].outputs[0].requires_grad for value in crossing)
+            size = sum(costs[value.name].output_bytes for value in crossing)
+            points.append(CutPoint(position, tuple(value.name for value in crossing), size, with_gradient == 1))
+    return points
+
+
+def _last_uses(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Node -> number of the last node that reads its tensor, from 1; the graph's outputs are read after all."""
+    last_use: dict[fx.Node, int] = {}
+    for number, node in enumerate(nodes, start=1):
+        last_use |= dict.fromkeys(_tensors_read(node), number)
+    (output,) = graph.find_nodes(op="output")
+    return last_use | dict.fromkeys(_tensors_read(output), len(nodes) + 1)
+
+
+def _may_cross(node: fx.Node, costs: Mapping[str, NodeCost]) -> bool:
+    tensors = costs[node.name].outputs
+    is_tensor = len(tensors) == 1 and not any(user.target is operator.getitem for user in node.users)
+    return is_tensor and "horizontal" not in node.meta
+
+
+def work(graph: fx.Graph, costs: Mapping[str, NodeCost]) -> list[int]:
+    """What each node of `order` takes: its arithmetic, and for what is none as much as it gives bytes."""
+    return [costs[node.name].flops + costs[node.name].output_bytes for node in order(graph)]
+
+
+SLACK = 1.15
+"""What the longest stage may take, of what it must: in exchange for less that crosses."""
+
+
+def balanced(points: Sequence[CutPoint], amounts: Sequence[int], num_parts: int) -> list[CutPoint]:
+    """The cuts that make `num_parts` parts whose greatest is nearly as small as it can be, and of those where least
+    crosses. amounts: what each node of `order` takes. Raises ConfigError when there are too few points."""
+    if len(points) < num_parts - 1:
+        raise ConfigError(
+            f"the graph can be cut in {len(points)} places only, so into {len(points) + 1} parts at most, not "
+            f"{num_parts}; lower parallel.pipeline or parallel.stages_per_rank"
+        )
+    before = [0]
+    for amount in amounts:
+        before.append(before[-1] + amount)
+    ends = [before[point.position] for point in points]
+    low, high = before[-1] / num_parts, float(before[-1])
+    while high - low > 1e-3 * high:  # the least greatest part
+        middle = (low + high) / 2
+        low, high = (low, middle) if _cheapest(ends, before[-1], points, num_parts, middle) else (middle, high)
+    found = _cheapest(ends, before[-1], points, num_parts, SLACK * high)
+    assert found is not None
+    return found
+
+
+def _cheapest(
+    ends: Sequence[int], total: int, points: Sequence[CutPoint], num_parts: int, limit: float
+) -> list[CutPoint] | None:
+    """The cuts with the fewest bytes of those that leave no part above the limit; None if there are none."""
+    none = float("inf")
+    best = [0.0] + [none] * len(points)  # place 0 is the beginning; place i is after point i - 1
+    places = [0, *ends]
+    froms: list[list[int]] = []
+    for _ in range(num_parts - 1):
+        best, chosen = _extended(best, places, points, limit)
+        froms.append(chosen)
+    last = min(
+        (place for place in range(len(places)) if total - places[place] <= limit and best[place] < none),
+        key=best.__getitem__,
+        default=None,
+    )
+    if last is None:
+        return None
+    cuts = []
+    for chosen in reversed(froms):
+        cuts.append(points[last - 1])
+        last = chosen[last]
+    return cuts[::-1]
+
+
+def _extended(
+    best: Sequence[float], places: Sequence[int], points: Sequence[CutPoint], limit: float
+) -> tuple[list[float], list[int]]:
+    """One part more: the fewest bytes up to each place, and the place that part begins at. A minimum over a window."""
+    costs, froms, window, first = [float("inf")], [0], list[int](), 0
+    for place in range(1, len(places)):
+        while len(window) > first and best[window[-1]] >= best[place - 1]:
+            window.pop()
+        window.append(place - 1)
+        while first < len(window) and places[place] - places[window[first]] > limit:
+            first += 1
+        begin = window[first] if first < len(window) else place - 1
+        fits = first < len(window)
+        costs.append(best[begin] + points[place - 1].num_bytes if fits else float("inf"))
+        froms.append(begin)
+    return costs, froms
+
+
+def named(graph: fx.Graph, points: Sequence[CutPoint], cuts: Sequence[str | tuple[str, ...]]) -> list[CutPoint]:
+    """The cuts where just the named tensors cross, besides what has no gradient (masks).
+
+    An entry may be written as the predecessor's cut lists are: edges with `:` between them, each a tensor's name,
+    with `-consumer1/consumer2` behind it or not. Raises ConfigError for each that is no such place.
+    """
+    known = {name: node.name for node in graph.nodes for name in (*node.meta.get("onnx", ()), node.name)}
+    found, problems = [], []
+    for entry in cuts:
+        edges = entry.split(":") if isinstance(entry, str) else entry
+        names = [edge if edge in known else edge.rpartition("-")[0] or edge for edge in edges]
+        if unknown := [name for name in names if name not in known]:
+            problems.append(f"parallel.cuts: the graph computes no tensor {', '.join(unknown)}" + _near(unknown, known))
+            continue
+        wanted = {known[name] for name in names}
+        place = next((point for point in points if wanted <= {*point.crossing}), None)
+        fits = [point for point in points if wanted <= {*point.crossing} and _only(point, wanted, graph)]
+        if fits:
+            found.append(fits[0])
+        elif place is None:
+            problems.append(f"parallel.cuts: {' and '.join(names)} cross no cut that can be made: not at one place")
+        else:
+            problems.append(
+                f"parallel.cuts: where {' and '.join(names)} cross, so do others; all: {', '.join(place.crossing)}"
+            )
+    if [point.position for point in found] != sorted({point.position for point in found}):
+        problems.append("parallel.cuts: the cuts must be in the graph's order, each at a place of its own")
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _only(point: CutPoint, wanted: set[str], graph: fx.Graph) -> bool:
+    probes = {node.name: node.meta.get("probes") for node in graph.nodes}
+    others = [probes[name] for name in point.crossing if name not in wanted]
+    return not others or (point.narrow and len(wanted) == 1) or all(probe and not _is_float(probe) for probe in others)
+
+
+def _is_float(probe: Any) -> bool:
+    return isinstance(probe[0], Tensor) and probe[0].is_floating_point()
+
+
+def _near(unknown: Sequence[str], known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(unknown[0], list(known), n=3, cutoff=0.3)
+    return f"; there is {', '.join(near)}" if near else ""
+
+
+# -- the parts
+
+
+def split(module: ImportedGraph, points: Sequence[CutPoint]) -> list[Part]:
+    """The graph in parts, cut at the points; weights, buffers and modules are the graph's own, under the same paths."""
+    splitter = _Splitter(module, points)
+    return [splitter.part(number) for number in range(len(points) + 1)]
+
+
+class _Splitter:
+    """What each part computes, reads and gives."""
+
+    def __init__(self, module: ImportedGraph, points: Sequence[CutPoint]) -> None:
+        self.module = module
+        nodes = order(module.graph)
+        bounds = [0, *(point.position for point in points), len(nodes)]
+        self.stretches = [nodes[start:stop] for start, stop in itertools.pairwise(bounds)]
+        self.home = {node: number for number, stretch in enumerate(self.stretches) for node in stretch}
+        self.inputs = module.graph.find_nodes(op="placeholder")
+        self.results = _results(module.graph)
+        self.reads = [self._reads(number) for number in range(len(self.stretches))]
+        self.lengths = [self._lengths(number) for number in range(len(self.stretches))]
+        self.sent = {length for found in self.lengths for length, source in found.items() if source is None}
+        """Lengths of tensors that do not cross: they cross as tensors of one number."""
+
+    def _uses(self, number: int) -> list[fx.Node]:
+        last = number == len(self.stretches) - 1
+        return [*self.stretches[number], *(node for node in self.results if last and _again(node))]
+
+    def _reads(self, number: int) -> set[fx.Node]:
+        """The tensors of inputs and earlier parts that a part reads."""
+        uses = self._uses(number)
+        again = [node for node in uses if _again(node)]
+        found = {read for node in uses for read in _tensors_read(node)} | {
+            r for node in again for r in _tensors_read(node)
+        }
+        return {node for node in found if self.home.get(node, -1) != number}
+
+    def _lengths(self, number: int) -> dict[fx.Node, tuple[fx.Node, int] | None]:
+        """`x.size(dim)` for an x that the part does not have -> a tensor and a dimension of it of the same length."""
+        own, found = self.reads[number], dict[fx.Node, tuple[fx.Node, int] | None]()
+        for length in {length for node in self._uses(number) for length in _lengths_read(node)}:
+            (tensor,) = length.all_input_nodes
+            if tensor in own or self.home.get(tensor, -1) == number or (tensor.op != "placeholder" and _again(tensor)):
+                continue
+            candidates = [tensor] if tensor.op == "placeholder" else [*self.inputs, *sorted(own)]
+            found[length] = next(filter(None, (_same_length(length, node) for node in candidates)), None)
+        return found
+
+    def part(self, number: int) -> Part:
+        graph = fx.Graph()
+        needed = {source[0] for source in self.lengths[number].values() if source} | self.reads[number]
+        lengths = [length for length, source in self.lengths[number].items() if source is None]
+        reads = [node for node in self.module.graph.nodes if node in needed or node in lengths]
+        known: dict[fx.Node, fx.Node] = {}
+        for node in reads:
+            known[node] = graph.placeholder(node.name)
+            known[node].meta = dict(node.meta)
+        for length in lengths:
+            known[length] = graph.call_method("item", (known[length],))
+        for length, source in self.lengths[number].items():
+            if source is not None:
+                known[length] = graph.call_method("size", (known[source[0]], source[1]))
+
+        def value(node: fx.Node) -> fx.Node:
+            if node not in known:
+                known[node] = graph.node_copy(node, value)
+            return known[node]
+
+        for node in self.stretches[number]:
+            value(node)
+        gives = self._gives(number)
+        tensors = [node for node in gives if node not in self.sent]
+        sent = [
+            graph.call_function(counted, (value(node), value(node.all_input_nodes[0])))
+            for node in gives[len(tensors) :]
+        ]
+        graph.output((*(value(node) for node in tensors), *sent))
+        nodes = tuple(node.name for node in self.stretches[number])
+        module = _module(self.module, graph, [node.name for node in reads], [node.name for node in gives])
+        return Part(module, module.input_names, module.output_names, nodes)
+
+    def _gives(self, number: int) -> list[fx.Node]:
+        """What of a part others read, in the graph's order; then the lengths that they ask for."""
+        later = {node for reads in self.reads[number + 1 :] for node in reads} | {*self.results}
+        last = number == len(self.stretches) - 1
+        again = [node for node in dict.fromkeys(self.results) if last and node.op != "placeholder" and _again(node)]
+        lengths = [length for length in sorted(self.sent) if self.home.get(length.all_input_nodes[0], 0) == number]
+        return [*(node for node in self.stretches[number] if node in later), *again, *lengths]
+
+
+def counted(length: int, like: Tensor) -> Tensor:
+    """A length as a tensor, on the device of another: numbers cannot cross."""
+    return like.new_full((), length, dtype=torch.int64)
+
+
+def _results(graph: fx.Graph) -> list[fx.Node]:
+    (output,) = graph.find_nodes(op="output")
+    results = output.args[0]
+    return [results] if isinstance(results, fx.Node) else list(cast("Sequence[fx.Node]", results))
+
+
+def _lengths_read(node: fx.Node) -> set[fx.Node]:
+    """The `x.size(dim)` that a node needs, itself or for what is computed again for it."""
+    found: set[fx.Node] = set()
+    pending = [read for read in (node, *node.all_input_nodes) if read.op != "placeholder" and _again(read)]
+    while pending:
+        read = pending.pop()
+        if _is_length(read):
+            found.add(read)
+        pending += [more for more in read.all_input_nodes if more.op != "placeholder" and _again(more)]
+    return found
+
+
+def _same_length(length: fx.Node, tensor: fx.Node) -> tuple[fx.Node, int] | None:
+    """A dimension of a tensor that was as long as `length` at both sizes the graph was traced at."""
+    if length.all_input_nodes[0] is tensor:
+        return tensor, cast("int", length.args[1])
+    wanted, found = length.meta.get("probes"), tensor.meta.get("probes")
+    if not wanted or not found or not isinstance(found[0], Tensor):
+        return None
+    shapes = zip(found[0].shape, found[1].shape, strict=True)
+    return next(((tensor, dim) for dim, pair in enumerate(shapes) if pair == tuple(wanted)), None)
+
+
+def _module(whole: ImportedGraph, graph: fx.Graph, reads: Sequence[str], gives: Sequence[str]) -> ImportedGraph:
+    """A module of its own around some of a graph's nodes; it shares tensors and modules with the whole."""
+    module = ImportedGraph(whole, graph, "ImportedGraph")
+    paths = {path for path, _ in (*module.named_parameters(), *module.named_buffers())}
+    module.onnx_names = {path: name for path, name in whole.onnx_names.items() if path in paths}
+    module.input_names, module.output_names = tuple(reads), tuple(gives)
+    module.roles, module.copies = {}, {}
+    hold_constants_back(module)
+    return module
+
+
+# -- stages
+
+
 def whole(module: ImportedGraph) -> Stage:
     """The graph as the only stage, in one unit."""
-    part = Part(_AsTuple(module), module.input_names, module.output_names)
-    chain = Chain([part], reads=part.reads, gives=part.gives)
-    return Stage(0, 1, chain, (), tuple(range(len(part.reads))), part.gives, (), ())
+    return stages(module, [[*split(module, ())]], {})[0]
 
 
-class _AsTuple(nn.Module):
-    """A graph whose single output is given as a tuple, too."""
+def stages(module: ImportedGraph, groups: Sequence[Sequence[Part]], costs: Mapping[str, NodeCost]) -> list[Stage]:
+    """All stages, each of the parts given. costs: of the micro-batch that `crossing` and `produced` are for."""
+    inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    results = tuple(node.name for node in _results(module.graph))
+    reads = [[name for part in parts for name in part.reads] for parts in groups]
+    gives = [[name for part in parts for name in part.gives] for parts in groups]
+    borders: list[tuple[str, ...]] = [()]
+    for number in range(1, len(groups)):
+        later = {*itertools.chain(*reads[number:]), *results}
+        borders.append(tuple(name for name in itertools.chain(*gives[:number]) if name in later))
+    borders.append(results)
+    found = []
+    for number, parts in enumerate(groups):
+        last = number == len(groups) - 1
+        asked = {*reads[number], *(results if last else ())}
+        places = tuple(place for place, name in enumerate(inputs) if name in asked)
+        receives, gives_here = borders[number], borders[number + 1]
+        chain = Chain(parts, reads=(*receives, *(inputs[place] for place in places)), gives=gives_here)
+        crossing, produced = (tuple(_meta(name, costs) for name in names) for names in (receives, gives_here))
+        found.append(Stage(number, len(groups), chain, receives, places, gives_here, crossing, produced))
+    return found
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.graph = module
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        outputs = self.graph(*inputs)
-        return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+def _meta(name: str, costs: Mapping[str, NodeCost]) -> Tensor:
+    outputs = costs[name].outputs if name in costs else ()
+    return outputs[0] if outputs else torch.empty((), dtype=torch.int64, device="meta")
+
+
+# -- units
+
+UNIT_BYTES = 1 << 20
+"""Weights of a unit, at least, where their number is left to the graph."""
+MOST_UNITS = 64
+
+
+def units(
+    graph: fx.Graph, points: Sequence[CutPoint], amounts: Sequence[int], num: int, *, weight_bytes: int
+) -> list[CutPoint]:
+    """The narrow places that make units of a stretch of the graph: `num` of them, or (0) as many as it has blocks.
+
+    Fewer where the graph has fewer narrow places. points: those of the stretch; amounts: what its nodes take.
+    """
+    narrow = [point for point in points if point.narrow]
+    wanted = num or min(MOST_UNITS, weight_bytes // UNIT_BYTES)
+    return balanced(narrow, amounts, max(1, min(wanted, len(narrow) + 1)))

@@ -62,7 +62,7 @@ class ImportedGraph(fx.GraphModule):
         assert isinstance(copy, ImportedGraph)
         for name in ("input_names", "output_names", "onnx_names", "roles", "copies"):
             setattr(copy, name, getattr(self, name))
-        _hold_constants_back(copy)
+        hold_constants_back(copy)
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,11 +78,11 @@ def _unpickled(body: dict[str, Any], imports: str) -> ImportedGraph:
     for name, value in vars(plain).items():
         if name not in vars(module):
             setattr(module, name, value)
-    _hold_constants_back(module)
+    hold_constants_back(module)
     return module
 
 
-def _hold_constants_back(module: ImportedGraph) -> None:
+def hold_constants_back(module: ImportedGraph) -> None:
     """Constants of the graph move with the module, and are in no checkpoint."""
     for path, _ in module.named_buffers():
         if path not in module.onnx_names:
@@ -154,7 +154,7 @@ def _finish(graph: fx.Graph, importer: Importer, copies: Copies, *, fuse: bool) 
     module = ImportedGraph(importer.tracer.root, graph, "ImportedGraph")
     paths = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     module.onnx_names = {path: name for path, name in importer.onnx_names.items() if path in paths}
-    _hold_constants_back(module)
+    hold_constants_back(module)
     module.input_names = tuple(value.name for value in importer.inputs)
     module.output_names = tuple(value.name for value in importer.model.graph.output)
     module.copies = {name: of for name, of in copies.items() if of[0] in module.onnx_names.values()}

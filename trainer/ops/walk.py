@@ -174,6 +174,9 @@ class Walk:
             else:
                 values.update(zip(node.output, results, strict=False))
                 values[""] = None
+                for name, result in zip(node.output, results, strict=False):
+                    if isinstance(result, Traced):
+                        result.node.meta["onnx"] = (*result.node.meta.get("onnx", ()), name)  # for parallel.cuts
 
     def _node(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
         """Lower one node, as a leaf if need be."""

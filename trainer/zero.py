@@ -282,11 +282,14 @@ def _shard(chain: Chain, divided: Set[int], mesh: DeviceMesh, *, regather: bool)
         if not common.issuperset(parameters):
             _fully_shard(unit, mesh, regather=regather, ignored=others | common)
     _fully_shard(chain, mesh, regather=regather, ignored=others)
-    units = [unit for unit in chain.units if isinstance(unit, FSDPModule)]
-    # named here: with several micro-batches on their way FSDP would guess wrongly what comes next
-    for this, following in itertools.pairwise(units):
+    # said here what travels next: with several micro-batches on their way FSDP would guess, and wrongly
+    assert isinstance(chain, FSDPModule)
+    root: list[FSDPModule] = [chain]
+    units: list[FSDPModule] = [unit for unit in chain.units if isinstance(unit, FSDPModule)]
+    for this, following in itertools.pairwise(root + units):
         this.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([this])
+    for this, before in itertools.pairwise(root + units[::-1] + units[:1]):
+        this.set_modules_to_backward_prefetch([before])  # the first unit itself: nothing
 
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, *, regather: bool, ignored: set[nn.Parameter]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
 from tests import graphs
 from tests.ranks import run_ranks
 from trainer import graph
 from trainer.config import ParallelConfig
-from trainer.cut import Chain, Part, Stage
+from trainer.cost import costs
+from trainer.cut import Stage, cut_points, split, stages, units, work
 from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.graph import ImportedGraph
 from trainer.placement import Placement, slices
-from trainer.recompute import recompute
-from trainer.reduce import gradient
 from trainer.weights import Weight
 from trainer.zero import Sharded
 
@@ -38,48 +32,19 @@ ROWS = 3
 """Of a micro-batch."""
 
 
-# -- stages of several units
-
-
-def chain_of(module: ImportedGraph, num_units: int) -> Chain:
-    """The graph as units of about equally many nodes; weights that several units use are theirs in common."""
-    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
-    inputs = module.graph.find_nodes(op="placeholder")
-    (output,) = module.graph.find_nodes(op="output")
-    results = output.all_input_nodes
-    parts = []
-    for unit in range(num_units):
-        own = nodes[len(nodes) * unit // num_units : len(nodes) * (unit + 1) // num_units]
-        later = set(nodes[len(nodes) * (unit + 1) // num_units :]) | {output}
-        gives = [node for node in own if any(user in later for user in node.users)]
-        reads = [n for n in (*inputs, *nodes) if n not in own and any(user in own for user in n.users)]
-        parts.append(part_of(module, own, reads, gives))
-    return Chain(parts, reads=[node.name for node in inputs], gives=[node.name for node in results])
-
-
-def part_of(module: nn.Module, own: Sequence[fx.Node], reads: Sequence[fx.Node], gives: Sequence[fx.Node]) -> Part:
-    copied = fx.Graph()
-    known = {node: copied.placeholder(node.name) for node in reads}
-
-    def find(node: fx.Node) -> fx.Node:
-        if node not in known:
-            known[node] = copied.node_copy(node, find)
-        return known[node]
-
-    for node in own:
-        find(node)
-    copied.output(tuple(known[node] for node in gives))
-    return Part(fx.GraphModule(module, copied), tuple(n.name for n in reads), tuple(n.name for n in gives))
-
-
-def stage_of(model: onnx.ModelProto, num_units: int) -> tuple[Stage, list[Weight]]:
-    module = graph.to_module(model)
+def stage_of(name: str) -> tuple[Stage, list[Weight]]:
+    """The graph as one stage of several units, and its stored tensors."""
+    build, data, num_units = MODELS[name]
+    module = graph.to_module(build())
+    found = costs(module, [data(ROWS, 0)[0]])
+    points = units(module.graph, cut_points(module.graph, found), work(module.graph, found), num_units, weight_bytes=0)
+    (stage,) = stages(module, [split(module, points)], found)
+    assert len(stage.chain.units) == num_units
     weights = [
         Weight(name, tensor, Placement.whole(tensor.shape), isinstance(tensor, nn.Parameter) and tensor.requires_grad)
         for name, tensor in graph.weights(module).items()
     ]
-    chain = chain_of(module, num_units)
-    return Stage(0, 1, chain, (), tuple(range(len(chain.reads))), chain.gives, (), ()), weights
+    return stage, weights
 
 
 # -- training
@@ -193,7 +158,7 @@ class Training:
     def __init__(self, mpi: MPIContext, name: str, config: ParallelConfig) -> None:
         dims = ParallelDims.of(config)
         self.mesh = make_mesh(mpi, dims, timeout_s=30)
-        stage, weights = stage_of(MODELS[name][0](), MODELS[name][2])
+        stage, weights = stage_of(name)
         self.name, self.replica, self.chain = name, dims.coordinate(mpi.rank).data, stage.chain
         self.engine = Sharded([stage], weights, config=config, mesh=self.mesh, mpi=mpi, shared={}, timeout_s=30)
         self.trained = [weight for weight in self.engine.weights if weight.trained]
@@ -257,25 +222,10 @@ def distances(mpi: MPIContext, cases: list[tuple[str, dict[str, int]]]) -> list[
 CASES = [(name, {"data": 2, "zero": zero}) for name in MODELS for zero in (1, 2, 3)]
 
 
-def everything(mpi: MPIContext) -> dict[str, Any]:
-    """All that two ranks are asked for: starting them takes longer."""
-    return {
-        "distances": distances(mpi, CASES),
-        "conduct": conduct(mpi),
-        "oddities": oddities(mpi),
-        "halves": halves(mpi),
-    }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, "tests.trainer.test_zero:everything")
-
-
 @pytest.mark.mpi
-def test_trainings_with_zero_equal_one_process(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        for case, found in zip(CASES, rank["distances"], strict=True):
+def test_trainings_with_zero_equal_one_process() -> None:
+    for rank in run_ranks(2, "tests.trainer.test_zero:distances", CASES):
+        for case, found in zip(CASES, rank, strict=True):
             assert found < 1e-5, case
 
 
@@ -294,291 +244,3 @@ def test_four_replicas_and_groups_of_two_that_are_replicas_of_each_other_do_too(
 @pytest.mark.slow
 def test_one_replica_is_a_size() -> None:
     assert max(run_ranks(1, "tests.trainer.test_zero:distances", [("tied", {"zero": 3, "data": 1})])[0]) < 1e-5
-
-
-# -- what is kept, what is sent, what is undone
-
-
-class Sent(TorchDispatchMode):
-    """Counts collectives by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            self.counts[function.__name__.removesuffix("_base_.default").removesuffix("_.default")] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(storages.values())
-
-
-def gathered(training: Training) -> list[Tensor]:
-    return [parameter for parameter in training.chain.parameters() if not isinstance(parameter, DTensor)]
-
-
-def kept(training: Training) -> dict[str, int]:
-    """Bytes after the last backward pass but one of a step, and between steps."""
-    training.step()
-    training.engine.begin(3)
-    batches = micro_batches(training.name, 9, 0)
-    accumulate(training.chain, batches[:2], 2)
-    whole = gathered(training)
-    within = {"whole weights": bytes_of(whole), "whole gradients": bytes_of(weight.grad for weight in whole)}
-    accumulate(training.chain, batches[2:], 1)
-    training.engine.reduce()
-    states = [value for state in training.optimizer.state.values() for value in state.values() if value.ndim]
-    return within | {
-        "whole weights between steps": bytes_of(gathered(training)),
-        "weights": bytes_of(weight.tensor for weight in training.trained),
-        "gradients": bytes_of(weight.tensor.grad for weight in training.trained),
-        "optimizer": bytes_of(states),
-    }
-
-
-def sent(training: Training) -> dict[str, int]:
-    """Collectives of a step until `reduce`."""
-    training.engine.begin(3)
-    with Sent() as mode:
-        accumulate(training.chain, micro_batches(training.name, 9, training.replica), 3)
-    training.engine.reduce()
-    return dict(mode.counts)
-
-
-def undone(training: Training) -> bool:
-    """Whether running statistics move in a step, and are back after `undo`; no weight moves."""
-    tensors = [weight.tensor for weight in training.engine.weights]
-    before = [tensor.clone() for tensor in tensors]
-    training.engine.begin(3)
-    accumulate(training.chain, micro_batches(training.name, 9, training.replica), 3)
-    training.engine.reduce()
-    moved = any(not torch.equal(*pair) for pair in zip(before, tensors, strict=True))
-    training.engine.undo()
-    return moved and all(torch.equal(*pair) for pair in zip(before, tensors, strict=True))
-
-
-def overflow(training: Training) -> list[float]:
-    """The norm after an infinite input on rank 1 alone, and its gradients halved."""
-    training.engine.begin(3)
-    batches = micro_batches(training.name, 9, 0)
-    if training.replica:
-        batches = [(inputs * math.inf, labels) for inputs, labels in batches]
-    accumulate(training.chain, batches, 3)
-    return [float(training.engine.reduce()), *training.engine.sum(1.0, training.replica)]
-
-
-def halved(training: Training) -> bool:
-    """Whether `multiply` scales every gradient."""
-    training.engine.begin(3)
-    accumulate(training.chain, micro_batches(training.name, 9, training.replica), 3)
-    training.engine.reduce()
-    before = [gradient(weight).clone() for weight in training.trained]
-    training.engine.multiply(0.5)
-    return all(torch.equal(gradient(weight), was / 2) for weight, was in zip(training.trained, before, strict=True))
-
-
-def reloaded(training: Training) -> bool:
-    """Whether a step computes with weights that were changed in place after an evaluation."""
-    with torch.no_grad():
-        before = evaluated(training.chain, training.name)
-        for weight in training.engine.weights:
-            weight.tensor.mul_(0.5)
-    training.engine.begin(0)
-    return not torch.allclose(before, evaluated(training.chain, training.name))
-
-
-def conduct(mpi: MPIContext) -> dict[str, Any]:
-    """Of each stage of ZeRO, what the tests below look at."""
-    found: dict[str, Any] = {}
-    for zero in (1, 2, 3):
-        config = ParallelConfig(data=2, zero=zero)
-        training, again = Training(mpi, "tied", config), Training(mpi, "tied", config)
-        (first, second), (other, same) = ([one.step(), one.step()] for one in (training, again))
-        images = Training(mpi, "batch norm", config)
-        found[str(zero)] = {
-            "kept": kept(training),
-            "sent": sent(training),
-            "repeated": first == other and second == same,
-            "undone": undone(images),
-            "halved": halved(training),
-            "reloaded": reloaded(training),
-            "overflow": overflow(images),
-        }
-    return found
-
-
-TRAINED_BYTES = 4 * sum(tensor.numel() for tensor in graph.weights(graph.to_module(MODELS["tied"][0]())).values())
-UNITS = MODELS["tied"][2] + 1
-"""Weights that travel together: those of each unit, and the tied one."""
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("zero", "whole_weights", "whole_gradients", "gathers", "scatters"),
-    [(1, 1, 1, UNITS, UNITS), (2, 1, 0, UNITS, 3 * UNITS), (3, 0, 0, 6 * UNITS, 3 * UNITS)],
-)
-def test_each_stage_of_zero_keeps_and_sends_what_it_says(
-    ranks: list[dict[str, Any]], zero: int, whole_weights: int, whole_gradients: int, gathers: int, scatters: int
-) -> None:
-    for found in ranks:
-        rank = found["conduct"][str(zero)]
-        assert rank["kept"] == {
-            "whole weights": whole_weights * TRAINED_BYTES,
-            "whole gradients": whole_gradients * TRAINED_BYTES,
-            "whole weights between steps": 0,
-            "weights": TRAINED_BYTES // 2,
-            "gradients": TRAINED_BYTES // 2,
-            "optimizer": TRAINED_BYTES,
-        }
-        assert rank["sent"] == {"_allgather": gathers, "_reduce_scatter": scatters}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("zero", ["1", "2", "3"])
-def test_a_step_can_be_repeated_scaled_undone_and_overflows_everywhere(ranks: list[dict[str, Any]], zero: str) -> None:
-    for found in ranks:
-        rank = found["conduct"][zero]
-        assert rank["repeated"], "bit by bit"
-        assert rank["halved"]
-        assert rank["undone"]
-        assert rank["reloaded"]
-        norm, ranks, numbers = rank["overflow"]
-        assert not math.isfinite(norm)
-        assert (ranks, numbers) == (2, 1)
-
-
-# -- weights of every kind
-
-
-class Odd(nn.Module):
-    """A unit with a scalar, a frozen weight, one that is not used, and half of a weight that is divided in blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.blocks = nn.Parameter(torch.randn(6, 5, generator=generator))
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.frozen = nn.Parameter(torch.randn(6, 5, generator=generator), requires_grad=False)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (self.scale * F.linear(torch.tanh(x), self.blocks.t() @ self.frozen),)
-
-
-BLOCKS = Placement((12, 5), (((0, 3), (6, 9)), ((0, 5),)))
-
-
-def oddities(mpi: MPIContext) -> dict[str, Any]:
-    """What becomes of each weight, and how far its gradient is from that of one process."""
-    found: dict[str, Any] = {}
-    for zero in (1, 3):
-        config, unit, plain = ParallelConfig(data=2, zero=zero), Odd(), Odd()
-        stage = Stage(0, 1, Chain([Part(unit, ("x",), ("y",))], reads=("x",), gives=("y",)), (), (0,), ("y",), (), ())
-        weights = [
-            Weight(name, tensor, BLOCKS if name == "blocks" else Placement.whole(tensor.shape), tensor.requires_grad)
-            for name, tensor in unit.named_parameters()
-        ]
-        mesh = make_mesh(mpi, ParallelDims.of(config), timeout_s=30)
-        engine = Sharded([stage], weights, config=config, mesh=mesh, mpi=mpi, shared={}, timeout_s=30)
-        rows = torch.arange(20.0).reshape(4, 5) / 20
-        engine.begin(1)
-        stage.chain(rows[2 * mpi.rank : 2 * mpi.rank + 2])[0].square().sum().backward()
-        norm = float(engine.reduce())
-        plain(rows)[0].square().sum().backward()
-        whole = {name: tensor.grad for name, tensor in plain.named_parameters() if tensor.grad is not None}
-        whole["unused"] = torch.zeros(3)
-        expected = torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in whole.values()]))
-        off = abs(norm / float(expected) - 1)
-        for weight in engine.weights:
-            if weight.trained:
-                wanted = torch.zeros(weight.placement.shape)
-                for local, place in Placement.take(BLOCKS, wanted) if weight.name == "blocks" else ():
-                    place.copy_(whole["blocks"][slices(local)])
-                wanted = wanted if weight.name == "blocks" else whole[weight.name]
-                for local, place in weight.placement.take(wanted):
-                    off = max(off, float((gradient(weight)[slices(local)] - place).abs().max() / expected))
-        found[str(zero)] = [off, {weight.name: weight.placement.intervals for weight in engine.weights}]
-    return found
-
-
-@pytest.mark.mpi
-def test_scalars_stay_whole_and_blocks_are_divided_further_and_what_is_unused_has_no_gradient(
-    ranks: list[dict[str, Any]],
-) -> None:
-    for rank, found in enumerate(ranks):
-        for zero, (off, places) in found["oddities"].items():
-            assert off < 1e-5
-            assert places["blocks"] == [[[[0, 3], [6, 9]][rank]], [[0, 5]]]
-            assert places["scale"] == []
-            assert places["unused"] == [[[[0, 2], [2, 3]][rank]]]
-            assert places["frozen"] == [[[0, 6] if zero == "1" else [3 * rank, 3 * rank + 3]], [[0, 5]]]
-
-
-# -- with halves and recomputation
-
-
-class Casts(TorchDispatchMode):
-    """How many copies of weights in half precision are alive."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self._numel = numel
-        self._all: list[StorageWeakRef] = []
-        self.most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function.overloadpacket is torch.ops.aten._to_copy and result.numel() == self._numel:
-            self._all.append(StorageWeakRef(result.untyped_storage()))
-            self.most = max(self.most, self.alive)
-        return result
-
-    @property
-    def alive(self) -> int:
-        return sum(not reference.expired() for reference in self._all)
-
-
-class Layer(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)) / 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (x + torch.tanh(x) @ self.weight.t(),)
-
-
-def halves(mpi: MPIContext) -> dict[str, list[Any]]:
-    """Gradients of each stage of ZeRO in bf16; copies of weights after the forward pass, and at most."""
-    found = {}
-    for zero, again in (("2", False), ("3", False), ("3", True)):
-        layers = [Layer(seed) for seed in range(4)]
-        parts = [Part(layer, (f"x{place}",), (f"x{place + 1}",)) for place, layer in enumerate(layers)]
-        stage = Stage(0, 1, Chain(parts, reads=("x0",), gives=("x4",)), (), (0,), ("x4",), (), ())
-        weights = [Weight(str(n), it.weight, Placement.whole((16, 16)), True) for n, it in enumerate(layers)]
-        if again:
-            recompute(stage.chain, "whole", (1, 2))
-        config = ParallelConfig(data=2, zero=int(zero))
-        mesh = make_mesh(mpi, ParallelDims.of(config), timeout_s=30)
-        engine = Sharded([stage], weights, config=config, mesh=mesh, mpi=mpi, shared={}, timeout_s=30)
-        engine.begin(1)
-        with Casts(256) as casts:
-            with torch.autocast("cpu", torch.bfloat16):
-                (y,) = stage.chain(torch.ones(2, 16) / (1 + mpi.rank))
-            alive = casts.alive
-            y.float().sum().backward()
-        engine.reduce()
-        gradients = [gradient(weight).tolist() for weight in engine.weights]
-        found[f"{zero}{' recomputed' * again}"] = [gradients, alive, casts.most]
-    return found
-
-
-@pytest.mark.mpi
-def test_zero_3_keeps_no_copies_of_weights_in_half_precision(ranks: list[dict[str, Any]]) -> None:
-    for rank in (found["halves"] for found in ranks):
-        assert rank["2"][0] == rank["3"][0] == rank["3 recomputed"][0], "the same bits"
-        assert rank["2"][1:] == [3, 3], "autograd keeps all but the first, whose input needs no gradient"
-        assert rank["3"][1:] == rank["3 recomputed"][1:] == [0, 1]

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
+from trainer.cost import NodeCost
 from trainer.cut import Chain, Part
 from trainer.errors import ConfigError, UnsupportedModel
 
@@ -211,7 +212,7 @@ class UnitCost:
     kept_bytes: int
     """What it keeps for its backward pass when nothing is recomputed."""
     product_bytes: int
-    """Results of its matrix products, convolutions and attention."""
+    """Results of its matrix products, convolutions and attention: what selective keeps besides the inputs."""
     boundary_bytes: int
     """Its inputs."""
 
@@ -223,6 +224,26 @@ class UnitCost:
     def again(self, mode: Mode) -> int:
         """What is computed again: FLOPs."""
         return self.flops if mode == "whole" else 0
+
+
+def unit_costs(parts: Sequence[Part], costs: Mapping[str, NodeCost]) -> list[UnitCost]:
+    """What each part takes. costs: of the whole graph's nodes, for one micro-batch.
+
+    A node that makes several products (attention with dropout where no kernel has both; a recurrent layer) counts
+    with the result it gives.
+    """
+    found = []
+    for part in parts:
+        nodes = [costs[name] for name in part.nodes]
+        found.append(
+            UnitCost(
+                flops=sum(node.flops for node in nodes),
+                kept_bytes=sum(node.kept_bytes for node in nodes),
+                product_bytes=sum(node.output_bytes for node in nodes if node.flops),
+                boundary_bytes=sum(costs[name].output_bytes for name in part.reads if name in costs),
+            )
+        )
+    return found
 
 
 def by_name(chain: Chain, patterns: Sequence[str], *, elsewhere: Iterable[Part] = ()) -> tuple[int, ...]:
@@ -252,7 +273,8 @@ def _names(part: Part) -> set[str]:
     for module in part.module.modules():
         names.update(getattr(module, "onnx_names", {}).values())
         if isinstance(module, fx.GraphModule):
-            names.update(node.name for node in module.graph.nodes if node.op not in ("placeholder", "output"))
+            nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+            names.update(name for node in nodes for name in (node.name, *node.meta.get("onnx", ())))
     return names
 
 

@@ -37,7 +37,7 @@ def stage_of(name: str) -> tuple[Stage, list[Weight]]:
     build, data, num_units = MODELS[name]
     module = graph.to_module(build())
     found = costs(module, [data(ROWS, 0)[0]])
-    points = units(module.graph, cut_points(module.graph, found), work(module.graph, found), num_units, weight_bytes=0)
+    points = units(module, cut_points(module.graph, found), work(module.graph, found), (), num_units)
     (stage,) = stages(module, [split(module, points)], found)
     assert len(stage.chain.units) == num_units
     weights = [

@@ -8,9 +8,11 @@ so nothing has to be agreed on.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,12 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer import cut, graph
 from trainer.config import RunConfig
+from trainer.cost import Autocast, NodeCost, costs
 from trainer.cut import Stage
 from trainer.distributed import Coordinate, MPIContext, ParallelDims
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.horizontal import divide, plan_regions
 from trainer.loss import Loss
 from trainer.placement import Placement, slices
+from trainer.precision import autocast
+from trainer.recompute import by_name, recompute
 from trainer.reduce import Reducer, gradient
 from trainer.trainee import Trainee
 from trainer.weights import Weight, fill
@@ -109,10 +114,16 @@ def assemble(
     trained = frozenset(name for name, tensor in stored.items() if _is_trained(tensor))
 
     placements, vocabulary = _divide(module, config, mesh, here)
-    stages, shared = _cut(module, config, here, example)
-    for stage in stages:
+    cast = partial(autocast, config.precision, mpi.device)
+    stages, priced = _cut(module, config, example, cast)
+    shared = _shared(stages, config.parallel.pipeline)
+    mine = [stage for stage in stages if stage.index % config.parallel.pipeline == here.pipeline]
+    _own(mine)
+    for stage in mine:
         stage.chain.to(mpi.device)
-    weights = _weights(stages, placements, shared, here)
+        _recompute(stage, stages, config, priced)
+    weights = _weights(mine, placements, shared, here)
+    _forget_weights(module)
     common = {
         "config": config.parallel,
         "mesh": mesh,
@@ -120,14 +131,14 @@ def assemble(
         "shared": shared,
         "timeout_s": config.launch.collective_timeout_s,
     }
-    reducer = Sharded(stages, weights, **common) if config.parallel.zero else Reducer(weights, **common)
+    reducer = Sharded(mine, weights, **common) if config.parallel.zero else Reducer(weights, **common)
     return Assembly(
-        stages=stages,
+        stages=tuple(mine),
         loss=Loss(config.model, module.output_names),
         reducer=reducer,
         shapes=shapes,
         trained_names=trained,
-        shapes_of=lambda inputs: stages,
+        shapes_of=partial(_shapes_of, module, mine, stages, cast),
         tells=_told(weights, reducer.weights, mesh),
         total_squares=_total_squares(weights, reducer.weights, mesh, placements),
     )
@@ -143,8 +154,118 @@ def _divide(
     return divide(module, regions, rank=here.horizontal, group=group), None
 
 
-def _cut(module, config, here, example):
-    return [cut.whole(module)], {}
+# -- what runs where
+
+
+def _cut(
+    module: graph.ImportedGraph, config: RunConfig, example: Sequence[Tensor], autocast: Autocast
+) -> tuple[list[Stage], Mapping[str, NodeCost]]:
+    """All stages of the graph, each in its units."""
+    parallel = config.parallel
+    num_stages = parallel.pipeline * parallel.stages_per_rank
+    in_units = parallel.zero or parallel.units or config.recompute.mode != "none"
+    if num_stages == 1 and not in_units:
+        return [cut.whole(module)], {}
+    priced = costs(module, example, autocast=autocast)
+    points = cut.cut_points(module.graph, priced)
+    amounts = cut.work(module.graph, priced)
+    if parallel.cuts:
+        borders = cut.named(module.graph, points, parallel.cuts)
+    else:
+        borders = cut.balanced(points, amounts, num_stages)
+    inner = cut.units(module, points, amounts, borders, parallel.units) if in_units else []
+    parts = iter(cut.split(module, sorted({*borders, *inner}, key=lambda point: point.position)))
+    ends = [point.position for point in borders]
+    sizes = [1 + sum(begin < point.position < end for point in inner) for begin, end in _stretches(ends, len(amounts))]
+    groups = [list(itertools.islice(parts, size)) for size in sizes]
+    return cut.stages(module, groups, priced), priced
+
+
+def _shapes_of(
+    module: graph.ImportedGraph,
+    mine: Sequence[Stage],
+    stages: Sequence[Stage],
+    autocast: Autocast,
+    inputs: Sequence[Tensor],
+) -> list[Stage]:
+    """This rank's stages with what crosses their borders for other inputs."""
+    priced = costs(module, inputs, autocast=autocast)
+    again = cut.stages(module, [stage.chain.parts for stage in stages], priced)
+    return [
+        replace(stage, crossing=again[stage.index].crossing, produced=again[stage.index].produced) for stage in mine
+    ]
+
+
+def _forget_weights(module: graph.ImportedGraph) -> None:
+    """Leave of the whole graph's weights their shapes: the stages of this rank hold what it needs of them."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        owner, _, leaf = str(node.target).rpartition(".")
+        tensor = getattr(module.get_submodule(owner), leaf)
+        if isinstance(tensor, nn.Parameter):
+            shape = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+            setattr(module.get_submodule(owner), leaf, shape)
+
+
+def _recompute(stage: Stage, stages: Sequence[Stage], config: RunConfig, priced: Mapping[str, NodeCost]) -> None:
+    """Mark the units of a stage that are computed again in the backward pass."""
+    mode = config.recompute.mode
+    if mode == "none":
+        return
+    if config.recompute.units:
+        elsewhere = [part for other in stages for part in other.chain.parts]
+        recompute(stage.chain, mode, by_name(stage.chain, config.recompute.units, elsewhere=elsewhere))
+    else:
+        recompute(stage.chain, mode, range(len(stage.chain.parts)))
+
+
+def _stretches(ends: Sequence[int], length: int) -> list[tuple[int, int]]:
+    return list(itertools.pairwise([0, *ends, length]))
+
+
+def _shared(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:
+    """Name -> pipeline coordinates, for every weight that several stages hold.
+
+    Raises ConfigError for running statistics: each stage would move its own.
+    """
+    holders: dict[str, list[int]] = {}
+    problems = []
+    for stage in stages:
+        for name, tensor in _stored(stage):
+            holders.setdefault(name, []).append(stage.index)
+            if len(holders[name]) > 1 and not isinstance(tensor, nn.Parameter):
+                problems.append(
+                    f"running statistic {name!r} is used in stages {holders[name]}, each of which would move it; give "
+                    f"each node its own: model.untie = [{name!r}]"
+                )
+    if problems:
+        raise ConfigError(problems)
+    shared = {name: sorted({index % pipeline for index in found}) for name, found in holders.items() if len(found) > 1}
+    return {name: tuple(coordinates) for name, coordinates in shared.items()}
+
+
+def _own(stages: Sequence[Stage]) -> None:
+    """Give each stage of this rank a copy of its own of what another of them holds as well."""
+    seen: set[int] = set()
+    for stage in stages:
+        copies: dict[int, nn.Parameter] = {}
+        for module in stage.chain.modules():
+            for leaf, tensor in module.named_parameters(recurse=False):
+                if id(tensor) in seen and id(tensor) not in copies:
+                    copies[id(tensor)] = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+                if id(tensor) in copies:
+                    setattr(module, leaf, copies[id(tensor)])
+        seen |= {id(tensor) for tensor in stage.chain.parameters()}
+
+
+def _stored(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    """(name in the file, tensor) of what a stage stores, each once."""
+    seen: set[int] = set()
+    for part in stage.chain.parts:
+        for path, name in part.module.onnx_names.items():
+            tensor = _tensor(part.module, path)
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
 
 
 def _is_trained(tensor: Tensor) -> bool:
@@ -158,28 +279,14 @@ def _weights(
     stages: Sequence[Stage], placements: Mapping[str, Placement], shared: Mapping[str, Sequence[int]], here: Coordinate
 ) -> list[Weight]:
     """Every stored tensor of the stages, once for each stage that uses it."""
-    weights, seen = [], set[int]()
+    weights: list[Weight] = []
     for stage in stages:
-        for part in stage.chain.parts:
-            graph_of = next(each for each in part.module.modules() if hasattr(each, "onnx_names"))
-            for path, name in graph_of.onnx_names.items():
-                tensor = _tensor(graph_of, path)
-                if id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                first = (
-                    all(weight.name != name for weight in weights)
-                    and shared.get(name, [here.pipeline])[0] == here.pipeline
-                )
-                weights.append(
-                    Weight(
-                        name,
-                        tensor,
-                        placements.get(name) or Placement.whole(tensor.shape),
-                        trained=_is_trained(tensor),
-                        counted=first and (here.horizontal == 0 or name in placements),
-                    )
-                )
+        for name, tensor in _stored(stage):
+            first = all(weight.name != name for weight in weights)
+            leads = first and shared.get(name, [here.pipeline])[0] == here.pipeline
+            placement = placements.get(name) or Placement.whole(tensor.shape)
+            counted = leads and (here.horizontal == 0 or name in placements)
+            weights.append(Weight(name, tensor, placement, _is_trained(tensor), counted))
     return weights
 
 

@@ -13,7 +13,7 @@ import difflib
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -467,12 +467,28 @@ MOST_UNITS = 64
 
 
 def units(
-    graph: fx.Graph, points: Sequence[CutPoint], amounts: Sequence[int], num: int, *, weight_bytes: int
+    module: ImportedGraph, points: Sequence[CutPoint], amounts: Sequence[int], borders: Sequence[CutPoint], num: int
 ) -> list[CutPoint]:
-    """The narrow places that make units of a stretch of the graph: `num` of them, or (0) as many as it has blocks.
+    """The narrow places that make units of each stage: `num` of them, or (0) as many as its weights suggest.
 
-    Fewer where the graph has fewer narrow places. points: those of the stretch; amounts: what its nodes take.
+    Fewer where a stage has fewer narrow places.
     """
-    narrow = [point for point in points if point.narrow]
-    wanted = num or min(MOST_UNITS, weight_bytes // UNIT_BYTES)
-    return balanced(narrow, amounts, max(1, min(wanted, len(narrow) + 1)))
+    nodes, found = order(module.graph), []
+    for start, stop in itertools.pairwise([0, *(point.position for point in borders), len(nodes)]):
+        narrow = [point for point in points if point.narrow and start < point.position < stop]
+        inside = [replace(point, position=point.position - start) for point in narrow]
+        wanted = num or min(MOST_UNITS, _weight_bytes(module, nodes[start:stop]) // UNIT_BYTES)
+        chosen = balanced(inside, amounts[start:stop], max(1, min(wanted, len(inside) + 1)))
+        found += [narrow[inside.index(point)] for point in chosen]
+    return found
+
+
+def _weight_bytes(module: ImportedGraph, nodes: Sequence[fx.Node]) -> int:
+    """Of all parameters that some nodes read, themselves or for what is computed again for them."""
+    sizes = {path: tensor.nbytes for path, tensor in module.named_parameters()}
+    pending, seen = list(nodes), set(nodes)
+    while pending:
+        more = [read for read in pending.pop().all_input_nodes if read not in seen and _again(read)]
+        seen.update(more)
+        pending += more
+    return sum(sizes.get(str(node.target), 0) for node in seen if node.op == "get_attr")

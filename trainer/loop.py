@@ -71,7 +71,7 @@ def train(
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
-    model = assemble(open_trainee(config), config, mesh, mpi, example=batches.example())
+    model = assemble(open_trainee(config), config, mesh, mpi, example=batches.example().inputs)
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(
         model.stages,

@@ -203,6 +203,8 @@ class Rewriter:
             for made in reversed(self._made):
                 self._take_off(made)
             return False
+        if names := node.meta.get("onnx"):
+            new.meta["onnx"] = (*new.meta.get("onnx", ()), *names)
         node.replace_all_uses_with(new)
         self.remove(node)
         return True

@@ -47,9 +47,9 @@ def in_units(model: onnx.ModelProto, number: int, inputs: Sequence[Tensor]) -> t
     """A model as a chain of at most so many units, and what each takes."""
     module = to_module(model)
     found = costs(module, inputs)
-    points = cut.cut_points(module.graph, found)
-    units = cut.units(module.graph, points, cut.work(module.graph, found), number, weight_bytes=0)
-    stage = cut.stages(module, [cut.split(module, units)], found)[0]
+    narrow = [point for point in cut.cut_points(module.graph, found) if point.narrow]
+    points = cut.balanced(narrow, cut.work(module.graph, found), min(number, len(narrow) + 1))
+    stage = cut.stages(module, [cut.split(module, points)], found)[0]
     return stage.chain, unit_costs(stage.chain.parts, found)
 
 

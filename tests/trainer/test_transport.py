@@ -6,12 +6,15 @@ import math
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.graphs import tiny_conv_net
 from tests.ranks import run_ranks
+from tests.runs import assert_equal_bits, final_tensors, make_run, tiny_images, train_run, train_until
 from tests.trainer.test_reduce import mesh_of, network, reducer_of, weights_of
 from trainer import reduce
 from trainer.config import ParallelConfig
@@ -176,3 +179,26 @@ def test_a_peer_that_dies_or_stops_ends_the_job_within_seconds(how: str) -> None
     if how == "SIGSTOP":
         assert "Timed out waiting 3" in str(caught.value)
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "route", [{"transport": "mpi"}, {"transport": "mpi", "compression": "bf16"}, {"reduction": "adasum"}]
+)
+def test_killed_and_resumed_is_never_interrupted_on_every_route(tmp_path: Path, route: dict[str, str]) -> None:
+    finals = []
+    for name in ("undisturbed", "killed"):
+        run = make_run(
+            tmp_path / name,
+            tiny_conv_net(),
+            tiny_images(80),
+            train={"global_batch_size": 9, "num_steps": 12, "evaluation_period": 0},
+            parallel={"data": 3, **route},
+            checkpoint={"period": 4},
+        )
+        if name == "killed":
+            train_until(run, lambda event: event.step >= 6 and event.kind == "scalars", rank=1)
+        assert train_run(run).step == 12
+        finals.append(final_tensors(run))
+    assert_equal_bits(*finals)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.collectives import reduced
 from trainer.config import ModelConfig
 from trainer.errors import ConfigError
 from trainer.vision import import_torchvision
@@ -65,22 +67,114 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 }
 
 
+# -- classes divided over the ranks of a group
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The classes of which this rank computes the logits, when a group has divided them among its ranks."""
+
+    start: int
+    stop: int
+    total: int
+    """Of all ranks: together they have each class once."""
+    group: str
+    """Name of the process group."""
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """[..., stop - start] -> [..., total], without a gradient. Collective: every rank of the group."""
+        whole = logits.new_zeros(*logits.shape[:-1], self.total)
+        whole[..., self.start : self.stop] = logits
+        return reduced(whole, self.group, "sum")
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """[..., stop - start] -> [...]: of all classes the one of the greatest logit, the first if there are several.
+
+        Collective: every rank of the group.
+        """
+        value, place = logits.detach().float().max(-1)
+        value = value.nan_to_num(math.inf, math.inf, -math.inf)  # a NaN is the greatest of all, as for argmax
+        chosen = torch.where(value == reduced(value, self.group, "max"), place + self.start, self.total)
+        return reduced(chosen, self.group, "min")
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        """The same sum as `_cross_entropy` of the gathered logits, on every rank; its gradient is of this slice.
+
+        Two collectives of one and two numbers for each label, none backward. Collective: every rank of the group.
+        """
+        return _DividedCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), ignore_index, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _DividedCrossEntropy(torch.autograd.Function):
+    """-log(exp(z_label - m) / sum of exp(z - m)), m the greatest logit, in fp32, as one pass over the logits.
+
+    Keeps exp(z - m), from which the gradient is made; the logits themselves may go.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, labels: Tensor, ignore_index: int, classes: Slice) -> Tensor:
+        counted = labels != ignore_index
+        place = torch.where(counted, labels - classes.start, 0)
+        # a label that is no class of any rank is left in, for the first or the last rank to fall over, as torch does
+        own = counted & ((place >= 0) | (classes.start == 0)) & ((place < logits.shape[-1]) | _is_last(classes))
+        place = torch.where(own, place, 0)[:, None]
+        greatest = reduced(logits.amax(-1).float(), classes.group, "max")
+        shifted = logits - greatest[:, None]  # fp32, because `greatest` is
+        target = torch.where(own, shifted.gather(1, place)[:, 0], 0.0)
+        exponentials = shifted.exp_()
+        total, target = reduced(torch.stack((exponentials.sum(-1), target)), classes.group, "sum")
+        context.save_for_backward(exponentials, total, place, own, counted)
+        context.dtype = logits.dtype
+        return torch.where(counted, total.log() - target, 0.0).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, total, place, own, counted = context.saved_tensors
+        # x 0 for labels that do not count, not 0: what is not a number stays so, as in torch's
+        each = torch.where(counted, gradient, 0.0)
+        result = exponentials * (each / total)[:, None]
+        result.scatter_add_(1, place, -torch.where(own, each, 0.0)[:, None])
+        return result.to(context.dtype), None, None, None
+
+
+def _is_last(classes: Slice) -> bool:
+    return classes.stop == classes.total
+
+
+# -- what the loop uses
+
+
 class Loss:
     """The configured loss over the outputs of one micro-batch.
 
-    `output_names`: the graph's outputs in order. Raises ConfigError for an unknown `model.output`.
+    `output_names`: the graph's outputs in order. `classes`: those that this rank's graph gives the logits of, when a
+    group has divided them (trainer/vocabulary.py); then every rank of it must call what takes outputs, and gets the
+    same. Raises ConfigError for an unknown `model.output`.
     """
 
-    def __init__(self, config: ModelConfig, output_names: Sequence[str]) -> None:
-        if config.output and config.output not in output_names:
-            raise ConfigError(f"model.output {config.output!r} is no output of the graph: {', '.join(output_names)}")
-        self._index = list(output_names).index(config.output) if config.output else 0
+    def __init__(self, config: ModelConfig, output_names: Sequence[str], *, classes: Slice | None = None) -> None:
+        self._index = output_index(config, output_names)
         self._ignore_index = config.ignore_index
+        self._classes = classes
         self.name = config.loss
 
     def output(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
-        """The output that the loss reads, in fp32 whatever the compute type."""
-        return (outputs if isinstance(outputs, Tensor) else outputs[self._index]).float()
+        """The output that the loss reads, whole, in fp32 whatever the compute type; no gradient if it was divided."""
+        output = self._own(outputs).float()
+        return self._classes.gathered(output) if self._classes else output
+
+    def predicted(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
+        """The likeliest class of each target: [...] of logits [..., C]. Needs no whole logits."""
+        output = self._own(outputs)
+        return self._classes.likeliest(output) if self._classes else output.argmax(-1)
+
+    def num_classes(self, outputs: Tensor | Sequence[Tensor]) -> int:
+        """The length of the last axis of the whole output."""
+        return self._classes.total if self._classes else self._own(outputs).shape[-1]
+
+    def _own(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
+        return outputs if isinstance(outputs, Tensor) else outputs[self._index]
 
     def count(self, labels: Tensor | None, size: int) -> int:
         """Targets that count in a micro-batch of `size` samples; known before the forward pass."""
@@ -92,10 +186,20 @@ class Loss:
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
         """The loss summed over the targets that count: a scalar, differentiable."""
+        if self._classes:
+            assert labels is not None, "only the head of a cross-entropy is divided"
+            return self._classes.cross_entropy(self._own(outputs), labels, self._ignore_index)
         output = self.output(outputs)
         if self.name == "output" or labels is None:
             return output.mean() * size  # the graph's own loss is a mean over its batch
         return LOSSES[self.name](output, labels, self._ignore_index)
+
+
+def output_index(config: ModelConfig, output_names: Sequence[str]) -> int:
+    """Which of the graph's outputs the loss reads. Raises ConfigError for an unknown `model.output`."""
+    if config.output and config.output not in output_names:
+        raise ConfigError(f"model.output {config.output!r} is no output of the graph: {', '.join(output_names)}")
+    return list(output_names).index(config.output) if config.output else 0
 
 
 class Evaluation:
@@ -127,8 +231,7 @@ class Evaluation:
 
     @torch.no_grad()
     def update(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None:
-        """Add one batch. Not collective: ranks may have different numbers of batches."""
-        output = self._loss.output(outputs)
+        """Add one batch. Replicas may have different numbers of them; collective over a group that divides classes."""
         for total, value in zip(
             self._totals, (self._loss(outputs, labels, size), self._loss.count(labels, size)), strict=True
         ):
@@ -136,9 +239,10 @@ class Evaluation:
         if labels is None or self._loss.name == "output":
             return
         if self._loss.name == "cross_entropy":
-            self._classes(output.shape[-1])
-            self._metrics["accuracy"].update(output.flatten(0, -2), labels.flatten())
+            self._classes(self._loss.num_classes(outputs))
+            self._metrics["accuracy"].update(self._loss.predicted(outputs).flatten(), labels.flatten())
             return
+        output = self._loss.output(outputs)
         target = labels.reshape(output.shape)
         for name in self._metrics:
             if name == "accuracy":  # decided here: torchmetrics takes logits within [0, 1] for probabilities

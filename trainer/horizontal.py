@@ -12,7 +12,7 @@ Megatron-LM's (Shoeybi et al. 2019, section 3): one all-reduce for each way into
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,21 +20,21 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
+import trainer.horizontal_rules
+import trainer.horizontal_views  # noqa: F401  both file the rules
 from trainer.collectives import enter, leave
 from trainer.graph import ImportedGraph
-from trainer.horizontal_rules import (
+from trainer.horizontal_attempt import Attempt, Length, Work
+from trainer.horizontal_facts import (
     CONVOLUTIONS,
     TRANSPOSED,
-    Attempt,
     Division,
     Facts,
     Finer,
     Joined,
-    Length,
     Product,
     Whole,
-    Work,
-    transposes,
+    is_low_rank,
 )
 from trainer.placement import Interval, Placement
 
@@ -64,6 +64,9 @@ class HorizontalPlan:
     regions: tuple[Region, ...]
     whole: tuple[tuple[str, str], ...]
     """(weight of a product or convolution that every rank holds whole, the rule that keeps it so)"""
+
+
+MEETS = "its result meets that of"
 
 
 # -- the plan
@@ -96,10 +99,12 @@ class _Planner:
         regions = self._consistent(found)
         divided = {path for region in regions for path in region.work.parts}
         whole = {
-            product.name: self.reasons.get(node, "it is not reached by a divided value")
+            product.name: self.reasons.get(node, "no divided value reaches it")
             for node, product in self.facts.products.items()
-            if product.path not in divided
+            if product.path not in divided and not product.low_rank
         }
+        for name, node in self.facts.computed_matrices():
+            whole.setdefault(name, f"the matrix of {node.name} is computed from it")
         return HorizontalPlan(self.size, tuple(regions), tuple(whole.items()))
 
     def _region(self, seed: fx.Node) -> Region | None:
@@ -117,7 +122,7 @@ class _Planner:
             except Joined as joined:
                 columns |= {*joined.products}
                 if (met := self._unfit(joined.products)) is not None:
-                    self.reasons[seed] = f"its result meets that of {met}"
+                    self.reasons[seed] = f"{MEETS} {met}"
                     return None
             except Whole as reason:
                 self.reasons[seed] = doubt or str(reason)
@@ -129,8 +134,8 @@ class _Planner:
             name = self.facts.products[node].name
             if node in self.taken:
                 return f"{name}, which is whole"
-            if node in self.reasons:
-                return f"{name}, which is whole: {self.reasons[node]}"
+            if (reason := self.reasons.get(node)) is not None:
+                return f"{name}, which is whole{'' if reason.startswith(MEETS) else f': {reason}'}"
         return None
 
     def _made(self, columns: set[fx.Node], work: Work) -> Region:
@@ -164,6 +169,8 @@ class _Planner:
 
     def _flops(self, product: Product) -> int:
         """Of the forward pass."""
+        if product.low_rank:
+            return 0  # next to nothing
         weight = self.facts.tensor(product.path).shape
         if not product.convolution:
             return 2 * self._numel(product.node) * weight[product.inputs]
@@ -189,26 +196,11 @@ class _Planner:
         for path, division in region.work.parts.items():
             others = [other.work for other in regions if path in other.work.parts]
             readers = {name for work in others for name in work.readers[path]}
-            if strangers := [node.name for node in self._readers(path) if node.name not in readers]:
+            if strangers := [node.name for node in self.facts.readers(path) if node.name not in readers]:
                 return f"{self.facts.names[path]} is also read by {strangers[0]}, where it is whole"
-            if any(_how(work.parts[path]) != _how(division) for work in others):
+            if any(work.parts[path].how != division.how for work in others):
                 return f"{self.facts.names[path]} is divided in two ways"
         return None
-
-    def _readers(self, path: str) -> Iterator[fx.Node]:
-        """Who reads a stored tensor, transposed or not."""
-        reads = [node for node in self.facts.order if node.op == "get_attr" and node.target == path]
-        waiting = [user for node in reads for user in node.users]
-        while waiting:
-            node = waiting.pop()
-            if transposes(node):
-                waiting += node.users
-            else:
-                yield node
-
-
-def _how(division: Division) -> tuple[Any, ...]:
-    return division.dim, division.blocks, division.inner
 
 
 # -- what stands in the divided graph beside enter and leave
@@ -216,9 +208,15 @@ def _how(division: Division) -> tuple[Any, ...]:
 
 def portion(x: Tensor, dim: int, period: int, held: Sequence[Interval]) -> Tensor:
     """Of each `period` elements along a dimension those in the intervals `held`."""
-    parts = x.unflatten(dim, (-1, period))
+    parts = x.unflatten(dim, (-1, period))  # type: ignore[no-untyped-call]
     pieces = [parts.narrow(dim + 1, start, stop - start) for start, stop in held]
     return torch.cat(pieces, dim + 1).flatten(dim, dim + 1) if len(pieces) > 1 else pieces[0].flatten(dim, dim + 1)
+
+
+def low_rank_by_rows(x: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool, group: str) -> Tensor:
+    """An adapter's product of a divided x, whose `rank` intermediate results are summed: they are the fewest."""
+    narrow = leave(x @ (b if reverse else a.mT), group)
+    return (narrow * scale) @ (a if reverse else b.mT)
 
 
 class Apart(nn.Module):
@@ -233,7 +231,7 @@ class Apart(nn.Module):
         self.drawing = drawing
         self.coordinate = coordinate
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         """As the module's own."""
         if not self.training or is_fake(x):
@@ -366,6 +364,10 @@ class _Rewriting:
 
     def _leave(self, node: fx.Node) -> None:
         """The sum of a product by rows; its bias is added once, to the sum."""
+        if is_low_rank(node):
+            node.target, node.args = low_rank_by_rows, (*node.args, self.group)
+            node.meta.pop("horizontal")
+            return
         bias, alpha, beta = _take_bias(node)
         readers = [*node.users]
         with self.graph.inserting_after(node):

@@ -154,13 +154,13 @@ def show_plan(found: Plan, *, everything: bool) -> None:
         table(sent, heads=("axis", "what", "times", "MiB"))
     if found.regions:
         _title("divided horizontally")
-        table(_some([(region.kind, ", ".join(region.weights)) for region in found.regions], everything=everything))
+        table(_few([(region.kind, ", ".join(region.weights)) for region in found.regions], everything=everything))
     if found.parallel.horizontal > 1 and found.whole:
         _title("left whole")
-        table(_some(list(found.whole), everything=everything))
+        table(_few(list(found.whole), everything=everything))
     if found.considered:
         _title("considered")
-        for line in _some([(line,) for line in found.considered], everything=everything):
+        for line in _few([(line,) for line in found.considered], everything=everything):
             print(_wrapped(line[0], "  - "))
 
 
@@ -182,7 +182,7 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f}"
 
 
-def _some(rows: Sequence[tuple[str, ...]], *, everything: bool) -> list[tuple[str, ...]]:
+def _few(rows: Sequence[tuple[str, ...]], *, everything: bool) -> list[tuple[str, ...]]:
     """All rows, or the first few and how many more there are."""
     if everything or len(rows) <= FEW:
         return list(rows)

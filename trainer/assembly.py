@@ -26,12 +26,13 @@ from trainer.cut import Stage
 from trainer.distributed import Coordinate, MPIContext, ParallelDims
 from trainer.errors import CheckpointError, ConfigError
 from trainer.horizontal import divide, plan_regions
-from trainer.loss import Loss
+from trainer.loss import Loss, Slice
 from trainer.placement import Placement, slices
 from trainer.precision import autocast
 from trainer.recompute import by_name, recompute
 from trainer.reduce import Reducer, gradient
 from trainer.trainee import Trainee
+from trainer.vocabulary import divide_vocabulary, plan_vocabulary
 from trainer.weights import Weight, fill
 from trainer.zero import Sharded
 
@@ -113,7 +114,7 @@ def assemble(
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     trained = frozenset(name for name, tensor in stored.items() if _is_trained(tensor))
 
-    placements, vocabulary = _divide(module, config, mesh, here)
+    placements, classes = _divide(module, config, mesh, here)
     cast = partial(autocast, config.precision, mpi.device)
     stages, priced = _cut(module, config, example, cast)
     shared = _shared(stages, config.parallel.pipeline)
@@ -124,17 +125,18 @@ def assemble(
         _recompute(stage, stages, config, priced)
     weights = _weights(mine, placements, shared, here)
     _forget_weights(module)
-    common = {
-        "config": config.parallel,
-        "mesh": mesh,
-        "mpi": mpi,
-        "shared": shared,
-        "timeout_s": config.launch.collective_timeout_s,
-    }
-    reducer = Sharded(mine, weights, **common) if config.parallel.zero else Reducer(weights, **common)
+    replicas = partial(Sharded, mine) if config.parallel.zero else Reducer
+    reducer = replicas(
+        weights,
+        mesh=mesh,
+        mpi=mpi,
+        config=config.parallel,
+        shared=shared,
+        timeout_s=config.launch.collective_timeout_s,
+    )
     return Assembly(
         stages=tuple(mine),
-        loss=Loss(config.model, module.output_names),
+        loss=Loss(config.model, module.output_names, classes=classes),
         reducer=reducer,
         shapes=shapes,
         trained_names=trained,
@@ -146,12 +148,18 @@ def assemble(
 
 def _divide(
     module: graph.ImportedGraph, config: RunConfig, mesh: DeviceMesh, here: Coordinate
-) -> tuple[dict[str, Placement], None]:
-    """Divide the layers over the horizontal axis; name -> which part of a divided weight this rank has from now on."""
-    parallel = config.parallel
+) -> tuple[dict[str, Placement], Slice | None]:
+    """Divide layers and vocabulary over the horizontal axis.
+
+    Returns which part of each divided weight this rank has from now on, and which classes of the logits it computes.
+    """
+    parallel, rank = config.parallel, here.horizontal
     group = mesh.get_group("horizontal").group_name
     regions = plan_regions(module, parallel.horizontal, convolutions=parallel.convolutions)
-    return divide(module, regions, rank=here.horizontal, group=group), None
+    taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
+    words = plan_vocabulary(module, parallel.horizontal if parallel.vocabulary else 1, config.model, taken=taken)
+    divided = divide(module, regions, rank=rank, group=group)
+    return divided | divide_vocabulary(module, words, rank=rank, group=group), words.classes(rank, group)
 
 
 # -- what runs where
@@ -189,7 +197,7 @@ def _shapes_of(
     inputs: Sequence[Tensor],
 ) -> list[Stage]:
     """This rank's stages with what crosses their borders for other inputs."""
-    priced = costs(module, inputs, autocast=autocast)
+    priced = costs(module, inputs, autocast=autocast, training=False)  # BatchNorm refuses a single row in training
     again = cut.stages(module, [stage.chain.parts for stage in stages], priced)
     return [
         replace(stage, crossing=again[stage.index].crossing, produced=again[stage.index].produced) for stage in mine
@@ -261,7 +269,8 @@ def _stored(stage: Stage) -> Iterator[tuple[str, Tensor]]:
     """(name in the file, tensor) of what a stage stores, each once."""
     seen: set[int] = set()
     for part in stage.chain.parts:
-        for path, name in part.module.onnx_names.items():
+        names: dict[str, str] = part.module.onnx_names  # type: ignore[assignment]
+        for path, name in names.items():
             tensor = _tensor(part.module, path)
             if id(tensor) not in seen:
                 seen.add(id(tensor))

@@ -496,6 +496,12 @@ def _replicas(parallel: ParallelConfig) -> Iterable[str]:
         yield f"parallel.shard {parallel.shard} does not divide parallel.data {parallel.data} into whole groups"
 
 
+def _zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
+    if parallel.schedule == "zero_bubble" and (parallel.zero or graph.compile):
+        obstacle = f"parallel.zero {parallel.zero}" if parallel.zero else "graph.compile"
+        yield f"parallel.schedule 'zero_bubble' takes backward passes apart, which {obstacle} does not allow; use '1f1b'"
+
+
 def _recomputation(recompute: RecomputeConfig) -> Iterable[str]:
     if recompute.units and recompute.mode == "none":
         yield f"recompute.units {list(recompute.units)} needs recompute.mode 'whole' or 'selective'"
@@ -602,6 +608,7 @@ LAWS: tuple[tuple[tuple[str, ...], Callable[..., Iterable[str]]], ...] = (
     (("parallel", "train"), _pipeline),
     (("parallel",), _replicas),
     (("parallel", "launch"), _device),
+    (("parallel", "graph"), _zero_bubble),
     (("recompute",), _recomputation),
     (("train",), _length),
     (("precision",), _loss_scale),

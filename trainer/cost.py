@@ -125,9 +125,6 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    # torch counts none for the kernel of CPUs; out_shape: what every such formula is given
-    return (
-        int(sdpa_flop_count(query.shape, key.shape, value.shape))
-        if hasattr(query, "shape")
-        else int(sdpa_flop_count(query, key, value))
-    )
+    # torch counts none for the kernel of CPUs; it hands over shapes
+    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    return flops

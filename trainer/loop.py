@@ -34,7 +34,7 @@ from trainer.optim import (
     optimizer_parts,
     set_learning_rate,
 )
-from trainer.pipeline import Pipeline
+from trainer.pipeline import Pipeline, stage_group
 from trainer.precision import LossScaler, autocast
 from trainer.run import AttemptResult, RunDir
 from trainer.shards import open_shards
@@ -65,8 +65,9 @@ def train(
     events = EventWriter(run.events, attempt=attempt, rank=mpi.rank)
 
     # -- 2. Data: this replica's share, the same for all ranks of one replica
-    share = {"replica": here.data, "num_replicas": dims.data, "device": mpi.device}
-    batches = Batches(open_shards(run.shards, "train"), config, **share)
+    batches = Batches(
+        open_shards(run.shards, "train"), config, replica=here.data, num_replicas=dims.data, device=mpi.device
+    )
     held_out = open_shards(run.shards, "evaluation")
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
@@ -80,7 +81,7 @@ def train(
         shapes=model.shapes_of,
         autocast=partial(autocast, config.precision, mpi.device),
         device=mpi.device,
-        group_pipeline=mesh.get_group("pipeline"),
+        group_pipeline=stage_group(mesh, timeout_s=config.launch.collective_timeout_s),
         group_data=mesh.get_group("data"),
         counted=here.horizontal == 0,
     )
@@ -97,7 +98,8 @@ def train(
 
     def evaluate(step: int) -> dict[str, float]:
         totals = Evaluation(model.loss, ignore_index=config.model.ignore_index, device=mpi.device)
-        values = pipeline.evaluate(evaluation_batches(held_out, config, **share), totals, heartbeat.beat)
+        part = evaluation_batches(held_out, config, replica=here.data, num_replicas=dims.data, device=mpi.device)
+        values = pipeline.evaluate(part, totals, heartbeat.beat)
         metrics = {f"evaluation/{name}": value for name, value in values.items()}
         events.emit("evaluation", step, values=metrics)
         return metrics

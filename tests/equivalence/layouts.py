@@ -165,19 +165,22 @@ def differences(found: RunDir, wanted: RunDir) -> dict[str, float]:
     """
     a, b = losses(found), losses(wanted)
     assert a.keys() == b.keys() == set(range(1, NUM_STEPS + 1))
-    replicas = {read_config(run).parallel.data for run in (found, wanted)}
-    skipped = ("running_mean", "running_var") if replicas != {1} else ()
+    several = {read_config(run).parallel.data for run in (found, wanted)} != {1}
     pairs = {
         "gradients": (gradients(found), gradients(wanted)),
         "parameters": (tensors(found, NUM_STEPS, "model/"), tensors(wanted, NUM_STEPS, "model/")),
     }
+    largest = max(float(tensor.abs().max()) for tensor in pairs["gradients"][1].values())
     worst = {"loss": max(abs(a[step] / b[step] - 1) for step in a)}
     for kind, (mine, theirs) in pairs.items():
         assert mine.keys() == theirs.keys()
-        worst[kind] = max(_difference(mine[name], theirs[name]) for name in theirs if not name.endswith(skipped or ("\0",)))
+        compared = [name for name in theirs if not name.endswith(("running_mean", "running_var")[: 2 * several])]
+        floor = 1e-3 * largest if kind == "gradients" else 1e-6
+        worst[kind] = max(_difference(mine[name], theirs[name], floor) for name in compared)
     return worst
 
 
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def _difference(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
+    """Relative to the tensor's largest value; to `floor` if that is smaller, such as the gradients of key biases."""
     assert a.shape == b.shape
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
+    return float((a - b).abs().max() / max(float(b.abs().max()), floor))

@@ -42,11 +42,11 @@ class Sharded:
     """Divides the weights of one rank's stages among its replicas and makes the gradients of all ranks one (ZeRO 1-3).
 
     weights: all that this rank stores, in graph order, their tensors those of the stages' modules; the same on the
-    replicas of its stages, and possibly none. The modules hold shards from here on: whoever keeps the tensors keeps
-    the memory. shared: name -> pipeline coordinates that hold it, for every weight of the model that several stages
-    hold; each stage has a copy of its own.
-    `weights` may be changed in place, by an optimizer or a checkpoint, whenever no step is under way: after `reduce`
-    and before the forward passes that follow, or before `begin`.
+    replicas of its stages, and possibly none. The modules hold shards from here on, and the parameters that came are
+    empty. shared: name -> pipeline coordinates that hold it, for every weight of the model that several stages hold;
+    each stage has a copy of its own.
+    The tensors of `self.weights` may be changed in place between `reduce` and the next forward pass, or before
+    `begin`: other forward passes may see what was gathered before.
     Collective: every rank of the world makes one.
     """
 
@@ -61,7 +61,6 @@ class Sharded:
         shared: Mapping[str, Sequence[int]],
         timeout_s: float,
     ) -> None:
-        self._zero = config.zero
         self._replicate = mesh["replicate"]
         shard = mesh["shard"]
         grid = mesh["replicate", "shard"] if self._replicate.size() > 1 else shard

@@ -30,8 +30,6 @@ FIRST_REGION = 1_000_000
 """`meta["horizontal"]` of nodes inside: other numbers than those of the regions of trainer/horizontal.py."""
 ELEMENTWISE = ("to", "float", torch.add, torch.sub, torch.mul, torch.div, torch.tanh)
 """What may stand between the head's product and the output: it works on each logit by itself."""
-MOVES = ("permute", torch.permute, "transpose", torch.transpose)
-"""So may these, if the last dimension stays where it is."""
 
 
 @dataclass(frozen=True)
@@ -161,20 +159,21 @@ class _Planner:
         self._refuse_others(product.path, product.outputs, reader=product.node)
         total = self.facts.tensor(product.path).shape[product.outputs]
         parts, constants = {product.path: product.outputs}, []
-        for before, node in zip([None, *self.chain], self.chain, strict=False):
-            for operand in node.all_input_nodes:
-                if operand is before or operand in (product.x, *product.others):
-                    continue
-                if self._is_bias(operand, total):
-                    path = str(operand.target)
-                    parts[path] = self.facts.tensor(path).ndim - 1
-                    self._refuse_others(path, parts[path], reader=node)
-                elif operand.op != "get_attr" or self.facts.stored(operand):
-                    raise Whole(f"{node.name} joins its result with {operand.name}, which is not divided by words")
-                elif self._last(operand) == total:
-                    constants.append((node.name, operand.name))
-        chain = tuple(node.name for node in self.chain)
-        return Head(product.node.name, chain, parts, tuple(constants), total)
+        for node, operand in self._joining(product):
+            if self._is_bias(operand, total):
+                path = str(operand.target)
+                parts[path] = self.facts.tensor(path).ndim - 1
+                self._refuse_others(path, parts[path], reader=node)
+            elif operand.op != "get_attr" or self.facts.stored(operand):
+                raise Whole(f"{node.name} joins its result with {operand.name}, which is not divided by words")
+            elif self._last(operand) == total:
+                constants.append((node.name, operand.name))
+        return Head(product.node.name, tuple(node.name for node in self.chain), parts, tuple(constants), total)
+
+    def _joining(self, product: Product) -> list[tuple[fx.Node, fx.Node]]:
+        """(node, operand) of all that meets the logits on their way, the product's bias included."""
+        known = {product.x, *product.others, *self.chain}
+        return [(node, operand) for node in self.chain for operand in node.all_input_nodes if operand not in known]
 
     def _refuse_readers(self) -> None:
         for node, reader in zip(self.chain, [*self.chain[1:], self.end], strict=True):
@@ -190,9 +189,7 @@ class _Planner:
             raise Whole(f"its {words} words are fewer than {self.size} ranks")
         if words < width:
             # what a division saves is proportional to the words, what it sends to the width
-            raise Whole(
-                f"its {words} words are fewer than its width of {width}: a division would send more than it saves"
-            )
+            raise Whole(f"its {words} words are fewer than its width of {width}: it would send more than it saves")
 
     def _refuse_others(self, path: str, dim: int, *, reader: fx.Node | None = None) -> None:
         """Raises Whole if something but look-ups and one reader reads a stored tensor, or along another dimension."""
@@ -237,13 +234,10 @@ class _Planner:
 
 def _keeps_last(node: fx.Node) -> bool:
     """Whether a node moves dimensions, but not the last one."""
-    if node.target not in MOVES:
+    if node.target not in ("permute", torch.permute):
         return False
-    rank = node.meta.get("rank", -1)
-    dims = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
-    if node.target in ("permute", torch.permute):
-        return len(dims) == rank and dims[-1] in (-1, rank - 1)  # type: ignore[operator]
-    return rank > 0 and not {-1, rank - 1} & {*dims}
+    order: Any = node.args[1]
+    return order[-1] in (-1, len(order) - 1)
 
 
 def _source(table: Any) -> Any:

@@ -27,15 +27,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import run_ranks
-from trainer import graph
-from trainer.config import ModelConfig, OptimizerConfig
+from trainer import cut, graph
+from trainer.config import ModelConfig, OptimizerConfig, ParallelConfig
 from trainer.distributed import MPIContext, ParallelDims, make_mesh
 from trainer.loss import Loss
 from trainer.optim import build_optimizer, clip_factor
 from trainer.pipeline import Pipeline
+from trainer.placement import Placement
 from trainer.reduce import Reducer
 from trainer.reference import build_gpt2, build_squeezenet
 from trainer.vision import import_torchvision
+from trainer.weights import Weight
 
 UPDATES = 5
 GPT2 = {"vocab_size": 256, "sequence_length": 256, "num_layers": 4, "num_heads": 4, "width": 128, "dropout": 0.0}
@@ -48,6 +50,8 @@ class OneBatch:
     inputs: tuple[Tensor, ...]
     labels: Tensor
     size: int
+    idle: bool = False
+    group: int = 0
 
 
 class HandwrittenGPT2(nn.Module):
@@ -111,13 +115,24 @@ MODELS = {"squeezenet": (squeezenet, 32), "gpt2": (gpt2, 8)}
 
 def onward_update(module: nn.Module, batch: OneBatch, mpi: MPIContext) -> Callable[[], float]:
     """One update with the nouns of the loop."""
-    group = make_mesh(mpi, ParallelDims(data=mpi.world_size), timeout_s=60).get_group("data")
+    mesh = make_mesh(mpi, ParallelDims(data=mpi.world_size), timeout_s=60)
+    stage = cut.whole(module)
     pipeline = Pipeline(
-        module, Loss(ModelConfig(path="-"), ["output"]), autocast=nullcontext, device=mpi.device, group=group
+        [stage],
+        Loss(ModelConfig(path="-"), ["output"]),
+        schedule="1f1b",
+        shapes=lambda inputs: [stage],
+        autocast=nullcontext,
+        device=mpi.device,
+        group_pipeline=mesh.get_group("pipeline"),
+        group_data=mesh.get_group("data"),
     )
-    weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-    optimizer = build_optimizer(OptimizerConfig(), weights.items())
-    reducer = Reducer(weights.values(), (), group)
+    weights = [
+        Weight(name, tensor, Placement.whole(tensor.shape), trained=tensor.requires_grad)
+        for name, tensor in graph.weights(module).items()
+    ]
+    reducer = Reducer(weights, mesh=mesh, mpi=mpi, config=ParallelConfig(), shared={}, timeout_s=60)
+    optimizer = build_optimizer(OptimizerConfig(), [weight for weight in weights if weight.trained])
 
     def update() -> float:
         part = pipeline.run([batch], reducer, scale=1.0)

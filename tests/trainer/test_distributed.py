@@ -101,7 +101,7 @@ def find_each_other(mpi: MPIContext) -> dict[str, Any]:
     timeouts = {mesh.get_group(axis)._get_backend(torch.device("cpu")).options._timeout for axis in AXES}
     return {
         "rank": (mpi.rank, mpi.world_size, mpi.local_rank, mpi.local_size, str(mpi.device)),
-        "coordinate": [*mesh.get_coordinate()] == [*dims.coordinate(mpi.rank)],
+        "coordinate": [mesh.get_local_rank(axis) for axis in AXES] == [*dims.coordinate(mpi.rank)],
         "sum": float(total),
         "timeouts": [timeout / timedelta(seconds=1) for timeout in timeouts],
         "threads": torch.get_num_threads(),

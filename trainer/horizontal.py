@@ -25,17 +25,7 @@ import trainer.horizontal_views  # noqa: F401  both file the rules
 from trainer.collectives import enter, leave
 from trainer.graph import ImportedGraph
 from trainer.horizontal_attempt import Attempt, Length, Work
-from trainer.horizontal_facts import (
-    CONVOLUTIONS,
-    TRANSPOSED,
-    Division,
-    Facts,
-    Finer,
-    Joined,
-    Product,
-    Whole,
-    is_low_rank,
-)
+from trainer.horizontal_facts import CONVOLUTIONS, TRANSPOSED, Division, Facts, Finer, Joined, Product, Whole, low_rank
 from trainer.placement import Interval, Placement
 
 FLOPS_PER_BYTE = 250
@@ -50,7 +40,7 @@ class Region:
     kind: str
     """attention, mlp or convolutions."""
     columns: tuple[str, ...]
-    """Names of the weights of which each rank has some columns (outputs)."""
+    """Names of the weights of which each rank has some columns (outputs), those of convolutions in groups included."""
     rows: tuple[str, ...]
     """Names of the weights of which each rank has some rows (inputs)."""
     work: Work = field(repr=False, compare=False)
@@ -66,10 +56,9 @@ class HorizontalPlan:
     """(weight of a product or convolution that every rank holds whole, the rule that keeps it so)"""
 
 
-MEETS = "its result meets that of"
-
-
 # -- the plan
+
+MEETS = "its result meets that of"
 
 
 def plan_regions(module: ImportedGraph, size: int, *, convolutions: str = "auto") -> HorizontalPlan:
@@ -114,12 +103,15 @@ class _Planner:
             try:
                 work = Attempt(self.facts, self.size, columns, cuts).run()
                 region = self._made(columns, work)
-                self.taken |= columns | {node for node in self.facts.products if node.name in work.rows}
+                self.taken |= {product.node for product in (*self._inside(work), *self._rows(work))}
                 return region
             except Finer as finer:
                 cuts[finer.source] = cuts.get(finer.source, frozenset()) | finer.cuts
                 doubt = doubt or finer.otherwise
             except Joined as joined:
+                if {*joined.products} <= columns:
+                    self.reasons[seed] = "its result meets what is computed from it whole"
+                    return None
                 columns |= {*joined.products}
                 if (met := self._unfit(joined.products)) is not None:
                     self.reasons[seed] = f"{MEETS} {met}"
@@ -139,23 +131,28 @@ class _Planner:
         return None
 
     def _made(self, columns: set[fx.Node], work: Work) -> Region:
-        products = [product for node, product in self.facts.products.items() if node in columns]
-        rows = [product for node, product in self.facts.products.items() if node.name in work.rows]
-        if any(product.node in self.taken for product in (*products, *rows)):
+        inside, rows = self._inside(work), self._rows(work)
+        if any(product.node in self.taken for product in (*inside, *rows)):
             raise Whole("it meets another region")
         kind = "attention" if work.attends else "mlp"
-        if any(product.convolution for product in (*products, *rows)):
+        if any(product.convolution for product in (*rows, *(self.facts.products[node] for node in columns))):
             kind = "convolutions"
-            self._check_convolutions(products, rows, work)
-        names = [tuple(dict.fromkeys(product.name for product in some)) for some in (products, rows)]
-        return Region(kind, names[0], names[1], work)
+            self._check_convolutions(inside, rows, work)
+        columns_of = dict.fromkeys(product.name for product in inside if product.path in work.parts)
+        rows_of = dict.fromkeys(self.facts.names[product.row_path] for product in rows)
+        return Region(kind, tuple(columns_of), tuple(rows_of), work)
 
-    def _check_convolutions(self, columns: Sequence[Product], rows: Sequence[Product], work: Work) -> None:
+    def _inside(self, work: Work) -> list[Product]:
+        return [product for node, product in self.facts.products.items() if node.name in work.inside]
+
+    def _rows(self, work: Work) -> list[Product]:
+        return [product for node, product in self.facts.products.items() if node.name in work.rows]
+
+    def _check_convolutions(self, inside: Sequence[Product], rows: Sequence[Product], work: Work) -> None:
         if self.convolutions == "never":
             raise Whole("parallel.convolutions is never")
         if self.convolutions == "always":
             return
-        inside = [product for product in self.facts.products.values() if product.node.name in work.inside]
         saved = 3 * (1 - 1 / self.size) * sum(self._flops(product) for product in (*inside, *rows))
         entered = [node for node in self.facts.order if node.name in work.entered]
         crossing = sum(self._numel(node) for node in (*(row.node for row in rows), *entered))
@@ -182,15 +179,12 @@ class _Planner:
         while True:
             for region in regions:
                 if (reason := self._conflict(region, regions)) is not None:
-                    self.reasons |= {product.node: reason for product in self._products_of(region)}
+                    products = (*self._inside(region.work), *self._rows(region.work))
+                    self.reasons |= {product.node: reason for product in products}
                     regions = [other for other in regions if other is not region]
                     break
             else:
                 return regions
-
-    def _products_of(self, region: Region) -> list[Product]:
-        names = {*region.work.columns, *region.work.rows}
-        return [product for node, product in self.facts.products.items() if node.name in names]
 
     def _conflict(self, region: Region, regions: Sequence[Region]) -> str | None:
         for path, division in region.work.parts.items():
@@ -364,7 +358,7 @@ class _Rewriting:
 
     def _leave(self, node: fx.Node) -> None:
         """The sum of a product by rows; its bias is added once, to the sum."""
-        if is_low_rank(node):
+        if low_rank(node):
             node.target, node.args = low_rank_by_rows, (*node.args, self.group)
             node.meta.pop("horizontal")
             return
@@ -376,7 +370,8 @@ class _Rewriting:
             with self.graph.inserting_after(result):
                 result = self.graph.call_function(torch.mul, (result, alpha))
         if bias is not None:
-            dims = node.meta["probes"][0].ndim - 2 if node.target in (*CONVOLUTIONS, *TRANSPOSED) else 0
+            convolutions = [*CONVOLUTIONS, *TRANSPOSED]
+            dims = 1 + convolutions.index(node.target) % 3 if node.target in convolutions else 0
             result = self._add(result, bias, beta, dims)
         result.meta.update({key: value for key, value in node.meta.items() if key != "horizontal"})
         for reader in readers:

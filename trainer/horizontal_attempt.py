@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from trainer.horizontal_facts import Division, Facts, Joined, Product, Whole, is_low_rank
+from trainer.horizontal_facts import Division, Facts, Joined, Product, Whole, low_rank
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Length:
 class Work:
     """What is to be changed where, by names of nodes."""
 
-    columns: dict[str, Division] = field(default_factory=dict)
     rows: list[str] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)
     """Every node with a divided value."""
@@ -84,7 +83,7 @@ class Attempt:
         target: Any = node.target
         if node.op == "call_module":
             target = type(self.facts.submodule(node))
-        if is_low_rank(node):
+        if low_rank(node):
             target = torch.matmul
         if (follow := RULES.get(target)) is None:
             raise Whole(f"{called(node)} is not known to work on parts ({node.name})")
@@ -108,10 +107,9 @@ class Attempt:
         self.enter(product.x)
         self.part(node, product.path, own.moved(product.outputs))
         if product.low_rank:
-            self.enter(self.facts.reads[product.row_path][0])
+            self.enter(next(node for node in product.others if self.facts.stored(node) == product.row_path))
         if isinstance(product.bias, fx.Node):
             self.operand(node, product.bias, self.rank(product.bias) - 1, own)
-        self.work.columns[node.name] = own
         return own
 
     def _check_chain(self, product: Product, total: int) -> None:

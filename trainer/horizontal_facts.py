@@ -276,7 +276,7 @@ class Facts:
             x, weight, bias, outputs = *args[:3], int(of in TRANSPOSED)
             where = (path, outputs, path, 1 - outputs)
             return Product(node, x, bias, *where, self.names[path], others=(weight,), groups=args[6])
-        return self._adapter(node, args) if is_low_rank(node) else None
+        return self._adapter(node, args) if low_rank(node) else None
 
     def _matrix(self, node: fx.Node, x: Any, weight: Any, bias: Any, *, turned: bool) -> Product | None:
         """turned: the operand is [outputs, inputs]."""
@@ -302,7 +302,7 @@ class Facts:
         return path if path and isinstance(self.tensor(path), nn.Parameter) else ""
 
 
-def is_low_rank(node: fx.Node) -> bool:
+def low_rank(node: fx.Node) -> bool:
     """Whether it is an adapter's product, which trainer/lora.py puts in: that module is above this one."""
     return getattr(node.target, "__name__", "") == "low_rank" and len(node.args) == 5
 

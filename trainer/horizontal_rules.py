@@ -190,7 +190,7 @@ def attention(t: Attempt, node: Any) -> Division:
         if other is not None and other.period == own.period:
             t.same(own, other, node)
         elif other is not None and not (other.even(t.size) and own.even(t.size)):
-            raise Whole(f"{node.name}: {own.period} heads share {other.period}, over {t.size} ranks")
+            raise Whole(f"{node.name}: {own.period} heads share {other.period}, not evenly over {t.size} ranks")
     if isinstance(mask, fx.Node):
         _mask(t, node, mask, at, own)
     t.work.attends = True
@@ -202,8 +202,11 @@ def _heads(t: Attempt, node: fx.Node, operand: fx.Node, at: int, heads: Division
     own = t.division(operand)
     if own is None:
         length = t.shapes(operand)[at][0]
-        fewer = heads.period != length and length % t.size == 0
-        t.operand(node, operand, at, Division(at, (length,)) if fewer else heads)
+        shared = length not in (1, heads.period)
+        if shared and length % t.size:
+            share = f"{heads.period} heads of the query share {length}"
+            raise Whole(f"{node.name}: {share}, which do not divide evenly over {t.size} ranks")
+        t.operand(node, operand, at, Division(at, (length,)) if shared else heads)
     elif own.dim != at:
         raise Whole(f"{node.name} would be divided along dimensions {at} and {own.dim}")
 

@@ -112,7 +112,7 @@ def regroup(before: Pairs, after: Pairs, division: Division, size: int, name: st
     finer = replace(division, dim=dim, blocks=tuple(block // unit for block in blocks), unit=division.unit * unit)
     if all(block % unit == 0 for block in blocks) and finer.even(size):
         return finer
-    broken = f"{name} makes {count} x {unit} of {division.length}: {count} is no multiple of {size}"
+    broken = f"{name} makes {count} heads of {unit} each; {count} do not divide evenly over {size} ranks"
     if len(blocks) > 1 or unit < size or count > FEW:
         raise Whole(broken)
     raise division.finer([unit * i * division.inner for i in range(1, count)], name, broken)

@@ -20,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -303,9 +304,27 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh, *, regather: bool, ignored
     # a gradient is a sum over targets: replicas add up, and gloo knows no other reduction
     divided.set_gradient_divide_factor(1.0)
     divided.set_force_sum_reduction_for_comms(True)
-    # from torch 2.13 on replicas may take different branches of an If, and still send the same gradients
+    # replicas may take different branches of an If: what one did not use it sends as zeros, or they would mix them up
     if hasattr(divided, "set_reduce_scatter_unused_params"):
         divided.set_reduce_scatter_unused_params(True)
+    else:  # before torch 2.13
+        _send_unused(divided._get_fsdp_state()._fsdp_param_group)
+
+
+def _send_unused(group: Any) -> None:
+    if group is None:  # nothing of its own
+        return
+    complete = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        weights = [each for each in group.fsdp_params if group.reduce_grads and hasattr(each, "_unsharded_param")]
+        for weight in weights:
+            whole = weight.unsharded_param
+            if whole.requires_grad and whole.grad is None and weight.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+        complete()
+
+    group.post_backward = post_backward
 
 
 def _dim(shape: Sequence[int], size: int) -> int:

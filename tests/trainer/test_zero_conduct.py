@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from trainer.zero import Sharded
 
 def everything(mpi: MPIContext) -> dict[str, Any]:
     """All that two ranks are asked for: starting them takes longer."""
-    return {"conduct": conduct(mpi), "oddities": oddities(mpi), "halves": halves(mpi), "order": order(mpi)}
+    return {asked.__name__: asked(mpi) for asked in (conduct, oddities, branches, halves, order)}
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +37,26 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(2, "tests.trainer.test_zero_conduct:everything")
 
 
+def sharded(mpi: MPIContext, stage: Stage, weights: Sequence[Weight], zero: int) -> Sharded:
+    """Two replicas."""
+    config = ParallelConfig(data=2, zero=zero)  # type: ignore[arg-type]
+    mesh = make_mesh(mpi, ParallelDims.of(config), timeout_s=30)
+    return Sharded([stage], weights, config=config, mesh=mesh, mpi=mpi, shared={}, timeout_s=30)
+
+
 # -- what is kept, what is sent, what is undone
 
 
-class Sent(TorchDispatchMode):
-    """Counts collectives by kind."""
+class Order(TorchDispatchMode):
+    """What is done after what: G for a gather, S for a reduce-scatter, m for a matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.seen = ""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            self.counts[function.__name__.removesuffix("_base_.default").removesuffix("_.default")] += 1
+        letters = {"_allgather_base_.default": "G", "_reduce_scatter_base_.default": "S", "mm.default": "m"}
+        self.seen += letters.get(function.__name__, "")
         return function(*args, **(kwargs or {}))
 
 
@@ -85,10 +91,10 @@ def kept(training: Training) -> dict[str, int]:
 def sent(training: Training) -> dict[str, int]:
     """Collectives of a step until `reduce`."""
     training.engine.begin(3)
-    with Sent() as mode:
+    with Order() as mode:
         accumulate(training.chain, micro_batches(training.name, 9, training.replica), 3)
     training.engine.reduce()
-    return dict(mode.counts)
+    return {"gathers": mode.seen.count("G"), "scatters": mode.seen.count("S")}
 
 
 def undone(training: Training) -> bool:
@@ -176,7 +182,7 @@ def test_each_stage_of_zero_keeps_and_sends_what_it_says(
             "gradients": TRAINED_BYTES // 2,
             "optimizer": TRAINED_BYTES,
         }
-        assert rank["sent"] == {"_allgather": gathers, "_reduce_scatter": scatters}
+        assert rank["sent"] == {"gathers": gathers, "scatters": scatters}
 
 
 @pytest.mark.mpi
@@ -218,14 +224,13 @@ def oddities(mpi: MPIContext) -> dict[str, Any]:
     """What becomes of each weight, and how far its gradient is from that of one process."""
     found: dict[str, Any] = {}
     for zero in (1, 3):
-        config, unit, plain = ParallelConfig(data=2, zero=zero), Odd(), Odd()
+        unit, plain = Odd(), Odd()
         stage = Stage(0, 1, Chain([Part(unit, ("x",), ("y",))], reads=("x",), gives=("y",)), (), (0,), ("y",), (), ())
         weights = [
             Weight(name, tensor, BLOCKS if name == "blocks" else Placement.whole(tensor.shape), tensor.requires_grad)
             for name, tensor in unit.named_parameters()
         ]
-        mesh = make_mesh(mpi, ParallelDims.of(config), timeout_s=30)
-        engine = Sharded([stage], weights, config=config, mesh=mesh, mpi=mpi, shared={}, timeout_s=30)
+        engine = sharded(mpi, stage, weights, zero)
         rows = torch.arange(20.0).reshape(4, 5) / 20
         engine.begin(1)
         stage.chain(rows[2 * mpi.rank : 2 * mpi.rank + 2])[0].square().sum().backward()
@@ -258,6 +263,45 @@ def test_scalars_stay_whole_and_blocks_are_divided_further_and_what_is_unused_ha
             assert places["scale"] == []
             assert places["unused"] == [[[[0, 2], [2, 3]][rank]]]
             assert places["frozen"] == [[[0, 6] if zero == "1" else [3 * rank, 3 * rank + 3]], [[0, 5]]]
+
+
+class Branch(nn.Module):
+    """A unit that uses one of two weights, as an If in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor, which: Tensor) -> tuple[Tensor]:
+        return (x @ (self.one if which else self.other),)
+
+
+def branches(mpi: MPIContext) -> dict[str, list[float]]:
+    """Sum of each gradient when the first replica uses one weight of a unit, and the second another."""
+    found = {}
+    for zero in (1, 2, 3):
+        units = [Branch(), Branch()]
+        parts = [Part(units[0], ("x", "which"), ("y",)), Part(units[1], ("y", "which"), ("z",))]
+        chain = Chain(parts, reads=("x", "which"), gives=("z",))
+        weights = [
+            Weight(f"{place}.{name}", tensor, Placement.whole(tensor.shape), True)
+            for place, unit in enumerate(units)
+            for name, tensor in unit.named_parameters()
+        ]
+        engine = sharded(mpi, Stage(0, 1, chain, (), (0, 1), ("z",), (), ()), weights, zero)
+        engine.begin(2)
+        for _ in range(2):
+            chain(torch.full((1, 4), 1.0 + mpi.rank), torch.tensor(mpi.rank == 0))[0].sum().backward()
+        engine.reduce()
+        found[str(zero)] = engine.sum(*(gradient(weight).sum() for weight in engine.weights))
+    return found
+
+
+@pytest.mark.mpi
+def test_replicas_may_take_different_branches(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        # 2 micro-batches x 4 x 4 x 4 elements, x 1 on the first replica and 2 on the second
+        assert found["branches"] == {zero: [128.0, 256.0, 128.0, 256.0] for zero in ("1", "2", "3")}
 
 
 # -- with halves and recomputation
@@ -293,19 +337,6 @@ class Layer(nn.Module):
         return (x + torch.tanh(x) @ self.weight.t(),)
 
 
-class Order(TorchDispatchMode):
-    """What is done after what: G for a gather, S for a reduce-scatter, m for a matrix product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = ""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        letters = {"_allgather_base_.default": "G", "_reduce_scatter_base_.default": "S", "mm.default": "m"}
-        self.seen += letters.get(function.__name__, "")
-        return function(*args, **(kwargs or {}))
-
-
 def layers(mpi: MPIContext, zero: int, recomputed: Sequence[int] = ()) -> tuple[Stage, Sharded]:
     """Four units of one matrix product each."""
     own = [Layer(seed) for seed in range(4)]
@@ -313,9 +344,7 @@ def layers(mpi: MPIContext, zero: int, recomputed: Sequence[int] = ()) -> tuple[
     stage = Stage(0, 1, Chain(parts, reads=("x0",), gives=("x4",)), (), (0,), ("x4",), (), ())
     weights = [Weight(str(place), it.weight, Placement.whole((16, 16)), True) for place, it in enumerate(own)]
     recompute(stage.chain, "whole", recomputed)
-    config = ParallelConfig(data=2, zero=zero)
-    mesh = make_mesh(mpi, ParallelDims.of(config), timeout_s=30)
-    return stage, Sharded([stage], weights, config=config, mesh=mesh, mpi=mpi, shared={}, timeout_s=30)
+    return stage, sharded(mpi, stage, weights, zero)
 
 
 def order(mpi: MPIContext) -> dict[str, str]:

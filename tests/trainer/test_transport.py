@@ -150,9 +150,9 @@ def test_a_silent_peer_is_given_up_on_after_the_timeout_and_so_is_all_that_follo
     (first, after), nothing = run_ranks(2, "tests.trainer.test_transport:silent_peer")
     assert nothing == []
     assert first[:2] == ["Timed out waiting 1 s for other ranks to send their gradients", True]
-    assert first[2] < 2
+    assert first[2] < 5
     assert after[:2] == first[:2]
-    assert after[2] < 0.1
+    assert after[2] < 0.5, "not another timeout"
 
 
 def peer_that_stops_inside(mpi: MPIContext, how: str) -> None:

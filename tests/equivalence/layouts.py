@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,13 +41,14 @@ def _masked_text(rows: int) -> dict[str, Array]:
 MODELS: dict[str, tuple[Callable[[], onnx.ModelProto], Callable[[int], dict[str, Array]]]] = {
     "GPT-2: fused QKV, tied": (graphs.tiny_transformer, tiny_text),
     "BERT: separate QKV": (graphs.tiny_bert, _masked_text),
-    "llama: GQA, gated MLP": (getattr(graphs, "tiny_llama", None), tiny_text),
+    "llama: GQA, gated MLP": (graphs.tiny_llama, tiny_text),
     "conv net: skips, BatchNorm": (graphs.tiny_resnet, tiny_images),
 }
 """Name -> the graph, and data of so many rows."""
 
+ALONE = "1x1x1"
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "1x1x1": {},
+    ALONE: {},
     "dp2": {"data": 2},
     "dp3": {"data": 3},
     "hp2": {"horizontal": 2},
@@ -101,7 +100,7 @@ def matrix() -> list[Case]:
 def make_case(case: Case, folder: Path) -> RunDir:
     """Its run directory, ready to train."""
     build, columns = MODELS[case.model]
-    parallel = {**LAYOUTS[case.layout], "zero": case.zero, "units": 2 if case.zero else 0}
+    parallel = {"convolutions": "always", **LAYOUTS[case.layout], "zero": case.zero, "units": 2 if case.zero else 0}
     sections: dict[str, Any] = {
         "train": {
             "global_batch_size": 2 * MICRO_BATCHES,
@@ -184,3 +183,46 @@ def _difference(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
     """Relative to the tensor's largest value; to `floor` if that is smaller, such as the gradients of key biases."""
     assert a.shape == b.shape
     return float((a - b).abs().max() / max(float(b.abs().max()), floor))
+
+
+# -- the table in the README
+
+BEGIN, END = "<!-- parity: begin -->", "<!-- parity: end -->"
+
+
+def table(found: Mapping[Case, Mapping[str, float]]) -> str:
+    """One row for each layout and ZeRO, one column for each model: the greatest of its three differences."""
+    rows = [f"| layout | {' | '.join(MODELS)} |", "|---|" + "---|" * len(MODELS)]
+    for layout in LAYOUTS:
+        for zero in sorted({case.zero for case in found if case.layout == layout}):
+            cells = [
+                f"{max(differences.values()):.0e}"
+                for model in MODELS
+                for case, differences in found.items()
+                if (case.model, case.layout, case.zero) == (model, layout, zero)
+            ]
+            name = f"{layout}, ZeRO {zero}" if zero else layout
+            rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Train the whole matrix and write its table into the README."""
+    from tests.ranks import ROOT
+
+    with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
+        runs = trained(matrix(), Path(folder), timeout_s=3600)
+        found = {
+            case: differences(run, runs[Case(case.model, ALONE)]) for case, run in runs.items() if case.layout != ALONE
+        }
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    readme.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")
+    print(table(found))
+    worst = max(max(each.values()) for each in found.values())
+    sys.exit(f"{worst:.1e} is above {TOLERANCE:.0e}" if worst > TOLERANCE else 0)
+
+
+if __name__ == "__main__":
+    main()

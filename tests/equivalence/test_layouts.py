@@ -1,0 +1,125 @@
+"""Promise 3: pipeline, horizontal and ZeRO, and their products, train what one rank trains; whatever graph it is.
+
+And promises 5 and 9 in every layout: a checkpoint of one is continued by any other with the same samples; an overflow
+on one rank of one stage skips the step on all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.equivalence import layouts
+from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, make_case, trained
+from tests.ranks import run_ranks
+from tests.runs import assert_equal_bits, events, final_tensors, losses
+from trainer.data import Batches
+from trainer.distributed import MPIContext
+from trainer.run import RunDir, read_config
+from trainer.shards import open_shards
+
+GPT2, BERT, LLAMA, CONV = MODELS
+
+# the quick part: each axis, each ZeRO and each model at least once, in three worlds
+QUICK = [
+    Case(GPT2, "2x2x2"),
+    Case(GPT2, "dp2 x pp2", zero=3),
+    Case(BERT, "hp2 x pp2"),
+    Case(LLAMA, "dp2 x hp2", zero=2),
+    Case(CONV, "dp2 x pp2", zero=1),
+]
+
+
+@pytest.mark.mpi
+def test_every_kind_of_parallelism_trains_what_one_rank_trains(tmp_path: Path) -> None:
+    runs = trained([*QUICK, *(Case(model, ALONE) for model in MODELS)], tmp_path)
+    found = {case.name: differences(runs[case], runs[Case(case.model, ALONE)]) for case in QUICK}
+    assert {name for name, each in found.items() if max(each.values()) > TOLERANCE} == set(), found
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_whole_matrix_trains_what_one_rank_trains(model: str, tmp_path: Path) -> None:
+    cases = [case for case in layouts.matrix() if case.model == model]
+    runs = trained(cases, tmp_path, timeout_s=2400)
+    found = {case.name: differences(runs[case], runs[Case(model, ALONE)]) for case in cases if case.layout != ALONE}
+    assert {name: each for name, each in found.items() if max(each.values()) > TOLERANCE} == {}
+
+
+def continued(run: RunDir, folder: Path, layout: str, zero: int = 0) -> RunDir:
+    """A run in another layout that starts from the checkpoint of step 1 of `run`."""
+    case = Case(GPT2, layout, zero, {"checkpoint": {"period": 1, "load": str(run.checkpoint(1))}})
+    return make_case(case, folder)
+
+
+@pytest.mark.mpi
+def test_a_checkpoint_of_one_layout_is_continued_by_any_other_with_the_same_samples(tmp_path: Path) -> None:
+    """Saved by 2 x 2 ranks with a ZeRO-3 pipeline in the middle of an epoch; loaded by one, two and four."""
+    first = trained([Case(GPT2, "dp2 x pp2", zero=3)], tmp_path / "first")
+    (run,) = first.values()
+    others = [("1x1x1", 0), ("hp2", 0), ("dp2 x hp2", 1), ("dp2 x pp2", 3)]
+    runs = {name: continued(run, tmp_path / name.replace(" ", ""), name, zero) for name, zero in others}
+    for size in (1, 2, 4):
+        roots = [str(made.root) for made in runs.values() if read_config(made).world_size == size]
+        run_ranks(size, "tests.equivalence.layouts:train_all", roots, timeout_s=300)
+    wanted, rows = losses(run), stream(run)
+    for made in runs.values():
+        assert losses(made) == pytest.approx({step: wanted[step] for step in (2, 3)}, rel=TOLERANCE)
+        assert stream(made) == rows
+    assert_equal_bits(final_tensors(runs["dp2 x pp2"]), final_tensors(run))
+
+
+def stream(run: RunDir) -> list[list[int]]:
+    """The rows of each step, over all replicas."""
+    config = read_config(run)
+    batches = Batches(open_shards(run.shards, "train"), config, replica=0, num_replicas=1, device=torch.device("cpu"))
+    size = config.train.global_batch_size
+    found = [sorted(batches.rows(step * size, size).tolist()) for step in range(layouts.NUM_STEPS)]
+    batches.close()
+    return found
+
+
+@pytest.mark.mpi
+def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(tmp_path: Path) -> None:
+    case = Case(GPT2, "2x2x2", 0, {"precision": {"compute": "fp16", "initial_scale": 1024.0}})
+    run = make_case(case, tmp_path)
+    steps = run_ranks(8, "tests.equivalence.test_layouts:with_a_planted_overflow", str(run.root), 5, 2, timeout_s=300)
+    assert steps == [layouts.NUM_STEPS] * 8
+    skipped = [event for event in events(run, "scalars") if event.fields["values"].get("train/skipped")]
+    assert [(event.step, event.fields["values"]["train/loss_scale"]) for event in skipped] == [(2, 512.0)]
+    assert sorted(losses(run)) == [1, 2, 3], "the step is tried again at half the scale"
+
+
+def with_a_planted_overflow(mpi: MPIContext, root: str, rank: int, step: int) -> int:
+    """The loop, in which one gradient on one rank overflows in the first backward pass of a step."""
+    from trainer import loop
+    from trainer.events import Heartbeat
+
+    run = RunDir(Path(root))
+    heartbeat = Heartbeat(run.heartbeat)
+    assemble, planted = loop.assemble, []
+
+    def overflow(gradient: torch.Tensor) -> torch.Tensor:
+        if heartbeat.step == step and not planted:
+            planted.append(step)
+            return torch.full_like(gradient, torch.inf)
+        return gradient
+
+    def assembled(*arguments: Any, **settings: Any) -> Any:
+        model = assemble(*arguments, **settings)
+        if mpi.rank == rank:
+            weight = next(weight for weight in model.trained if weight.name.endswith("mlp.c_fc.weight"))
+            weight.tensor.register_hook(overflow)
+        return model
+
+    loop.assemble = assembled
+    if mpi.rank == 0:
+        run.begin_attempt()
+    torch.distributed.barrier()
+    result = loop.train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
+    return result.step

@@ -499,7 +499,7 @@ def _replicas(parallel: ParallelConfig) -> Iterable[str]:
 def _zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
     if parallel.schedule == "zero_bubble" and (parallel.zero or graph.compile):
         obstacle = f"parallel.zero {parallel.zero}" if parallel.zero else "graph.compile"
-        yield f"parallel.schedule 'zero_bubble' takes backward passes apart, which {obstacle} does not allow; use '1f1b'"
+        yield f"parallel.schedule 'zero_bubble' takes backward passes apart; {obstacle} does not allow it: use '1f1b'"
 
 
 def _recomputation(recompute: RecomputeConfig) -> Iterable[str]:

@@ -88,7 +88,8 @@ class Placement:
         dims = []
         for held in self.intervals:
             ends = list(itertools.accumulate(stop - start for start, stop in held))
-            dims.append([((end - (stop - start), end), (start, stop)) for (start, stop), end in zip(held, ends, strict=True)])
+            pairs = zip(held, ends, strict=True)
+            dims.append([((end - (stop - start), end), (start, stop)) for (start, stop), end in pairs])
         for choice in itertools.product(*dims):
             yield tuple(local for local, _ in choice), tuple(place for _, place in choice)
 

@@ -31,7 +31,7 @@ class Weight:
 
 
 def fill(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> None:
-    """Copy parts (name -> tensor of the weight's local shape) into the weights. Raises CheckpointError unless all fit."""
+    """Copy parts (name -> tensor of the local shape) into the weights. Raises CheckpointError unless all fit."""
     weights = list(weights)
     problems = [f"{weight.name} is missing" for weight in weights if weight.name not in tensors]
     for weight in weights:

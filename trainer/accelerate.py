@@ -1,6 +1,6 @@
 """How an imported graph is run faster: compiled, images with their channels last. Weights stay as the file has them.
 
-    pipeline = Pipeline(accelerate(module, config.graph, device), ...)
+    chain.units[0] = accelerate(unit, config.graph, device)
 
 A compiled graph is one graph for all batch sizes. Nodes that are computed by Python when the graph runs (run-time
 leaves, loops and branches that depend on data) break it into several: a warning names them, and the parts between
@@ -69,13 +69,19 @@ def _wants_channels_last(config: GraphConfig, device: torch.device) -> bool:
 
 
 def _images(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs that are images: four dimensions, and a convolution in the graph that depends on them."""
+    """The inputs that are images or come of such: four dimensions, and a convolution that depends on them."""
     reached: dict[fx.Node, bool] = {}
     for node in reversed(graph.nodes):
         is_convolution = node.op == "call_function" and node.target in CONVOLUTIONS
         reached[node] = is_convolution or any(reached[user] for user in node.users)
     inputs = graph.find_nodes(op="placeholder")
-    return [node for node in inputs if reached[node] and node.meta.get("rank") == 4]
+    return [node for node in inputs if reached[node] and _rank(node) == 4]
+
+
+def _rank(node: fx.Node) -> int:
+    """Dimensions, as they were when the graph was traced; 0 if that is not known."""
+    probes = node.meta.get("probes")
+    return probes[0].ndim if probes and isinstance(probes[0], torch.Tensor) else int(node.meta.get("rank") or 0)
 
 
 def _convert(module: fx.GraphModule, images: list[fx.Node]) -> None:

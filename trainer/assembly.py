@@ -13,13 +13,15 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer import cut, graph
+from trainer import cut, graph, precision
+from trainer.accelerate import accelerate
 from trainer.config import RunConfig
 from trainer.cost import Autocast, NodeCost, costs
 from trainer.cut import Stage
@@ -28,7 +30,6 @@ from trainer.errors import CheckpointError, ConfigError
 from trainer.horizontal import divide, plan_regions
 from trainer.loss import Loss, Slice
 from trainer.placement import Placement, slices
-from trainer.precision import autocast
 from trainer.recompute import by_name, recompute
 from trainer.reduce import Reducer, gradient
 from trainer.trainee import Trainee
@@ -115,13 +116,15 @@ def assemble(
     trained = frozenset(name for name, tensor in stored.items() if _is_trained(tensor))
 
     placements, classes = _divide(module, config, mesh, here)
-    cast = partial(autocast, config.precision, mpi.device)
-    stages, priced = _cut(module, config, example, cast)
+    autocast = partial(precision.autocast, config.precision, mpi.device)
+    stages, priced = _cut(module, config, example, autocast)
     shared = _shared(stages, config.parallel.pipeline)
     mine = [stage for stage in stages if stage.index % config.parallel.pipeline == here.pipeline]
     _own(mine)
     for stage in mine:
         stage.chain.to(mpi.device)
+        for place, unit in enumerate(stage.chain.units):
+            stage.chain.units[place] = accelerate(cast("graph.ImportedGraph", unit), config.graph, mpi.device)
         _recompute(stage, stages, config, priced)
     weights = _weights(mine, placements, shared, here)
     _forget_weights(module)
@@ -140,7 +143,7 @@ def assemble(
         reducer=reducer,
         shapes=shapes,
         trained_names=trained,
-        shapes_of=partial(_shapes_of, module, mine, stages, cast),
+        shapes_of=partial(_shapes_of, module, mine, stages, autocast),
         tells=_told(weights, reducer.weights, mesh),
         total_squares=_total_squares(weights, reducer.weights, mesh, placements),
     )

@@ -116,7 +116,8 @@ class _Pricing(fx.Interpreter):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def _meta(tensor: Tensor) -> Tensor:

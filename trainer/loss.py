@@ -119,7 +119,7 @@ class _DividedCrossEntropy(torch.autograd.Function):
         own = counted & ((place >= 0) | (classes.start == 0)) & ((place < logits.shape[-1]) | _is_last(classes))
         place = torch.where(own, place, 0)[:, None]
         greatest = reduced(logits.amax(-1).float(), classes.group, "max")
-        shifted = logits - greatest[:, None]  # fp32, because `greatest` is
+        shifted = (logits - greatest[:, None]).float()  # half precision is fp32 already, because `greatest` is
         target = torch.where(own, shifted.gather(1, place)[:, 0], 0.0)
         exponentials = shifted.exp_()
         total, target = reduced(torch.stack((exponentials.sum(-1), target)), classes.group, "sum")

@@ -135,7 +135,7 @@ class _Planner:
         return path if path and isinstance(self.facts.tensor(path), nn.Parameter) else ""
 
     def _chain(self, value: Any) -> tuple[list[fx.Node], Product | None]:
-        """From the product of a stored matrix to an output, and the product; none if something else is in between."""
+        """From the product of a stored matrix to an output, and the product; none if the way there is not one way."""
         chain: list[fx.Node] = []
         while isinstance(value, fx.Node):
             chain.insert(0, value)
@@ -143,7 +143,7 @@ class _Planner:
                 plain = not product.convolution and not product.low_rank
                 return chain, product if plain else None
             computed = [operand for operand in value.all_input_nodes if operand.op != "get_attr"]
-            if len(computed) != 1 or not (value.target in ELEMENTWISE or _keeps_last(value)):
+            if len(computed) != 1:
                 break
             (value,) = computed
         return [], None
@@ -154,6 +154,9 @@ class _Planner:
         """Raises Whole where the product, or what becomes of its result, breaks a rule."""
         if self.loss != "cross_entropy":
             raise Whole(f"the loss is {self.loss}: only cross_entropy is computed from divided logits")
+        for node in self.chain[1:]:
+            if node.target not in ELEMENTWISE and not _keeps_last(node):
+                raise Whole(f"{node.name} comes between its result and the loss, and may need all words at once")
         self._refuse_readers()
         self._worth(product.path, product.outputs)
         self._refuse_others(product.path, product.outputs, reader=product.node)

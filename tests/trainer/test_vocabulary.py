@@ -74,7 +74,9 @@ AFTER: dict[str, Callable[[GraphWriter, str, int], str]] = {
     "read": lambda g, y, words: y,
     "twice": lambda g, y, words: y,
     "capped": _capped,
-    "lifted": lambda g, y, words: g.op("Add", y, g.weight("level", g.normal(1.0, 6, 1))),
+    "lifted": lambda g, y, words: g.op("Add", y, g.weight("level", g.normal(1.0, 1))),
+    "placed": lambda g, y, words: g.op("Add", y, g.weight("level", g.normal(1.0, 6, 1))),
+    "softened": lambda g, y, words: g.op("Softmax", y),
     "decayed": lambda g, y, words: g.op("Add", y, g.op("ReduceMean", "wte", keepdims=0)),
 }
 
@@ -123,6 +125,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "somebody reads the logits": ({"after": "read"}, {}, "wte", "softmax reads its result, too"),
     "they are two outputs": ({"after": "twice"}, {}, "wte", "its result is 2 of the graph's outputs"),
     "they meet another weight": ({"after": "lifted"}, {}, "wte", "joins its result with level, which is not divided"),
+    # an Add of a fixed length is a module, of which nothing is known
+    "a module follows": ({"after": "placed"}, {}, "wte", "add_10 comes between its result and the loss"),
+    "a softmax follows": ({"after": "softened"}, {}, "wte", "softmax comes between its result and the loss"),
     "the table is read otherwise": ({"after": "decayed"}, {}, "wte", "reads wte, too, and needs all of it"),
     "it is small": ({"words": 7}, {}, "wte", "its 7 words are fewer than its width of 8"),
     "the loss reads another output": ({}, {"output": "hidden"}, "wte", "matmul_1 reads wte, too, and needs all of it"),

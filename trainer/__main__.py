@@ -5,6 +5,7 @@
     python -m trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and prove it
     python -m trainer training RUN_DIR CHECKPOINT       write what trains the model on without torch
     python -m trainer variant RUN_DIR KIND              make a further file of the exported one
+    python -m trainer plan FOLDER                       say how the run would be divided: plan.json, or refused.json
 
 Everything else is in RUN_DIR/config.json. Exit status: 0 done, 75 stopped with a checkpoint, 70 failed
 (RUN_DIR/errors says why), 72 fenced off by a newer attempt, 78 refused: trying again would not help.
@@ -115,6 +116,17 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
     return 0
 
 
+def make_plan(folder: RunDir) -> int:
+    """Plan the run of `config.json` in a folder, and leave the plan there."""
+    die_with_parent()
+    from trainer import export
+    from trainer.plan import plan
+
+    with export.refusals(folder.root):
+        write_record(folder.root / "plan.json", plan(read_config(folder)))
+    return 0
+
+
 def main() -> int:
     """Parse the command line and be that process."""
     parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__.splitlines()[0] if __doc__ else "")
@@ -125,6 +137,7 @@ def main() -> int:
         ("export", "write the trained file and prove it"),
         ("training", "write what trains the model on without torch"),
         ("variant", "make a further file of the exported one"),
+        ("plan", "say how the run would be divided"),
     ):
         command = commands.add_parser(name, help=does)
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
@@ -136,6 +149,8 @@ def main() -> int:
     if arguments.command == "preflight":
         run_preflight(arguments.run)
         return 0
+    if arguments.command == "plan":
+        return make_plan(arguments.run)
     if arguments.command == "variant":
         return make_variant(arguments.run, arguments.what, folder=arguments.folder or arguments.run.export)
     if arguments.command in ("export", "training"):

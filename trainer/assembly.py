@@ -8,9 +8,8 @@ so nothing has to be agreed on.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -22,18 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer import cut, graph, precision
 from trainer.accelerate import accelerate
+from trainer.arrangement import arrange, is_trained, recompute_units
 from trainer.config import RunConfig
-from trainer.cost import Autocast, NodeCost, costs
+from trainer.cost import Autocast, costs
 from trainer.cut import Stage
-from trainer.distributed import Coordinate, MPIContext, ParallelDims
-from trainer.errors import CheckpointError, ConfigError
-from trainer.horizontal import divide, plan_regions
-from trainer.loss import Loss, Slice
+from trainer.distributed import MPIContext, ParallelDims
+from trainer.errors import CheckpointError
+from trainer.loss import Loss
 from trainer.placement import Placement, slices
-from trainer.recompute import by_name, recompute
 from trainer.reduce import Reducer, gradient
 from trainer.trainee import Trainee
-from trainer.vocabulary import divide_vocabulary, plan_vocabulary
 from trainer.weights import Weight, fill
 from trainer.zero import Sharded
 
@@ -109,24 +106,21 @@ def assemble(
     example: the inputs of one micro-batch, the same shapes on every rank. Collective: every rank. Raises ConfigError
     or UnsupportedModel, on every rank alike, when the graph cannot be divided as configured.
     """
-    module = trainee.module
-    here = ParallelDims.of(config.parallel).coordinate(mpi.rank)
+    module, here = trainee.module, ParallelDims.of(config.parallel).coordinate(mpi.rank)
     stored = graph.weights(module)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    trained = frozenset(name for name, tensor in stored.items() if _is_trained(tensor))
-
-    placements, classes = _divide(module, config, mesh, here)
+    trained = frozenset(name for name, tensor in stored.items() if is_trained(tensor))
     autocast = partial(precision.autocast, config.precision, mpi.device)
-    stages, priced = _cut(module, config, example, autocast)
-    shared = _shared(stages, config.parallel.pipeline)
-    mine = [stage for stage in stages if stage.index % config.parallel.pipeline == here.pipeline]
+    group = mesh.get_group("horizontal").group_name
+    whole = arrange(module, config, example, rank=here.horizontal, group=group, autocast=autocast)
+    mine = whole.of(here.pipeline, config.parallel.pipeline)
     _own(mine)
     for stage in mine:
         stage.chain.to(mpi.device)
         for place, unit in enumerate(stage.chain.units):
             stage.chain.units[place] = accelerate(cast("graph.ImportedGraph", unit), config.graph, mpi.device)
-        _recompute(stage, stages, config, priced)
-    weights = _weights(mine, placements, shared, here)
+    weights = whole.weights(mine, here)
+    recompute_units(whole, mine, weights, config, example, pipeline=here.pipeline)
     _forget_weights(module)
     replicas = partial(Sharded, mine) if config.parallel.zero else Reducer
     reducer = replicas(
@@ -134,62 +128,22 @@ def assemble(
         mesh=mesh,
         mpi=mpi,
         config=config.parallel,
-        shared=shared,
+        shared=whole.shared,
         timeout_s=config.launch.collective_timeout_s,
     )
     return Assembly(
         stages=tuple(mine),
-        loss=Loss(config.model, module.output_names, classes=classes),
+        loss=Loss(config.model, module.output_names, classes=whole.classes),
         reducer=reducer,
         shapes=shapes,
         trained_names=trained,
-        shapes_of=partial(_shapes_of, module, mine, stages, autocast),
+        shapes_of=partial(_shapes_of, module, mine, whole.stages, autocast),
         tells=_told(weights, reducer.weights, mesh),
-        total_squares=_total_squares(weights, reducer.weights, mesh, placements),
+        total_squares=_total_squares(weights, reducer.weights, mesh, whole.placements),
     )
 
 
-def _divide(
-    module: graph.ImportedGraph, config: RunConfig, mesh: DeviceMesh, here: Coordinate
-) -> tuple[dict[str, Placement], Slice | None]:
-    """Divide layers and vocabulary over the horizontal axis.
-
-    Returns which part of each divided weight this rank has from now on, and which classes of the logits it computes.
-    """
-    parallel, rank = config.parallel, here.horizontal
-    group = mesh.get_group("horizontal").group_name
-    regions = plan_regions(module, parallel.horizontal, convolutions=parallel.convolutions)
-    taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
-    words = plan_vocabulary(module, parallel.horizontal if parallel.vocabulary else 1, config.model, taken=taken)
-    divided = divide(module, regions, rank=rank, group=group)
-    return divided | divide_vocabulary(module, words, rank=rank, group=group), words.classes(rank, group)
-
-
 # -- what runs where
-
-
-def _cut(
-    module: graph.ImportedGraph, config: RunConfig, example: Sequence[Tensor], autocast: Autocast
-) -> tuple[list[Stage], Mapping[str, NodeCost]]:
-    """All stages of the graph, each in its units."""
-    parallel = config.parallel
-    num_stages = parallel.pipeline * parallel.stages_per_rank
-    in_units = parallel.zero or parallel.units or config.recompute.mode != "none"
-    if num_stages == 1 and not in_units:
-        return [cut.whole(module)], {}
-    priced = costs(module, example, autocast=autocast)
-    points = cut.cut_points(module.graph, priced)
-    amounts = cut.work(module.graph, priced)
-    if parallel.cuts:
-        borders = cut.named(module.graph, points, parallel.cuts)
-    else:
-        borders = cut.balanced(points, amounts, num_stages)
-    inner = cut.units(module, points, amounts, borders, parallel.units) if in_units else []
-    parts = iter(cut.split(module, sorted({*borders, *inner}, key=lambda point: point.position)))
-    ends = [point.position for point in borders]
-    sizes = [1 + sum(begin < point.position < end for point in inner) for begin, end in _stretches(ends, len(amounts))]
-    groups = [list(itertools.islice(parts, size)) for size in sizes]
-    return cut.stages(module, groups, priced), priced
 
 
 def _shapes_of(
@@ -217,43 +171,6 @@ def _forget_weights(module: graph.ImportedGraph) -> None:
             setattr(module.get_submodule(owner), leaf, shape)
 
 
-def _recompute(stage: Stage, stages: Sequence[Stage], config: RunConfig, priced: Mapping[str, NodeCost]) -> None:
-    """Mark the units of a stage that are computed again in the backward pass."""
-    mode = config.recompute.mode
-    if mode == "none":
-        return
-    if config.recompute.units:
-        elsewhere = [part for other in stages for part in other.chain.parts]
-        recompute(stage.chain, mode, by_name(stage.chain, config.recompute.units, elsewhere=elsewhere))
-    else:
-        recompute(stage.chain, mode, range(len(stage.chain.parts)))
-
-
-def _stretches(ends: Sequence[int], length: int) -> list[tuple[int, int]]:
-    return list(itertools.pairwise([0, *ends, length]))
-
-
-def _shared(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:
-    """Name -> pipeline coordinates, for every weight that several stages hold.
-
-    Raises ConfigError for running statistics: each stage would move its own.
-    """
-    holders: dict[str, list[int]] = {}
-    problems = []
-    for stage in stages:
-        for name, tensor in _stored(stage):
-            holders.setdefault(name, []).append(stage.index)
-            if len(holders[name]) > 1 and not isinstance(tensor, nn.Parameter):
-                problems.append(
-                    f"running statistic {name!r} is used in stages {holders[name]}, each of which would move it; give "
-                    f"each node its own: model.untie = [{name!r}]"
-                )
-    if problems:
-        raise ConfigError(problems)
-    shared = {name: sorted({index % pipeline for index in found}) for name, found in holders.items() if len(found) > 1}
-    return {name: tuple(coordinates) for name, coordinates in shared.items()}
-
-
 def _own(stages: Sequence[Stage]) -> None:
     """Give each stage of this rank a copy of its own of what another of them holds as well."""
     seen: set[int] = set()
@@ -268,44 +185,7 @@ def _own(stages: Sequence[Stage]) -> None:
         seen |= {id(tensor) for tensor in stage.chain.parameters()}
 
 
-def _stored(stage: Stage) -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, tensor) of what a stage stores, each once."""
-    seen: set[int] = set()
-    for part in stage.chain.parts:
-        names: dict[str, str] = part.module.onnx_names  # type: ignore[assignment]
-        for path, name in names.items():
-            tensor = _tensor(part.module, path)
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
-
-
-def _is_trained(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
-
-
 # -- what this rank holds
-
-
-def _weights(
-    stages: Sequence[Stage], placements: Mapping[str, Placement], shared: Mapping[str, Sequence[int]], here: Coordinate
-) -> list[Weight]:
-    """Every stored tensor of the stages, once for each stage that uses it."""
-    weights: list[Weight] = []
-    for stage in stages:
-        for name, tensor in _stored(stage):
-            first = all(weight.name != name for weight in weights)
-            leads = first and shared.get(name, [here.pipeline])[0] == here.pipeline
-            placement = placements.get(name) or Placement.whole(tensor.shape)
-            counted = leads and (here.horizontal == 0 or name in placements)
-            weights.append(Weight(name, tensor, placement, _is_trained(tensor), counted))
-    return weights
-
-
-def _tensor(module: nn.Module, path: str) -> Tensor:
-    owner, _, leaf = path.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(owner), leaf)
-    return tensor
 
 
 def _told(weights: Sequence[Weight], held: Sequence[Weight], mesh: DeviceMesh) -> frozenset[int]:

@@ -247,8 +247,8 @@ class ParallelConfig(Section):
     """How the ranks divide the work: data x horizontal x pipeline = ranks. `parallel = "auto"` chooses the sizes."""
 
     sizes: Literal["given", "auto"] = "given"
-    """`auto` = choose data, horizontal, pipeline, zero, stages and recomputation for `launch.num_ranks` ranks and
-    `memory_gib`; `parallel = "auto"` is short for it."""
+    """`auto` = choose data, horizontal, pipeline, zero, recomputation and micro-batches for `launch.num_ranks` ranks
+    and `memory_gib`; `parallel = "auto"` is short for it."""
     data: PositiveInt = 1
     """Replicas of the model, each with its share of every batch."""
     horizontal: PositiveInt = 1
@@ -256,7 +256,8 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1
     """Ranks that divide the graph into successive stages; micro-batches: `train.gradient_accumulation_steps`."""
     memory_gib: NonNegativeFloat = 0.0
-    """What one rank may use, for `auto` and for recomputation by budget; 0 = what is free on its device."""
+    """What one rank may use: `auto` keeps below it (0 = what is free on its device), and recomputation is of as many
+    units as it takes (0 = of all)."""
     vocabulary: bool = True
     """Horizontal: divide embeddings, heads and their cross-entropy by vocabulary."""
     convolutions: Literal["auto", "never", "always"] = "auto"
@@ -448,6 +449,8 @@ Sections = Mapping[str, Any]
 
 
 def _world_size(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
+    if parallel.sizes == "auto" and not launch.num_ranks:
+        yield "parallel = 'auto' divides the work over launch.num_ranks ranks, but that is 0; set how many there are"
     needed = parallel.data * parallel.horizontal * parallel.pipeline
     if parallel.sizes == "given" and launch.num_ranks not in (0, needed):
         yield (

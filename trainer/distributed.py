@@ -349,13 +349,13 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
             "MPI": MPI.Get_library_version().splitlines()[0].strip("\0 "),
             "Python": platform.python_version(),
         },
-        memory_bytes=_free_memory(mpi.device),
+        memory_bytes=free_memory(mpi.device),
         all_reduce=float(total),
         all_reduce_expected=expected_world_size * (expected_world_size + 1) / 2,
     )
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Bytes this process could still take on its device: for the CPU, of the host and of its container."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

@@ -141,14 +141,14 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if _is_kept(func, args, kwargs or {}):
             self._kept.setdefault(func, []).append(tree_map_only(Tensor, torch.detach, result))
-            self._places |= {x.untyped_storage().data_ptr() for x in tree_leaves(result) if isinstance(x, Tensor)} - {0}
+            self._places |= {x.untyped_storage()._cdata for x in tree_leaves(result) if isinstance(x, Tensor)}
         return result
 
     def _check_written(self, func: Any, args: Sequence[Any]) -> None:
         """What is kept must not be written over; no operator of the table does that, a converter of one's own may."""
         for x, argument in zip(args, func._schema.arguments, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write and isinstance(x, Tensor)
-            if written and x.untyped_storage().data_ptr() in self._places:
+            if written and x.untyped_storage()._cdata in self._places:
                 raise UnsupportedModel(
                     f"recompute.mode 'selective' keeps a matrix product of shape {list(x.shape)} that {func} writes "
                     "over in place; use recompute.mode 'whole'"
@@ -292,17 +292,23 @@ def peak_bytes(units: Sequence[UnitCost], mode: Mode, chosen: Collection[int], *
     return (in_flight - 1) * sum(stored) + most
 
 
-def by_budget(units: Sequence[UnitCost], *, in_flight: int, budget_bytes: int) -> tuple[Mode, tuple[int, ...]]:
+def by_budget(
+    units: Sequence[UnitCost],
+    *,
+    in_flight: int,
+    budget_bytes: int,
+    modes: Sequence[Mode] = ("none", "selective", "whole"),
+) -> tuple[Mode, tuple[int, ...]]:
     """The mode and the units of the least recomputation with which activations fit into `budget_bytes`.
 
-    Least FLOPs first, then fewest units: selective before whole, units that save most for their FLOPs before others.
+    Least FLOPs first, then fewest units: the modes as ordered, units that save most for their FLOPs before others.
     Raises ConfigError when not even recomputing all is enough.
     """
     everything = range(len(units))
-    for mode in ("none", "selective", "whole"):
+    for mode in modes:
         if (chosen := _fewest(units, mode, in_flight=in_flight, budget_bytes=budget_bytes)) is not None:
             return (mode, chosen) if chosen else ("none", ())
-    least = min(peak_bytes(units, mode, everything, in_flight=in_flight) for mode in ("selective", "whole"))
+    least = min(peak_bytes(units, mode, everything, in_flight=in_flight) for mode in modes)
     raise ConfigError(
         f"activations of {in_flight} micro-batches take {least:,} bytes with all {len(units)} units recomputed, but "
         f"{budget_bytes:,} are left for them: take smaller micro-batches, more units (parallel.units), more stages or "

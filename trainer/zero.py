@@ -65,7 +65,7 @@ class Sharded:
         self._replicate = mesh["replicate"]
         shard = mesh["shard"]
         grid = mesh["replicate", "shard"] if self._replicate.size() > 1 else shard
-        divided = [weight for weight in weights if _divides(weight, zero=config.zero)]
+        divided = [weight for weight in weights if divides(weight, zero=config.zero)]
         homes = _homes(stages)
         for stage in stages:
             _shard(stage.chain, {id(weight.tensor) for weight in divided}, grid, regather=config.zero == 3)
@@ -248,7 +248,7 @@ def _unpack(kept: Tensor | _Cast) -> Tensor:
 # -- dividing
 
 
-def _divides(weight: Weight, *, zero: int) -> bool:
+def divides(weight: Weight, *, zero: int) -> bool:
     """Whether the replicas divide a weight. FSDP cannot divide scalars, and sums gradients of one type together;
     before ZeRO 3 there is no use in gathering frozen weights again and again."""
     tensor = weight.tensor

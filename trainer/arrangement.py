@@ -1,0 +1,197 @@
+"""The whole graph divided, cut and arranged in stages, before a rank takes its own: decided from shapes alone.
+
+    layers and vocabulary -> horizontal parts -> stages -> units -> which of them are recomputed
+
+Every rank decides all of it from the same graph and the same example, and so does `onward plan`, which has no ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from trainer import cut, graph
+from trainer.config import RunConfig
+from trainer.cost import Autocast, NodeCost, costs
+from trainer.cut import Stage
+from trainer.distributed import Coordinate
+from trainer.errors import ConfigError
+from trainer.horizontal import HorizontalPlan, divide, plan_regions
+from trainer.loss import Slice
+from trainer.memory import budget
+from trainer.placement import Placement
+from trainer.recompute import by_budget, by_name, recompute, unit_costs
+from trainer.vocabulary import VocabularyPlan, divide_vocabulary, plan_vocabulary
+from trainer.weights import Weight
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What all ranks of one horizontal coordinate know."""
+
+    stages: tuple[Stage, ...]
+    """All of them. Weights, buffers and modules are those of the imported graph."""
+    priced: Mapping[str, NodeCost]
+    """What every node costs for the example; nothing where one stage is one unit."""
+    regions: HorizontalPlan
+    words: VocabularyPlan
+    placements: Mapping[str, Placement]
+    """Which part of each divided weight the rank has."""
+    classes: Slice | None
+    """Which classes of the logits it computes; None = all."""
+    shared: Mapping[str, tuple[int, ...]]
+    """Name -> pipeline coordinates, for every weight that several stages hold."""
+
+    def of(self, pipeline: int, size: int) -> list[Stage]:
+        """The stages of one of `size` pipeline coordinates."""
+        return list(self.stages[pipeline::size])
+
+    def weights(self, stages: Sequence[Stage], here: Coordinate) -> list[Weight]:
+        """Every stored tensor of a rank's stages, once for each stage that uses it."""
+        weights: list[Weight] = []
+        for stage in stages:
+            for name, tensor in _stored(stage):
+                first = all(weight.name != name for weight in weights)
+                leads = first and self.shared.get(name, [here.pipeline])[0] == here.pipeline
+                placement = self.placements.get(name) or Placement.whole(tensor.shape)
+                counted = leads and (here.horizontal == 0 or name in self.placements)
+                weights.append(Weight(name, tensor, placement, is_trained(tensor), counted))
+        return weights
+
+
+def arrange(
+    module: graph.ImportedGraph,
+    config: RunConfig,
+    example: Sequence[Tensor],
+    *,
+    rank: int,
+    group: str,
+    autocast: Autocast,
+    price: bool = False,
+) -> Arrangement:
+    """Divide the graph for horizontal rank `rank`, in place, and cut it.
+
+    example: the inputs of one micro-batch. group: name of the horizontal group, which must be there. price: whether to
+    price the graph even if nothing depends on it. Raises ConfigError or UnsupportedModel when it cannot be divided as
+    configured.
+    """
+    parallel = config.parallel
+    regions = plan_regions(module, parallel.horizontal, convolutions=parallel.convolutions)
+    taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
+    words = plan_vocabulary(module, parallel.horizontal if parallel.vocabulary else 1, config.model, taken=taken)
+    placements = divide(module, regions, rank=rank, group=group)
+    placements |= divide_vocabulary(module, words, rank=rank, group=group)
+    stages, priced = _cut(module, config, example, autocast, price=price)
+    return Arrangement(
+        stages=tuple(stages),
+        priced=priced,
+        regions=regions,
+        words=words,
+        placements=placements,
+        classes=words.classes(rank, group),
+        shared=_shared(stages, parallel.pipeline),
+    )
+
+
+def _cut(
+    module: graph.ImportedGraph, config: RunConfig, example: Sequence[Tensor], autocast: Autocast, *, price: bool
+) -> tuple[list[Stage], Mapping[str, NodeCost]]:
+    """All stages of the graph, each in its units."""
+    parallel = config.parallel
+    num_stages = parallel.pipeline * parallel.stages_per_rank
+    in_units = parallel.zero or parallel.units or config.recompute.mode != "none"
+    if num_stages == 1 and not in_units and not price:
+        return [cut.whole(module)], {}
+    priced = costs(module, example, autocast=autocast)
+    points = cut.cut_points(module.graph, priced)
+    amounts = cut.work(module.graph, priced)
+    if parallel.cuts:
+        borders = cut.named(module.graph, points, parallel.cuts)
+    else:
+        borders = cut.balanced(points, amounts, num_stages)
+    inner = cut.units(module, points, amounts, borders, parallel.units) if in_units else []
+    parts = iter(cut.split(module, sorted({*borders, *inner}, key=lambda point: point.position)))
+    ends = [0, *(point.position for point in borders), len(amounts)]
+    sizes = [1 + sum(begin < point.position < end for point in inner) for begin, end in itertools.pairwise(ends)]
+    groups = [list(itertools.islice(parts, size)) for size in sizes]
+    return cut.stages(module, groups, priced), priced
+
+
+def _shared(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:
+    """Name -> pipeline coordinates, for every weight that several stages hold.
+
+    Raises ConfigError for running statistics: each stage would move its own.
+    """
+    holders: dict[str, list[int]] = {}
+    problems = []
+    for stage in stages:
+        for name, tensor in _stored(stage):
+            holders.setdefault(name, []).append(stage.index)
+            if len(holders[name]) > 1 and not isinstance(tensor, nn.Parameter):
+                problems.append(
+                    f"running statistic {name!r} is used in stages {holders[name]}, each of which would move it; give "
+                    f"each node its own: model.untie = [{name!r}]"
+                )
+    if problems:
+        raise ConfigError(problems)
+    shared = {name: sorted({index % pipeline for index in found}) for name, found in holders.items() if len(found) > 1}
+    return {name: tuple(coordinates) for name, coordinates in shared.items()}
+
+
+def _stored(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    """(name in the file, tensor) of what a stage stores, each once."""
+    seen: set[int] = set()
+    for part in stage.chain.parts:
+        names: dict[str, str] = part.module.onnx_names  # type: ignore[assignment]
+        for path, name in names.items():
+            owner, _, leaf = path.rpartition(".")
+            tensor: Tensor = getattr(part.module.get_submodule(owner), leaf)
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+def is_trained(tensor: Tensor) -> bool:
+    """Whether a stored tensor is trained: not frozen, no running statistic."""
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+# -- recomputation
+
+
+def recompute_units(
+    whole: Arrangement,
+    stages: Sequence[Stage],
+    weights: Sequence[Weight],
+    config: RunConfig,
+    inputs: Sequence[Tensor],
+    *,
+    pipeline: int,
+) -> list[tuple[int, ...]]:
+    """Mark the units of a rank's stages that are computed again in the backward pass; returns which, of each stage.
+
+    inputs: the example's. Raises ConfigError for names that nothing has, or when memory is too small for any choice.
+    """
+    mode, parallel = config.recompute.mode, config.parallel
+    everything = [tuple(range(len(stage.chain.parts))) for stage in stages]
+    chosen: Sequence[Sequence[int]]
+    if mode == "none":
+        chosen = [() for _ in stages]
+    elif config.recompute.units:
+        elsewhere = [part for stage in whole.stages for part in stage.chain.parts]
+        chosen = [by_name(stage.chain, config.recompute.units, elsewhere=elsewhere) for stage in stages]
+    elif parallel.memory_gib:
+        units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, whole.priced)]
+        size = sum(value.nbytes for value in inputs)
+        left, in_flight = budget(stages, weights, config, pipeline=pipeline, batch_bytes=size)
+        _, picked = by_budget(units, in_flight=in_flight, budget_bytes=left, modes=("none", mode))
+        ends = itertools.accumulate(map(len, everything), initial=0)
+        chosen = [[n - begin for n in picked if begin <= n < end] for begin, end in itertools.pairwise(ends)]
+    else:
+        chosen = everything
+    for stage, numbers in zip(stages, chosen, strict=True):
+        recompute(stage.chain, mode, numbers)
+    return [tuple(numbers) for numbers in chosen]

@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -121,8 +126,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _meta(tensor: Tensor) -> Tensor:
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return plain.requires_grad_(tensor.requires_grad)
+    with unset_fake_temporarily():  # what is made of a fake tensor later would be fake, too
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return plain.requires_grad_(tensor.requires_grad)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

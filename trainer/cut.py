@@ -12,9 +12,9 @@ from __future__ import annotations
 import difflib
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -86,8 +86,13 @@ class CutPoint:
     """The nodes whose values cross it, in order."""
     num_bytes: int
     """What they take, for one micro-batch."""
-    narrow: bool
-    """Whether a single one of them has a gradient."""
+    gradients: tuple[str, ...]
+    """Those of them that have a gradient."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a single one of them has a gradient."""
+        return len(self.gradients) == 1
 
 
 def order(graph: fx.Graph) -> list[fx.Node]:
@@ -146,9 +151,9 @@ def cut_points(graph: fx.Graph, costs: Mapping[str, NodeCost]) -> list[CutPoint]
         crossing[node] = None
         crossing = {value: None for value in crossing if last_use.get(value, 0) > position}
         if all(_may_cross(value, costs) for value in crossing):
-            with_gradient = sum(costs[value.name].outputs[0].requires_grad for value in crossing)
-            size = sum(costs[value.name].output_bytes for value in crossing)
-            points.append(CutPoint(position, tuple(value.name for value in crossing), size, with_gradient == 1))
+            names = tuple(value.name for value in crossing)
+            gradients = tuple(name for name in names if costs[name].outputs[0].requires_grad)
+            points.append(CutPoint(position, names, sum(costs[name].output_bytes for name in names), gradients))
     return points
 
 
@@ -177,8 +182,9 @@ SLACK = 1.15
 
 
 def balanced(points: Sequence[CutPoint], amounts: Sequence[int], num_parts: int) -> list[CutPoint]:
-    """The cuts that make `num_parts` parts whose greatest is nearly as small as it can be, and of those where least
-    crosses. amounts: what each node of `order` takes. Raises ConfigError when there are too few points."""
+    """The cuts that make `num_parts` parts whose greatest is nearly as small as it can be; of those where least
+    crosses; of those whose greatest is the smallest. amounts: what each node of `order` takes. Raises ConfigError
+    when there are too few points."""
     if len(points) < num_parts - 1:
         raise ConfigError(
             f"the graph can be cut in {len(points)} places only, so into {len(points) + 1} parts at most, not "
@@ -188,13 +194,28 @@ def balanced(points: Sequence[CutPoint], amounts: Sequence[int], num_parts: int)
     for amount in amounts:
         before.append(before[-1] + amount)
     ends = [before[point.position] for point in points]
-    low, high = before[-1] / num_parts, float(before[-1])
-    while high - low > 1e-3 * high:  # the least greatest part
-        middle = (low + high) / 2
-        low, high = (low, middle) if _cheapest(ends, before[-1], points, num_parts, middle) else (middle, high)
-    found = _cheapest(ends, before[-1], points, num_parts, SLACK * high)
+
+    def within(limit: float) -> list[CutPoint] | None:
+        return _cheapest(ends, before[-1], points, num_parts, limit)
+
+    greatest = _least(before[-1] / num_parts, before[-1], lambda limit: within(limit) is not None)
+    size = _crossing(within(SLACK * greatest))
+    greatest = _least(greatest, SLACK * greatest, lambda limit: _crossing(within(limit)) <= size)
+    found = within(greatest)
     assert found is not None
     return found
+
+
+def _least(low: float, high: float, holds: Callable[[float], bool]) -> float:
+    """The least limit, nearly, at which something holds; it does at `high`."""
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _crossing(cuts: Sequence[CutPoint] | None) -> float:
+    return float("inf") if cuts is None else sum(point.num_bytes for point in cuts)
 
 
 def _cheapest(
@@ -246,40 +267,31 @@ def named(graph: fx.Graph, points: Sequence[CutPoint], cuts: Sequence[str | tupl
     An entry may be written as the predecessor's cut lists are: edges with `:` between them, each a tensor's name,
     with `-consumer1/consumer2` behind it or not. Raises ConfigError for each that is no such place.
     """
-    known = {name: node.name for node in graph.nodes for name in (*node.meta.get("onnx", ()), node.name)}
+    known = {node.name: node.name for node in graph.nodes}  # the file's names are stronger: exporters use the same
+    known |= {name: node.name for node in graph.nodes for name in node.meta.get("onnx", ())}
+    shown = {node.name: (*node.meta.get("onnx", ()), node.name)[0] for node in graph.nodes}
     found, problems = [], []
     for entry in cuts:
-        edges = entry.split(":") if isinstance(entry, str) else entry
+        edges = entry if not isinstance(entry, str) else [entry] if entry in known else entry.split(":")
         names = [edge if edge in known else edge.rpartition("-")[0] or edge for edge in edges]
         if unknown := [name for name in names if name not in known]:
             problems.append(f"parallel.cuts: the graph computes no tensor {', '.join(unknown)}" + _near(unknown, known))
             continue
         wanted = {known[name] for name in names}
-        place = next((point for point in points if wanted <= {*point.crossing}), None)
-        fits = [point for point in points if wanted <= {*point.crossing} and _only(point, wanted, graph)]
-        if fits:
-            found.append(fits[0])
-        elif place is None:
+        places = [point for point in points if wanted <= {*point.crossing}]
+        others = [[shown[name] for name in point.gradients if name not in wanted] for point in places]
+        if [] in others:
+            found.append(places[others.index([])])
+        elif not places:
             problems.append(f"parallel.cuts: {' and '.join(names)} cross no cut that can be made: not at one place")
         else:
-            problems.append(
-                f"parallel.cuts: where {' and '.join(names)} cross, so do others; all: {', '.join(place.crossing)}"
-            )
+            least = min(others, key=len)
+            problems.append(f"parallel.cuts: where {' and '.join(names)} cross, so do others: {', '.join(least)}")
     if [point.position for point in found] != sorted({point.position for point in found}):
         problems.append("parallel.cuts: the cuts must be in the graph's order, each at a place of its own")
     if problems:
         raise ConfigError(problems)
     return found
-
-
-def _only(point: CutPoint, wanted: set[str], graph: fx.Graph) -> bool:
-    probes = {node.name: node.meta.get("probes") for node in graph.nodes}
-    others = [probes[name] for name in point.crossing if name not in wanted]
-    return not others or (point.narrow and len(wanted) == 1) or all(probe and not _is_float(probe) for probe in others)
-
-
-def _is_float(probe: Any) -> bool:
-    return isinstance(probe[0], Tensor) and probe[0].is_floating_point()
 
 
 def _near(unknown: Sequence[str], known: Iterable[str]) -> str:

@@ -88,10 +88,13 @@ class _Pricing(fx.Interpreter):
         kept, flops = self._kept, self._counter.get_total_flops()
         try:
             result = super().run_node(n)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except RuntimeError as error:
+            if not _depends_on_data(error):
+                raise
+            self.extra_traceback = False  # the sentence says where; fx would add the node's source
             raise UnsupportedModel(
-                f"what {n.name} gives depends on data ({error}), so stages cannot be planned ahead; train this graph "
-                "with parallel.pipeline = 1"
+                f"what {n.name} gives depends on data ({error}), so the graph cannot be cut ahead; train it with "
+                "parallel.pipeline = 1, parallel.zero = 0, parallel.units = 0 and recompute.mode = 'none'"
             ) from error
         outputs = [result] if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else []
         tensors = [output for output in outputs if isinstance(output, Tensor)]
@@ -118,6 +121,13 @@ class _Pricing(fx.Interpreter):
             self._alive.append(tensor)
             self._kept += tensor.untyped_storage().nbytes()
         return tensor
+
+
+def _depends_on_data(error: BaseException | None) -> bool:
+    """Whether a shape or a number was not to be had, be it inside a node that wraps its errors."""
+    if error is None or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return error is not None
+    return _depends_on_data(error.__cause__)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -500,9 +500,13 @@ def _replicas(parallel: ParallelConfig) -> Iterable[str]:
 
 
 def _zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
-    if parallel.schedule == "zero_bubble" and (parallel.zero or graph.compile):
-        obstacle = f"parallel.zero {parallel.zero}" if parallel.zero else "graph.compile"
-        yield f"parallel.schedule 'zero_bubble' takes backward passes apart; {obstacle} does not allow it: use '1f1b'"
+    obstacles = [f"parallel.zero {parallel.zero}"] if parallel.zero else []
+    obstacles += ["graph.compile"] if graph.compile else []
+    if parallel.schedule == "zero_bubble" and obstacles:
+        yield (
+            f"parallel.schedule 'zero_bubble' takes backward passes apart, which {' and '.join(obstacles)} cannot; "
+            "use '1f1b'"
+        )
 
 
 def _recomputation(recompute: RecomputeConfig) -> Iterable[str]:

@@ -12,11 +12,73 @@ from trainer.config import RunConfig, build_config, load_config
 from trainer.errors import ConfigError
 
 GOOD: dict[str, dict[str, Any]] = {"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 5}}
+IN_FOUR = {"num_steps": 1, "gradient_accumulation_steps": 4}
 
-BROKEN = {
+BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "world size": (
         {"parallel": {"data": 4}, "launch": {"num_ranks": 3}},
         ["data 4 x horizontal 1 x pipeline 1", "is 3"],
+    ),
+    "ranks for auto": ({"parallel": "auto"}, ["parallel = 'auto'", "launch.num_ranks ranks, but that is 0"]),
+    "stages without a loop": (
+        {
+            "parallel": {"pipeline": 2, "stages_per_rank": 3},
+            "train": {"num_steps": 1, "gradient_accumulation_steps": 8},
+        },
+        ["parallel.stages_per_rank 3", "'interleaved' or 'zero_bubble', not '1f1b'"],
+    ),
+    "stages of one rank": (
+        {"parallel": {"schedule": "interleaved", "stages_per_rank": 2}},
+        ["parallel.stages_per_rank 2", "parallel.pipeline above 1"],
+    ),
+    "cuts": (
+        {"parallel": {"pipeline": 4, "cuts": ["a", ["b", "c"]]}, "train": IN_FOUR},
+        ["parallel.cuts has 2 entries, but 4 stages have 3 cuts"],
+    ),
+    "cuts of no pipeline": ({"parallel": {"cuts": ["a"]}}, ["parallel.cuts has 1 entries, but 1 stages have 0 cuts"]),
+    "idle stages": (
+        {"parallel": {"pipeline": 3}, "train": {"num_steps": 1, "gradient_accumulation_steps": 2}},
+        ["a pipeline of 3 ranks", "at least 3 micro-batches", "gradient_accumulation_steps is 2; 4 x 3"],
+    ),
+    "broken rounds": (
+        {
+            "parallel": {"pipeline": 3, "stages_per_rank": 2, "schedule": "interleaved"},
+            "train": {"num_steps": 1, "gradient_accumulation_steps": 7, "global_batch_size": 14},
+        },
+        ["'interleaved'", "gradient_accumulation_steps 7 is no multiple of 2; take a multiple of 3"],
+    ),
+    "ZeRO and Adasum": (
+        {"parallel": {"data": 2, "zero": 1, "reduction": "adasum"}},
+        ["parallel.reduction 'adasum' needs parallel.zero 0, not 1"],
+    ),
+    "ZeRO and MPI": (
+        {"parallel": {"data": 2, "zero": 2, "transport": "mpi"}},
+        ["parallel.transport 'mpi' needs parallel.zero 0, not 2"],
+    ),
+    "ZeRO and compression": (
+        {"parallel": {"data": 2, "zero": 3, "compression": "bf16"}},
+        ["parallel.compression 'bf16' needs parallel.zero 0, not 3"],
+    ),
+    "groups of nothing": ({"parallel": {"data": 4, "shard": 2}}, ["parallel.shard 2 needs parallel.zero 1, 2 or 3"]),
+    "groups that are not whole": (
+        {"parallel": {"data": 4, "zero": 3, "shard": 3}},
+        ["parallel.shard 3 does not divide parallel.data 4"],
+    ),
+    "MPI between GPUs": (
+        {"parallel": {"transport": "mpi"}, "launch": {"device": "cuda"}},
+        ["parallel.transport 'mpi'", "on GPUs use 'torch'"],
+    ),
+    "ZeRO and compiled, apart": (
+        {"parallel": {"schedule": "zero_bubble", "zero": 2}, "graph": {"compile": True}},
+        ["'zero_bubble'", "parallel.zero 2 and graph.compile cannot", "'1f1b'"],
+    ),
+    "nothing recomputed": (
+        {"recompute": {"units": ["h*", "x"]}},
+        ["recompute.units ['h*', 'x'] needs recompute.mode 'whole' or 'selective'"],
+    ),
+    "moments of SGD": (
+        {"optimizer": {"name": "sgd", "moments": "bf16"}},
+        ["optimizer.moments 'bf16' is for adam, adamw and lamb"],
     ),
     "accumulation": (
         {"train": {"num_steps": 1, "global_batch_size": 30, "gradient_accumulation_steps": 4}, "parallel": {"data": 2}},
@@ -44,6 +106,7 @@ BROKEN = {
     "adapters": ({"model": {"path": "m", "train": ["h*"]}, "lora": {"weights": ["*"]}}, ["['h*']", "lora.also_train"]),
     "dropout": ({"graph": {"dropout": 0.1, "fuse": False}}, ["graph.dropout 0.1", "graph.fuse = true"]),
     "not a table": ({"train": 5}, ["[train]"]),
+    "not automatic": ({"parallel": "fast"}, ["[parallel] must be a table, not 'fast'"]),
     "missing": ({"data": {}}, ["data.source is missing"]),
     "infinite": ({"optimizer": {"epsilon": float("inf")}}, ["optimizer.epsilon", "finite"]),
 }
@@ -70,6 +133,68 @@ def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         build_config(every)
     assert len(raised.value.problems) == 5
+
+
+def test_all_that_is_wrong_with_a_layout_is_said_at_once() -> None:
+    layout = {"data": 6, "pipeline": 3, "stages_per_rank": 2, "cuts": ["a"], "zero": 3, "shard": 4, "transport": "mpi"}
+    change = {
+        "parallel": layout | {"reduction": "adasum", "compression": "fp16"},
+        "launch": {"num_ranks": 16, "device": "cuda"},
+        "recompute": {"units": ["a"]},
+        "optimizer": {"name": "sgd", "moments": "bf16"},
+    }
+    with pytest.raises(ConfigError) as raised:
+        build_config(GOOD | change)
+    said = "\n".join(raised.value.problems)
+    assert len(raised.value.problems) == 12
+    for words in (
+        "data 6 x horizontal 1 x pipeline 3 needs 18 ranks, but launch.num_ranks is 16",
+        "32 does not divide over 6 replicas",
+        "not '1f1b'",
+        "1 entries, but 6 stages have 5",
+        "at least 3 micro-batches",
+        "'adasum' needs",
+        "'mpi' needs",
+        "'fp16' needs",
+        "parallel.shard 4 does not divide parallel.data 6",
+        "on GPUs use 'torch'",
+        "recompute.units ['a']",
+        "optimizer.moments 'bf16'",
+    ):
+        assert words in said
+
+
+LAWFUL: dict[str, dict[str, Any]] = {
+    "a pipeline": {
+        "parallel": {"pipeline": 4, "cuts": ["a", "b", ["c", "d"]]},
+        "train": IN_FOUR,
+    },
+    "looped stages": {
+        "parallel": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved", "cuts": ["a", "b", "c"]},
+        "train": IN_FOUR,
+    },
+    "one round that is not full": {
+        "parallel": {"pipeline": 3, "stages_per_rank": 2, "schedule": "zero_bubble"},
+        "train": IN_FOUR,
+    },
+    "groups of shards": {"parallel": {"data": 4, "zero": 3, "shard": 2}},
+    "Adasum over MPI": {"parallel": {"data": 2, "reduction": "adasum", "transport": "mpi", "compression": "fp16"}},
+    "small moments": {"optimizer": {"name": "lamb", "moments": "bf16"}, "recompute": {"mode": "whole", "units": ["a"]}},
+}
+
+
+@pytest.mark.parametrize("lawful", LAWFUL)
+def test_what_breaks_no_law_is_taken(lawful: str) -> None:
+    build_config(GOOD | LAWFUL[lawful])
+
+
+def test_auto_leaves_the_sizes_to_the_plan(tmp_path: Path) -> None:
+    short = build_config(GOOD | {"parallel": "auto", "launch": {"num_ranks": 6}})
+    assert short == build_config(GOOD | {"parallel": {"sizes": "auto"}, "launch": {"num_ranks": 6}})
+    assert short.parallel.sizes == "auto"
+    file = tmp_path / "a.toml"
+    file.write_text('[model]\npath = "m"\n[data]\nsource = "d"\n[train]\nnum_steps = 5\n[parallel]\ndata = 2\n')
+    assert load_config(file, ["parallel=auto", "launch.num_ranks=6"]).parallel == short.parallel
 
 
 def test_a_config_built_from_sections_obeys_the_same_laws() -> None:

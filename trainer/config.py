@@ -504,8 +504,8 @@ def _zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
     obstacles += ["graph.compile"] if graph.compile else []
     if parallel.schedule == "zero_bubble" and obstacles:
         yield (
-            f"parallel.schedule 'zero_bubble' takes backward passes apart, which {' and '.join(obstacles)} cannot; "
-            "use '1f1b'"
+            "parallel.schedule 'zero_bubble' takes backward passes apart and does not go with "
+            f"{' and '.join(obstacles)}; use '1f1b'"
         )
 
 

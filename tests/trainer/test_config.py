@@ -70,7 +70,7 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "ZeRO and compiled, apart": (
         {"parallel": {"schedule": "zero_bubble", "zero": 2}, "graph": {"compile": True}},
-        ["'zero_bubble'", "parallel.zero 2 and graph.compile cannot", "'1f1b'"],
+        ["'zero_bubble'", "does not go with parallel.zero 2 and graph.compile", "'1f1b'"],
     ),
     "nothing recomputed": (
         {"recompute": {"units": ["h*", "x"]}},

@@ -121,7 +121,7 @@ def assemble(
             stage.chain.units[place] = accelerate(cast("graph.ImportedGraph", unit), config.graph, mpi.device)
     weights = whole.weights(mine, here)
     recompute_units(whole, mine, weights, config, example, pipeline=here.pipeline)
-    _forget_weights(module)
+    _forget_weights(module, [stage for stage in whole.stages if stage not in mine])
     replicas = partial(Sharded, mine) if config.parallel.zero else Reducer
     reducer = replicas(
         weights,
@@ -161,14 +161,12 @@ def _shapes_of(
     ]
 
 
-def _forget_weights(module: graph.ImportedGraph) -> None:
-    """Leave of the whole graph's weights their shapes: the stages of this rank hold what it needs of them."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        owner, _, leaf = str(node.target).rpartition(".")
-        tensor = getattr(module.get_submodule(owner), leaf)
-        if isinstance(tensor, nn.Parameter):
+def _forget_weights(module: graph.ImportedGraph, others: Sequence[Stage]) -> None:
+    """Leave of the whole graph's and of other ranks' weights their shapes: the stages of this rank hold its own."""
+    for owner in (owner for whole in (module, *(stage.chain for stage in others)) for owner in whole.modules()):
+        for leaf, tensor in owner.named_parameters(recurse=False):
             shape = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
-            setattr(module.get_submodule(owner), leaf, shape)
+            setattr(owner, leaf, shape)
 
 
 def _own(stages: Sequence[Stage]) -> None:

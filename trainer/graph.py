@@ -152,6 +152,7 @@ def _finish(graph: fx.Graph, importer: Importer, copies: Copies, *, fuse: bool) 
     graph.eliminate_dead_code(is_impure_node=is_kept)
     graph.lint()
     module = ImportedGraph(importer.tracer.root, graph, "ImportedGraph")
+    importer.tracer.root = nn.Module()  # nodes remember the tracer; with it, every rank would keep all weights whole
     paths = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     module.onnx_names = {path: name for path, name in importer.onnx_names.items() if path in paths}
     hold_constants_back(module)

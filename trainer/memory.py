@@ -58,7 +58,7 @@ def rehearse(
 
     Changes nothing. The stage must have been priced (cut.stages) and may be on any device.
     """
-    count = _Count()
+    count = Alive()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
 
         def fake(like: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ def _fake_weights(module: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterat
             table[name] = tensor  # type: ignore[assignment]
 
 
-class _Count(TorchDispatchMode):
-    """Counts the bytes of all tensors alive, each storage once."""
+class Alive(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside and still alive, each storage once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,0 +1,117 @@
+"""What a step takes is foretold: rehearsed tensors are those of the real step, passes those of torch's schedules."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+
+from tests import graphs
+from tests.graphs import feed
+from trainer import cut
+from trainer.config import ModelConfig, ParallelConfig
+from trainer.cost import costs
+from trainer.cut import Stage
+from trainer.graph import to_module, trainable
+from trainer.loss import Loss
+from trainer.memory import Alive, order, rehearse
+from trainer.recompute import Mode, recompute
+
+CPU = torch.device("cpu")
+NAMES = ("tiny_transformer", "tiny_bert", "tiny_llama", "tiny_resnet")
+
+
+def in_units(name: str, mode: Mode) -> tuple[Stage, list[Tensor], Loss]:
+    """A graph as one stage of three units, all of them recomputed; its inputs; its loss."""
+    model = getattr(graphs, name)()
+    module = to_module(model)
+    trainable(module, train=("*",), freeze=())
+    inputs = [torch.from_numpy(value) for value in feed(model, 6).values()]
+    priced = costs(module, inputs)
+    narrow = [point for point in cut.cut_points(module.graph, priced) if point.narrow]
+    parts = cut.split(module, cut.balanced(narrow, cut.work(module.graph, priced), 3))
+    stage = cut.stages(module, [parts], priced)[0]
+    recompute(stage.chain, mode, range(len(parts)))
+    return stage, inputs, Loss(ModelConfig(path="model.onnx", loss="mse"), module.output_names)
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["none", "whole", "selective"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rehearsal_counts_the_bytes_of_the_real_step(name: str, mode: Mode, halves: bool) -> None:
+    stage, inputs, loss = in_units(name, mode)
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=halves)
+
+    def finish(outputs: Any) -> Tensor:
+        return loss(outputs, torch.zeros(outputs[0].shape), 6)
+
+    foretold = rehearse(stage, inputs, autocast, device=CPU, finish=finish)
+    for weight in stage.chain.parameters():
+        weight.grad = torch.zeros_like(weight)
+    found = Alive()
+    gradients = (weight.grad for weight in stage.chain.parameters() if weight.grad is not None)
+    for tensor in (*stage.chain.parameters(), *stage.chain.buffers(), *gradients, *inputs):
+        found.ignore(tensor)
+    with found:
+        with autocast():
+            outputs = stage.chain(*inputs)
+        kept = found.now
+        finish(outputs).backward()  # type: ignore[no-untyped-call]
+    # a few scalars are made once, by whoever is first
+    assert foretold.kept == pytest.approx(kept, rel=0.01)
+    assert foretold.most == pytest.approx(found.most, rel=0.06)
+    assert 0 < kept < found.most
+
+
+def test_a_rehearsal_changes_nothing() -> None:
+    stage, inputs, _loss = in_units("tiny_resnet", "whole")
+    before = {name: tensor.clone() for name, tensor in stage.chain.state_dict().items()}
+    weights = list(stage.chain.parameters())
+    rehearse(stage, inputs, torch.no_grad, device=CPU)
+    rehearse(stage, inputs, partial(torch.autocast, "cpu", enabled=False), device=CPU)
+    after = stage.chain.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(one is other for one, other in zip(stage.chain.parameters(), weights, strict=True))
+    assert all(weight.grad is None for weight in weights)
+
+
+def in_flight(parallel: ParallelConfig, num: int, rank: int) -> int:
+    now = most = 0
+    for forward, _ in order(parallel, num, rank):
+        now += 1 if forward else -1
+        most = max(most, now)
+    assert now == 0
+    return most
+
+
+def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
+    one, plain, gpipe = ParallelConfig(), ParallelConfig(pipeline=4), ParallelConfig(pipeline=4, schedule="gpipe")
+    assert list(order(one, 2, 0)) == [(True, 0), (False, 0), (True, 0), (False, 0)]
+    assert [in_flight(plain, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert in_flight(plain, 2, 0) == 2
+    assert [in_flight(gpipe, 8, rank) for rank in range(4)] == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize(("ranks", "stages", "num"), [(2, 2, 4), (4, 2, 8), (2, 3, 6), (3, 2, 3)])
+def test_interleaved_passes_come_in_the_order_of_torch(ranks: int, stages: int, num: int) -> None:
+    parallel = ParallelConfig(pipeline=ranks, stages_per_rank=stages, schedule="interleaved")
+    for rank in range(ranks):
+        schedule = SimpleNamespace(
+            n_local_stages=stages,
+            pp_group_size=ranks,
+            _n_microbatches=num,
+            number_of_rounds=max(1, num // ranks),
+            microbatches_per_round=num // max(1, num // ranks),
+        )
+        actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(schedule, rank)  # type: ignore[arg-type]
+        wanted = [
+            (action.computation_type.name == "FORWARD", action.stage_index // ranks)
+            for action in actions
+            if action is not None
+        ]
+        assert list(order(parallel, num, rank)) == wanted

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from trainer.config import MonitorConfig
 from trainer.events import EventWriter, read_events
 from trainer.summary import NUM_BINS, summarise
 
 
+class Two:
+    """Two weights of six values each, as an assembly of one rank tells of them."""
+
+    trained_names = frozenset({"conv.weight", "conv.bias"})
+
+    def whole(self, names: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
+        weights = {"conv.weight": torch.arange(6.0), "conv.bias": torch.arange(6.0) + 1}
+        return {name: (weights[name], torch.full((6,), 0.5)) for name in names}
+
+
 def summaries(tmp_path: Path, step: int, **config: object) -> list[tuple[str, dict[str, object]]]:
-    weights = {name: torch.nn.Parameter(torch.arange(6.0) + n) for n, name in enumerate(("conv.weight", "conv.bias"))}
-    for weight in weights.values():
-        weight.grad = torch.full((6,), 0.5)
     writer = EventWriter(tmp_path / "events.jsonl", attempt=1, rank=0)
-    summarise(writer, step, weights, config=MonitorConfig.model_validate({"summary_period": 10, **config}))
-    writer.close()
+    try:
+        summarise(writer, step, Two(), config=MonitorConfig.model_validate({"summary_period": 10, **config}))
+    finally:
+        writer.close()
     return [(event.kind, event.fields) for event, _ in read_events(tmp_path / "events.jsonl")]
 
 

@@ -87,10 +87,16 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
 
 
 def divided(config: RunConfig) -> RunConfig:
-    """The configuration, its sizes chosen if `parallel = "auto"`. Raises what `plan` raises."""
-    if config.parallel.sizes == "given":
+    """The configuration, its sizes chosen if `parallel = "auto"`.
+
+    Raises what `plan` raises where the graph cannot be cut, marked or held as configured: before anything is launched.
+    """
+    given = config.parallel.sizes == "given"
+    if given and config.parallel.pipeline == 1 and config.recompute.mode == "none":
         return config
     found = plan(config)
+    if given:
+        return config
     train = config.train.model_copy(update={"gradient_accumulation_steps": found.gradient_accumulation_steps})
     chosen = {"parallel": found.parallel, "recompute": found.recompute, "train": train}
     return build_config({**dict(config), **chosen})

@@ -742,6 +742,8 @@ def _override(raw: dict[str, Any], line: str) -> None:
     _anchor(patch, Path.cwd())
     target = raw
     for part in parts[:-1]:
+        if (part, target.get(part)) == ("parallel", "auto"):
+            target[part] = {"sizes": "auto"}
         target = target.setdefault(part, {})
         if not isinstance(target, dict):
             raise ConfigError(f"override {line!r}: {part} is not a table")

@@ -10,6 +10,8 @@ import time
 import tomllib
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 
 from flows import cli
@@ -17,9 +19,12 @@ from flows.direct import prefect_server
 from flows.report import bits_per_byte, config_lines, meanings, outcome, table
 from flows.runs import all_runs, describe, exclusively, find_run, held_out_text
 from infra import services
+from tasks.configure import plan as make_plan
+from tests.graphs import tiny_transformer
 from trainer.config import RunConfig, build_config, load_config
 from trainer.errors import ConfigError, RuntimeUnavailable
 from trainer.events import EventWriter
+from trainer.planned import Plan
 from trainer.run import AttemptResult, RankError, RunDir, RunIdentity, write_record
 from trainer.shards import make_shards
 
@@ -197,6 +202,39 @@ def test_config_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
     printed = tomllib.loads(onward(capsys, "config", str(CONFIGS[0]), "train.num_steps=7", "train.num_epochs=0"))
     assert printed["train"]["num_steps"] == 7
     assert set(printed) == set(RunConfig.model_fields)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A config file of a tiny GPT-2 whose one weight is head and table."""
+    text = np.random.default_rng(0).integers(0, 32, (40, 9))
+    np.savez(tmp_path / "data.npz", input_ids=text[:, :-1], label=text[:, 1:])
+    onnx.save(tiny_transformer(), tmp_path / "model.onnx")
+    (tmp_path / "small.toml").write_text(
+        "[model]\npath = 'model.onnx'\n[data]\nsource = 'data.npz'\n"
+        "[train]\nglobal_batch_size = 8\ngradient_accumulation_steps = 2\nnum_steps = 1\n"
+    )
+    return tmp_path / "small.toml"
+
+
+def test_plan_shows_stages_memory_and_what_is_sent(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+    layout = ("parallel.data=2", "parallel.horizontal=2", "parallel.pipeline=2")
+    shown = onward(capsys, "plan", str(small), *layout)
+    assert "data 2 x horizontal 2 x pipeline 2 = 8" in shown
+    assert "1f1b, bubble 33.3%" in shown
+    for title in ("stages", "memory of one rank", "sent and received", "divided horizontally", "left whole"):
+        assert f"\n{title}" in shown
+    found = json.loads(onward(capsys, "plan", str(small), *layout, "--json"))
+    assert found["num_ranks"] == 8
+    assert Plan.model_validate({key: value for key, value in found.items() if key != "num_ranks"}).num_ranks == 8
+
+
+def test_plan_weighs_every_division_if_it_may_choose(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+    shown = onward(capsys, "plan", str(small), "parallel='auto'", "launch.num_ranks=4", "parallel.memory_gib=0.5")
+    assert "of 0.5 GiB" in shown
+    assert shown.count("\n  - data ") == 5
+    with pytest.raises(ConfigError, match="no division of 4 ranks fits"):
+        make_plan(load_config(small, ["parallel.sizes=auto", "launch.num_ranks=4", "parallel.memory_gib=1e-5"]))
 
 
 def test_down_says_when_nothing_runs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,15 @@ import pytest
 from infra.tracking import Tracker, local_store
 from tasks.configure import configure
 from tests.graphs import tiny_conv_net
-from trainer.config import DataConfig, ModelConfig, ParallelConfig, Section, TrainConfig
+from trainer.config import (
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    Section,
+    TrainConfig,
+)
 from trainer.errors import ConfigError, RuntimeUnavailable
 from trainer.run import RunDir, RunIdentity, onward_home, read_config, read_record
 
@@ -95,6 +103,31 @@ def test_everything_wrong_is_refused_at_once_and_nothing_is_left(sections: dict[
         begin(wrong)
     assert len(refusal.value.problems) == 3
     assert not home.exists()
+
+
+def test_auto_is_chosen_once_and_the_run_keeps_it(sections: dict[str, Section]) -> None:
+    launch = LaunchConfig(num_ranks=2, device="cpu")
+    wanted = {**sections, "parallel": ParallelConfig(sizes="auto", memory_gib=1.0), "launch": launch}
+    run = begin(wanted)
+    before, chosen = run.config.read_bytes(), read_config(run)
+    assert chosen.world_size == 2
+    assert chosen.parallel.memory_gib == 1.0
+    assert begin(wanted) == run
+    assert run.config.read_bytes() == before
+    with pytest.raises(ConfigError, match=r"launch.num_ranks was 2 when the run began, now 4"):
+        begin({**wanted, "launch": launch.model_copy(update={"num_ranks": 4})})
+
+
+def test_what_the_graph_does_not_allow_is_refused_before_anything_is_there(
+    sections: dict[str, Section], home: Path
+) -> None:
+    train = TrainConfig(global_batch_size=8, num_steps=4, gradient_accumulation_steps=2)
+    cut = {**sections, "train": train, "parallel": ParallelConfig(pipeline=2, cuts=("pooled_",))}
+    with pytest.raises(ConfigError, match=r"parallel.cuts: the graph computes no tensor pooled_; there is "):
+        begin(cut)
+    with pytest.raises(ConfigError, match=r"recompute.units: no tensor matches 'layer9\*'"):
+        begin({**sections, "recompute": RecomputeConfig(mode="whole", units=("layer9*",))})
+    assert not (home / "runs").exists()
 
 
 def test_a_relative_database_is_the_same_from_every_directory(

@@ -26,7 +26,7 @@ class Model(Protocol):
 def summarise(events: EventWriter, step: int, model: Model, *, config: MonitorConfig) -> None:
     """Record what `monitor.histograms` and `monitor.norms` choose, every `monitor.summary_period` steps.
 
-    Call between the reduction and clipping of this step's gradients and the optimizer's step. Collective: every rank.
+    Call between clipping and the optimizer's step: gradients are what it sees. Collective: every rank.
     """
     if step % config.summary_period:
         return

@@ -38,6 +38,7 @@ from trainer.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    RecomputeConfig,
     ScheduleConfig,
     TrainConfig,
 )
@@ -79,6 +80,7 @@ def train_onnx(
     optimizer: OptimizerConfig = OptimizerConfig(),
     schedule: ScheduleConfig = ScheduleConfig(),
     parallel: ParallelConfig = ParallelConfig(),
+    recompute: RecomputeConfig = RecomputeConfig(),
     launch: LaunchConfig = LaunchConfig(),
     checkpoint: CheckpointConfig = CheckpointConfig(),
     monitor: MonitorConfig = MonitorConfig(),
@@ -98,6 +100,7 @@ def train_onnx(
         optimizer: The update rule.
         schedule: The learning rate over the steps.
         parallel: How the ranks divide the work.
+        recompute: Activations computed again instead of kept.
         launch: How the ranks are started, and what is done when they fail.
         checkpoint: When to save, what to keep.
         monitor: What is recorded, and where.
@@ -117,6 +120,7 @@ def train_onnx(
         "optimizer": optimizer,
         "schedule": schedule,
         "parallel": parallel,
+        "recompute": recompute,
         "launch": launch,
         "checkpoint": checkpoint,
         "monitor": monitor,

@@ -20,12 +20,15 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from tests import graphs
 from tests.ranks import run_ranks
 from tests.runs import Array, losses, make_run, tiny_images, tiny_text
-from trainer import checkpoint
+from trainer import checkpoint, collectives, export, loss
+from trainer.__main__ import evaluator
 from trainer.distributed import MPIContext
+from trainer.plan import plan
 from trainer.run import RunDir, read_config
 
 NUM_STEPS = 3
@@ -132,13 +135,51 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
     from trainer.events import Heartbeat
     from trainer.loop import train
 
+    class Counting(Heartbeat):
+        """Notes how many collectives were made by the beginning of each step."""
+
+        def beat(self, step: int | None = None) -> None:
+            if step is not None:
+                made[step] = len(calls)
+            super().beat(step)
+
+    def reduced(x: torch.Tensor, group: str, how: Any) -> torch.Tensor:
+        if not is_fake(x):  # stages are priced on such
+            calls.append(how)
+        return collective(x, group, how)
+
+    collective, calls = collectives.reduced, list[str]()
+    collectives.reduced = loss.reduced = reduced
     for root in roots:
-        run = RunDir(Path(root))
+        run, made = RunDir(Path(root)), dict[int, int]()
         if mpi.rank == 0:
             run.begin_attempt()
         torch.distributed.barrier()
-        heartbeat = Heartbeat(run.heartbeat)
+        heartbeat = Counting(run.heartbeat)
         train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
+        if 2 in made:
+            (run.root / f"collectives-{mpi.rank}").write_text(str(made[2] - made[1]))
+    collectives.reduced = loss.reduced = collective
+
+
+def num_collectives(run: RunDir) -> list[int]:
+    """Of the horizontal axis in the first step, of each rank."""
+    return [int(path.read_text()) for path in run.root.glob("collectives-*")]
+
+
+def num_planned(run: RunDir) -> int:
+    """What the plan says of the rank that sends most."""
+    found = plan(read_config(run)).traffic
+    return sum(each.count for each in found if each.what == "all-reduce of activations")
+
+
+def exported(run: RunDir) -> dict[str, Array]:
+    """The weights of the file that comes out, proven under onnxruntime, by name."""
+    loaded = tensors(run, NUM_STEPS, "model/")
+    trained = export.Checkpoint(step=NUM_STEPS, weights=loaded)
+    made = export.export(run, trained, evaluator=evaluator(run), folder=run.root / "export")
+    model = onnx.load(made.path)
+    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 
 
 def tensors(run: RunDir, step: int, prefix: str) -> dict[str, torch.Tensor]:
@@ -157,7 +198,8 @@ def gradients(run: RunDir) -> dict[str, torch.Tensor]:
 
 
 def differences(found: RunDir, wanted: RunDir) -> dict[str, float]:
-    """`loss`, `gradients` and `parameters`: the greatest difference, relative as TOLERANCE says.
+    """`loss`, `gradients` and `parameters`: the greatest difference, relative as TOLERANCE says; `collectives`: how
+    many more or fewer it made in a step than its plan says.
 
     Running statistics are compared where both have one replica: several average theirs, which is not the same as to
     see all the micro-batches one after the other.
@@ -171,6 +213,8 @@ def differences(found: RunDir, wanted: RunDir) -> dict[str, float]:
     }
     largest = max(float(tensor.abs().max()) for tensor in pairs["gradients"][1].values())
     worst = {"loss": max(abs(a[step] / b[step] - 1) for step in a)}
+    if read_config(found).parallel.horizontal > 1:
+        worst["collectives"] = min(abs(number - num_planned(found)) for number in num_collectives(found))
     for kind, (mine, theirs) in pairs.items():
         assert mine.keys() == theirs.keys()
         compared = [name for name in theirs if not name.endswith(("running_mean", "running_var")[: 2 * several])]
@@ -190,13 +234,14 @@ def _difference(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
 BEGIN, END = "<!-- parity: begin -->", "<!-- parity: end -->"
 
 
-def table(found: Mapping[Case, Mapping[str, float]]) -> str:
-    """One row for each layout and ZeRO, one column for each model: the greatest of its three differences."""
+def table(found: Mapping[Case, Mapping[str, float]], made: Mapping[Case, int]) -> str:
+    """One row for each layout and ZeRO, one column for each model: the greatest of its differences, and the number of
+    horizontal collectives of a micro-batch."""
     rows = [f"| layout | {' | '.join(MODELS)} |", "|---|" + "---|" * len(MODELS)]
     for layout in LAYOUTS:
         for zero in sorted({case.zero for case in found if case.layout == layout}):
             cells = [
-                f"{max(differences.values()):.0e}"
+                f"{max(differences.values()):.0e}" + (f" · {made[case]}" if case in made else "")
                 for model in MODELS
                 for case, differences in found.items()
                 if (case.model, case.layout, case.zero) == (model, layout, zero)
@@ -215,11 +260,16 @@ def main() -> None:
         found = {
             case: differences(run, runs[Case(case.model, ALONE)]) for case, run in runs.items() if case.layout != ALONE
         }
+        made = {
+            case: max(num_collectives(run)) // read_config(run).train.gradient_accumulation_steps
+            for case, run in runs.items()
+            if read_config(run).parallel.horizontal > 1
+        }
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}")
-    print(table(found))
+    readme.write_text(f"{before}{BEGIN}\n{table(found, made)}\n{END}{after}")
+    print(table(found, made))
     worst = max(max(each.values()) for each in found.values())
     sys.exit(f"{worst:.1e} is above {TOLERANCE:.0e}" if worst > TOLERANCE else 0)
 

@@ -6,14 +6,16 @@ on one rank of one stage skips the step on all.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.equivalence import layouts
-from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, make_case, trained
+from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, make_case, trained
 from tests.ranks import run_ranks
 from tests.runs import assert_equal_bits, events, final_tensors, losses
 from trainer.data import Batches
@@ -38,6 +40,19 @@ def test_every_kind_of_parallelism_trains_what_one_rank_trains(tmp_path: Path) -
     runs = trained([*QUICK, *(Case(model, ALONE) for model in MODELS)], tmp_path)
     found = {case.name: differences(runs[case], runs[Case(case.model, ALONE)]) for case in QUICK}
     assert {name for name, each in found.items() if max(each.values()) > TOLERANCE} == set(), found
+    assert_exported_alike(runs, QUICK)
+
+
+def assert_exported_alike(runs: dict[Case, RunDir], cases: Iterable[Case]) -> None:
+    """The files that come out have the same weights to rounding, all others the same bits."""
+    files = {model: exported(runs[Case(model, ALONE)]) for model in {case.model for case in cases}}
+    for case in cases:
+        wanted, found = files[case.model], exported(runs[case])
+        assert found.keys() == wanted.keys()
+        several = read_config(runs[case]).parallel.data > 1  # replicas average their running statistics
+        for name in (name for name in found if not (several and name.endswith(("running_mean", "running_var")))):
+            limit = TOLERANCE * max(np.abs(wanted[name]).max(initial=0), 1e-6)
+            assert np.abs(found[name] - wanted[name]).max(initial=0) <= limit, (case.name, name)
 
 
 @pytest.mark.mpi
@@ -49,6 +64,7 @@ def test_the_whole_matrix_trains_what_one_rank_trains(model: str, tmp_path: Path
     runs = trained(cases, tmp_path, timeout_s=2400)
     found = {case.name: differences(runs[case], runs[Case(model, ALONE)]) for case in cases if case.layout != ALONE}
     assert {name: each for name, each in found.items() if max(each.values()) > TOLERANCE} == {}
+    assert_exported_alike(runs, [case for case in cases if case.layout != ALONE])
 
 
 def continued(run: RunDir, folder: Path, layout: str, zero: int = 0) -> RunDir:

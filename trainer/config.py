@@ -278,6 +278,8 @@ class ParallelConfig(Section):
     """Units one stage is cut into, for ZeRO and recomputation; 0 = by the graph."""
     reduction: Literal["sum", "adasum"] = "sum"
     """How gradients of replicas become one: their mean over all samples, or Adasum across hosts (ZeRO 0 only)."""
+    adasum_ranks: NonNegativeInt = 0
+    """Adasum: so many successive ranks sum as one host does; 0 = the ranks of each host, 1 = no ranks at all."""
     transport: Literal["torch", "mpi"] = "torch"
     """Who carries gradients between replicas: torch's backend (NCCL, gloo), or MPI (ZeRO 0 on CPUs)."""
     compression: Literal["none", "fp16", "bf16"] = "none"
@@ -495,6 +497,8 @@ def _replicas(parallel: ParallelConfig) -> Iterable[str]:
                 yield f"parallel.{name} {value!r} needs parallel.zero 0, not {parallel.zero}"
     elif parallel.shard:
         yield f"parallel.shard {parallel.shard} needs parallel.zero 1, 2 or 3: ZeRO 0 divides nothing"
+    if parallel.adasum_ranks and parallel.reduction != "adasum":
+        yield f"parallel.adasum_ranks {parallel.adasum_ranks} needs parallel.reduction 'adasum'"
     if parallel.shard and parallel.data % parallel.shard:
         yield f"parallel.shard {parallel.shard} does not divide parallel.data {parallel.data} into whole groups"
 

@@ -42,7 +42,7 @@ class Reducer:
 
     weights: all that this rank stores, in graph order; the same names on the replicas of its stages and on the ranks
     that divide them, and possibly none. shared: name -> pipeline coordinates that hold it, for every weight of the
-    model that several stages hold. timeout_s: longest wait for other ranks. ranks_per_host: see Adasum.
+    model that several stages hold. timeout_s: longest wait for other ranks.
     Collective: every rank of the world makes one.
     """
 
@@ -55,7 +55,6 @@ class Reducer:
         config: ParallelConfig,
         shared: Mapping[str, Sequence[int]],
         timeout_s: float,
-        ranks_per_host: int = 0,
     ) -> None:
         self.weights = list(weights)
         self._group = mesh.get_group("data")
@@ -65,7 +64,7 @@ class Reducer:
         self._before: list[Tensor] = []
         self._common = CommonTensors(self.weights, mesh)
         self._tied = TiedGradients(self._trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
-        self._carrier = _carrier(config, mesh, mpi, timeout_s=timeout_s, ranks_per_host=ranks_per_host)
+        self._carrier = _carrier(config, mesh, mpi, timeout_s=timeout_s)
 
         # ranks that divide weights pack them alike, so it is the size of the whole that counts
         most = BUCKET_BYTES * mesh.get_group("horizontal").size()
@@ -300,9 +299,7 @@ class _Bucket:
             self._wait = None
 
 
-def _carrier(
-    config: ParallelConfig, mesh: DeviceMesh, mpi: MPIContext, *, timeout_s: float, ranks_per_host: int
-) -> Carrier:
+def _carrier(config: ParallelConfig, mesh: DeviceMesh, mpi: MPIContext, *, timeout_s: float) -> Carrier:
     """What the configuration asks for. Collective: the world."""
     transport, compression = config.transport, config.compression
     check_device(transport, mpi.device)
@@ -316,7 +313,7 @@ def _carrier(
             transport=transport,
             compression=compression,
             timeout_s=timeout_s,
-            ranks_per_host=ranks_per_host,
+            ranks_per_host=config.adasum_ranks,
         )
     # a channel of its own: statistics are summed by the main thread at the same time, in the mesh's group
     columns = mesh.mesh.flatten(1, 2).transpose(1, 2).flatten(0, 1).tolist()  # [pipeline x horizontal, data]

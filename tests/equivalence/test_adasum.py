@@ -68,8 +68,9 @@ def outcomes(mpi: MPIContext, num_parts: int) -> dict[str, Any]:
         place = Placement.whole([WIDTH]).narrow(0, start, stop)
         whole = Placement.whole([3, 1])
         weights = [Weight("divided", divided, place, True), Weight("ones", ones, whole, True, counted=part == 0)]
-        config = ParallelConfig(reduction="adasum", transport=transport, compression=compression)
-        reducer = Reducer(weights, mesh=mesh, mpi=mpi, config=config, shared={}, timeout_s=30, ranks_per_host=num_parts)
+        routes = {"transport": transport, "compression": compression}
+        config = ParallelConfig(reduction="adasum", adasum_ranks=num_parts, **routes)  # type: ignore[arg-type]
+        reducer = Reducer(weights, mesh=mesh, mpi=mpi, config=config, shared={}, timeout_s=30)
         for case in CASES:
             own = torch.tensor(gradients_of(case, num_replicas)[replica][start:stop], dtype=torch.float32)
             reducer.begin(1)  # a share of the step's targets that is the same on all replicas
@@ -126,9 +127,8 @@ def hosts_of_several(mpi: MPIContext) -> dict[str, Any]:
             Weight(name, nn.Parameter(torch.zeros(length)), Placement.whole([length]), True)
             for name, length in names.items()
         ]
-        config = ParallelConfig(reduction="adasum", transport=transport)
-        settings = {"mesh": mesh, "mpi": mpi, "config": config, "shared": {}, "timeout_s": 30}
-        reducer = Reducer(weights, ranks_per_host=ranks_per_host, **settings)
+        config = ParallelConfig(reduction="adasum", adasum_ranks=ranks_per_host, transport=transport)  # type: ignore[arg-type]
+        reducer = Reducer(weights, mesh=mesh, mpi=mpi, config=config, shared={}, timeout_s=30)
         for targets in TARGETS:
             reducer.begin(1, targets[mpi.rank])
             for number, weight in enumerate(weights):

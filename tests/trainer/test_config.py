@@ -51,6 +51,10 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"parallel": {"data": 2, "zero": 1, "reduction": "adasum"}},
         ["parallel.reduction 'adasum' needs parallel.zero 0, not 1"],
     ),
+    "hosts of Adasum without Adasum": (
+        {"parallel": {"data": 2, "adasum_ranks": 1}},
+        ["parallel.adasum_ranks 1 needs parallel.reduction 'adasum'"],
+    ),
     "ZeRO and MPI": (
         {"parallel": {"data": 2, "zero": 2, "transport": "mpi"}},
         ["parallel.transport 'mpi' needs parallel.zero 0, not 2"],

@@ -54,14 +54,15 @@ def costs(
     shapes depend on data.
     """
     device = next((tensor.device for tensor in inputs if tensor.device.type != "meta"), torch.device("cpu"))
-    was_training = module.training
+    modes = [(each, each.training) for each in module.modules()]  # stages that share some may be in another mode
     module.train(training)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             fakes = [torch.empty(value.shape, dtype=value.dtype, device=device) for value in inputs]
             return _Pricing(module, device, autocast).price(fakes)
     finally:
-        module.train(was_training)
+        for each, mode in modes:
+            each.training = mode
 
 
 class _Pricing(fx.Interpreter):

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from tests import graphs
 from tests.ranks import run_ranks
-from tests.runs import Array, losses, make_run, tiny_images, tiny_text
+from tests.runs import Array, events, losses, make_run, tiny_images, tiny_text
 from trainer import checkpoint, collectives, export, loss
 from trainer.__main__ import evaluator
 from trainer.distributed import MPIContext
@@ -173,6 +173,12 @@ def num_planned(run: RunDir) -> int:
     return sum(each.count for each in found if each.what == "all-reduce of activations")
 
 
+def evaluated(run: RunDir) -> float:
+    """The evaluation loss before the first step."""
+    first = next(event for event in events(run, "evaluation") if event.step == 0)
+    return float(first.fields["values"]["evaluation/loss"])
+
+
 def exported(run: RunDir) -> dict[str, Array]:
     """The weights of the file that comes out, proven under onnxruntime, by name."""
     loaded = tensors(run, NUM_STEPS, "model/")
@@ -198,8 +204,8 @@ def gradients(run: RunDir) -> dict[str, torch.Tensor]:
 
 
 def differences(found: RunDir, wanted: RunDir) -> dict[str, float]:
-    """`loss`, `gradients` and `parameters`: the greatest difference, relative as TOLERANCE says; `collectives`: how
-    many more or fewer it made in a step than its plan says.
+    """`loss`, `evaluation`, `gradients`, `parameters`: the greatest difference, relative as TOLERANCE says;
+    `collectives`: how many more or fewer it made in a step than its plan says.
 
     Running statistics are compared where both have one replica: several average theirs, which is not the same as to
     see all the micro-batches one after the other.
@@ -213,6 +219,7 @@ def differences(found: RunDir, wanted: RunDir) -> dict[str, float]:
     }
     largest = max(float(tensor.abs().max()) for tensor in pairs["gradients"][1].values())
     worst = {"loss": max(abs(a[step] / b[step] - 1) for step in a)}
+    worst["evaluation"] = abs(evaluated(found) / evaluated(wanted) - 1)
     if read_config(found).parallel.horizontal > 1:
         worst["collectives"] = min(abs(number - num_planned(found)) for number in num_collectives(found))
     for kind, (mine, theirs) in pairs.items():

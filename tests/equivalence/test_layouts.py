@@ -32,6 +32,7 @@ QUICK = [
     Case(BERT, "hp2 x pp2"),
     Case(LLAMA, "dp2 x hp2", zero=2),
     Case(CONV, "dp2 x pp2", zero=1),
+    Case(CONV, "pp2"),
 ]
 
 

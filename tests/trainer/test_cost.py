@@ -20,6 +20,7 @@ from tests import graphs
 from trainer.cost import Autocast, NodeCost, costs
 from trainer.errors import UnsupportedModel
 from trainer.graph import ImportedGraph, to_module, trainable
+from trainer.ops.norm import BatchNorm
 from trainer.reference import GraphWriter
 
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
@@ -188,3 +189,12 @@ def test_an_error_of_another_kind_stays_what_it_is() -> None:
     module, _ = load("tiny_mlp")
     with pytest.raises(RuntimeError, match="same reduction dim"):
         costs(module, [torch.ones(4, 5)])
+
+
+def test_every_module_stays_in_its_own_mode() -> None:
+    """Stages are priced in between, for evaluation, and share modules with the whole graph."""
+    module, inputs = load("tiny_resnet")
+    norms = [child for child in module.modules() if isinstance(child, BatchNorm)]
+    norms[0].eval()
+    costs(module, inputs, training=False)
+    assert [norm.training for norm in norms] == [False] + [True] * (len(norms) - 1)

@@ -115,6 +115,7 @@ def make_case(case: Case, folder: Path) -> RunDir:
         "optimizer": {"name": "adamw", "learning_rate": 1e-3, "epsilon": 1e-3, "weight_decay": 0.01},
         "parallel": parallel,
         "checkpoint": {"period": 1, "keep_newest": 9},
+        "monitor": {"norms": ["*"], "summary_period": NUM_STEPS},
     }
     for name, values in case.sections.items():
         sections[name] = {**sections.get(name, {}), **values}
@@ -177,6 +178,12 @@ def evaluated(run: RunDir) -> float:
     """The evaluation loss before the first step."""
     first = next(event for event in events(run, "evaluation") if event.step == 0)
     return float(first.fields["values"]["evaluation/loss"])
+
+
+def norms(run: RunDir) -> dict[str, float]:
+    """What the event log says of every trained weight and its gradient, whole, in the last step."""
+    values = [event.fields["values"] for event in events(run, "scalars") if event.step == NUM_STEPS]
+    return {name: value for each in values for name, value in each.items() if "_norm/" in name}
 
 
 def exported(run: RunDir) -> dict[str, Array]:

@@ -42,6 +42,10 @@ def test_every_kind_of_parallelism_trains_what_one_rank_trains(tmp_path: Path) -
     found = {case.name: differences(runs[case], runs[Case(case.model, ALONE)]) for case in QUICK}
     assert {name for name, each in found.items() if max(each.values()) > TOLERANCE} == set(), found
     assert_exported_alike(runs, QUICK)
+    for case in QUICK:
+        wanted = layouts.norms(runs[Case(case.model, ALONE)])
+        least = 1e-3 * max(value for name, value in wanted.items() if "gradient_norm/" in name)
+        assert layouts.norms(runs[case]) == pytest.approx(wanted, rel=5 * TOLERANCE, abs=5 * TOLERANCE * least), case
 
 
 def assert_exported_alike(runs: dict[Case, RunDir], cases: Iterable[Case]) -> None:

@@ -35,18 +35,18 @@ Mode = Literal["none", "whole", "selective"]
 def recompute(chain: Chain, mode: Mode, chosen: Collection[int]) -> None:
     """Wrap the chosen units of a chain, in place. Parameters keep their paths inside the unit, which is `.unit` now.
 
-    A compiled unit is recomputed as it is, or, if selective, compiled again with its recomputation: the compiler then
-    leaves out what need not be computed again. In eager mode selective costs time for every operation, which is for
+    A compiled unit is compiled again with its recomputation: the compiler then leaves out what need not be computed
+    again, and gradients are the same but for rounding. In eager mode selective costs time for every operation, which is for
     GPUs: on a CPU it may take longer than computing all again.
     """
     if mode == "none":
         return
     for number in chosen:
         unit = chain.units[number]
-        if mode == "selective" and hasattr(unit, "_orig_mod"):  # compiled; to import the class costs a second
+        if hasattr(unit, "_orig_mod"):  # compiled; to import the class costs a second
             plain: Any = unit._orig_mod
             make: Any = type(unit)
-            chain.units[number] = make(Recomputed(plain, selective=True), unit.dynamo_ctx)
+            chain.units[number] = make(Recomputed(plain, selective=mode == "selective"), unit.dynamo_ctx)
         else:
             chain.units[number] = Recomputed(unit, selective=mode == "selective")
 

@@ -36,8 +36,8 @@ def recompute(chain: Chain, mode: Mode, chosen: Collection[int]) -> None:
     """Wrap the chosen units of a chain, in place. Parameters keep their paths inside the unit, which is `.unit` now.
 
     A compiled unit is compiled again with its recomputation: the compiler then leaves out what need not be computed
-    again, and gradients are the same but for rounding. In eager mode selective costs time for every operation, which is for
-    GPUs: on a CPU it may take longer than computing all again.
+    again, and gradients are the same but for rounding. In eager mode selective costs time for every operation, which is
+    for GPUs: on a CPU it may take longer than computing all again.
     """
     if mode == "none":
         return

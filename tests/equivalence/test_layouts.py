@@ -106,11 +106,15 @@ def stream(run: RunDir) -> list[list[int]]:
 
 
 @pytest.mark.mpi
-def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(tmp_path: Path) -> None:
-    case = Case(GPT2, "2x2x2", 0, {"precision": {"compute": "fp16", "initial_scale": 1024.0}})
+@pytest.mark.parametrize(
+    ("layout", "rank"), [("hp2 x pp2", 3), pytest.param("2x2x2", 5, marks=pytest.mark.slow)], ids=["2x2", "2x2x2"]
+)
+def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(tmp_path: Path, layout: str, rank: int) -> None:
+    case = Case(GPT2, layout, 0, {"precision": {"compute": "fp16", "initial_scale": 1024.0}})
     run = make_case(case, tmp_path)
-    steps = run_ranks(8, "tests.equivalence.test_layouts:with_a_planted_overflow", str(run.root), 5, 2, timeout_s=300)
-    assert steps == [layouts.NUM_STEPS] * 8
+    planted = "tests.equivalence.test_layouts:with_a_planted_overflow"
+    steps = run_ranks(case.world_size, planted, str(run.root), rank, 2, timeout_s=300)
+    assert steps == [layouts.NUM_STEPS] * case.world_size
     skipped = [event for event in events(run, "scalars") if event.fields["values"].get("train/skipped")]
     assert [(event.step, event.fields["values"]["train/loss_scale"]) for event in skipped] == [(2, 512.0)]
     assert sorted(losses(run)) == [1, 2, 3], "the step is tried again at half the scale"

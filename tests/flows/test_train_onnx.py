@@ -60,7 +60,7 @@ def test_a_run_gives_back_the_same_file_with_better_weights(workshop: Workshop, 
 
 
 @whole
-@pytest.mark.parametrize("victim", ["rank", "mpirun"])
+@pytest.mark.parametrize("victim", ["rank", pytest.param("mpirun", marks=pytest.mark.slow)])
 def test_a_killed_rank_or_mpirun_is_retried_and_the_file_has_the_bits_of_an_undisturbed_run(
     victim: str, workshop: Workshop, undisturbed: dict[str, Any]
 ) -> None:

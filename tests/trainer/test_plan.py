@@ -103,7 +103,7 @@ def counted(mpi: MPIContext, root: str) -> int:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("model", [GPT, BERT, LLAMA])
+@pytest.mark.parametrize("model", [GPT, *(pytest.param(model, marks=pytest.mark.slow) for model in (BERT, LLAMA))])
 def test_a_run_makes_as_many_collectives_as_its_plan_says(tmp_path: Path, model: str) -> None:
     run = make_case(Case(model, "hp2", sections={"train": {"num_steps": 1}}), tmp_path)
     wanted, _ = sent(plan(read_config(run)), "horizontal")["all-reduce of activations"]

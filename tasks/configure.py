@@ -26,7 +26,7 @@ from prefect.settings import get_current_settings
 import trainer
 from infra import tracking
 from trainer.check import check_sections
-from trainer.config import ParallelConfig, RecomputeConfig, RunConfig, Section, build_config
+from trainer.config import RunConfig, Section, build_config
 from trainer.errors import ConfigError, RuntimeUnavailable
 from trainer.planned import Plan
 from trainer.run import (
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 CHOSEN = {
     "train.gradient_accumulation_steps",
-    *(f"parallel.{name}" for name in ParallelConfig.model_fields),
-    *(f"recompute.{name}" for name in RecomputeConfig.model_fields),
+    *(f"parallel.{name}" for name in ("data", "horizontal", "pipeline", "zero")),
+    "recompute.mode",
 }
 """What `parallel = "auto"` chooses: of a run that began with it, the saved configuration holds what was chosen."""
 
@@ -78,7 +78,8 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
     """Raises ConfigError, naming every setting that differs: a run keeps the configuration it began with."""
     before, now = _settings(saved), _settings(given)
     if given.parallel.sizes == saved.parallel.sizes == "auto":
-        before, now = ({key: value for key, value in each.items() if key not in CHOSEN} for each in (before, now))
+        chosen = CHOSEN if given.parallel.memory_gib else {*CHOSEN, "parallel.memory_gib"}
+        before, now = ({key: value for key, value in each.items() if key not in chosen} for each in (before, now))
     if changed := [key for key in before if before[key] != now[key]]:
         raise ConfigError(
             [f"{key} was {before[key]!r} when the run began, now {now[key]!r}" for key in changed]
@@ -91,8 +92,9 @@ def divided(config: RunConfig) -> RunConfig:
 
     Raises what `plan` raises where the graph cannot be cut, marked or held as configured: before anything is launched.
     """
-    given = config.parallel.sizes == "given"
-    if given and config.parallel.pipeline == 1 and config.recompute.mode == "none":
+    given, parallel = config.parallel.sizes == "given", config.parallel
+    whole = parallel.pipeline == parallel.horizontal == 1 and not (parallel.zero or parallel.units)
+    if given and whole and config.recompute.mode == "none":
         return config
     found = plan(config)
     if given:

@@ -72,6 +72,18 @@ def tiny_mlp(*, inputs: int = 4, outputs: int = 1, hidden: int = 16, seed: int =
     return g.model()
 
 
+def residual_mlps(*hidden: int, width: int = 16, num_classes: int = 5) -> onnx.ModelProto:
+    """Blocks x + relu(x a) b, one for each width inside: `x` [batch, width] -> `logits` [batch, num_classes]."""
+    g = GraphWriter("residual_mlps", seed=0)
+    x = g.input("x", ("batch", width))
+    for number, inside in enumerate(hidden):
+        h = g.op("Relu", g.op("MatMul", x, g.weight(f"{number}.a", g.normal(0.2, width, inside))))
+        x = g.op("Add", x, g.op("MatMul", h, g.weight(f"{number}.b", g.normal(0.2, inside, width))))
+    g.op("MatMul", x, g.weight("head", g.normal(0.2, width, num_classes)), outputs="logits")
+    g.output("logits", ("batch", num_classes))
+    return g.model()
+
+
 def tiny_bert(*, vocab_size: int = 32, width: int = 16, num_heads: int = 2, num_classes: int = 3) -> onnx.ModelProto:
     """An encoder as opset 14 exporters write it: `input_ids`, `attention_mask` [batch, sequence] -> `logits`.
 

@@ -51,7 +51,8 @@ def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device
             len(breaks),
             ", ".join(breaks),
         )
-    compiled: nn.Module = torch.compile(module, fullgraph=not breaks, dynamic=True)  # type: ignore[assignment]
+    lengths = module.graph.find_nodes(op="call_method", target="item")  # that cross from another unit, as tensors
+    compiled: nn.Module = torch.compile(module, fullgraph=not (breaks or lengths), dynamic=True)  # type: ignore[assignment]
     return compiled
 
 

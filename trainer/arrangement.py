@@ -3,25 +3,29 @@
     layers and vocabulary -> horizontal parts -> stages -> units -> which of them are recomputed
 
 Every rank decides all of it from the same graph and the same example, and so does `onward plan`, which has no ranks.
+Ranks that divide layers may have unequal shares, so what depends on how much there is, is decided for the largest.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
 from trainer import cut, graph
 from trainer.config import RunConfig
 from trainer.cost import Autocast, NodeCost, costs
-from trainer.cut import Stage
+from trainer.cut import CutPoint, Stage
 from trainer.distributed import Coordinate
 from trainer.errors import ConfigError
 from trainer.horizontal import HorizontalPlan, divide, plan_regions
 from trainer.loss import Slice
 from trainer.memory import budget
+from trainer.ops.norm import BatchNorm
 from trainer.placement import Placement
 from trainer.recompute import by_budget, by_name, recompute, unit_costs
 from trainer.vocabulary import VocabularyPlan, divide_vocabulary, plan_vocabulary
@@ -34,8 +38,7 @@ class Arrangement:
 
     stages: tuple[Stage, ...]
     """All of them. Weights, buffers and modules are those of the imported graph."""
-    priced: Mapping[str, NodeCost]
-    """What every node costs for the example; nothing where one stage is one unit."""
+    cuts: Cuts
     regions: HorizontalPlan
     words: VocabularyPlan
     placements: Mapping[str, Placement]
@@ -44,6 +47,8 @@ class Arrangement:
     """Which classes of the logits it computes; None = all."""
     shared: Mapping[str, tuple[int, ...]]
     """Name -> pipeline coordinates, for every weight that several stages hold."""
+    largest: Arrangement | None
+    """That of the horizontal rank with the largest share, if it is another's; of shapes alone."""
 
     def of(self, pipeline: int, size: int) -> list[Stage]:
         """The stages of one of `size` pipeline coordinates."""
@@ -53,12 +58,13 @@ class Arrangement:
         """Every stored tensor of a rank's stages, once for each stage that uses it."""
         weights: list[Weight] = []
         for stage in stages:
+            remains = _remains(stage)
             for name, tensor in _stored(stage):
                 first = all(weight.name != name for weight in weights)
                 leads = first and self.shared.get(name, [here.pipeline])[0] == here.pipeline
                 placement = self.placements.get(name) or Placement.whole(tensor.shape)
                 counted = leads and (here.horizontal == 0 or name in self.placements)
-                weights.append(Weight(name, tensor, placement, is_trained(tensor), counted))
+                weights.append(Weight(name, tensor, placement, is_trained(tensor), counted, remains.get(name, 0.0)))
         return weights
 
 
@@ -78,33 +84,68 @@ def arrange(
     price the graph even if nothing depends on it. Raises ConfigError or UnsupportedModel when it cannot be divided as
     configured.
     """
-    parallel = config.parallel
+    parallel, largest = config.parallel, None
+    if rank < parallel.horizontal - 1:  # the last rank's shares are the largest
+        memo = {id(tensor): _shape_of(tensor) for tensor in module.parameters()}
+        largest = arrange(
+            copy.deepcopy(module, memo),
+            config,
+            example,
+            rank=parallel.horizontal - 1,
+            group=group,
+            autocast=autocast,
+            price=price,
+        )
     regions = plan_regions(module, parallel.horizontal, convolutions=parallel.convolutions)
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
     words = plan_vocabulary(module, parallel.horizontal if parallel.vocabulary else 1, config.model, taken=taken)
     placements = divide(module, regions, rank=rank, group=group)
     placements |= divide_vocabulary(module, words, rank=rank, group=group)
-    stages, priced = _cut(module, config, example, autocast, price=price)
+    if parallel.horizontal > 1 and not placements:
+        reasons = "; ".join(f"{name}: {why}" for name, why in [*regions.whole, *words.whole][:3])
+        raise ConfigError(
+            f"nothing of this graph can be divided over parallel.horizontal = {parallel.horizontal} ranks"
+            + (f" ({reasons})" if reasons else "")
+            + "; use parallel.data or parallel.pipeline"
+        )
+    cuts = largest.cuts if largest else _cuts(module, config, example, autocast, price=price)
+    stages = _stages(module, cuts)
     return Arrangement(
         stages=tuple(stages),
-        priced=priced,
+        cuts=cuts,
         regions=regions,
         words=words,
         placements=placements,
         classes=words.classes(rank, group),
         shared=_shared(stages, parallel.pipeline),
+        largest=largest,
     )
 
 
-def _cut(
+def _shape_of(tensor: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where the graph is cut, whichever horizontal rank's share of it that is."""
+
+    borders: Sequence[CutPoint]
+    """Between stages."""
+    inner: Sequence[CutPoint]
+    """Between units of one stage."""
+    priced: Mapping[str, NodeCost]
+    """What every node of the largest share costs for the example; nothing where one stage is one unit."""
+
+
+def _cuts(
     module: graph.ImportedGraph, config: RunConfig, example: Sequence[Tensor], autocast: Autocast, *, price: bool
-) -> tuple[list[Stage], Mapping[str, NodeCost]]:
-    """All stages of the graph, each in its units."""
+) -> Cuts:
     parallel = config.parallel
     num_stages = parallel.pipeline * parallel.stages_per_rank
     in_units = parallel.zero or parallel.units or config.recompute.mode != "none"
     if num_stages == 1 and not in_units and not price:
-        return [cut.whole(module)], {}
+        return Cuts((), (), {})
     priced = costs(module, example, autocast=autocast)
     points = cut.cut_points(module.graph, priced)
     amounts = cut.work(module.graph, priced)
@@ -113,11 +154,15 @@ def _cut(
     else:
         borders = cut.balanced(points, amounts, num_stages)
     inner = cut.units(module, points, amounts, borders, parallel.units) if in_units else []
-    parts = iter(cut.split(module, sorted({*borders, *inner}, key=lambda point: point.position)))
-    ends = [0, *(point.position for point in borders), len(amounts)]
-    sizes = [1 + sum(begin < point.position < end for point in inner) for begin, end in itertools.pairwise(ends)]
-    groups = [list(itertools.islice(parts, size)) for size in sizes]
-    return cut.stages(module, groups, priced), priced
+    return Cuts(borders, inner, priced)
+
+
+def _stages(module: graph.ImportedGraph, cuts: Cuts) -> list[Stage]:
+    """All stages of the graph, each in its units."""
+    parts = iter(cut.split(module, sorted({*cuts.borders, *cuts.inner}, key=lambda point: point.position)))
+    ends = [0, *(point.position for point in cuts.borders), len(cut.order(module.graph))]
+    sizes = [1 + sum(begin < point.position < end for point in cuts.inner) for begin, end in itertools.pairwise(ends)]
+    return cut.stages(module, [[*itertools.islice(parts, size)] for size in sizes], cuts.priced)
 
 
 def _shared(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:
@@ -154,6 +199,21 @@ def _stored(stage: Stage) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
+def _remains(stage: Stage) -> dict[str, float]:
+    """Name -> the share of a running statistic that one micro-batch leaves of it."""
+    found: dict[str, float] = {}
+    for part in stage.chain.parts:
+        names: dict[str, str] = part.module.onnx_names  # type: ignore[assignment]
+        assert isinstance(part.module, fx.GraphModule)
+        for node in part.module.graph.find_nodes(op="call_module"):
+            norm = part.module.get_submodule(str(node.target))
+            if isinstance(norm, BatchNorm) and not norm.frozen:
+                for operand in node.args[3:]:
+                    if isinstance(operand, fx.Node) and (name := names.get(str(operand.target))):
+                        found[name] = found.get(name, 1.0) * (1.0 - norm.momentum)
+    return found
+
+
 def is_trained(tensor: Tensor) -> bool:
     """Whether a stored tensor is trained: not frozen, no running statistic."""
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
@@ -165,7 +225,6 @@ def is_trained(tensor: Tensor) -> bool:
 def recompute_units(
     whole: Arrangement,
     stages: Sequence[Stage],
-    weights: Sequence[Weight],
     config: RunConfig,
     inputs: Sequence[Tensor],
     *,
@@ -175,23 +234,32 @@ def recompute_units(
 
     inputs: the example's. Raises ConfigError for names that nothing has, or when memory is too small for any choice.
     """
-    mode, parallel = config.recompute.mode, config.parallel
-    everything = [tuple(range(len(stage.chain.parts))) for stage in stages]
+    mode = config.recompute.mode
     chosen: Sequence[Sequence[int]]
     if mode == "none":
         chosen = [() for _ in stages]
     elif config.recompute.units:
         elsewhere = [part for stage in whole.stages for part in stage.chain.parts]
         chosen = [by_name(stage.chain, config.recompute.units, elsewhere=elsewhere) for stage in stages]
-    elif parallel.memory_gib:
-        units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, whole.priced)]
-        size = sum(value.nbytes for value in inputs)
-        left, in_flight = budget(stages, weights, config, pipeline=pipeline, batch_bytes=size)
-        _, picked = by_budget(units, in_flight=in_flight, budget_bytes=left, modes=("none", mode))
-        ends = itertools.accumulate(map(len, everything), initial=0)
-        chosen = [[n - begin for n in picked if begin <= n < end] for begin, end in itertools.pairwise(ends)]
+    elif config.parallel.memory_gib:
+        chosen = _affordable(whole.largest or whole, config, inputs, pipeline=pipeline)
     else:
-        chosen = everything
+        chosen = [range(len(stage.chain.parts)) for stage in stages]
     for stage, numbers in zip(stages, chosen, strict=True):
         recompute(stage.chain, mode, numbers)
     return [tuple(numbers) for numbers in chosen]
+
+
+def _affordable(
+    whole: Arrangement, config: RunConfig, inputs: Sequence[Tensor], *, pipeline: int
+) -> list[Sequence[int]]:
+    """As few units as `parallel.memory_gib` allows: of each stage of one pipeline coordinate."""
+    assert config.recompute.mode != "none"
+    stages = whole.of(pipeline, config.parallel.pipeline)
+    weights = whole.weights(stages, Coordinate(pipeline, 0, 0))
+    units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, whole.cuts.priced)]
+    size = sum(value.nbytes for value in inputs)
+    left, in_flight = budget(stages, weights, config, pipeline=pipeline, batch_bytes=size)
+    _, picked = by_budget(units, in_flight=in_flight, budget_bytes=left, modes=("none", config.recompute.mode))
+    ends = [0, *itertools.accumulate(len(stage.chain.parts) for stage in stages)]
+    return [[n - begin for n in picked if begin <= n < end] for begin, end in itertools.pairwise(ends)]

@@ -120,7 +120,7 @@ def assemble(
         for place, unit in enumerate(stage.chain.units):
             stage.chain.units[place] = accelerate(cast("graph.ImportedGraph", unit), config.graph, mpi.device)
     weights = whole.weights(mine, here)
-    recompute_units(whole, mine, weights, config, example, pipeline=here.pipeline)
+    recompute_units(whole, mine, config, example, pipeline=here.pipeline)
     _forget_weights(module, [stage for stage in whole.stages if stage not in mine])
     replicas = partial(Sharded, mine) if config.parallel.zero else Reducer
     reducer = replicas(

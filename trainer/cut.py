@@ -317,12 +317,14 @@ class _Splitter:
         bounds = [0, *(point.position for point in points), len(nodes)]
         self.stretches = [nodes[start:stop] for start, stop in itertools.pairwise(bounds)]
         self.home = {node: number for number, stretch in enumerate(self.stretches) for node in stretch}
-        self.inputs = module.graph.find_nodes(op="placeholder")
         self.results = _results(module.graph)
         self.reads = [self._reads(number) for number in range(len(self.stretches))]
         self.lengths = [self._lengths(number) for number in range(len(self.stretches))]
-        self.sent = {length for found in self.lengths for length, source in found.items() if source is None}
-        """Lengths of tensors that do not cross: they cross as tensors of one number."""
+        self.sent = {
+            length for found in self.lengths for length in found if length.all_input_nodes[0].op != "placeholder"
+        }
+        """Lengths of tensors that do not cross: they cross as tensors of one number. That another tensor was as long
+        when the graph was traced says nothing: strides make one length of another."""
 
     def _uses(self, number: int) -> list[fx.Node]:
         last = number == len(self.stretches) - 1
@@ -337,31 +339,30 @@ class _Splitter:
         }
         return {node for node in found if self.home.get(node, -1) != number}
 
-    def _lengths(self, number: int) -> dict[fx.Node, tuple[fx.Node, int] | None]:
-        """`x.size(dim)` for an x that the part does not have -> a tensor and a dimension of it of the same length."""
-        own, found = self.reads[number], dict[fx.Node, tuple[fx.Node, int] | None]()
-        for length in {length for node in self._uses(number) for length in _lengths_read(node)}:
-            (tensor,) = length.all_input_nodes
-            if tensor in own or self.home.get(tensor, -1) == number or (tensor.op != "placeholder" and _again(tensor)):
-                continue
-            candidates = [tensor] if tensor.op == "placeholder" else [*self.inputs, *sorted(own)]
-            found[length] = next(filter(None, (_same_length(length, node) for node in candidates)), None)
-        return found
+    def _lengths(self, number: int) -> set[fx.Node]:
+        """The `x.size(dim)` that a part asks for, of an x that it neither computes nor reads."""
+        own = self.reads[number]
+        return {
+            length
+            for node in self._uses(number)
+            for length in _lengths_read(node)
+            for tensor in length.all_input_nodes
+            if not (
+                tensor in own or self.home.get(tensor, -1) == number or (tensor.op != "placeholder" and _again(tensor))
+            )
+        }
 
     def part(self, number: int) -> Part:
         graph = fx.Graph()
-        needed = {source[0] for source in self.lengths[number].values() if source} | self.reads[number]
-        lengths = [length for length, source in self.lengths[number].items() if source is None]
-        reads = [node for node in self.module.graph.nodes if node in needed or node in lengths]
+        lengths = self.lengths[number] & self.sent
+        needed = {length.all_input_nodes[0] for length in self.lengths[number] - lengths} | self.reads[number] | lengths
+        reads = [node for node in self.module.graph.nodes if node in needed]
         known: dict[fx.Node, fx.Node] = {}
         for node in reads:
             known[node] = graph.placeholder(node.name)
             known[node].meta = dict(node.meta)
-        for length in lengths:
+        for length in sorted(lengths):
             known[length] = graph.call_method("item", (known[length],))
-        for length, source in self.lengths[number].items():
-            if source is not None:
-                known[length] = graph.call_method("size", (known[source[0]], source[1]))
 
         def value(node: fx.Node) -> fx.Node:
             if node not in known:
@@ -411,17 +412,6 @@ def _lengths_read(node: fx.Node) -> set[fx.Node]:
             found.add(read)
         pending += [more for more in read.all_input_nodes if more.op != "placeholder" and _again(more)]
     return found
-
-
-def _same_length(length: fx.Node, tensor: fx.Node) -> tuple[fx.Node, int] | None:
-    """A dimension of a tensor that was as long as `length` at both sizes the graph was traced at."""
-    if length.all_input_nodes[0] is tensor:
-        return tensor, cast("int", length.args[1])
-    wanted, found = length.meta.get("probes"), tensor.meta.get("probes")
-    if not wanted or not found or not isinstance(found[0], Tensor):
-        return None
-    shapes = zip(found[0].shape, found[1].shape, strict=True)
-    return next(((tensor, dim) for dim, pair in enumerate(shapes) if pair == tuple(wanted)), None)
 
 
 def _module(whole: ImportedGraph, graph: fx.Graph, reads: Sequence[str], gives: Sequence[str]) -> ImportedGraph:

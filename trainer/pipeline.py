@@ -35,7 +35,7 @@ class BatchLoss(Protocol):
 class Engine(Protocol):
     """Who collects the gradients (trainer/reduce.py, trainer/zero.py)."""
 
-    def begin(self, num_backwards: int, num_targets: float) -> None: ...
+    def begin(self, num_backwards: int, num_targets: float, num_moves: int) -> None: ...
 
 
 class Pipeline:
@@ -91,7 +91,7 @@ class Pipeline:
         if self._unproved and self._scheduled.takes_apart(len(groups[0])):
             self._prove(groups[0], engine, beat)
         mine = sum(self._loss.count(batch.labels, batch.size) for batch in micro_batches if not batch.idle)
-        engine.begin(len(micro_batches), mine)
+        engine.begin(len(micro_batches), mine, sum(not batch.idle for batch in micro_batches))
         total, counted = self._over_replicas(mine)
         share = torch.zeros((), device=self._device)
 
@@ -162,7 +162,7 @@ class Pipeline:
         gradients = []
         for schedule in ("interleaved", "zero_bubble"):
             self._scheduled.schedule = schedule
-            engine.begin(len(batches) + 1, 1)  # never complete, so nothing is sent
+            engine.begin(len(batches) + 1, 1, 0)  # never complete, so nothing is sent
             with unchanged(self._stages, self._device):
                 try:
                     self._through(batches, self._differentiable, beat, training=True)

@@ -21,7 +21,7 @@ from trainer.arrangement import Arrangement, arrange, recompute_units
 from trainer.config import RunConfig
 from trainer.cut import Stage
 from trainer.distributed import Coordinate, free_memory
-from trainer.errors import ConfigError, UnsupportedModel
+from trainer.errors import ConfigError
 from trainer.horizontal import FLOPS_PER_BYTE
 from trainer.loss import Loss
 from trainer.memory import Rehearsal, foretell, rehearse, sharding
@@ -102,7 +102,7 @@ class _Division:
 
     def flops(self, stage: Stage, recomputed: Sequence[int]) -> int:
         """Forward and backward passes of one micro-batch; a whole unit's forward pass counts twice if recomputed."""
-        units = [sum(self.whole.priced[name].flops for name in part.nodes) for part in stage.chain.parts]
+        units = [sum(self.whole.cuts.priced[name].flops for name in part.nodes) for part in stage.chain.parts]
         again = sum(units[number] for number in recomputed) if self.config.recompute.mode == "whole" else 0
         return 3 * sum(units) + again
 
@@ -232,6 +232,7 @@ def _shown(module: nn.Module, name: str) -> str:
 
 # -- the best division
 
+AXES = ("data", "horizontal", "pipeline")
 CALL_FLOPS = 1e6
 """What it costs to call one operator, however small: 10 µs at 100 GFLOP/s."""
 
@@ -247,7 +248,15 @@ class _Planner:
         inputs, labels = example(config)
         autocast = partial(precision.autocast, config.precision, self.device)
         module = copy.deepcopy(self.module)
-        whole = arrange(module, config, inputs, rank=0, group="horizontal", autocast=autocast, price=True)
+        whole = arrange(
+            module,
+            config,
+            inputs,
+            rank=config.parallel.horizontal - 1,  # its share is the largest
+            group="horizontal",
+            autocast=autocast,
+            price=True,
+        )
         loss = Loss(config.model, module.output_names, classes=whole.classes)
 
         def finish(outputs: Sequence[Tensor]) -> Tensor:
@@ -258,7 +267,7 @@ class _Planner:
         for pipeline in range(config.parallel.pipeline):
             stages = whole.of(pipeline, config.parallel.pipeline)
             weights = whole.weights(stages, Coordinate(pipeline, 0, 0))
-            recomputed = recompute_units(whole, stages, weights, config, inputs, pipeline=pipeline)
+            recomputed = recompute_units(whole, stages, config, inputs, pipeline=pipeline)
             rehearsals = [
                 rehearse(
                     stage,
@@ -278,12 +287,18 @@ class _Planner:
         num_ranks = config.launch.num_ranks
         on_this = 1 if config.launch.hostfile or self.device.type == "cuda" else num_ranks
         limit = int(config.parallel.memory_gib * 2**30) or free_memory(self.device) // on_this
+        given = {axis: size for axis in AXES if (size := getattr(config.parallel, axis)) != 1}
+        if given:
+            raise ConfigError(
+                f"parallel.sizes = 'auto' chooses what parallel.{' and parallel.'.join(given)} fix at "
+                f"{', '.join(map(str, given.values()))}; leave one of the two out"
+            )
         found: list[_Division] = []
         considered: list[str] = []
         for sizes in divisions(num_ranks):
             try:
                 found.append(self._fitting(_with(config, parallel=sizes), limit))
-            except (ConfigError, UnsupportedModel) as error:
+            except ConfigError as error:
                 considered.append(f"{_named(sizes)}: {error}")
         if not found:
             raise ConfigError(
@@ -298,7 +313,7 @@ class _Planner:
             if division is not best:
                 times = division.amount() / best.amount()
                 considered.append(f"{division.name}: {_gib(division.peak)}, a step takes {times:.2f} times as long")
-        chosen = _with(best.config, parallel={"memory_gib": limit / 2**30})
+        chosen = _with(best.config, parallel={"memory_gib": config.parallel.memory_gib or limit / 2**30})
         return self.plan(chosen).record(limit=limit, considered=considered)
 
     def _fitting(self, config: RunConfig, limit: int) -> _Division:
@@ -308,12 +323,11 @@ class _Planner:
         """
         parallel = config.parallel
         own = (parallel.reduction, parallel.transport, parallel.compression) == ("sum", "torch", "none")
+        own = own and parallel.schedule != "zero_bubble"
         zeros = range(parallel.zero, 4) if parallel.data > 1 and own else range(1)
         for count in _micro_batches(config):
             given = _with(config, train={"gradient_accumulation_steps": count}, parallel={"zero": zeros[-1]})
             division = self.plan(given)
-            if parallel.horizontal > 1 and not division.whole.placements:
-                raise ConfigError("nothing of this graph can be divided horizontally")
             for zero in zeros:
                 division = division.with_zero(zero)
                 if division.peak <= limit:
@@ -362,7 +376,7 @@ def _with(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
 
 
 def _named(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis} {sizes[axis]}" for axis in ("data", "horizontal", "pipeline"))
+    return " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
 
 
 def _gib(size: int) -> str:

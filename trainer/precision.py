@@ -13,6 +13,8 @@ from trainer.config import PrecisionConfig
 Remedy = Literal["again", "skip", "none"]
 MOST_SKIPS = 10
 """Overflows in a row that a static scale may skip before training has diverged."""
+AT_REST = {"scale": 1.0, "finite_updates": 0.0}
+"""What checkpoints of fp32 and bf16 said, before they said nothing; a scale that moves has counted when it is saved."""
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,11 +65,11 @@ class LossScaler:
         return "skip" if self._static and self._skipped < MOST_SKIPS else "none"
 
     def state(self) -> dict[str, float]:
-        """For the checkpoint: JSON-able."""
-        return {"scale": self.scale, "finite_updates": float(self._finite_updates)}
+        """For the checkpoint: JSON-able; nothing of a scale that does not move."""
+        return {"scale": self.scale, "finite_updates": float(self._finite_updates)} if self._dynamic else {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on where `state` was taken; a scale that this configuration fixes stays."""
-        if self._dynamic:
-            self.scale = state["scale"]
+        """Go on where `state` was taken, up to this configuration's greatest scale; begin anew where none moved."""
+        if self._dynamic and any(state.get(key, 0.0) > least for key, least in AT_REST.items()):
+            self.scale = min(state["scale"], self._config.max_scale)
             self._finite_updates = int(state["finite_updates"])

@@ -62,6 +62,7 @@ class Reducer:
         self._trained = [weight for weight in self.weights if weight.trained]
         self._statistics = [weight for weight in self.weights if _is_statistic(weight)]
         self._before: list[Tensor] = []
+        self._num_moves = 0
         self._common = CommonTensors(self.weights, mesh)
         self._tied = TiedGradients(self._trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
         self._carrier = _carrier(config, mesh, mpi, timeout_s=timeout_s)
@@ -86,13 +87,15 @@ class Reducer:
             for place, weight in enumerate(bucket.weights):
                 weight.tensor.register_post_accumulate_grad_hook(self._arrived(bucket, place))  # type: ignore[no-untyped-call]
 
-    def begin(self, num_backwards: int, num_targets: float = 1.0) -> None:
+    def begin(self, num_backwards: int, num_targets: float = 1.0, num_moves: int = 1) -> None:
         """A step begins: gradients to zero, in place; running statistics are remembered.
 
         Each stage of this rank will see `num_backwards` backward passes; what the last of them completes is sent at
-        once, what they leave out in `reduce`. num_targets: of this replica; Adasum weighs hosts by it.
+        once, what they leave out in `reduce`. num_targets: of this replica; Adasum weighs hosts by it. num_moves: how
+        often this replica's running statistics will move.
         """
         self._before = [weight.tensor.clone() for weight in self._statistics]
+        self._num_moves = num_moves
         self._num_backwards, self.num_sent = num_backwards, 0
         self._carrier.begin(num_targets)
         for tensor in self._gradients:
@@ -101,7 +104,7 @@ class Reducer:
             bucket.missing, bucket.arrivals = len(bucket.weights), [0] * len(bucket.weights)
 
     def reduce(self) -> Tensor:
-        """Complete the gradients of all ranks: replicas, and stages that share a weight. Average the statistics.
+        """Complete the gradients of all ranks: replicas, and stages that share a weight. Join the statistics.
 
         Returns the global L2 norm (see `global_norm`). Collective: every rank of the world.
         """
@@ -109,7 +112,7 @@ class Reducer:
         self._send(self._num_early)
         self._tied.gather()
         self._send(len(self._buckets))
-        self._average_statistics()
+        self._join_statistics()
         for bucket in self._buckets:
             bucket.wait()
         self._common.spread(gradient(weight) for weight in self._common.weights if id(weight) in self._led)
@@ -161,13 +164,24 @@ class Reducer:
             bucket.send(self._carrier)
         self.num_sent = max(self.num_sent, until)
 
-    def _average_statistics(self) -> None:
+    def _join_statistics(self) -> None:
+        """As if the replicas' micro-batches had come one after the other, in their order, to one rank.
+
+        A move s <- r s + (1 - r) new is linear. So n moves of one replica are s <- r^n s + what it adds, and what each
+        adds decays with the moves of those after it.
+        """
         tensors = [weight.tensor for weight in self._statistics]
         if self._group.size() > 1 and tensors:
-            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            moves = torch.zeros(self._group.size(), device=self._device)
+            moves[self._group.rank()] = self._num_moves
+            dist.all_reduce(moves, group=self._group)
+            own, later, all_ = self._num_moves, int(moves[self._group.rank() + 1 :].sum()), int(moves.sum())
+            pairs = list(zip(self._statistics, self._before, strict=True))
+            adds = [w.remains**later * (w.tensor - w.remains**own * before).flatten() for w, before in pairs]
+            flat = torch.cat(adds)
             dist.all_reduce(flat, group=self._group)
-            for tensor, part in zip(tensors, _parts(flat.div_(self._group.size()), tensors), strict=True):
-                tensor.copy_(part)
+            for (weight, before), added in zip(pairs, _parts(flat, tensors), strict=True):
+                weight.tensor.copy_(weight.remains**all_ * before + added)
         self._common.spread(weight.tensor for weight in self._common.weights if _is_statistic(weight))
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed import new_group
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RuntimeUnavailable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -179,12 +179,19 @@ class Channel(Protocol):
 def open_channel(transport: str, groups: Sequence[Sequence[int]], *, timeout_s: float) -> Channel | None:
     """The channel of this rank's group among disjoint `groups` of ranks; None when it is in none of them.
 
-    `transport`: "torch" or "mpi". Collective: every rank of the world, with the same groups.
+    `transport`: "torch" or "mpi". Collective: every rank of the world, with the same groups. Raises
+    RuntimeUnavailable when MPI may not be called by several threads.
     """
     mine = next((group for group in groups if dist.get_rank() in group), None)
     if transport == "mpi":
         from mpi4py import MPI
 
+        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:  # a thread of its own sends while the main thread computes
+            raise RuntimeUnavailable(
+                f"this MPI grants thread level {MPI.Query_thread()} and parallel.transport = 'mpi' needs "
+                f"{MPI.THREAD_SERIALIZED} (MPI_THREAD_SERIALIZED): a thread of its own calls it; use "
+                "parallel.transport = 'torch'"
+            )
         color = MPI.UNDEFINED if mine is None else min(mine)
         comm = MPI.COMM_WORLD.Split(color, 0 if mine is None else list(mine).index(dist.get_rank()))
         return None if mine is None else MPIChannel(comm, timeout_s=timeout_s)

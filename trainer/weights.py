@@ -28,6 +28,8 @@ class Weight:
     trained: bool
     counted: bool = True
     """Whether this copy counts in sums over the weights: of all ranks' copies of the same part exactly one does."""
+    remains: float = 0.0
+    """Of a running statistic: the share of it that one micro-batch leaves, the rest is new. 0 if that is unknown."""
 
 
 def fill(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> None:

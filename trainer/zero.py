@@ -89,21 +89,21 @@ class Sharded:
             for stage in stages:
                 _forget_casts(stage.chain, self._device)
 
-    def begin(self, num_backwards: int, num_targets: float = 1.0) -> None:
+    def begin(self, num_backwards: int, num_targets: float = 1.0, num_moves: int = 1) -> None:
         """A step begins: no gradients; running statistics are remembered.
 
         Each stage of this rank will see `num_backwards` backward passes; what the last of them completes is sent at
-        once, what they leave out in `reduce`. num_targets: of this replica.
+        once, what they leave out in `reduce`. num_targets: of this replica. num_moves: of its running statistics.
         """
-        self._whole.begin(num_backwards, num_targets)
+        self._whole.begin(num_backwards, num_targets, num_moves)
         for _, weight in self._trained:
             weight.tensor.grad = None
         for passes in self._passes:
             passes.begin(num_backwards)
 
     def reduce(self) -> Tensor:
-        """Complete the gradients of all ranks: stages that share a weight, weights that are not divided. Average the
-        running statistics over the replicas.
+        """Complete the gradients of all ranks: stages that share a weight, weights that are not divided. Join the
+        running statistics of the replicas.
 
         Returns the global L2 norm (see `global_norm`). Collective: every rank of the world.
         """

@@ -212,14 +212,10 @@ def gradients(run: RunDir) -> dict[str, torch.Tensor]:
 
 def differences(found: RunDir, wanted: RunDir) -> dict[str, float]:
     """`loss`, `evaluation`, `gradients`, `parameters`: the greatest difference, relative as TOLERANCE says;
-    `collectives`: how many more or fewer it made in a step than its plan says.
-
-    Running statistics are compared where both have one replica: several average theirs, which is not the same as to
-    see all the micro-batches one after the other.
+    `collectives`: how many more or fewer it made in a step than its plan says. Running statistics are parameters here.
     """
     a, b = losses(found), losses(wanted)
     assert a.keys() == b.keys() == set(range(1, NUM_STEPS + 1))
-    several = {read_config(run).parallel.data for run in (found, wanted)} != {1}
     pairs = {
         "gradients": (gradients(found), gradients(wanted)),
         "parameters": (tensors(found, NUM_STEPS, "model/"), tensors(wanted, NUM_STEPS, "model/")),
@@ -231,9 +227,8 @@ def differences(found: RunDir, wanted: RunDir) -> dict[str, float]:
         worst["collectives"] = min(abs(number - num_planned(found)) for number in num_collectives(found))
     for kind, (mine, theirs) in pairs.items():
         assert mine.keys() == theirs.keys()
-        compared = [name for name in theirs if not name.endswith(("running_mean", "running_var")[: 2 * several])]
         floor = 1e-3 * largest if kind == "gradients" else 1e-6
-        worst[kind] = max(_difference(mine[name], theirs[name], floor) for name in compared)
+        worst[kind] = max(_difference(mine[name], theirs[name], floor) for name in theirs)
     return worst
 
 

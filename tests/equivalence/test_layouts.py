@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests import graphs
 from tests.equivalence import layouts
 from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, make_case, trained
 from tests.ranks import run_ranks
-from tests.runs import assert_equal_bits, events, final_tensors, losses
+from tests.runs import assert_equal_bits, events, final_tensors, losses, make_run
 from trainer.data import Batches
 from trainer.distributed import MPIContext
 from trainer.run import RunDir, read_config
@@ -54,8 +55,7 @@ def assert_exported_alike(runs: dict[Case, RunDir], cases: Iterable[Case]) -> No
     for case in cases:
         wanted, found = files[case.model], exported(runs[case])
         assert found.keys() == wanted.keys()
-        several = read_config(runs[case]).parallel.data > 1  # replicas average their running statistics
-        for name in (name for name in found if not (several and name.endswith(("running_mean", "running_var")))):
+        for name in found:
             limit = TOLERANCE * max(np.abs(wanted[name]).max(initial=0), 1e-6)
             assert np.abs(found[name] - wanted[name]).max(initial=0) <= limit, (case.name, name)
 
@@ -148,3 +148,30 @@ def with_a_planted_overflow(mpi: MPIContext, root: str, rank: int, step: int) ->
     torch.distributed.barrier()
     result = loop.train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
     return result.step
+
+
+@pytest.mark.mpi
+def test_ranks_with_unequal_shares_recompute_what_the_others_do(tmp_path: Path) -> None:
+    """Whole units are recomputed with their all-reduces: those of other units on another rank would add up wrongly."""
+    rows = np.random.default_rng(0)
+    columns = {"x": rows.normal(size=(60, 16)).astype(np.float32), "label": rows.integers(0, 5, 60)}
+    runs = {
+        size: make_run(
+            tmp_path / str(size),
+            graphs.residual_mlps(65, 16, 64, 64),
+            columns,
+            train={"global_batch_size": 8, "num_steps": layouts.NUM_STEPS},
+            parallel={"horizontal": size, "units": 3},
+            recompute={"mode": "whole"},
+            checkpoint={"period": 1},
+        )
+        for size in (1, 2)
+    }
+    for size, run in runs.items():
+        run_ranks(size, "tests.equivalence.layouts:train_all", [str(run.root)], timeout_s=300)
+    for prefix in ("model/", "optimizer/"):
+        found, wanted = (layouts.tensors(runs[size], layouts.NUM_STEPS, prefix) for size in (2, 1))
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE * float(tensor.abs().max()))
+    assert losses(runs[2]) == pytest.approx(losses(runs[1]), rel=TOLERANCE)

@@ -45,6 +45,20 @@ def doubled() -> onnx.ModelProto:
     return g.model()
 
 
+def halved() -> onnx.ModelProto:
+    """Divides by a length that a stride has made: `x` [batch, 4, time] -> `y` [batch, 4]. Where the graph is traced,
+    half of the time is the batch."""
+    g = GraphWriter("halved")
+    x = g.op("Conv", g.input("x", ("batch", 4, "time")), g.weight("w", g.normal(0.5, 4, 4, 3)), strides=[2])
+    steps = g.op("Gather", g.op("Shape", x), g.weight("two", np.array(2)))
+    for name in ("v", "u"):
+        x = g.op("Relu", g.op("Conv", x, g.weight(name, g.normal(0.5, 4, 4, 1))))
+    x = g.op("ReduceSum", x, g.weight("axes", [2]), keepdims=0)
+    g.op("Div", x, g.op("Cast", steps, to=TensorProto.FLOAT), outputs="y")
+    g.output("y", ("batch", 4))
+    return g.model()
+
+
 def named_like_nodes() -> onnx.ModelProto:
     """`relu`, `tanh` and `tanh:0` are tensors of the file, and others than the nodes that are called so."""
     g = GraphWriter("named_like_nodes")
@@ -58,6 +72,7 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     **graphs.MODELS,
     "with dropout": lambda: graphs.tiny_transformer(dropout=0.2),
     "doubled": doubled,
+    "halved": halved,
 }
 
 
@@ -188,11 +203,14 @@ def test_a_length_is_read_from_an_input_or_what_crosses_or_crosses_itself() -> N
 
 
 def test_a_stage_adapts_to_other_lengths_than_it_was_cut_for() -> None:
-    for build in (graphs.tiny_llama, graphs.tiny_bert, doubled):
+    for build in (graphs.tiny_llama, graphs.tiny_bert, doubled, halved):
         model = build()
         module, _, found = load(build)
         stages = cut_in(module, cut.cut_points(module.graph, found)[::2], found)
-        other = [torch.from_numpy(value[:, :5]) for value in graphs.feed(model, 2).values()]
+        other = [
+            torch.from_numpy(value[..., :5] if build is halved else value[:, :5])
+            for value in graphs.feed(model, 2).values()
+        ]
         values: tuple[Tensor, ...] = ()
         torch.manual_seed(0)
         for stage in stages:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,7 +69,7 @@ def replicas_with_rows(mpi: MPIContext) -> dict[str, Any]:
     return found | {
         "sent": sent_before_the_end_of_backward(mpi),
         "overflow": overflow_on_rank_one(mpi),
-        "statistics": averaged_statistics(mpi),
+        "statistics": joined_statistics(mpi),
     }
 
 
@@ -93,21 +95,35 @@ def overflow_on_rank_one(mpi: MPIContext) -> list[float]:
     return [float(reducer.reduce())]
 
 
-def averaged_statistics(mpi: MPIContext) -> list[list[float]]:
-    norm = nn.BatchNorm1d(3, momentum=1.0)
+MOVES = (2, 1, 0)
+"""Micro-batches of each replica."""
+
+
+def through_norm(norm: nn.BatchNorm1d, replicas: Iterable[int]) -> None:
+    for replica in replicas:
+        for number in range(MOVES[replica]):
+            norm(torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * replica + number)) + replica)
+
+
+def joined_statistics(mpi: MPIContext) -> list[list[float]]:
+    norm = nn.BatchNorm1d(3, momentum=0.3)
     frozen = nn.Parameter(torch.full((2,), float(mpi.rank)), requires_grad=False)
-    reducer = reducer_of(mpi, [*weights_of(norm), weight("frozen", frozen, trained=False)])
-    reducer.begin(1)
-    norm(torch.randn(8, 3, generator=torch.Generator().manual_seed(mpi.rank)) + mpi.rank)
-    mine = norm.running_mean.tolist()
+    moved = [replace(each, remains=0.7) if each.name == "running_mean" else each for each in weights_of(norm)]
+    reducer = reducer_of(mpi, [*moved, weight("frozen", frozen, trained=False)])
+    for _ in range(2):
+        reducer.begin(1, 1.0, MOVES[mpi.rank])
+        through_norm(norm, [mpi.rank])
+        reducer.reduce()
+    joined, unknown = norm.running_mean.tolist(), norm.running_var.tolist()
+    reducer.begin(1, 1.0, MOVES[mpi.rank])
+    through_norm(norm, [mpi.rank])
     reducer.reduce()
-    average = norm.running_mean.tolist()
     reducer.undo()
-    return [mine, average, norm.running_mean.tolist(), frozen.tolist()]
+    return [joined, norm.running_mean.tolist(), unknown, frozen.tolist()]
 
 
 @pytest.mark.mpi
-def test_gradients_are_summed_and_statistics_averaged_over_replicas_even_one_without_samples() -> None:
+def test_gradients_are_summed_and_statistics_joined_over_replicas_even_one_without_samples() -> None:
     results = run_ranks(3, "tests.trainer.test_reduce:replicas_with_rows")
     module = network()
     module(torch.arange(12.0).reshape(4, 3)).sum().backward()
@@ -125,14 +141,14 @@ def test_gradients_are_summed_and_statistics_averaged_over_replicas_even_one_wit
         assert first == 0, "gradients are not complete before the last micro-batch"
         assert last >= 3, "of 5, those of the later layers are on their way before the first layer's is made"
         assert not math.isfinite(result["overflow"][0]), "an overflow on one replica is seen by all"
-    means = [result["statistics"][0] for result in results]
-    for rank, (_, average, undone, frozen) in enumerate(result["statistics"] for result in results):
-        assert (
-            average
-            == results[0]["statistics"][1]
-            == pytest.approx([sum(each) / 3 for each in zip(*means, strict=True)])
-        )
-        assert undone == [0.0, 0.0, 0.0], "a skipped update leaves them as they were"
+    alone, last = nn.BatchNorm1d(3, momentum=0.3), nn.BatchNorm1d(3, momentum=0.3)
+    for _ in range(2):
+        through_norm(alone, range(3))
+        through_norm(last, [1])
+    for rank, (joined, undone, unknown, frozen) in enumerate(result["statistics"] for result in results):
+        assert joined == results[0]["statistics"][0] == pytest.approx(alone.running_mean.tolist(), rel=1e-6)
+        assert undone == joined, "a skipped update leaves them as they were"
+        assert unknown == pytest.approx(last.running_var.tolist(), rel=1e-6), "the last replica's that has samples"
         assert frozen == [rank, rank], "frozen weights are not touched"
 
 
@@ -225,7 +241,7 @@ def test_what_several_ranks_hold_has_one_gradient_and_counts_once_in_the_norm() 
         assert result == results[0]["divided"], "the same bits, though neighbours' buckets differ"
         assert result["norm"] == pytest.approx(norm, rel=1e-6)
         torch.testing.assert_close(torch.tensor(result["whole"]), whole)
-        assert result["statistic"] == [3.0, 0.0]
+        assert result["statistic"] == [6.0, 0.0], "the last replica's, on both ranks"
 
     for result in results:
         assert result["adasum"] == pytest.approx([3, 3, 3, math.sqrt(27)], rel=1e-6), "first the stages, then the hosts"

@@ -1,0 +1,76 @@
+"""Ranks that divide layers have unequal shares, and yet they cut the graph alike and recompute the same units."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tests import graphs
+from trainer.arrangement import Arrangement, arrange, recompute_units
+from trainer.config import RunConfig, build_config
+from trainer.distributed import Coordinate
+from trainer.errors import ConfigError
+from trainer.graph import to_module, trainable
+
+HERE = Coordinate(0, 0, 0)
+WIDTH = 16
+
+
+def configured(**sections: Any) -> RunConfig:
+    train = {"global_batch_size": 8, "gradient_accumulation_steps": 2, "num_steps": 1}
+    return build_config({"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": train, **sections})
+
+
+def arranged(hidden: list[int], rank: int, config: RunConfig) -> Arrangement:
+    module = to_module(graphs.residual_mlps(*hidden, width=WIDTH))
+    trainable(module)
+    return arrange(module, config, [torch.zeros(4, WIDTH)], rank=rank, group="horizontal", autocast=nullcontext)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "parallel"),
+    [
+        ([65, 16, 32, 64, 50, 17, 16, 17], {"horizontal": 2, "pipeline": 2}),
+        ([65, 16, 64, 64], {"horizontal": 2, "units": 3}),
+        ([7, 7, 7, 7, 9, 9, 9], {"horizontal": 3, "pipeline": 2, "units": 2}),
+    ],
+)
+def test_ranks_with_unequal_shares_cut_alike(hidden: list[int], parallel: dict[str, Any]) -> None:
+    ranks = [arranged(hidden, rank, configured(parallel=parallel)) for rank in range(parallel["horizontal"])]
+    sizes = [[weight.placement.numel for weight in rank.weights(rank.stages, HERE)] for rank in ranks]
+    assert sizes[0] != sizes[-1], "the shares are unequal, or nothing is tried here"
+    assert max(sizes) == sizes[-1], "the last has the largest"
+    nodes = [[[part.nodes for part in stage.chain.parts] for stage in rank.stages] for rank in ranks]
+    assert all(each == nodes[-1] for each in nodes)
+
+
+def test_ranks_with_unequal_shares_recompute_the_same_units_for_the_same_memory() -> None:
+    hidden = [65, 33, 17, 65, 33]
+    found = set()
+    for kib in range(24, 60, 2):
+        config = configured(
+            parallel={"horizontal": 2, "units": 5, "memory_gib": kib / 2**20}, recompute={"mode": "whole"}
+        )
+        chosen = []
+        for rank in range(2):
+            whole = arranged(hidden, rank, config)
+            try:
+                chosen.append(recompute_units(whole, whole.of(0, 1), config, [torch.zeros(4, WIDTH)], pipeline=0))
+            except ConfigError as error:
+                chosen.append(str(error))
+        assert chosen[0] == chosen[1]
+        found.add(str(chosen[0]))
+    assert len(found) > 2, "memory decided"
+
+
+def test_a_graph_of_which_nothing_can_be_divided_is_refused_with_the_reasons() -> None:
+    config = configured(parallel={"horizontal": 2, "vocabulary": False})
+    module = to_module(graphs.residual_mlps(width=WIDTH))
+    trainable(module)
+    with pytest.raises(
+        ConfigError, match=r"nothing of this graph .* parallel\.horizontal = 2 ranks \(head: .*use parallel.data"
+    ):
+        arrange(module, config, [torch.zeros(4, WIDTH)], rank=0, group="horizontal", autocast=nullcontext)

@@ -58,7 +58,7 @@ class Arrangement:
         """Every stored tensor of a rank's stages, once for each stage that uses it."""
         weights: list[Weight] = []
         for stage in stages:
-            remains = _remains(stage)
+            remains = what_remains(stage)
             for name, tensor in _stored(stage):
                 first = all(weight.name != name for weight in weights)
                 leads = first and self.shared.get(name, [here.pipeline])[0] == here.pipeline
@@ -199,7 +199,7 @@ def _stored(stage: Stage) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _remains(stage: Stage) -> dict[str, float]:
+def what_remains(stage: Stage) -> dict[str, float]:
     """Name -> the share of a running statistic that one micro-batch leaves of it."""
     found: dict[str, float] = {}
     for part in stage.chain.parts:

@@ -290,8 +290,8 @@ class _Planner:
         given = {axis: size for axis in AXES if (size := getattr(config.parallel, axis)) != 1}
         if given:
             raise ConfigError(
-                f"parallel.sizes = 'auto' chooses what parallel.{' and parallel.'.join(given)} fix at "
-                f"{', '.join(map(str, given.values()))}; leave one of the two out"
+                "parallel.sizes = 'auto' chooses the sizes, but given is "
+                f"{', '.join(f'parallel.{axis} = {size}' for axis, size in given.items())}; leave one of the two out"
             )
         found: list[_Division] = []
         considered: list[str] = []

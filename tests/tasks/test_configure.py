@@ -116,6 +116,13 @@ def test_auto_is_chosen_once_and_the_run_keeps_it(sections: dict[str, Section]) 
     assert run.config.read_bytes() == before
     with pytest.raises(ConfigError, match=r"launch.num_ranks was 2 when the run began, now 4"):
         begin({**wanted, "launch": launch.model_copy(update={"num_ranks": 4})})
+    given = {"sizes": "auto", "memory_gib": 2.0, "transport": "mpi", "schedule": "gpipe"}
+    with pytest.raises(ConfigError) as refusal:
+        begin({**wanted, "parallel": ParallelConfig.model_validate(given)})
+    for setting in ("memory_gib was 1.0", "transport was 'torch'", "schedule was '1f1b'"):
+        assert f"parallel.{setting} when the run began" in str(refusal.value)
+    with pytest.raises(ConfigError, match=r"parallel.sizes = 'auto' .* given is parallel.data = 2; leave"):
+        begin({**wanted, "parallel": ParallelConfig(sizes="auto", data=2)}, "other")
 
 
 def test_what_the_graph_does_not_allow_is_refused_before_anything_is_there(
@@ -127,6 +134,8 @@ def test_what_the_graph_does_not_allow_is_refused_before_anything_is_there(
         begin(cut)
     with pytest.raises(ConfigError, match=r"recompute.units: no tensor matches 'layer9\*'"):
         begin({**sections, "recompute": RecomputeConfig(mode="whole", units=("layer9*",))})
+    with pytest.raises(ConfigError, match=r"nothing of this graph can be divided over parallel.horizontal = 2"):
+        begin({**sections, "parallel": ParallelConfig(horizontal=2, convolutions="never", vocabulary=False)})
     assert not (home / "runs").exists()
 
 

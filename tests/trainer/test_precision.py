@@ -63,6 +63,20 @@ def test_a_restored_scaler_goes_on_counting() -> None:
     assert grown(second, 500).scale == 65536
 
 
+@pytest.mark.parametrize("state", [{}, {"scale": 1.0, "finite_updates": 0.0}], ids=["now", "format 1"])
+def test_fp16_that_goes_on_from_fp32_begins_at_its_own_scale(state: dict[str, float]) -> None:
+    assert LossScaler(PrecisionConfig(compute="fp32")).state() == {}
+    scaler = LossScaler(PrecisionConfig(compute="fp16"))
+    scaler.restore(state)
+    assert scaler.scale == 65536
+
+
+def test_a_restored_scale_is_at_most_the_configurations_greatest() -> None:
+    scaler = LossScaler(PrecisionConfig(compute="fp16", initial_scale=512, max_scale=1024))
+    scaler.restore({"scale": 65536.0, "finite_updates": 5.0})
+    assert scaler.scale == 1024
+
+
 def test_a_static_scale_skips_overflows_but_not_for_ever() -> None:
     scaler = LossScaler(PrecisionConfig(compute="fp16", loss_scale=128))
     assert [scaler.overflow() for _ in range(MOST_SKIPS)] == ["skip"] * (MOST_SKIPS - 1) + ["none"]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tests import graphs
 from tests.ranks import run_ranks
 from trainer import graph
+from trainer.arrangement import is_trained, what_remains
 from trainer.config import ParallelConfig
 from trainer.cost import costs
 from trainer.cut import Stage, cut_points, split, stages, units, work
@@ -40,8 +41,9 @@ def stage_of(name: str) -> tuple[Stage, list[Weight]]:
     points = units(module, cut_points(module.graph, found), work(module.graph, found), (), num_units)
     (stage,) = stages(module, [split(module, points)], found)
     assert len(stage.chain.units) == num_units
+    remains = what_remains(stage)
     weights = [
-        Weight(name, tensor, Placement.whole(tensor.shape), isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+        Weight(name, tensor, Placement.whole(tensor.shape), is_trained(tensor), remains=remains.get(name, 0.0))
         for name, tensor in graph.weights(module).items()
     ]
     return stage, weights
@@ -131,19 +133,12 @@ def alone(name: str, num_replicas: int) -> list[Seen]:
     module = graph.to_module(MODELS[name][0]())
     weights = dict(graph.weights(module).items())
     trained = {name: tensor for name, tensor in weights.items() if isinstance(tensor, nn.Parameter)}
-    statistics = list(graph.running_statistics(module).values())
     optimizer = torch.optim.AdamW(trained.values(), lr=LEARNING_RATE, eps=EPSILON)
     seen = []
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
-        before, after, loss = [s.clone() for s in statistics], [], 0.0
-        for replica in range(num_replicas):
-            for statistic, value in zip(statistics, before, strict=True):
-                statistic.copy_(value)
-            loss += accumulate(module, batches := micro_batches(name, step, replica), len(batches))
-            after.append([s.clone() for s in statistics])
-        for place, statistic in enumerate(statistics):
-            statistic.copy_(torch.stack([values[place] for values in after]).mean(0))
+        batches = [batch for replica in range(num_replicas) for batch in micro_batches(name, step, replica)]
+        loss = accumulate(module, batches, len(batches))
         gradients = {name: tensor.grad.clone() for name, tensor in trained.items() if tensor.grad is not None}
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients.values()])).item()
         optimizer.step()
@@ -168,8 +163,9 @@ class Training:
         self.steps = 0
 
     def step(self) -> Seen:
-        self.engine.begin(3)
-        loss = accumulate(self.chain, micro_batches(self.name, self.steps, self.replica), 3)
+        batches = micro_batches(self.name, self.steps, self.replica)
+        self.engine.begin(3, 1.0, len(batches))
+        loss = accumulate(self.chain, batches, 3)
         norm = float(self.engine.reduce())
         (total,) = self.engine.sum(loss)
         gradients = self.whole({w.name: (w.tensor.grad, w.placement) for w in self.trained})

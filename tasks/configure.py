@@ -27,7 +27,7 @@ import trainer
 from infra import tracking
 from trainer.check import check_sections
 from trainer.config import RunConfig, Section, build_config
-from trainer.errors import ConfigError, RuntimeUnavailable
+from trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from trainer.planned import Plan
 from trainer.run import (
     Refusal,
@@ -93,10 +93,15 @@ def divided(config: RunConfig) -> RunConfig:
     Raises what `plan` raises where the graph cannot be cut, marked or held as configured: before anything is launched.
     """
     given, parallel = config.parallel.sizes == "given", config.parallel
-    whole = parallel.pipeline == parallel.horizontal == 1 and not (parallel.zero or parallel.units)
-    if given and whole and config.recompute.mode == "none":
+    cut = parallel.pipeline > 1 or parallel.zero or parallel.units or config.recompute.mode != "none"
+    if given and not cut and parallel.horizontal == 1:
         return config
-    found = plan(config)
+    try:
+        found = plan(config)
+    except UnsupportedModel:
+        if given and not cut:  # shapes that depend on data cannot be told beforehand, but trained
+            return config
+        raise
     if given:
         return config
     train = config.train.model_copy(update={"gradient_accumulation_steps": found.gradient_accumulation_steps})

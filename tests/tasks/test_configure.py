@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from infra.tracking import Tracker, local_store
 from tasks.configure import configure
-from tests.graphs import tiny_conv_net
+from tests.graphs import residual_mlps, tiny_conv_net
 from trainer.config import (
     DataConfig,
     LaunchConfig,
@@ -21,7 +22,7 @@ from trainer.config import (
     Section,
     TrainConfig,
 )
-from trainer.errors import ConfigError, RuntimeUnavailable
+from trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from trainer.run import RunDir, RunIdentity, onward_home, read_config, read_record
 
 
@@ -137,6 +138,28 @@ def test_what_the_graph_does_not_allow_is_refused_before_anything_is_there(
     with pytest.raises(ConfigError, match=r"nothing of this graph can be divided over parallel.horizontal = 2"):
         begin({**sections, "parallel": ParallelConfig(horizontal=2, convolutions="never", vocabulary=False)})
     assert not (home / "runs").exists()
+
+
+def test_shapes_that_depend_on_data_are_refused_where_the_graph_is_cut_and_trained_elsewhere(
+    sections: dict[str, Section], tmp_path: Path
+) -> None:
+    model = residual_mlps(8, width=4)
+    model.graph.node[-1].output[0] = "scores"  # times the number of positive inputs
+    model.graph.initializer.append(numpy_helper.from_array(np.array(1), "one"))
+    for operator, inputs, result in (
+        ("Relu", ["x"], "positive"),
+        ("NonZero", ["positive"], "places"),
+        ("Shape", ["places"], "shape"),
+        ("Gather", ["shape", "one"], "number"),
+        ("CastLike", ["number", "scores"], "factor"),
+        ("Mul", ["scores", "factor"], "logits"),
+    ):
+        model.graph.node.append(helper.make_node(operator, inputs, [result]))
+    onnx.save_model(model, tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", x=np.zeros((20, 4), np.float32), label=np.arange(20) % 5)
+    with pytest.raises(UnsupportedModel, match=r"depends on data .* parallel.zero = 0"):
+        begin({**sections, "parallel": ParallelConfig(zero=1)}, "cut")
+    assert begin({**sections, "parallel": ParallelConfig(horizontal=2)}, "divided").config.exists()
 
 
 def test_a_relative_database_is_the_same_from_every_directory(

@@ -249,8 +249,11 @@ def divide(module: ImportedGraph, plan: HorizontalPlan, *, rank: int, group: str
     become this rank's parts; returns which part each is, by name in the file. Every node whose value is divided, a part
     of a sum or on its way in gets the number of its region as `meta["horizontal"]`: no cut may go through it.
     """
-    for number, region in enumerate(plan.regions):
-        _Rewriting(module, region.work, number, (rank, plan.size), group).apply()
+    rewritings = [_Rewriting(module, r.work, n, (rank, plan.size), group) for n, r in enumerate(plan.regions)]
+    for rewriting in rewritings:
+        rewriting.apply()
+    for rewriting in rewritings:  # last: one region's sum may be what enters another
+        rewriting.leave()
     placements = {}
     for path, division in {path: own for region in plan.regions for path, own in region.work.parts.items()}.items():
         placements[module.onnx_names[path]] = _replace(module, path, division, rank, plan.size)
@@ -298,6 +301,9 @@ class _Rewriting:
             self._enter(self.nodes[name])
         for (reader, operand), division in self.work.sliced.items():
             self._slice(self.nodes[reader], self.nodes[operand], division)
+
+    def leave(self) -> None:
+        """Add up what the products by rows give: after all regions were applied."""
         for name in self.work.rows:
             self._leave(self.nodes[name])
 
@@ -342,7 +348,7 @@ class _Rewriting:
 
     def _enter(self, operand: fx.Node) -> None:
         """One node for all readers inside, so that they share one all-reduce."""
-        inside = {*self.work.inside, *self.work.rows}
+        inside = {*self.work.inside}  # a product by rows reads nothing whole but what is added to the sum
         readers = [user for user in operand.users if user.name in inside]
         with self.graph.inserting_before(min(readers)):
             entered = self._call(enter, operand, self.group)

@@ -169,8 +169,11 @@ class Facts:
         return list(zip(first, second, strict=True))
 
     def is_tensor(self, node: fx.Node) -> bool:
-        """Whether it is a tensor of a known rank."""
-        return self._rewriter.rank(node) >= 0
+        """Whether it is a tensor. Raises Whole where that is not known."""
+        try:
+            return isinstance(self._rewriter.probes(node)[0], torch.Tensor)
+        except NoMatch:
+            raise Whole(f"the shape of {node.name} is known only at run time") from None
 
     def rank(self, node: fx.Node) -> int:
         return len(self.shapes(node))

@@ -87,7 +87,7 @@ def linear(t: Attempt, node: Any) -> Any:
     if product is None:
         raise Whole(f"{node.name} multiplies by a matrix that is computed")
     division = t.division(product.x)
-    if division is None:
+    if division is None or t.division(product.bias) is not None:
         raise Whole(f"{node.name} adds a divided value")
     return row(t, product, division) if division.dim == t.rank(product.x) - 1 else apart(t, product, division)
 
@@ -137,7 +137,7 @@ def convolution(t: Attempt, node: Any) -> Any:
     if product is None:
         raise Whole(f"{node.name} convolves with a kernel that is computed")
     division = t.division(product.x)
-    if division is None or division.dim > 1:
+    if division is None or division.dim > 1 or t.division(product.bias) is not None:
         raise Whole(f"{node.name} convolves along the divided dimension")
     if division.dim == 0:
         return apart(t, product, division)
@@ -147,6 +147,7 @@ def convolution(t: Attempt, node: Any) -> Any:
 def grouped(t: Attempt, product: Product, division: Division) -> Division:
     """Each rank has whole groups: of single channels, or as many as divide evenly."""
     channels, groups = division.period, product.groups
+    _once(t, product.node, product.x)
     if product.outputs:
         raise Whole(f"{product.node.name} is a transposed convolution in {groups} groups")
     outputs = t.facts.tensor(product.path).shape[0]
@@ -189,7 +190,7 @@ def attention(t: Attempt, node: Any) -> Division:
     for other in (t.division(key), t.division(value)):
         if other is not None and other.period == own.period:
             t.same(own, other, node)
-        elif other is not None and not (other.even(t.size) and own.even(t.size)):
+        elif other is not None and not _beside(own, other, t.size):
             raise Whole(f"{node.name}: {own.period} heads share {other.period}, not evenly over {t.size} ranks")
     if isinstance(mask, fx.Node):
         _mask(t, node, mask, at, own)
@@ -197,16 +198,26 @@ def attention(t: Attempt, node: Any) -> Division:
     return own
 
 
+def _beside(heads: Division, shared: Division, size: int) -> bool:
+    """Whether each rank has just those heads of the query that share its heads of key or value."""
+    times = heads.period // shared.period
+    blocks = [block * heads.inner for block in heads.blocks]
+    return (
+        [block * shared.inner * times for block in shared.blocks] == blocks and shared.even(size) and heads.even(size)
+    )
+
+
 def _heads(t: Attempt, node: fx.Node, operand: fx.Node, at: int, heads: Division) -> None:
     """Query, key or value: divided by heads, or one head for all, or to be divided."""
     own = t.division(operand)
     if own is None:
-        length = t.shapes(operand)[at][0]
-        shared = length not in (1, heads.period)
-        if shared and length % t.size:
-            share = f"{heads.period} heads of the query share {length}"
+        lengths = t.shapes(operand)[at]
+        shared = lengths != (1, 1) and any(length % heads.period for length in lengths)  # or samples x heads
+        few = Division(at, lengths[:1])
+        if shared and not _beside(heads, few, t.size):
+            share = f"{heads.period} heads of the query share {lengths[0]}"
             raise Whole(f"{node.name}: {share}, which do not divide evenly over {t.size} ranks")
-        t.operand(node, operand, at, Division(at, (length,)) if shared else heads)
+        t.operand(node, operand, at, few if shared else heads)
     elif own.dim != at:
         raise Whole(f"{node.name} would be divided along dimensions {at} and {own.dim}")
 
@@ -271,12 +282,20 @@ def rms_norm_without_weight(t: Attempt, node: Any) -> Division:
 @rule(BatchNorm)
 def batch_norm(t: Attempt, node: Any) -> Division:
     x, *stored = node.args
+    _once(t, node, x)  # of running statistics a part is taken for good, or it would be a copy that moves
     return _by_channel(t, node, x, stored)
 
 
 @rule(instance_norm)
 def instance_norm_(t: Attempt, node: Any) -> Division:
     return _by_channel(t, node, node.args[0], node.args[1:3])
+
+
+def _once(t: Attempt, node: fx.Node, x: Any) -> None:
+    """Raises if the divided dimension of `x` holds the elements several times: a rank's are in several places then."""
+    division = t.division(x)
+    if division is not None and t.shapes(x)[division.dim] != (division.period,) * 2:
+        raise Whole(f"{node.name} has {t.shapes(x)[division.dim][0]} channels, of which {division.period} repeat")
 
 
 def _by_channel(t: Attempt, node: fx.Node, x: Any, weights: Iterable[Any]) -> Division:
@@ -293,6 +312,7 @@ def _by_channel(t: Attempt, node: fx.Node, x: Any, weights: Iterable[Any]) -> Di
 def group_norm(t: Attempt, node: Any) -> Division:
     x, groups, *weights = node.args
     own = t.division(x)
+    _once(t, node, x)
     if own is not None and (len(own.blocks) > 1 or not own.even(t.size) or groups % t.size):
         raise Whole(f"{node.name} has {groups} groups of {own.period} channels, over {t.size} ranks")
     division = _by_channel(t, node, x, weights[:2])

@@ -78,7 +78,7 @@ class Sum:
 class Gradients:
     stages: list[Stage]
 
-    def begin(self, num_backwards: int, num_targets: float) -> None:
+    def begin(self, num_backwards: int, num_targets: float, num_moves: int) -> None:
         for stage in self.stages:
             stage.chain.zero_grad()
 

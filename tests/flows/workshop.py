@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -81,6 +82,7 @@ class Workshop:
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """`onward WORDS --json`, started."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make what runs in the background deaf to it
         return subprocess.Popen(
             [sys.executable, "-m", "flows.cli", *words, "--json"],
             env=self.environment,

@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -55,13 +54,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_help_answers_in_under_half_a_second() -> None:
-    def once() -> float:
-        started_at = time.monotonic()
-        subprocess.run([sys.executable, "-m", "flows.cli", "--help"], check=True, capture_output=True)
-        return time.monotonic() - started_at
-
-    assert min(once() for _ in range(3)) < 0.5
+def test_help_answers_at_once() -> None:
+    """Half a second here: it loads nothing that takes longer."""
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "flows.cli", "--help"], check=True, capture_output=True, text=True
+    )
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in shown.stderr.splitlines()}
+    assert "typer" in loaded
+    assert not loaded & {"torch", "onnx", "onnx2torch", "prefect", "mlflow", "pandas", "numpy", "pydantic", "mpi4py"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

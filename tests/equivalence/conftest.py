@@ -24,6 +24,7 @@ TWINS = {
     "test_a_run_may_start_from_another_ones_checkpoint_but_only_where_it_passes_through[conv-net]",
     "test_evaluation_is_exact_to_the_last_sample_on_any_number_of_ranks[transformer]",
     "test_ignored_labels_do_not_make_the_division_matter[conv-net]",
+    "test_two_replicas_equal_one_with_twice_the_batch[conv-net]",
     "test_three_micro_batches_equal_one_batch_three_times_as_large[transformer]",
     "test_the_exported_file_under_onnxruntime_equals_the_trained_module[conv net]",
     "test_the_exported_file_under_onnxruntime_equals_the_trained_module[transformer]",

@@ -229,6 +229,7 @@ def test_plan_shows_stages_memory_and_what_is_sent(capsys: pytest.CaptureFixture
     assert Plan.model_validate({key: value for key, value in found.items() if key != "num_ranks"}).num_ranks == 8
 
 
+@pytest.mark.slow  # how it weighs them: tests/trainer/test_plan.py
 def test_plan_weighs_every_division_if_it_may_choose(capsys: pytest.CaptureFixture[str], small: Path) -> None:
     shown = onward(capsys, "plan", str(small), "parallel='auto'", "launch.num_ranks=4", "parallel.memory_gib=0.5")
     assert "of 0.5 GiB" in shown

@@ -74,6 +74,7 @@ def test_a_cron_expression_is_a_schedule_too(workshop: Workshop, server: str) ->
     assert first["expected_start_time"][4:16] == "-01-01T01:00"  # UTC
 
 
+@pytest.mark.slow
 def test_a_failed_run_set_to_retry_goes_on_in_its_directory_and_its_mlflow_run(workshop: Workshop, server: str) -> None:
     made = workshop.onward(
         "deploy", str(workshop.root / "config.toml"), "launch.retries=0", "--name", "fragile", "--cron", "0 2 1 1 *"

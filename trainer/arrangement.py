@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx, nn
 
 from trainer import cut, graph
@@ -29,7 +28,7 @@ from trainer.ops.norm import BatchNorm
 from trainer.placement import Placement
 from trainer.recompute import by_budget, by_name, recompute, unit_costs
 from trainer.vocabulary import VocabularyPlan, divide_vocabulary, plan_vocabulary
-from trainer.weights import Weight
+from trainer.weights import Weight, shape_of
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def arrange(
     """
     parallel, largest = config.parallel, None
     if rank < parallel.horizontal - 1:  # the last rank's shares are the largest
-        memo = {id(tensor): _shape_of(tensor) for tensor in module.parameters()}
+        memo = {id(tensor): shape_of(tensor) for tensor in module.parameters()}
         largest = arrange(
             copy.deepcopy(module, memo),
             config,
@@ -120,10 +119,6 @@ def arrange(
         shared=_shared(stages, parallel.pipeline),
         largest=largest,
     )
-
-
-def _shape_of(tensor: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from trainer.loss import Loss
 from trainer.placement import Placement, slices
 from trainer.reduce import Reducer, gradient
 from trainer.trainee import Trainee
-from trainer.weights import Weight, fill
+from trainer.weights import Weight, fill, shape_of
 from trainer.zero import Sharded
 
 
@@ -165,8 +165,7 @@ def _forget_weights(module: graph.ImportedGraph, others: Sequence[Stage]) -> Non
     """Leave of the whole graph's and of other ranks' weights their shapes: the stages of this rank hold its own."""
     for owner in (owner for whole in (module, *(stage.chain for stage in others)) for owner in whole.modules()):
         for leaf, tensor in owner.named_parameters(recurse=False):
-            shape = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
-            setattr(owner, leaf, shape)
+            setattr(owner, leaf, shape_of(tensor))
 
 
 def _own(stages: Sequence[Stage]) -> None:

@@ -137,7 +137,9 @@ def convolution(t: Attempt, node: Any) -> Any:
     if product is None:
         raise Whole(f"{node.name} convolves with a kernel that is computed")
     division = t.division(product.x)
-    if division is None or division.dim > 1 or t.division(product.bias) is not None:
+    if t.division(product.bias) is not None:
+        raise Whole(f"{node.name} adds a divided value")
+    if division is None or division.dim > 1:
         raise Whole(f"{node.name} convolves along the divided dimension")
     if division.dim == 0:
         return apart(t, product, division)

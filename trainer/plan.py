@@ -29,7 +29,7 @@ from trainer.planned import Memory, Plan, PlannedRegion, PlannedStage, Traffic
 from trainer.shards import peek
 from trainer.signature import Use, signature_to_train, uses
 from trainer.trainee import open_trainee
-from trainer.weights import Weight
+from trainer.weights import Weight, shape_of
 
 
 def plan(config: RunConfig) -> Plan:
@@ -42,8 +42,7 @@ def plan(config: RunConfig) -> Plan:
     module = open_trainee(config).module
     for owner in module.modules():
         for name, tensor in owner.named_parameters(recurse=False):
-            shape = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
-            setattr(owner, name, shape)
+            setattr(owner, name, shape_of(tensor))
     planner = _Planner(module, device)
     return planner.choose(config) if config.parallel.sizes == "auto" else planner.plan(config).record()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from trainer.errors import CheckpointError
 from trainer.placement import Placement
@@ -30,6 +31,11 @@ class Weight:
     """Whether this copy counts in sums over the weights: of all ranks' copies of the same part exactly one does."""
     remains: float = 0.0
     """Of a running statistic: the share of it that one micro-batch leaves, the rest is new. 0 if that is unknown."""
+
+
+def shape_of(tensor: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same shape, type and `requires_grad`, without data."""
+    return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
 
 
 def fill(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> None:

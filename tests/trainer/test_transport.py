@@ -19,7 +19,7 @@ from tests.trainer.test_reduce import mesh_of, network, reducer_of, weights_of
 from trainer import reduce
 from trainer.config import ParallelConfig
 from trainer.distributed import MPIContext, lost_a_peer
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RuntimeUnavailable
 from trainer.transport import Channel, Summed, add_halves, check_device, halves_size, open_channel, to_halves
 
 ROUTES = [(transport, compression) for transport in ("torch", "mpi") for compression in ("none", "fp16", "bf16")]
@@ -153,6 +153,24 @@ def test_a_silent_peer_is_given_up_on_after_the_timeout_and_so_is_all_that_follo
     assert first[2] < 5
     assert after[:2] == first[:2]
     assert after[2] < 0.5, "not another timeout"
+
+
+def single_threaded(mpi: MPIContext) -> str:
+    from mpi4py import MPI
+
+    MPI.Query_thread = lambda: MPI.THREAD_FUNNELED
+    try:
+        world_channel(mpi, "mpi")
+    except RuntimeUnavailable as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.mpi
+def test_an_mpi_that_only_its_main_thread_may_call_is_refused() -> None:
+    for said in run_ranks(2, "tests.trainer.test_transport:single_threaded"):
+        assert said.startswith("this MPI grants thread level 1 and parallel.transport = 'mpi' needs 2")
+        assert said.endswith("use parallel.transport = 'torch'")
 
 
 def peer_that_stops_inside(mpi: MPIContext, how: str) -> None:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import urlsplit
 
 import typer
-
-from trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnavailable
 
 if TYPE_CHECKING:
-    from trainer.config import RunConfig
-    from trainer.run import ExportedModel, RunDir
+    from onward.trainer.config.sections import RunConfig
+    from onward.trainer.run.directory import ExportedModel, RunDir
 
 app = typer.Typer(
     help="ONNX in, trained ONNX out, at scale.",
@@ -50,10 +49,10 @@ def run(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) 
 @app.command()
 def resume(run: RunName, as_json: Json = False) -> None:
     """Go on with a run that was killed, stopped or failed, from its newest whole checkpoint."""
-    from flows.runs import find_run, is_owned
-    from trainer.check import check_sections
-    from trainer.config import build_config
-    from trainer.run import onward_home, read_config
+    from onward.flows.runs import find_run, is_owned
+    from onward.trainer.config.sections import build_config
+    from onward.trainer.diagnostics.config_check import check_sections
+    from onward.trainer.run.directory import onward_home, read_config
 
     found, home = find_run(run), onward_home().resolve()
     if found.root.resolve().parent != home / "runs":
@@ -69,8 +68,8 @@ def resume(run: RunName, as_json: Json = False) -> None:
 @app.command()
 def status(run: RunName = "last", as_json: Json = False) -> None:
     """Say how a run stands, or why it died."""
-    from flows.report import table
-    from flows.runs import describe, find_run
+    from onward.flows.report import table
+    from onward.flows.runs import describe, find_run
 
     facts = describe(find_run(run))
     if as_json:
@@ -84,8 +83,8 @@ def status(run: RunName = "last", as_json: Json = False) -> None:
 @app.command()
 def runs(as_json: Json = False) -> None:
     """List what ran, the newest first."""
-    from flows.report import table
-    from flows.runs import all_runs, describe
+    from onward.flows.report import table
+    from onward.flows.runs import all_runs, describe
 
     found = [describe(run) for run in all_runs()]
     if as_json:
@@ -101,8 +100,8 @@ def runs(as_json: Json = False) -> None:
 @app.command()
 def config(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Print the resolved configuration, every setting with its meaning; the output is a config file."""
-    from flows.report import config_lines, meanings
-    from trainer.config import load_config
+    from onward.flows.report import config_lines, meanings
+    from onward.trainer.config.sections import load_config
 
     resolved = load_config(config, overrides or ())
     if as_json:
@@ -114,8 +113,8 @@ def config(config: ConfigFile, overrides: Overrides = None, as_json: Json = Fals
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None, everything: All = False, as_json: Json = False) -> None:
     """Say how a run would be divided over its ranks, what each would hold and send; choose sizes if `auto`."""
-    from flows.findings import show_plan
-    from tasks.configure import plan as make_plan
+    from onward.flows.findings import show_plan
+    from onward.tasks.configure import plan as make_plan
 
     found = make_plan(_load(config, overrides))
     if as_json:
@@ -139,10 +138,10 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights back into its ONNX file, and prove the result."""
-    from flows.report import variant_rows
-    from flows.runs import find_checkpoint
-    from tasks.export import export_file
-    from trainer.config import ExportConfig
+    from onward.flows.report import variant_rows
+    from onward.flows.runs import find_checkpoint
+    from onward.tasks.export import export_file
+    from onward.trainer.config.sections import ExportConfig
 
     extras = ExportConfig.model_validate({"variants": variant or (), "training": training})
     run, checkpoint = find_checkpoint(source)
@@ -170,8 +169,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what of an ONNX file is trained and why, how it is imported, and what to look out for."""
-    from flows.findings import show_diagnosis
-    from trainer.doctor import diagnose
+    from onward.flows.findings import show_diagnosis
+    from onward.trainer.diagnostics.doctor import diagnose
 
     found = diagnose(model, converters=converters or ())
     if as_json:
@@ -190,8 +189,8 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Say what distinguishes two ONNX files. Exit status: 0 nothing, 1 something, 2 one cannot be read."""
-    from flows.findings import show_difference
-    from trainer.diff import compare
+    from onward.flows.findings import show_difference
+    from onward.trainer.diagnostics.diff import compare
 
     found = compare(a, b)
     if as_json:
@@ -213,7 +212,7 @@ def squeezenet(
     as_json: Json = False,
 ) -> None:
     """SqueezeNet v1.1: `image` -> `logits`."""
-    from trainer.reference import build_squeezenet
+    from onward.trainer.onnx_graph.reference_models import build_squeezenet
 
     model = build_squeezenet(
         num_classes=num_classes, image_size=image_size, channels=channels, dropout=dropout, seed=seed
@@ -234,7 +233,7 @@ def gpt2(
     as_json: Json = False,
 ) -> None:
     """GPT-2: `input_ids` -> `logits`; the defaults are the 124M model."""
-    from trainer.reference import build_gpt2
+    from onward.trainer.onnx_graph.reference_models import build_gpt2
 
     model = build_gpt2(
         vocab_size=vocab_size,
@@ -251,8 +250,8 @@ def gpt2(
 @app.command()
 def up(as_json: Json = False) -> None:
     """Start Prefect, MLflow and the worker that runs deployments, to stay until `onward down`."""
-    from infra import services
-    from infra.keeper import POOL
+    from onward.infra import services
+    from onward.infra.keeper import POOL
 
     if configured := services.configured_prefect():
         raise RuntimeUnavailable(
@@ -260,7 +259,7 @@ def up(as_json: Json = False) -> None:
             f"with `prefect worker start --pool {POOL} --type process`, or unset PREFECT_API_URL"
         )
     links = _serve("prefect", "mlflow", "worker")
-    from flows.direct import bury_the_dead, prefect_server
+    from onward.flows.direct import bury_the_dead, prefect_server
 
     with prefect_server():
         bury_the_dead()  # a run that was killed would hold its deployment's only slot
@@ -270,8 +269,8 @@ def up(as_json: Json = False) -> None:
 @app.command()
 def ui(as_json: Json = False) -> None:
     """Print the links to Prefect and MLflow, starting both if need be; `onward down` ends them."""
-    from flows.runs import all_runs
-    from trainer.run import RunIdentity, read_record
+    from onward.flows.runs import all_runs
+    from onward.trainer.run.directory import RunIdentity, read_record
 
     links = _serve("prefect", "mlflow")
     if known := all_runs()[:1]:
@@ -287,8 +286,8 @@ def ui(as_json: Json = False) -> None:
 @app.command()
 def down(as_json: Json = False) -> None:
     """Stop Onward's servers; deployed runs save a checkpoint first."""
-    from infra import services
-    from trainer.run import onward_home
+    from onward.infra import services
+    from onward.trainer.run.directory import onward_home
 
     stopped, left = services.down(onward_home())
     if as_json:
@@ -311,10 +310,10 @@ def deploy(
 ) -> None:
     """Make a Prefect deployment of a configuration, with a schedule; needs `onward up`."""
     resolved = _load(config, overrides)
-    from flows.direct import prefect_server
+    from onward.flows.direct import prefect_server
 
     with prefect_server(start=False) as url:
-        from flows.deploy import deploy as make_deployment
+        from onward.flows.deploy import deploy as make_deployment
 
         deployment_id = make_deployment(resolved, name, cron=cron, interval_s=interval, timezone=timezone)
     facts = {
@@ -330,19 +329,19 @@ def deploy(
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     """The configuration, checked against the files it names: all that can be refused is refused here."""
-    from trainer.check import check_sections
-    from trainer.config import load_config
+    from onward.trainer.config.sections import load_config
+    from onward.trainer.diagnostics.config_check import check_sections
 
     return load_config(path, overrides or (), check=check_sections)
 
 
 def _train(config: RunConfig, *, resume: str = "", as_json: bool) -> None:
-    from flows.direct import announce, prefect_server, readable_log, run_here
+    from onward.flows.direct import announce, prefect_server, readable_log, run_here
 
     # Prefect stops the job softly, then hands the signal on to whoever was there before: to this
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with prefect_server():
-        from flows.progress import live_progress
+        from onward.flows.progress import live_progress
 
         run, flow_run = announce(config, resume=resume)
         print(f"onward: run {run.root}", file=sys.stderr)
@@ -357,16 +356,16 @@ def _train(config: RunConfig, *, resume: str = "", as_json: bool) -> None:
     if as_json:
         _print_json(facts)
     else:
-        from flows.report import outcome, table, variant_rows
+        from onward.flows.report import outcome, table, variant_rows
 
         table([*outcome(facts), *variant_rows(exported)])
 
 
 def _facts(config: RunConfig, run: RunDir, exported: ExportedModel) -> dict[str, Any]:
     """What is known of a finished run, as JSON-able values."""
-    from flows.report import bits_per_byte
-    from flows.runs import describe, held_out_text
-    from trainer.run import TrainResult, read_record
+    from onward.flows.report import bits_per_byte
+    from onward.flows.runs import describe, held_out_text
+    from onward.trainer.run.directory import TrainResult, read_record
 
     trained = read_record(run.train, TrainResult)
     text = held_out_text(run) if config.model.loss == "cross_entropy" else b""
@@ -386,7 +385,7 @@ def _facts(config: RunConfig, run: RunDir, exported: ExportedModel) -> dict[str,
 
 
 def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
-    from trainer.run import sha256, write_durably
+    from onward.trainer.run.directory import sha256, write_durably
 
     write_durably(output, model.SerializeToString())
     inputs = [value.name for value in model.graph.input]
@@ -397,8 +396,8 @@ def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
 
 def _serve(*names: str) -> dict[str, str]:
     """Start services to stay; their links."""
-    from infra import services
-    from trainer.run import onward_home
+    from onward.infra import services
+    from onward.trainer.run.directory import onward_home
 
     try:
         urls = services.up(onward_home(), names)
@@ -415,7 +414,7 @@ def _print(facts: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         _print_json(facts)
         return
-    from flows.report import table
+    from onward.flows.report import table
 
     table((key.replace("_", " "), str(value)) for key, value in facts.items())
 

@@ -6,10 +6,10 @@ import datetime
 import os
 from typing import Any, cast
 
-from infra.keeper import POOL, QUIET
-from trainer.config import RunConfig
-from trainer.errors import ConfigError, RuntimeUnavailable
-from trainer.run import onward_home
+from onward.infra.keeper import POOL, QUIET
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.run.directory import onward_home
 
 HOW_TO = """\
 Trains `{model}` on `{data}` with {ranks} ranks, and gives back the same ONNX file with better weights.
@@ -27,12 +27,11 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
 
     Raises RuntimeUnavailable when no worker was ever started for it, ConfigError for a wrong `cron`.
     """
+    from onward.flows.train_onnx import train_onnx
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
     from prefect.deployments.runner import RunnerDeployment
     from prefect.schedules import Cron, Interval, Schedule
     from prefect.types.entrypoint import EntrypointType
-
-    from flows.train_onnx import train_onnx
 
     schedules: list[Schedule] = []
     if cron:

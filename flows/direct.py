@@ -15,18 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from flows.runs import close_mlflow, is_owned, run_of
-from infra import keeper, services
-from trainer.config import RunConfig
-from trainer.errors import RuntimeUnavailable, Stopped
-from trainer.run import ExportedModel, RunDir, onward_home
+from onward.flows.runs import close_mlflow, is_owned, run_of
+from onward.infra import keeper, services
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.errors import RuntimeUnavailable, Stopped
+from onward.trainer.run.directory import ExportedModel, RunDir, onward_home
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
 
 SECOND_LOOK_S = 2.0
 """Between finding a run without an owner and calling it dead: one that is just leaving says itself how it ended."""
-PACKAGES = ("flows", "tasks", "infra", "trainer")
 
 
 @contextlib.contextmanager
@@ -61,10 +60,9 @@ def announce(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
 
     Known beforehand, so that a terminal can follow the directory while the flow holds the main thread.
     """
+    from onward.flows.train_onnx import train_onnx
     from prefect.client.orchestration import get_client
     from prefect.states import Pending
-
-    from flows.train_onnx import train_onnx
 
     bury_the_dead()
     with get_client(sync_client=True) as client:
@@ -123,9 +121,8 @@ def run_here(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Expor
 
     Raises Stopped when it was asked to stop, and whatever made it fail.
     """
+    from onward.flows.train_onnx import train_onnx
     from prefect.flow_engine import run_flow
-
-    from flows.train_onnx import train_onnx
 
     parameters = {**dict(config), "resume": resume}
     ending = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
@@ -145,11 +142,10 @@ def readable_log(run: RunDir) -> Iterator[None]:
     everything.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal = logging.StreamHandler()
     terminal.setFormatter(logging.Formatter("%(message)s"))
-    terminal.addFilter(lambda record: Path(record.pathname).parent.name in PACKAGES)
+    terminal.addFilter(lambda record: record.name.startswith("onward."))
     root = logging.getLogger()
     before, root.handlers = root.handlers, [everything, terminal]  # Prefect's console handler is on the root
-    for name in PACKAGES:
-        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("onward").setLevel(logging.INFO)
     try:
         yield
     finally:

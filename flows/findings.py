@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from flows.report import table
+from onward.flows.report import table
 
 if TYPE_CHECKING:
-    from trainer.diff import Difference, TensorChange
-    from trainer.doctor import Diagnosis, Operator, Unsupported, Weight
-    from trainer.planned import Plan
+    from onward.trainer.diagnostics.diff import Difference, TensorChange
+    from onward.trainer.diagnostics.doctor import Diagnosis, Operator, Unsupported, Weight
+    from onward.trainer.parallel.plan_record import Plan
 
 FEW = 12
 """Rows of one kind that are shown unless all are asked for."""

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainer.config import RunConfig, Section
-from trainer.run import ExportedModel
+from onward.trainer.config.sections import RunConfig, Section
+from onward.trainer.run.directory import ExportedModel
 
 
 def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-
-from infra.tracking import Status, Tracker, TrackingError
-from trainer.errors import CheckpointError, ConfigError
-from trainer.events import read_events
-from trainer.manifest import announced, newest_whole
-from trainer.run import (
+from onward.infra.tracking import Status, Tracker, TrackingError
+from onward.trainer.checkpoint.manifest import announced, newest_whole
+from onward.trainer.data.shards import open_shards
+from onward.trainer.data.sources import locate
+from onward.trainer.errors import CheckpointError, ConfigError
+from onward.trainer.events import read_events
+from onward.trainer.run.directory import (
     AttemptResult,
     ExportedModel,
     RunDir,
@@ -25,8 +26,6 @@ from trainer.run import (
     read_config,
     read_record,
 )
-from trainer.shards import open_shards
-from trainer.sources import locate
 
 TAIL_BYTES = 1 << 16
 """How much of the event log's end is read for the last values."""

@@ -11,22 +11,17 @@ import logging
 import uuid
 from typing import Any, cast
 
-from prefect import State, flow, runtime
-from prefect.client.schemas.objects import FlowRun
-from prefect.flows import Flow
-from prefect.states import Cancelled
-from prefect.task_runners import ThreadPoolTaskRunner
-
-from flows.runs import close_mlflow, exclusively, run_of
-from infra.tracking import Status
-from tasks.checkpoint import checkpoint as keep_checkpoints
-from tasks.configure import configure
-from tasks.export import export as export_model
-from tasks.init_runtime import init_runtime
-from tasks.monitor import monitor as watch
-from tasks.shard_data import shard_data
-from tasks.train import train as train_model
-from trainer.config import (
+from onward.flows.runs import close_mlflow, exclusively, run_of
+from onward.infra.tracking import Status
+from onward.tasks.checkpoint import checkpoint as keep_checkpoints
+from onward.tasks.configure import configure
+from onward.tasks.export import export as export_model
+from onward.tasks.init_runtime import init_runtime
+from onward.tasks.monitor import monitor as watch
+from onward.tasks.shard_data import shard_data
+from onward.tasks.train import train as train_model
+from onward.trainer.checkpoint.manifest import announced
+from onward.trainer.config.sections import (
     CheckpointConfig,
     DataConfig,
     ExportConfig,
@@ -42,9 +37,13 @@ from trainer.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from trainer.errors import ConfigError
-from trainer.manifest import announced
-from trainer.run import ExportedModel, RunDir, TrainResult
+from onward.trainer.errors import ConfigError
+from onward.trainer.run.directory import ExportedModel, RunDir, TrainResult
+from prefect import State, flow, runtime
+from prefect.client.schemas.objects import FlowRun
+from prefect.flows import Flow
+from prefect.states import Cancelled
+from prefect.task_runners import ThreadPoolTaskRunner
 
 log = logging.getLogger(__name__)
 

@@ -98,7 +98,8 @@ class MpiJob:
     grace_s: float = 20.0
     """Time to save and leave when asked to stop."""
     hostfile: str = ""
-    cwd: Path = Path()
+    cwd: Path | None = None
+    """Where the ranks start; None = `run_dir`, where no module of the user's can hide one of ours."""
 
     def argv(self, environment: Mapping[str, str] = os.environ) -> list[str]:
         """The command line. Raises LaunchError without a mpirun."""
@@ -121,7 +122,7 @@ class MpiJob:
             mpirun = subprocess.Popen(
                 argv,
                 env={**SETTINGS, **os.environ, **self._scratch(tag), TAG: tag},
-                cwd=self.cwd,
+                cwd=self.cwd or self.run_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -24,8 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
-
-from infra.keeper import (
+from onward.infra.keeper import (
     DRAIN_S,
     SERVICES,
     START_S,
@@ -145,8 +144,8 @@ def _ensured(home: Path, name: str) -> str:
             return url
         if keeper is None and not kept(home, name):
             keeper = subprocess.Popen(
-                [sys.executable, "-m", "infra.keeper", str(home), name],
-                cwd=Path(__file__).parents[1],  # where `-m` finds this very keeper
+                [sys.executable, "-m", "onward.infra.keeper", str(home), name],
+                cwd=home,  # a directory of Onward's own: `-m` looks for modules in the working directory first
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

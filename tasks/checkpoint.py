@@ -13,15 +13,31 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from onward.infra.tracking import Tracker, TrackingUnavailable
+from onward.trainer.checkpoint.manifest import (
+    Announced,
+    announced,
+    expendable,
+    list_checkpoints,
+    remove,
+    set_aside,
+    sweep,
+    verify,
+)
+from onward.trainer.config.sections import CheckpointConfig
+from onward.trainer.errors import CheckpointError
+from onward.trainer.run.directory import (
+    CheckpointInfo,
+    RunDir,
+    RunIdentity,
+    read_config,
+    read_record,
+    sha256,
+    write_record,
+)
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import MissingContextError
-
-from infra.tracking import Tracker, TrackingUnavailable
-from trainer.config import CheckpointConfig
-from trainer.errors import CheckpointError
-from trainer.manifest import Announced, announced, expendable, list_checkpoints, remove, set_aside, sweep, verify
-from trainer.run import CheckpointInfo, RunDir, RunIdentity, read_config, read_record, sha256, write_record
 
 OUTAGE_PERIOD_S = 5.0
 """Pause before MLflow is tried again."""

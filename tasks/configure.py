@@ -18,18 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import runtime, task
-from prefect.artifacts import create_link_artifact
-from prefect.cache_policies import NO_CACHE
-from prefect.settings import get_current_settings
-
-import trainer
-from infra import tracking
-from trainer.check import check_sections
-from trainer.config import RunConfig, Section, build_config
-from trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
-from trainer.planned import Plan
-from trainer.run import (
+from onward.infra import tracking
+from onward.trainer.config.sections import RunConfig, Section, build_config
+from onward.trainer.data.signature import model_digest
+from onward.trainer.diagnostics.config_check import check_sections
+from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
+from onward.trainer.parallel.plan_record import Plan
+from onward.trainer.run.directory import (
     Refusal,
     RunDir,
     RunIdentity,
@@ -40,7 +35,10 @@ from trainer.run import (
     refusal_in,
     write_record,
 )
-from trainer.signature import model_digest
+from prefect import runtime, task
+from prefect.artifacts import create_link_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.settings import get_current_settings
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +117,8 @@ def plan(config: RunConfig) -> Plan:
         folder = Path(name)
         write_record(folder / "config.json", config)
         ended = subprocess.run(
-            [sys.executable, "-m", "trainer", "plan", str(folder)],
-            cwd=Path(trainer.__file__).parents[1],  # where `-m` finds this very trainer
+            [sys.executable, "-m", "onward.trainer", "plan", str(folder)],
+            cwd=folder,  # a directory of Onward's own: `-m` looks for modules in the working directory first
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

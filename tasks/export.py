@@ -1,6 +1,6 @@
 """export: a checkpoint becomes an ONNX file in a process of its own, and only a proven file gets into MLflow.
 
-The exporting process (trainer/export.py) leaves the file, its record and an example, or why it refused. Whatever
+The exporting process (trainer/export/export.py) leaves the file, its record and an example, or why it refused. Whatever
 happens to MLflow afterwards, the file stays; `onward resume` registers it later.
 """
 
@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
-import trainer
-from infra.tracking import ModelFile, Port, Tracker, TrackingError, TrackingUnavailable
-from trainer.check import in_the_way
-from trainer.config import ExportConfig, RunConfig
-from trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
-from trainer.run import (
+from onward.infra.tracking import ModelFile, Port, Tracker, TrackingError, TrackingUnavailable
+from onward.trainer.config.sections import ExportConfig, RunConfig
+from onward.trainer.data.signature import TensorInfo, model_digest, read_signature
+from onward.trainer.diagnostics.config_check import in_the_way
+from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
+from onward.trainer.run.directory import (
     CheckpointInfo,
     ExportedModel,
     Refusal,
@@ -42,11 +39,12 @@ from trainer.run import (
     variant_in,
     write_record,
 )
-from trainer.signature import TensorInfo, model_digest, read_signature
+from prefect import task
+from prefect.cache_policies import NO_CACHE
 
 log = logging.getLogger(__name__)
 
-PROCESS = ("trainer",)
+PROCESS = ("onward.trainer",)
 """The module that exports and makes variants."""
 PAUSES_S = (1.0, 3.0, 10.0)
 """Between two tries to reach MLflow."""
@@ -257,7 +255,7 @@ def _in_process(command: str, run: RunDir, what: str, folder: Path) -> str:
     with output.open("wb") as log_file:
         ended = subprocess.run(
             [sys.executable, "-m", *PROCESS, command, *arguments],
-            cwd=Path(trainer.__file__).parents[1],  # where `-m` finds this very trainer
+            cwd=folder,  # a directory of Onward's own: `-m` looks for modules in the working directory first
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=subprocess.STDOUT,

@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from onward.infra import mpirun
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.run.directory import RankReport, RunDir, RuntimeReport, read_config, read_record, write_record
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-
-import trainer
-from infra import mpirun
-from trainer.config import RunConfig
-from trainer.errors import RuntimeUnavailable
-from trainer.run import RankReport, RunDir, RuntimeReport, read_config, read_record, write_record
 
 MEMORY_FACTOR = 6
 """Memory one rank needs at least, in sizes of the model file: weights, gradients, two moments, the reducer's
@@ -55,13 +53,12 @@ def init_runtime(run: RunDir) -> RuntimeReport:
 def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
     """Start the preflight and wait for it; returns the seconds it took."""
     job = mpirun.MpiJob(
-        module=("trainer", "preflight", str(run.root)),
+        module=("onward.trainer", "preflight", str(run.root)),
         num_ranks=config.world_size,
         run_dir=run.root,
         log=log,
         start_timeout_s=config.launch.start_timeout_s,
         hostfile=config.launch.hostfile,
-        cwd=Path(trainer.__file__).parents[1],
     )
     try:
         outcome = job.run()

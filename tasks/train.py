@@ -8,24 +8,29 @@ what proves its success is the result file that rank 0 wrote for this attempt, n
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
+from onward.infra import mpirun
+from onward.trainer import errors
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable, TrainingFailed
+from onward.trainer.run.directory import (
+    AttemptResult,
+    RankError,
+    RunDir,
+    TrainResult,
+    read_config,
+    read_record,
+    write_record,
+)
 from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import TaskRun
 from prefect.states import Cancelled
 
-import trainer
-from infra import mpirun
-from trainer import errors
-from trainer.config import RunConfig
-from trainer.errors import OnwardError, Refused, RuntimeUnavailable, TrainingFailed
-from trainer.run import AttemptResult, RankError, RunDir, TrainResult, read_config, read_record, write_record
-
 log = logging.getLogger(__name__)
 
-RANK = ("trainer", "train")
+RANK = ("onward.trainer", "train")
 """The module that every rank runs, and its command."""
 
 TAIL_LINES = 20
@@ -85,7 +90,6 @@ def job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
         silence_timeout_s=config.launch.heartbeat_timeout_s + 2,  # the ranks' own watchdogs print tracebacks first
         grace_s=config.launch.stop_grace_s,
         hostfile=config.launch.hostfile,
-        cwd=Path(trainer.__file__).parents[1],  # where `-m` finds this very trainer
     )
 
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from trainer.config import RunConfig, load_config
+from onward.trainer.config.sections import RunConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flows", "tasks", "trainer", "infra")
@@ -76,9 +75,8 @@ def test_the_readmes_config_is_the_demos() -> None:
 
 def test_every_command_in_the_readme_is_one() -> None:
     """Each `onward ...` line is understood by the command line as far as its command and options go."""
+    from onward.flows.cli import app
     from typer.main import get_command
-
-    from flows.cli import app
 
     known = get_command(app).commands  # type: ignore[attr-defined]
     shown = re.findall(r"^(?:make \S+ && )?onward (\S+)", (ROOT / "README.md").read_text(), re.M)
@@ -108,7 +106,8 @@ def test_every_setting_has_a_meaning() -> None:
 
 def test_what_crosses_the_process_boundary_imports_no_torch_and_no_mpi() -> None:
     program = (
-        "import trainer.config, trainer.run, trainer.events, trainer.errors, trainer.shards, trainer.signature, sys;"
+        "import onward.trainer.config.sections, onward.trainer.run.directory, onward.trainer.events, "
+        "onward.trainer.errors, onward.trainer.data.shards, onward.trainer.data.signature, sys;"
         "assert not {'torch', 'mpi4py', 'mlflow', 'prefect'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

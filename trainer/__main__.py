@@ -1,11 +1,11 @@
-"""One rank, from the shell: `python -m trainer {preflight,train} RUN_DIR`, or one process that exports.
+"""One rank, from the shell: `python -m onward.trainer {preflight,train} RUN_DIR`, or one process that exports.
 
-    mpirun -n 2 python -m trainer preflight RUN_DIR     report host, device, versions; check one all-reduce
-    mpirun -n 2 python -m trainer train RUN_DIR         train, or go on from the newest whole checkpoint
-    python -m trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and prove it
-    python -m trainer training RUN_DIR CHECKPOINT       write what trains the model on without torch
-    python -m trainer variant RUN_DIR KIND              make a further file of the exported one
-    python -m trainer plan FOLDER                       say how the run would be divided: plan.json, or refused.json
+    mpirun -n 2 python -m onward.trainer preflight RUN_DIR     report host, device, versions; check one all-reduce
+    mpirun -n 2 python -m onward.trainer train RUN_DIR         train, or go on from the newest whole checkpoint
+    python -m onward.trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and prove it
+    python -m onward.trainer training RUN_DIR CHECKPOINT       write what trains the model on without torch
+    python -m onward.trainer variant RUN_DIR KIND              make a further file of the exported one
+    python -m onward.trainer plan FOLDER                       estimate the layout: plan.json, or refused.json
 
 Everything else is in RUN_DIR/config.json. Exit status: 0 done, 75 stopped with a checkpoint, 70 failed
 (RUN_DIR/errors says why), 72 fenced off by a newer attempt, 78 refused: trying again would not help.
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-
-from trainer.distributed import (
+from onward.trainer.distributed.processes import (
     StopSignal,
     connect,
     die_with_parent,
@@ -31,12 +30,12 @@ from trainer.distributed import (
     launched_rank,
     run_preflight,
 )
-from trainer.errors import Stopped
-from trainer.events import Heartbeat
-from trainer.run import ExportedModel, RunDir, read_config, read_record, variant_in, write_record
+from onward.trainer.errors import Stopped
+from onward.trainer.events import Heartbeat
+from onward.trainer.run.directory import ExportedModel, RunDir, read_config, read_record, variant_in, write_record
 
 if TYPE_CHECKING:
-    from trainer.judge import Evaluator
+    from onward.trainer.export.verification import Evaluator
 
 
 def train_rank(run: RunDir) -> int:
@@ -56,7 +55,7 @@ def train_rank(run: RunDir) -> int:
     )
     heartbeat.start(rank=mpi.rank, timeout_s=config.launch.heartbeat_timeout_s)
 
-    from trainer.loop import train  # after the world is known to be right: imports take seconds
+    from onward.trainer.loop import train  # after the world is known to be right: imports take seconds
 
     result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=lambda: stop.requested)
     if mpi.rank == 0:  # the writer of the result, and the only proof of success
@@ -67,10 +66,10 @@ def train_rank(run: RunDir) -> int:
 
 def evaluator(run: RunDir) -> Evaluator:
     """All evaluation data and the configured loss, as exported files are judged by."""
-    from trainer.data import Batch, evaluation_batches
-    from trainer.judge import Evaluator
-    from trainer.loss import Evaluation, Loss
-    from trainer.shards import open_shards
+    from onward.trainer.data.batches import Batch, evaluation_batches
+    from onward.trainer.data.shards import open_shards
+    from onward.trainer.export.verification import Evaluator
+    from onward.trainer.model.loss import Evaluation, Loss
 
     config, cpu = read_config(run), torch.device("cpu")
     held_out = open_shards(run.shards, "evaluation")
@@ -90,8 +89,8 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
     `training`: write what trains it on without torch instead.
     """
     die_with_parent()
-    from trainer import export
-    from trainer.checkpoint import load
+    from onward.trainer.checkpoint.save_load import load
+    from onward.trainer.export import export
 
     with export.refusals(folder):
         state, tensors = load(path)
@@ -107,7 +106,7 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
 def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
     """Make one variant of the file exported into `folder`, and leave its record there."""
     die_with_parent()
-    from trainer import variants
+    from onward.trainer.export import variants
 
     exported = read_record(folder / "model.json", ExportedModel)
     tolerance = read_config(run).export.variant_tolerance
@@ -119,8 +118,8 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
 def make_plan(folder: RunDir) -> int:
     """Plan the run of `config.json` in a folder, and leave the plan there."""
     die_with_parent()
-    from trainer import export
-    from trainer.plan import plan
+    from onward.trainer.export import export
+    from onward.trainer.parallel.planner import plan
 
     with export.refusals(folder.root):
         write_record(folder.root / "plan.json", plan(read_config(folder)))
@@ -129,7 +128,9 @@ def make_plan(folder: RunDir) -> int:
 
 def main() -> int:
     """Parse the command line and be that process."""
-    parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m onward.trainer", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, does in (
         ("preflight", "check the machine"),

@@ -16,16 +16,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-
-from trainer.assembly import assemble
-from trainer.checkpoint import TrainState, agree, load, newest_whole, save, shapes
-from trainer.config import RunConfig
-from trainer.data import Batches, evaluation_batches
-from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.errors import ConfigError, Diverged
-from trainer.events import EventWriter, Heartbeat
-from trainer.loss import Evaluation
-from trainer.optim import (
+from onward.trainer.checkpoint.save_load import TrainState, agree, load, newest_whole, save, shapes
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.data.batches import Batches, evaluation_batches
+from onward.trainer.data.shards import open_shards
+from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.errors import ConfigError, Diverged
+from onward.trainer.events import EventWriter, Heartbeat
+from onward.trainer.model.loss import Evaluation
+from onward.trainer.model.precision import LossScaler, autocast
+from onward.trainer.model.summaries import summarise
+from onward.trainer.model.trainable import open_trainee
+from onward.trainer.optim.optimizers import (
     build_optimizer,
     clip_factor,
     learning_rate,
@@ -34,12 +36,9 @@ from trainer.optim import (
     optimizer_parts,
     set_learning_rate,
 )
-from trainer.pipeline import Pipeline, stage_group
-from trainer.precision import LossScaler, autocast
-from trainer.run import AttemptResult, RunDir
-from trainer.shards import open_shards
-from trainer.summary import summarise
-from trainer.trainee import open_trainee
+from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
+from onward.trainer.parallel.rank_model import assemble
+from onward.trainer.run.directory import AttemptResult, RunDir
 
 
 def train(

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.run.directory import RunDir, read_config
 from torch.profiler import ProfilerActivity, profile
 
-from tests.ranks import run_ranks
-from tests.runs import Array, events, make_run
-from trainer.distributed import MPIContext
-from trainer.reference import build_gpt2
-from trainer.run import RunDir, read_config
+from tests.support.ranks import run_ranks
+from tests.support.runs import Array, events, make_run
 
 TURNS, NUM_STEPS, MICRO_BATCHES = 3, 6, 8
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -58,8 +58,8 @@ def make(folder: Path, parallel: dict[str, Any]) -> RunDir:
 
 def profiled(mpi: MPIContext, root: str) -> float:
     """On a rank: train; the seconds that collectives and messages were under way."""
-    from trainer.events import Heartbeat
-    from trainer.loop import train
+    from onward.trainer.events import Heartbeat
+    from onward.trainer.loop import train
 
     run = RunDir(Path(root))
     if mpi.rank == 0:

@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 import onnx
+from onward.trainer.distributed.processes import MPIContext, ParallelDims
+from onward.trainer.events import Heartbeat
+from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
+from onward.trainer.parallel.planner import plan
+from onward.trainer.run.directory import RunDir, read_config
 
-from tests import graphs
-from tests.ranks import run_ranks
-from tests.runs import Array, make_run
-from trainer.distributed import MPIContext, ParallelDims
-from trainer.events import Heartbeat
-from trainer.plan import plan
-from trainer.reference import build_gpt2, build_squeezenet
-from trainer.run import RunDir, read_config
+from tests.support import graphs
+from tests.support.ranks import run_ranks
+from tests.support.runs import Array, make_run
 
 ALLOWED = 0.2
 NUM_STEPS, FROM_STEP = 5, 3
@@ -141,7 +141,7 @@ def resident(key: str) -> int:
 
 def measured(mpi: MPIContext, small: str, root: str) -> int:
     """On a rank: bytes at the peak of a step, above what a run of the small model leaves."""
-    from trainer.loop import train
+    from onward.trainer.loop import train
 
     for path in (small, root):
         run = RunDir(Path(path))

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from onward.trainer.config.sections import DataConfig
+from onward.trainer.data.columns import Want
+from onward.trainer.data.shards import make_shards
 
-from tests.ranks import ROOT
-from trainer.config import DataConfig
-from trainer.schema import Want
-from trainer.shards import make_shards
+from tests.support.ranks import ROOT
 
 SIZES_MB = (50, 100, 200)
 ALLOWED_GROWTH = 1.3

@@ -23,21 +23,22 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from onward.trainer.config.sections import ModelConfig, OptimizerConfig, ParallelConfig
+from onward.trainer.distributed.placement import Placement
+from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.model.loss import Loss
+from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.torchvision_import import import_torchvision
+from onward.trainer.optim.optimizers import build_optimizer, clip_factor
+from onward.trainer.parallel.pipeline import partition as cut
+from onward.trainer.parallel.pipeline.engine import Pipeline
+from onward.trainer.parallel.replicas.reducer import Reducer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks import run_ranks
-from trainer import cut, graph
-from trainer.config import ModelConfig, OptimizerConfig, ParallelConfig
-from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.loss import Loss
-from trainer.optim import build_optimizer, clip_factor
-from trainer.pipeline import Pipeline
-from trainer.placement import Placement
-from trainer.reduce import Reducer
-from trainer.reference import build_gpt2, build_squeezenet
-from trainer.vision import import_torchvision
-from trainer.weights import Weight
+from tests.support.ranks import run_ranks
 
 UPDATES = 5
 GPT2 = {"vocab_size": 256, "sequence_length": 256, "num_layers": 4, "num_heads": 4, "width": 128, "dropout": 0.0}

@@ -8,9 +8,9 @@ from typing import Any
 
 import onnx
 import pytest
+from onward.trainer.run.directory import RunDir
 
-from tests import graphs, runs
-from trainer.run import RunDir
+from tests.support import graphs, runs
 
 CASES: dict[str, tuple[Callable[..., onnx.ModelProto], Callable[..., dict[str, runs.Array]]]] = {
     "conv net": (graphs.tiny_conv_net, runs.tiny_images),

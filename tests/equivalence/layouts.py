@@ -20,16 +20,19 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from onward.trainer.__main__ import evaluator
+from onward.trainer.checkpoint import save_load as checkpoint
+from onward.trainer.distributed import collectives
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.export import export
+from onward.trainer.model import loss
+from onward.trainer.parallel.planner import plan
+from onward.trainer.run.directory import RunDir, read_config
 from torch._subclasses.fake_tensor import is_fake
 
-from tests import graphs
-from tests.ranks import run_ranks
-from tests.runs import Array, events, losses, make_run, tiny_images, tiny_text
-from trainer import checkpoint, collectives, export, loss
-from trainer.__main__ import evaluator
-from trainer.distributed import MPIContext
-from trainer.plan import plan
-from trainer.run import RunDir, read_config
+from tests.support import graphs
+from tests.support.ranks import run_ranks
+from tests.support.runs import Array, events, losses, make_run, tiny_images, tiny_text
 
 NUM_STEPS = 3
 TOLERANCE = 2e-5
@@ -133,8 +136,8 @@ def trained(cases: Iterable[Case], folder: Path, *, timeout_s: float = 900) -> d
 
 def train_all(mpi: MPIContext, roots: list[str]) -> None:
     """On a rank: one training after the other."""
-    from trainer.events import Heartbeat
-    from trainer.loop import train
+    from onward.trainer.events import Heartbeat
+    from onward.trainer.loop import train
 
     class Counting(Heartbeat):
         """Notes how many collectives were made by the beginning of each step."""
@@ -262,7 +265,7 @@ def table(found: Mapping[Case, Mapping[str, float]], made: Mapping[Case, int]) -
 
 def main() -> None:
     """Train the whole matrix and write its table into the README."""
-    from tests.ranks import ROOT
+    from tests.support.ranks import ROOT
 
     with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
         runs = trained(matrix(), Path(folder), timeout_s=3600)

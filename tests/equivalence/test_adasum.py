@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.distributed.placement import Placement
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.parallel.replicas import reducer as reduce
+from onward.trainer.parallel.replicas.reducer import Reducer
 from torch import nn
 
-from tests.ranks import run_ranks
-from tests.trainer.test_reduce import mesh_of
-from trainer import reduce
-from trainer.config import ParallelConfig
-from trainer.distributed import MPIContext
-from trainer.placement import Placement
-from trainer.reduce import Reducer
-from trainer.weights import Weight
+from tests.support.ranks import run_ranks
+from tests.trainer.parallel.replicas.test_reducer import mesh_of
 
 Vectors = np.ndarray[Any, np.dtype[np.float64]]
 WIDTH = 6

@@ -13,11 +13,11 @@ import pytest
 import torch
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_import import module as graph
 from torch import Tensor, nn
 
-from tests import zoo
-from trainer import graph
-from trainer.ops.strip import strip_training
+from tests.support import zoo
 
 Case = tuple[str, str, bool]
 Array = np.ndarray[Any, np.dtype[Any]]

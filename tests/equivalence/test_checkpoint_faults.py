@@ -24,16 +24,16 @@ from typing import Any
 
 import pytest
 import torch
+from onward.tasks.checkpoint import Keeper
+from onward.trainer.checkpoint.manifest import TrainState, announced, is_whole, list_checkpoints, newest_whole
+from onward.trainer.checkpoint.save_load import Part, load, save
+from onward.trainer.config.sections import CheckpointConfig
+from onward.trainer.distributed.placement import Placement, share
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.errors import CheckpointError
+from onward.trainer.run.directory import RunDir
 
-from tasks.checkpoint import Keeper
-from tests.ranks import ROOT, run_ranks
-from trainer.checkpoint import Part, load, save
-from trainer.config import CheckpointConfig
-from trainer.distributed import MPIContext
-from trainer.errors import CheckpointError
-from trainer.manifest import TrainState, announced, is_whole, list_checkpoints, newest_whole
-from trainer.placement import Placement, share
-from trainer.run import RunDir
+from tests.support.ranks import ROOT, run_ranks
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
 LOSSES = {1: 0.9, 2: 0.1, 3: 0.5, 4: 0.4}

@@ -10,14 +10,14 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from onward.trainer.config.sections import RunConfig, build_config
+from onward.trainer.data.batches import Batch, Batches, evaluation_batches
+from onward.trainer.data.shards import Shards, make_shards, open_shards
+from onward.trainer.data.signature import read_signature, wanted
+from onward.trainer.onnx_graph.reference_models import GraphWriter
 
-from tests import graphs
-from tests.runs import final_tensors, make_run, train_run, train_until
-from trainer.config import RunConfig, build_config
-from trainer.data import Batch, Batches, evaluation_batches
-from trainer.reference import GraphWriter
-from trainer.shards import Shards, make_shards, open_shards
-from trainer.signature import read_signature, wanted
+from tests.support import graphs
+from tests.support.runs import final_tensors, make_run, train_run, train_until
 
 CPU = torch.device("cpu")
 NUM_ROWS = 102

@@ -8,13 +8,13 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onward.tasks.export import copy_to, export_file
+from onward.trainer.config.sections import ExportConfig
+from onward.trainer.data.signature import model_digest
+from onward.trainer.errors import ExportRefused, RuntimeUnavailable
+from onward.trainer.run.directory import ExportedModel, RunDir, read_record
 
-from tasks.export import copy_to, export_file
-from tests import graphs, runs
-from trainer.config import ExportConfig
-from trainer.errors import ExportRefused, RuntimeUnavailable
-from trainer.run import ExportedModel, RunDir, read_record
-from trainer.signature import model_digest
+from tests.support import graphs, runs
 
 
 def kept_elsewhere(folder: Path) -> onnx.ModelProto:

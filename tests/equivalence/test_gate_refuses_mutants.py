@@ -12,16 +12,16 @@ import onnx
 import pytest
 import torch
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
+from onward.trainer.config.sections import ExportConfig, ModelConfig
+from onward.trainer.errors import ExportRefused
+from onward.trainer.export.export import Expected, prove
+from onward.trainer.export.verification import Evaluator, Judge
+from onward.trainer.model.loss import Evaluation, Loss
+from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_import import module as graph
 from torch import Tensor
 
-from tests import graphs
-from trainer import graph
-from trainer.config import ExportConfig, ModelConfig
-from trainer.errors import ExportRefused
-from trainer.export import Expected, prove
-from trainer.judge import Evaluator, Judge
-from trainer.loss import Evaluation, Loss
-from trainer.ops.strip import strip_training
+from tests.support import graphs
 
 MODELS = ("tiny_conv_net_with_batch_norm", "tiny_resnet", "tiny_transformer", "tiny_bert")
 

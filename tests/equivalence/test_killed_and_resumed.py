@@ -10,10 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from onward.tasks.train import train
+from onward.trainer.errors import TrainingFailed
+from onward.trainer.events import read_events
+from onward.trainer.run.directory import AttemptResult, RunDir, TrainResult, read_record
 
-from tasks.train import train
-from tests import graphs
-from tests.runs import (
+from tests.support import graphs
+from tests.support.runs import (
     assert_equal_bits,
     events,
     final_tensors,
@@ -23,9 +26,6 @@ from tests.runs import (
     train_run,
     train_until,
 )
-from trainer.errors import TrainingFailed
-from trainer.events import read_events
-from trainer.run import AttemptResult, RunDir, TrainResult, read_record
 
 Make = Callable[..., RunDir]
 SETTINGS = {
@@ -96,7 +96,7 @@ def test_a_job_that_falls_silent_is_killed_and_the_next_attempt_resumes(tmp_path
         while not events(run, "checkpoint"):
             time.sleep(0.005)
         for process in psutil.process_iter(["cmdline"]):
-            if {"trainer", "train", str(run.root)} <= set(process.info["cmdline"] or ()):
+            if {"onward.trainer", "train", str(run.root)} <= set(process.info["cmdline"] or ()):
                 process.send_signal(signal.SIGSTOP)  # mpirun too: nobody is left to say anything
 
     freezing = threading.Thread(target=freeze_after_the_first_checkpoint, daemon=True)

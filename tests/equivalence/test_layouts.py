@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onward.trainer.data.batches import Batches
+from onward.trainer.data.shards import open_shards
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.run.directory import RunDir, read_config
 
-from tests import graphs
 from tests.equivalence import layouts
 from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, make_case, trained
-from tests.ranks import run_ranks
-from tests.runs import assert_equal_bits, events, final_tensors, losses, make_run
-from trainer.data import Batches
-from trainer.distributed import MPIContext
-from trainer.run import RunDir, read_config
-from trainer.shards import open_shards
+from tests.support import graphs
+from tests.support.ranks import run_ranks
+from tests.support.runs import assert_equal_bits, events, final_tensors, losses, make_run
 
 GPT2, BERT, LLAMA, CONV = MODELS
 
@@ -121,8 +121,8 @@ def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(tmp_path: Path, 
 
 def with_a_planted_overflow(mpi: MPIContext, root: str, rank: int, step: int) -> int:
     """The loop, in which one gradient on one rank overflows in the first backward pass of a step."""
-    from trainer import loop
-    from trainer.events import Heartbeat
+    from onward.trainer import loop
+    from onward.trainer.events import Heartbeat
 
     run = RunDir(Path(root))
     heartbeat = Heartbeat(run.heartbeat)

@@ -9,12 +9,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onward.trainer.data.batches import Batches
+from onward.trainer.data.shards import open_shards
+from onward.trainer.run.directory import RunDir, read_config
 
-from tests import graphs
-from tests.runs import Array, events, losses, make_run, tiny_images, tiny_text, train_run
-from trainer.data import Batches
-from trainer.run import RunDir, read_config
-from trainer.shards import open_shards
+from tests.support import graphs
+from tests.support.runs import Array, events, losses, make_run, tiny_images, tiny_text, train_run
 
 BATCH, NUM_STEPS = 8, 6
 

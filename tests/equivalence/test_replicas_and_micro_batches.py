@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from onward.trainer.run.directory import RunDir
 
-from tests.runs import assert_close, events, final_tensors, losses, train_run
-from trainer.run import RunDir
+from tests.support.runs import assert_close, events, final_tensors, losses, train_run
 
 Make = Callable[..., RunDir]
 TRAIN = {"global_batch_size": 12, "num_epochs": 1.5, "seed": 3}  # 12 does not divide the rows: the last step is ragged

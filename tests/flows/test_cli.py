@@ -12,20 +12,20 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onward.flows import cli
+from onward.flows.direct import prefect_server
+from onward.flows.report import bits_per_byte, config_lines, meanings, outcome, table
+from onward.flows.runs import all_runs, describe, exclusively, find_run, held_out_text
+from onward.infra import services
+from onward.tasks.configure import plan as make_plan
+from onward.trainer.config.sections import RunConfig, build_config, load_config
+from onward.trainer.data.shards import make_shards
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.events import EventWriter
+from onward.trainer.parallel.plan_record import Plan
+from onward.trainer.run.directory import AttemptResult, RankError, RunDir, RunIdentity, write_record
 
-from flows import cli
-from flows.direct import prefect_server
-from flows.report import bits_per_byte, config_lines, meanings, outcome, table
-from flows.runs import all_runs, describe, exclusively, find_run, held_out_text
-from infra import services
-from tasks.configure import plan as make_plan
-from tests.graphs import tiny_transformer
-from trainer.config import RunConfig, build_config, load_config
-from trainer.errors import ConfigError, RuntimeUnavailable
-from trainer.events import EventWriter
-from trainer.planned import Plan
-from trainer.run import AttemptResult, RankError, RunDir, RunIdentity, write_record
-from trainer.shards import make_shards
+from tests.support.graphs import tiny_transformer
 
 CONFIGS = sorted((Path(cli.__file__).parent / "configs").glob("*.toml"))
 
@@ -57,7 +57,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_help_answers_at_once() -> None:
     """Half a second here: it loads nothing that takes longer."""
     shown = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "flows.cli", "--help"], check=True, capture_output=True, text=True
+        [sys.executable, "-X", "importtime", "-m", "onward.flows.cli", "--help"],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in shown.stderr.splitlines()}
     assert "typer" in loaded
@@ -229,7 +232,7 @@ def test_plan_shows_stages_memory_and_what_is_sent(capsys: pytest.CaptureFixture
     assert Plan.model_validate({key: value for key, value in found.items() if key != "num_ranks"}).num_ranks == 8
 
 
-@pytest.mark.slow  # how it weighs them: tests/trainer/test_plan.py
+@pytest.mark.slow  # how it weighs them: tests/trainer/parallel/test_planner.py
 def test_plan_weighs_every_division_if_it_may_choose(capsys: pytest.CaptureFixture[str], small: Path) -> None:
     shown = onward(capsys, "plan", str(small), "parallel='auto'", "launch.num_ranks=4", "parallel.memory_gib=0.5")
     assert "of 0.5 GiB" in shown
@@ -290,8 +293,8 @@ def test_a_place_that_cannot_be_written_to_is_a_sentence(
 def test_the_variants_the_command_line_takes_are_the_configs() -> None:
     from typing import get_args
 
-    from flows.cli import VariantKind
-    from trainer.config import ExportConfig
+    from onward.flows.cli import VariantKind
+    from onward.trainer.config.sections import ExportConfig
 
     (kinds, _) = get_args(ExportConfig.model_fields["variants"].annotation)
     assert tuple(VariantKind) == get_args(kinds)

@@ -11,9 +11,9 @@ import threading
 import time
 from pathlib import Path
 
-from flows.progress import live_progress
-from trainer.events import EventWriter
-from trainer.run import RunDir
+from onward.flows.progress import live_progress
+from onward.trainer.events import EventWriter
+from onward.trainer.run.directory import RunDir
 
 
 class Terminal:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.graphs import tiny_conv_net
+from tests.support.graphs import tiny_conv_net
 
 CONFIG = """
 [model]
@@ -29,7 +29,7 @@ data = 2
 
 ONWARD = """
 import sys
-from flows.cli import main
+from onward.flows.cli import main
 try:
     main()
 finally:

@@ -13,12 +13,12 @@ from typing import Any
 import onnx
 import psutil
 import pytest
+from onward.flows.report import meanings
+from onward.flows.train_onnx import MISSED_AFTER, missed, train_onnx
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.run.directory import RunDir
 
-from flows.report import meanings
-from flows.train_onnx import MISSED_AFTER, missed, train_onnx
-from tests.flows.workshop import Workshop, finished, ranks_of, reached, until
-from trainer.config import RunConfig
-from trainer.run import RunDir
+from tests.support.workshop import Workshop, finished, ranks_of, reached, until
 
 
 def whole(test: Callable[..., None]) -> Callable[..., None]:

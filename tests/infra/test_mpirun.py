@@ -16,9 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-
-from infra import mpirun
-from infra.mpirun import LaunchError, MpiJob, Outcome, running_job, stop_running
+from onward.infra import mpirun
+from onward.infra.mpirun import LaunchError, MpiJob, Outcome, running_job, stop_running
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def job(folder: Path, program: str, **limits: Any) -> MpiJob:
     """Two ranks of a program from rank_programs.py."""
     return MpiJob(
-        module=("tests.infra.rank_programs", program, str(folder)),
+        module=("tests.support.rank_programs", program, str(folder)),
         num_ranks=2,
         run_dir=folder,
         log=folder / "train.log",
@@ -81,9 +80,9 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Future[Outcome]]]:
 def test_the_command_line_is_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: Path("/venv/bin/mpirun"))
     monkeypatch.setattr(sys, "executable", "/venv/bin/python")
-    alone = MpiJob(module=("trainer", "train", "/run"), num_ranks=2, run_dir=tmp_path, log=tmp_path / "log")
+    alone = MpiJob(module=("onward.trainer", "train", "/run"), num_ranks=2, run_dir=tmp_path, log=tmp_path / "log")
     assert shlex.join(alone.argv({"HOME": "/root", "NCCL_DEBUG": "INFO"})) == (
-        "/venv/bin/mpirun -n 2 --bind-to none --map-by :OVERSUBSCRIBE /venv/bin/python -m trainer train /run"
+        "/venv/bin/mpirun -n 2 --bind-to none --map-by :OVERSUBSCRIBE /venv/bin/python -m onward.trainer train /run"
     )
 
 
@@ -92,10 +91,12 @@ def test_other_hosts_get_what_they_need_of_the_environment_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: Path("/venv/bin/mpirun"))
     monkeypatch.setattr(sys, "executable", "/venv/bin/python")
-    wide = MpiJob(module=("trainer",), num_ranks=8, run_dir=tmp_path, log=tmp_path / "log", hostfile="/etc/hosts.mpi")
+    wide = MpiJob(
+        module=("onward.trainer",), num_ranks=8, run_dir=tmp_path, log=tmp_path / "log", hostfile="/etc/hosts.mpi"
+    )
     assert shlex.join(wide.argv({"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "NCCL_DEBUG": "INFO"})) == (
         "/venv/bin/mpirun -n 8 --bind-to none --hostfile /etc/hosts.mpi -x NCCL_DEBUG -x ONWARD_RUN_TAG "
-        "-x PYTHONFAULTHANDLER -x PYTHONUNBUFFERED /venv/bin/python -m trainer"
+        "-x PYTHONFAULTHANDLER -x PYTHONUNBUFFERED /venv/bin/python -m onward.trainer"
     )
 
 
@@ -212,7 +213,7 @@ def test_an_exception_in_the_supervising_thread_lets_the_job_save_first(tmp_path
 @pytest.mark.parametrize(("program", "saves"), [("behaved", True), ("deaf", False)])
 def test_killing_the_supervisor_ends_the_job_within_15_s(tmp_path: Path, program: str, saves: bool) -> None:
     supervisor = subprocess.Popen(
-        [sys.executable, "-m", "tests.infra.rank_programs", "supervise", str(tmp_path), program], cwd=ROOT
+        [sys.executable, "-m", "tests.support.rank_programs", "supervise", str(tmp_path), program], cwd=ROOT
     )
     until(lambda: both_up(tmp_path))
     assert running_job(tmp_path) is not None

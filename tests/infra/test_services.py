@@ -16,8 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from infra import keeper, services
+from onward.infra import keeper, services
 
 USER = """
 import sys, time

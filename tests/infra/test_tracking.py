@@ -15,8 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-
-from infra.tracking import (
+from onward.infra.tracking import (
     ModelFile,
     Point,
     Port,
@@ -26,7 +25,8 @@ from infra.tracking import (
     local_store,
     metric_name,
 )
-from tests.stores import client, free_port, new_run, points, tracking_store
+
+from tests.support.stores import client, free_port, new_run, points, tracking_store
 
 
 def test_importing_it_does_not_import_mlflow() -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.run import AttemptResult, RankError, RunDir, write_record
+from onward.trainer.run.directory import AttemptResult, RankError, RunDir, write_record
 
 RANK = int(os.environ.get("PMIX_RANK", "0"))
 

@@ -1,4 +1,4 @@
-"""Stands in for `python -m trainer` in the task's tests: what such a process may do, without a checkpoint.
+"""Stands in for `python -m onward.trainer` in the task's tests: what such a process may do, without a checkpoint.
 
 python -m tests.tasks.exporting {export,refuse,crash} {export,variant} RUN_DIR {CHECKPOINT,KIND} --folder FOLDER
 """
@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from onward.trainer.run.directory import ExportedModel, Refusal, RunDir, example_in, refusal_in, sha256, write_record
 
-from tests.graphs import tiny_mlp
-from trainer.run import ExportedModel, Refusal, RunDir, example_in, refusal_in, sha256, write_record
+from tests.support.graphs import tiny_mlp
 
 PARITY = 2.5e-7
 

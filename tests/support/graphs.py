@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto
-
-from trainer.reference import GraphWriter, build_gpt2
+from onward.trainer.onnx_graph.reference_models import GraphWriter, build_gpt2
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

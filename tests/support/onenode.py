@@ -10,8 +10,7 @@ import onnx
 import onnxruntime
 import torch
 from onnx import helper, numpy_helper
-
-from trainer import graph
+from onward.trainer.onnx_import import module as graph
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

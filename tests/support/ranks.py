@@ -19,9 +19,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from infra import mpirun
+from onward.infra import mpirun
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {**mpirun.SETTINGS, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1"}
 """Environment for a mpirun that a test starts by hand."""
 
@@ -35,7 +35,7 @@ def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float =
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         job = mpirun.MpiJob(
-            module=("tests.ranks", name, function, json.dumps(arguments)),
+            module=("tests.support.ranks", name, function, json.dumps(arguments)),
             num_ranks=num_ranks,
             run_dir=folder,
             log=folder / "log",
@@ -57,7 +57,7 @@ def _result(folder: Path, rank: int, *, late: bool) -> Any:
 
 def _rank(folder: Path, function: str, arguments: list[Any]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-    from trainer.distributed import PEER_DELAY_S, connect, disconnect, launched_rank, lost_a_peer
+    from onward.trainer.distributed.processes import PEER_DELAY_S, connect, disconnect, launched_rank, lost_a_peer
 
     try:
         module, _, name = function.partition(":")

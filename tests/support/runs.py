@@ -20,14 +20,15 @@ import numpy as np
 import onnx
 import psutil
 import torch
+from onward.tasks.shard_data import shard_data
+from onward.trainer.checkpoint import manifest
+from onward.trainer.checkpoint import save_load as checkpoint
+from onward.trainer.config.sections import build_config
+from onward.trainer.data.signature import model_digest
+from onward.trainer.events import Event, read_events
+from onward.trainer.run.directory import AttemptResult, RunDir, RunIdentity, read_config, read_record, write_record
 
-from tasks.shard_data import shard_data
-from tests.ranks import ROOT, SETTINGS
-from trainer import checkpoint, manifest
-from trainer.config import build_config
-from trainer.events import Event, read_events
-from trainer.run import AttemptResult, RunDir, RunIdentity, read_config, read_record, write_record
-from trainer.signature import model_digest
+from tests.support.ranks import ROOT, SETTINGS
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -62,7 +63,7 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
 def start_attempt(run: RunDir, *arguments: str) -> subprocess.Popen[bytes]:
     """Start mpirun on the run's next attempt, as bare as it can be."""
     attempt = run.begin_attempt()
-    ranks = [sys.executable, "-m", "trainer", "train", str(run.root), *arguments]
+    ranks = [sys.executable, "-m", "onward.trainer", "train", str(run.root), *arguments]
     with run.log(attempt).open("wb") as log:
         return subprocess.Popen(
             [f"{sys.prefix}/bin/mpirun", "-n", str(read_config(run).world_size), "--bind-to", "none", *ranks],
@@ -102,7 +103,7 @@ def train_until(run: RunDir, reached: Callable[[Event], bool], number: int = sig
 
 def rank_pids(mpirun: int) -> list[int]:
     """Process ids of the ranks below mpirun, in the order of ranks."""
-    ranks = [child for child in psutil.Process(mpirun).children(recursive=True) if "trainer" in child.cmdline()]
+    ranks = [child for child in psutil.Process(mpirun).children(recursive=True) if "onward.trainer" in child.cmdline()]
     return [child.pid for child in sorted(ranks, key=lambda child: int(child.environ()["PMIX_RANK"]))]
 
 

@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.tracking import Tracker, local_store
+from onward.infra.tracking import Tracker, local_store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-
-from trainer import graph
-from trainer.errors import UnsupportedModel
-from trainer.ops import values
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph import element_types as values
+from onward.trainer.onnx_import import module as graph
 
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
 

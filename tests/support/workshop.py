@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import onnx
 import psutil
+from onward.infra.tracking import Tracker
+from onward.trainer.events import read_events
+from onward.trainer.run.directory import RunDir, RunIdentity, read_record
 
-from infra.tracking import Tracker
-from tests.graphs import tiny_conv_net
-from trainer.events import read_events
-from trainer.run import RunDir, RunIdentity, read_record
+from tests.support.graphs import tiny_conv_net
 
 CONFIG = """
 [model]
@@ -84,7 +84,7 @@ class Workshop:
         """`onward WORDS --json`, started."""
         signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make what runs in the background deaf to it
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *words, "--json"],
+            [sys.executable, "-m", "onward.flows.cli", *words, "--json"],
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -146,7 +146,7 @@ def ranks_of(run: RunDir) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.cmdline()[-3:] == ["trainer", "train", str(run.root)]:
+            if process.cmdline()[-3:] == ["onward.trainer", "train", str(run.root)]:
                 found.append((int(process.environ().get("OMPI_COMM_WORLD_RANK", -1)), process))
     return [process for rank, process in sorted(found, key=lambda pair: pair[0]) if rank >= 0]
 

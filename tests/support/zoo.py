@@ -26,7 +26,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
-from tests import zoo_other, zoo_text, zoo_vision
+from tests.support import zoo_other, zoo_text, zoo_vision
 
 EXPORTERS = ("dynamo-18", "dynamo-20", "dynamo-23", "legacy-14", "legacy-17")
 LEGACY = EXPORTERS[3:]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.zoo_text import HEADS, heads_of, joined
+from tests.support.zoo_text import HEADS, heads_of, joined
 
 
 class TabularMLP(nn.Module):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo_text import heads_of, joined
+from tests.support.zoo_text import heads_of, joined
 
 
 class ViT(nn.Module):

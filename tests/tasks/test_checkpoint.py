@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from onward.infra.tracking import Tracker
+from onward.tasks.checkpoint import checkpoint, judged
+from onward.trainer.checkpoint.manifest import TrainState, announced
+from onward.trainer.checkpoint.save_load import save
+from onward.trainer.config.sections import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from onward.trainer.distributed.placement import Placement
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.run.directory import CheckpointInfo, RunDir, RunIdentity, sha256, write_record
 
-from infra.tracking import Tracker
-from tasks.checkpoint import checkpoint, judged
-from tests.stores import Server, client, free_port, new_run, points
-from trainer.checkpoint import save
-from trainer.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
-from trainer.distributed import MPIContext
-from trainer.manifest import TrainState, announced
-from trainer.placement import Placement
-from trainer.run import CheckpointInfo, RunDir, RunIdentity, sha256, write_record
+from tests.support.stores import Server, client, free_port, new_run, points
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
 
@@ -174,7 +174,7 @@ def test_an_evaluation_of_an_earlier_step_makes_no_checkpoint_the_best(tmp_path:
 def test_an_outage_of_mlflow_delays_the_records_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.checkpoint.OUTAGE_PERIOD_S", 0.2)
+    monkeypatch.setattr("onward.tasks.checkpoint.OUTAGE_PERIOD_S", 0.2)
     server = Server(tmp_path / "mlflow")
     server.start()
     try:

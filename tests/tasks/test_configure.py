@@ -9,11 +9,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
-
-from infra.tracking import Tracker, local_store
-from tasks.configure import configure
-from tests.graphs import residual_mlps, tiny_conv_net
-from trainer.config import (
+from onward.infra.tracking import Tracker, local_store
+from onward.tasks.configure import configure
+from onward.trainer.config.sections import (
     DataConfig,
     LaunchConfig,
     ModelConfig,
@@ -22,8 +20,10 @@ from trainer.config import (
     Section,
     TrainConfig,
 )
-from trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
-from trainer.run import RunDir, RunIdentity, onward_home, read_config, read_record
+from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
+from onward.trainer.run.directory import RunDir, RunIdentity, onward_home, read_config, read_record
+
+from tests.support.graphs import residual_mlps, tiny_conv_net
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from infra.tracking import Tracker
-from tasks import export as task
-from tests.graphs import tiny_mlp
-from tests.stores import client, free_port, new_run, points
-from tests.tasks.exporting import PARITY
-from trainer.config import build_config
-from trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
-from trainer.run import (
+from onward.infra.tracking import Tracker
+from onward.tasks import export as task
+from onward.trainer.config.sections import build_config
+from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
+from onward.trainer.run.directory import (
     CheckpointInfo,
     ExportedModel,
     RunDir,
@@ -26,6 +22,10 @@ from trainer.run import (
     write_record,
 )
 
+from tests.support.exporting import PARITY
+from tests.support.graphs import tiny_mlp
+from tests.support.stores import client, free_port, new_run, points
+
 RESULT = TrainResult(status="done", attempts=2, step=20, samples_seen=160, metrics={}, elapsed_s=1.0)
 
 Process = Callable[[str], None]
@@ -33,8 +33,8 @@ Process = Callable[[str], None]
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
-    """process("crash"): what the exporting process does from now on (tests/tasks/exporting.py)."""
-    return lambda what: monkeypatch.setattr(task, "PROCESS", ("tests.tasks.exporting", what))
+    """process("crash"): what the exporting process does from now on (tests/support/exporting.py)."""
+    return lambda what: monkeypatch.setattr(task, "PROCESS", ("tests.support.exporting", what))
 
 
 def make_run(folder: Path, tracker: Tracker, **settings: Any) -> RunDir:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from infra import mpirun
-from tasks.init_runtime import init_runtime, problems
-from trainer.config import RunConfig, build_config
-from trainer.errors import RuntimeUnavailable
-from trainer.run import RankReport, RunDir, RuntimeReport, read_record, write_record
+from onward.infra import mpirun
+from onward.tasks.init_runtime import init_runtime, problems
+from onward.trainer.config.sections import RunConfig, build_config
+from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.run.directory import RankReport, RunDir, RuntimeReport, read_record, write_record
 
 MODEL_BYTES = 1_000_000
 PLENTY = 10**12

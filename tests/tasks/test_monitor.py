@@ -12,15 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from onward.infra.tracking import Tracker
+from onward.tasks.monitor import Cursor, Progress, Shipper, monitor
+from onward.trainer.config.sections import DataConfig, ModelConfig, RunConfig, TrainConfig
+from onward.trainer.events import Event, EventWriter
+from onward.trainer.run.directory import (
+    AttemptResult,
+    MetricsSummary,
+    Record,
+    RunDir,
+    RunIdentity,
+    read_record,
+    write_record,
+)
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
-from infra.tracking import Tracker
-from tasks.monitor import Cursor, Progress, Shipper, monitor
-from tests.stores import client, free_port, new_run, points
-from trainer.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from trainer.events import Event, EventWriter
-from trainer.run import AttemptResult, MetricsSummary, Record, RunDir, RunIdentity, read_record, write_record
+from tests.support.stores import client, free_port, new_run, points
 
 
 def make_run(root: Path, tracker: Tracker) -> RunDir:
@@ -127,7 +135,7 @@ def test_an_outage_to_the_end_is_said_and_the_next_monitor_ships_everything(
     run = make_run(tmp_path, Tracker(f"http://127.0.0.1:{free_port()}", "unknown"))
     attempt(run, first=1, last=10, status="done")
     run.close_log()
-    with caplog.at_level(logging.WARNING, "tasks.monitor"):
+    with caplog.at_level(logging.WARNING, "onward.tasks.monitor"):
         summary = monitor.fn(run, patience_s=0.1)
     assert summary.last == {"evaluation/loss": 0.1}  # which needs no MLflow
     assert "metrics wait in the event log" in caplog.text
@@ -154,8 +162,8 @@ def test_a_full_disk_is_said_once_and_waited_out_and_ends_only_the_view(
             raise full.pop()
         write_record(path, record)
 
-    monkeypatch.setattr("tasks.monitor.write_record", write)
-    monkeypatch.setattr("tasks.monitor.OUTAGE_PERIOD_S", 0.01)
+    monkeypatch.setattr("onward.tasks.monitor.write_record", write)
+    monkeypatch.setattr("onward.tasks.monitor.OUTAGE_PERIOD_S", 0.01)
     with caplog.at_level(logging.WARNING):
         assert monitor.fn(run).status == "FINISHED"
     assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]
@@ -316,7 +324,7 @@ def test_cancelling_in_prefect_stops_the_job_and_the_artifact_shows_how_far_it_w
         run.close_log()
         return True
 
-    monkeypatch.setattr("infra.mpirun.stop_running", stop_running)
+    monkeypatch.setattr("onward.infra.mpirun.stop_running", stop_running)
 
     @flow(name=f"cancelled-{uuid.uuid4().hex[:6]}")
     def cancelled() -> str:

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from onward.infra import mpirun
+from onward.tasks.train import train, worth_retrying
+from onward.trainer.config.sections import build_config
+from onward.trainer.errors import ConfigError, DataError, Diverged, OnwardError, RuntimeUnavailable, TrainingFailed
+from onward.trainer.run.directory import RunDir, TrainResult, read_record, write_record
 from prefect import State
 from prefect.states import Failed
-
-import tasks.train
-from infra import mpirun
-from tasks.train import train, worth_retrying
-from trainer.config import build_config
-from trainer.errors import ConfigError, DataError, Diverged, OnwardError, RuntimeUnavailable, TrainingFailed
-from trainer.run import RunDir, TrainResult, read_record, write_record
 
 pytestmark = pytest.mark.mpi
 
@@ -41,7 +39,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Chooses what the ranks do: a habit of attempts.py."""
-    return lambda habit: monkeypatch.setattr(tasks.train, "RANK", ("tests.tasks.attempts", habit))
+    return lambda habit: monkeypatch.setattr("onward.tasks.train.RANK", ("tests.support.attempts", habit))
 
 
 def test_a_result_of_this_attempt_is_success(run: RunDir, ranks: Any) -> None:

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from trainer.events import EventWriter, Heartbeat, read_events
+from onward.trainer.events import EventWriter, Heartbeat, read_events
 
 
 def write(path: Path, *steps: int, attempt: int = 1, rank: int = 0) -> None:

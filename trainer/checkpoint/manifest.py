@@ -34,11 +34,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+from onward.trainer.distributed.placement import Box, overlap
+from onward.trainer.errors import CheckpointError, OnwardError
+from onward.trainer.run.directory import CheckpointInfo, Record, RunDir, fsync, read_record, sha256
 from pydantic import Field, ValidationError
-
-from trainer.errors import CheckpointError, OnwardError
-from trainer.placement import Box, overlap
-from trainer.run import CheckpointInfo, Record, RunDir, fsync, read_record, sha256
 
 log = logging.getLogger(__name__)
 

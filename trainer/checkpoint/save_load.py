@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from onward.trainer.checkpoint import manifest
+from onward.trainer.checkpoint import write_plan as pieces
+from onward.trainer.checkpoint.manifest import CHUNK_BYTES, NUM_NAMED, Beat, FileEntry, Manifest, Stored, TensorEntry
+from onward.trainer.checkpoint.manifest import TrainState as TrainState  # what `save` takes and `load` returns
+from onward.trainer.checkpoint.write_plan import NAMED, Part, Piece, Plan, gather
+from onward.trainer.checkpoint.write_plan import agree as agree  # whoever saves checks this first
+from onward.trainer.distributed.placement import Box, Placement, overlap, slices
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.errors import CheckpointError, Fenced, OnwardError
+from onward.trainer.run.directory import RunDir, fsync
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-
-from trainer import manifest, pieces
-from trainer.distributed import MPIContext
-from trainer.errors import CheckpointError, Fenced, OnwardError
-from trainer.manifest import CHUNK_BYTES, NUM_NAMED, Beat, FileEntry, Manifest, Stored, TensorEntry
-from trainer.manifest import TrainState as TrainState  # what `save` takes and `load` returns
-from trainer.pieces import NAMED, Part, Piece, Plan, gather
-from trainer.pieces import agree as agree  # whoever saves checks this first
-from trainer.placement import Box, Placement, overlap, slices
-from trainer.run import RunDir, fsync
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from onward.trainer.errors import ConfigError
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -29,8 +30,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-
-from trainer.errors import ConfigError
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -195,7 +194,7 @@ class WeightAttributes(Section):
 
 
 class OptimizerConfig(Section):
-    """The update rule. Formulas: the docstrings of trainer/optim.py."""
+    """The update rule. Formulas: the docstrings of trainer/optim/optimizers.py."""
 
     name: Literal["adam", "adamw", "lamb", "sgd"] = "adamw"
     """Adam (see `weight_decay_mode`), AdamW, LAMB, or SGD with momentum."""
@@ -230,7 +229,7 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """The learning rate as a function of the step. Tables: tests/trainer/test_optim.py."""
+    """The learning rate as a function of the step. Tables: tests/trainer/optim/test_optimizers.py."""
 
     mode: Literal["none", "constant", "cosine", "linear", "poly"] = "none"
     """The shape after warm-up; `none` is 1 always, without warm-up."""

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-
-from trainer.errors import DataError
-from trainer.schema import Array, Block, Cells, Column, Values
+from onward.trainer.data.columns import Array, Block, Cells, Column, Values
+from onward.trainer.errors import DataError
 
 BATCH_BYTES = 4 << 20
 """About this much of a file is in memory at a time."""

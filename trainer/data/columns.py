@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
-from trainer.run import Record
+from onward.trainer.run.directory import Record
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Cells = Array | Sequence[Any]

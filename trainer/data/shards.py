@@ -22,14 +22,26 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
-
-from trainer import sources
-from trainer.arrowfile import ArrowReader, ArrowWriter
-from trainer.config import DataConfig
-from trainer.errors import DataError, OnwardError
-from trainer.protofile import ProtoReader, ProtoWriter
-from trainer.run import Record, fsync, read_record, sha256, write_record
-from trainer.schema import TEXT, Array, Column, Schema, Values, Want, extremes, fit_block, infer, merge, select, stored
+from onward.trainer.config.sections import DataConfig
+from onward.trainer.data import sources
+from onward.trainer.data.arrow_files import ArrowReader, ArrowWriter
+from onward.trainer.data.columns import (
+    TEXT,
+    Array,
+    Column,
+    Schema,
+    Values,
+    Want,
+    extremes,
+    fit_block,
+    infer,
+    merge,
+    select,
+    stored,
+)
+from onward.trainer.data.tensorproto_files import ProtoReader, ProtoWriter
+from onward.trainer.errors import DataError, OnwardError
+from onward.trainer.run.directory import Record, fsync, read_record, sha256, write_record
 
 FORMAT = 1
 """Changes when the same source would give other shards, so that old ones are not taken for new."""

@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
-from trainer.config import ModelConfig, RunConfig
-from trainer.errors import ConfigError, UnsupportedModel
-from trainer.run import sha256
-from trainer.schema import TEXT, Column, Schema, Want
-from trainer.structure import locations
-from trainer.surgery import cut, is_cut, operate
+from onward.trainer.config.sections import ModelConfig, RunConfig
+from onward.trainer.data.columns import TEXT, Column, Schema, Want
+from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.surgery import cut, is_cut, operate
+from onward.trainer.run.directory import sha256
 
 Dims = tuple[int | None, ...]
 NUMBERS = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-
-from trainer.arrowfile import arrow_blocks, parquet_blocks
-from trainer.config import DataConfig
-from trainer.errors import DataError
-from trainer.protofile import proto_blocks
-from trainer.schema import Array, Block, Column
-from trainer.shuffle import key64, mix64
-from trainer.tables import csv_blocks, json_blocks
+from onward.trainer.config.sections import DataConfig
+from onward.trainer.data.arrow_files import arrow_blocks, parquet_blocks
+from onward.trainer.data.columns import Array, Block, Column
+from onward.trainer.data.permutation import key64, mix64
+from onward.trainer.data.tables import csv_blocks, json_blocks
+from onward.trainer.data.tensorproto_files import proto_blocks
+from onward.trainer.errors import DataError
 
 PIECE_BYTES = 4 << 20
 SUFFIXES = {

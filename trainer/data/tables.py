@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from trainer.errors import DataError
-from trainer.schema import Array, Block, Cells
+from onward.trainer.data.columns import Array, Block, Cells
+from onward.trainer.errors import DataError
 
 PIECE_BYTES = 4 << 20
 MAX_ROW_BYTES = 256 << 20

@@ -17,9 +17,8 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import helper, numpy_helper
-
-from trainer.errors import DataError
-from trainer.schema import Array, Block, Column, Values
+from onward.trainer.data.columns import Array, Block, Column, Values
+from onward.trainer.errors import DataError
 
 PREFIX = struct.Struct("<I")
 BATCH_BYTES = 4 << 20

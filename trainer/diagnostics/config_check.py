@@ -11,13 +11,12 @@ from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
-from trainer.config import BUNDLED_SOURCES, DataConfig, ExportConfig, ModelConfig, RunConfig, Sections
-from trainer.errors import Refused
-from trainer.run import onward_home
-from trainer.shards import peek
-from trainer.signature import misfits
-from trainer.structure import locations
+from onward.trainer.config.sections import BUNDLED_SOURCES, DataConfig, ExportConfig, ModelConfig, RunConfig, Sections
+from onward.trainer.data.shards import peek
+from onward.trainer.data.signature import misfits
+from onward.trainer.errors import Refused
+from onward.trainer.onnx_graph.index import locations
+from onward.trainer.run.directory import onward_home
 
 
 def check_sections(sections: Sections) -> list[str]:

@@ -12,13 +12,12 @@ import onnx
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, numpy_helper
-
-from trainer.errors import ConfigError, UnsupportedModel
-from trainer.ops.external import RAW, external_problems, is_external, pieces, place
-from trainer.ops.stored import slots
-from trainer.ops.values import element_type_name
-from trainer.run import Record
-from trainer.structure import all_tensors
+from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.onnx_graph.element_types import element_type_name
+from onward.trainer.onnx_graph.external_data import RAW, external_problems, is_external, pieces, place
+from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_graph.initializers import slots
+from onward.trainer.run.directory import Record
 
 
 class TensorChange(Record):

@@ -10,20 +10,19 @@ from pathlib import Path
 
 import onnx
 from onnx import defs, inliner
-
-from trainer import graph
-from trainer.errors import UnsupportedModel
-from trainer.ops.external import is_external, place
-from trainer.ops.foreign import load_converters
-from trainer.ops.leaf import Leaf
-from trainer.ops.roles import roles
-from trainer.ops.stored import slots, stored_tensors
-from trainer.ops.ties import copy_roles, find_copies
-from trainer.ops.values import element_type_name
-from trainer.ops.walk import operators
-from trainer.run import Record
-from trainer.structure import all_tensors
-from trainer.symptoms import Patient, symptoms
+from onward.trainer.diagnostics.exporter_warnings import Patient, symptoms
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.element_types import element_type_name
+from onward.trainer.onnx_graph.external_data import is_external, place
+from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_graph.initializers import slots, stored_tensors
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.converters import load_converters
+from onward.trainer.onnx_import.lowering import operators
+from onward.trainer.onnx_import.roles import roles
+from onward.trainer.onnx_import.runtime_node import Leaf
+from onward.trainer.onnx_import.ties import copy_roles, find_copies
+from onward.trainer.run.directory import Record
 
 
 class Weight(Record):

@@ -11,13 +11,12 @@ from typing import TypeVar
 import onnx
 import torch
 from onnx import TensorProto
-
-from trainer.ops.contents import is_made_up, says_something
-from trainer.ops.depth import branches, random_nodes
-from trainer.ops.roles import Role
-from trainer.ops.stored import slots
-from trainer.ops.ties import Copies
-from trainer.ops.values import element_type_name
+from onward.trainer.onnx_graph.element_types import element_type_name
+from onward.trainer.onnx_graph.initializers import slots
+from onward.trainer.onnx_graph.stochastic_depth import branches, random_nodes
+from onward.trainer.onnx_import.roles import Role
+from onward.trainer.onnx_import.tensor_contents import is_made_up, says_something
+from onward.trainer.onnx_import.ties import Copies
 
 T = TypeVar("T")
 

@@ -30,13 +30,12 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.errors import Fenced, Refused, RuntimeUnavailable, Stopped
+from onward.trainer.run.directory import RankError, RankReport, RunDir, read_config, write_record
 from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-
-from trainer.config import ParallelConfig
-from trainer.errors import Fenced, Refused, RuntimeUnavailable, Stopped
-from trainer.run import RankError, RankReport, RunDir, read_config, write_record
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -312,7 +311,7 @@ def new_group(ranks: Sequence[int], *, timeout_s: float) -> ProcessGroup | None:
 
 
 def run_preflight(run: RunDir) -> None:
-    """What `python -m trainer preflight RUN_DIR` does: connect, check, leave `preflight/rank-00000.json`.
+    """What `python -m onward.trainer preflight RUN_DIR` does: connect, check, leave `preflight/rank-00000.json`.
 
     Collective: every rank. An error is left as RankError of attempt 0.
     """

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from onward.trainer.distributed.placement import Placement
+from onward.trainer.errors import CheckpointError
 from torch import Tensor, nn
-
-from trainer.errors import CheckpointError
-from trainer.placement import Placement
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Names, opset, inputs, outputs, dynamic axes and metadata stay. What only training needs is gone: Dropout
 nodes and stochastic depth (the identity at inference), and in BatchNormalization the update of the running
 statistics. The file is checked as such, weight by weight against the checkpoint, and under onnxruntime against
-the trained module. onnxruntime can take its process down, so this has one of its own: `python -m trainer export`.
+the trained module. onnxruntime can take its process down, so this has one of its own:
+`python -m onward.trainer export`.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, numpy_helper
-from torch import Tensor, nn
-
-from trainer import graph
-from trainer.config import ExportConfig, ModelConfig
-from trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUnavailable
-from trainer.judge import Evaluator, Judge
-from trainer.ops.depth import random_nodes
-from trainer.ops.external import is_external
-from trainer.ops.stored import slots
-from trainer.ops.strip import strip_training
-from trainer.run import (
+from onward.trainer.config.sections import ExportConfig, ModelConfig
+from onward.trainer.data.signature import model_digest
+from onward.trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUnavailable
+from onward.trainer.export.verification import Evaluator, Judge
+from onward.trainer.model.trainable import finished, judged, open_trainee
+from onward.trainer.onnx_graph.external_data import is_external
+from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.initializers import slots
+from onward.trainer.onnx_graph.stochastic_depth import random_nodes
+from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_graph.surgery import is_cut
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.run.directory import (
     ExportedModel,
     Refusal,
     RunDir,
@@ -46,10 +49,7 @@ from trainer.run import (
     write_durably,
     write_record,
 )
-from trainer.signature import model_digest
-from trainer.structure import locations
-from trainer.surgery import is_cut
-from trainer.trainee import finished, judged, open_trainee
+from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
 
     Raises UnsupportedModel or ExportRefused; nothing is written then.
     """
-    from trainer.artifacts import write_artifacts
+    from onward.trainer.export.training.files import write_artifacts
 
     config = read_config(run)
     source = _unchanged(config.model.path, read_record(run.identity, RunIdentity))

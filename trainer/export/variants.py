@@ -6,7 +6,7 @@
     int8_static    both in 8 bits, calibrated on evaluation data
 
 A variant that fails its gate does not come to exist; the exported file does not depend on it. Quantizers can
-take their process down, so each has one of its own: `python -m trainer variant`.
+take their process down, so each has one of its own: `python -m onward.trainer variant`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
-
-from trainer.errors import ExportRefused
-from trainer.judge import Array, Evaluator, Judge, open_session
-from trainer.ops.stored import slots
-from trainer.run import Variant, durable_file
-from trainer.structure import locations
+from onward.trainer.errors import ExportRefused
+from onward.trainer.export.verification import Array, Evaluator, Judge, open_session
+from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.initializers import slots
+from onward.trainer.run.directory import Variant, durable_file
 
 log = logging.getLogger(__name__)
 

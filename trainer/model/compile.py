@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from onward.trainer.config.sections import GraphConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_import.runtime_node import Leaf
 from torch import fx, nn
-
-from trainer.config import GraphConfig
-from trainer.errors import ConfigError
-from trainer.ops.leaf import Leaf
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from onward.trainer.config.sections import ModelConfig
+from onward.trainer.distributed.collectives import reduced
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_import.torchvision_import import import_torchvision
 from torch import Tensor
-
-from trainer.collectives import reduced
-from trainer.config import ModelConfig
-from trainer.errors import ConfigError
-from trainer.vision import import_torchvision
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -149,7 +148,7 @@ class Loss:
     """The configured loss over the outputs of one micro-batch.
 
     `output_names`: the graph's outputs in order. `classes`: those that this rank's graph gives the logits of, when a
-    group has divided them (trainer/vocabulary.py); then every rank of it must call what takes outputs, and gets the
+    group has divided them (tensor/vocabulary.py); then every rank of it must call what takes outputs, and gets the
     same. Raises ConfigError for an unknown `model.output`.
     """
 

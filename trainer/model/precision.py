@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
-
-from trainer.config import PrecisionConfig
+from onward.trainer.config.sections import PrecisionConfig
 
 Remedy = Literal["again", "skip", "none"]
 MOST_SKIPS = 10

@@ -7,16 +7,15 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 import torch
+from onward.trainer.config.sections import MonitorConfig
+from onward.trainer.events import EventWriter
 from torch import Tensor
-
-from trainer.config import MonitorConfig
-from trainer.events import EventWriter
 
 NUM_BINS = 30
 
 
 class Model(Protocol):
-    """Who holds the weights, in whatever layout (trainer/assembly.py)."""
+    """Who holds the weights, in whatever layout (trainer/parallel/rank_model.py)."""
 
     @property
     def trained_names(self) -> frozenset[str]: ...

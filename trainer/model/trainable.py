@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+from onward.trainer.config.sections import ModelConfig, RunConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.model.adapters import Adapter, add_adapters, merged
+from onward.trainer.onnx_graph import surgery
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.converters import load_converters
+from onward.trainer.onnx_import.passes.dropout import add_dropout
 from torch import fx
-
-from trainer import graph, surgery
-from trainer.config import ModelConfig, RunConfig
-from trainer.errors import ConfigError
-from trainer.lora import Adapter, add_adapters, merged
-from trainer.ops.foreign import load_converters
-from trainer.ops.regularise import add_dropout
 
 log = logging.getLogger(__name__)
 

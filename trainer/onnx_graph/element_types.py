@@ -24,7 +24,7 @@ class Unsupported(Exception):
 
 
 class RunTime(Unsupported):
-    """What one node needs is known only when the graph runs: it becomes a leaf (trainer/ops/leaf.py).
+    """What one node needs is known only when the graph runs: it becomes a leaf (trainer/onnx_import/runtime_node.py).
 
     Any rule may raise it; the same rule is then called with real tensors each time the graph runs.
     """

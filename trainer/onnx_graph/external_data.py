@@ -14,9 +14,8 @@ import onnx
 import torch
 from onnx import TensorProto
 from onnx.external_data_helper import load_external_data_for_tensor
-
-from trainer.ops.values import DTYPES, read_tensor
-from trainer.structure import all_tensors
+from onward.trainer.onnx_graph.element_types import DTYPES, read_tensor
+from onward.trainer.onnx_graph.index import all_tensors
 
 RAW: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,

@@ -10,10 +10,9 @@ import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, numpy_helper
-
-from trainer.errors import UnsupportedModel
-from trainer.ops.external import differs, is_external, mapped
-from trainer.ops.values import DTYPES, element_type_name, read_tensor
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.element_types import DTYPES, element_type_name, read_tensor
+from onward.trainer.onnx_graph.external_data import differs, is_external, mapped
 
 
 def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch.Tensor]:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-
-from trainer.config import ModelConfig
-from trainer.errors import ConfigError
-from trainer.structure import Index, dims_of, infer, near, reads
+from onward.trainer.config.sections import ModelConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.index import Index, dims_of, infer, near, reads
 
 # fmt: off
 UNCHANGED = frozenset((

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-
-from trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError
 
 OPSET = 20
 """The first operator set with LayerNormalization and Gelu as single nodes."""

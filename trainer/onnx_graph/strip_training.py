@@ -9,8 +9,7 @@ from typing import Any
 
 import onnx
 from onnx import helper
-
-from trainer.ops.depth import branches
+from onward.trainer.onnx_graph.stochastic_depth import branches
 
 
 def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = (), base: Path | None = None) -> Counter[str]:
@@ -20,7 +19,7 @@ def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = (), base: Pa
     output, one of `keep`, a value read by an inner graph, a mask in use) only loses its training mode.
     BatchNormalization keeps its running statistics as inputs and no longer computes new ones. Constants and
     initializers that nobody reads any more go too. The graphs inside nodes are treated alike; in the model's
-    own functions Dropout only loses its training mode. Stochastic depth written out (trainer/ops/depth.py) goes from
+    own functions Dropout only loses its training mode. Stochastic depth written out (stochastic_depth.py) goes from
     the main graph with all that was computed for it alone; `base`: where the model's external data is, for its numbers.
     """
     removed = _strip_depth(model, {*keep, *(value.name for value in model.graph.output)}, base)

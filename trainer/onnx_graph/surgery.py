@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import onnx
-
-from trainer.config import ModelConfig
-from trainer.errors import ConfigError
-from trainer.head import replace_head
-from trainer.structure import UNTIED, Index, inferred, near, reads
+from onward.trainer.config.sections import ModelConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.index import UNTIED, Index, inferred, near, reads
+from onward.trainer.onnx_graph.new_head import replace_head
 
 # -- what the file keeps
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import onnx
 import torch
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value
+from onward.trainer.onnx_import.registry import RULES, Call, Rule, run_rule
+from onward.trainer.onnx_import.torchvision_import import import_torchvision
+from onward.trainer.onnx_import.tracing import Eager, Tracer
 from torch import nn
-
-from trainer.errors import ConfigError
-from trainer.ops.table import RULES, Call, Rule, run_rule
-from trainer.ops.tracing import Eager, Tracer
-from trainer.ops.values import RunTime, Unsupported, Value
-from trainer.vision import import_torchvision
 
 Converter = Callable[[Any, Any], Any]
 

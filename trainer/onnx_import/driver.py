@@ -11,14 +11,13 @@ from pathlib import Path
 import onnx
 import torch
 from onnx import TensorProto
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.element_types import PACKED, Unsupported, Value, torch_dtype
+from onward.trainer.onnx_graph.shape_inference import inferred
+from onward.trainer.onnx_import.lowering import Walk, functions_of, opsets_of, unknown_operators
+from onward.trainer.onnx_import.roles import Role
+from onward.trainer.onnx_import.tracing import Traced, Tracer
 from torch import fx, nn
-
-from trainer.errors import UnsupportedModel
-from trainer.ops.infer import inferred
-from trainer.ops.roles import Role
-from trainer.ops.tracing import Traced, Tracer
-from trainer.ops.values import PACKED, Unsupported, Value, torch_dtype
-from trainer.ops.walk import Walk, functions_of, opsets_of, unknown_operators
 
 # -- the sizes a graph is tried at
 

@@ -9,9 +9,8 @@ from typing import Any
 import onnx
 import torch
 from onnx import defs, helper
-
-from trainer.ops.tracing import Traced
-from trainer.ops.values import Value, element_type, read_tensor
+from onward.trainer.onnx_graph.element_types import Value, element_type, read_tensor
+from onward.trainer.onnx_import.tracing import Traced
 
 
 def has_definition(node: onnx.NodeProto, opset: int) -> bool:

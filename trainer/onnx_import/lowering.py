@@ -10,15 +10,21 @@ from typing import Any
 import onnx
 import torch
 from onnx import defs
+from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value
+from onward.trainer.onnx_graph.shape_inference import Probes
+from onward.trainer.onnx_import import converters as foreign
+from onward.trainer.onnx_import.function_bodies import (
+    captured,
+    function_body,
+    has_definition,
+    local_body,
+    scoped,
+    subgraphs,
+)
+from onward.trainer.onnx_import.registry import RULES, Call, run_rule
+from onward.trainer.onnx_import.runtime_node import Functions, Leaf, Surroundings
+from onward.trainer.onnx_import.tracing import Eager, Traced, Tracer
 from torch.utils import _pytree as pytree
-
-from trainer.ops import foreign
-from trainer.ops.bodies import captured, function_body, has_definition, local_body, scoped, subgraphs
-from trainer.ops.infer import Probes
-from trainer.ops.leaf import Functions, Leaf, Surroundings
-from trainer.ops.table import RULES, Call, run_rule
-from trainer.ops.tracing import Eager, Traced, Tracer
-from trainer.ops.values import RunTime, Unsupported, Value
 
 Body = onnx.GraphProto | onnx.FunctionProto
 

@@ -22,27 +22,32 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onward.trainer.onnx_import.ops  # noqa: F401  files the operator table
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, inliner
+from onward.trainer.errors import CheckpointError, ConfigError, UnsupportedModel
+from onward.trainer.onnx_graph.external_data import (
+    external_problems,
+    is_external,
+    place,
+    with_small_tensors,
+    write_back,
+)
+from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_graph.initializers import slots, store, stored_tensors
+from onward.trainer.onnx_graph.stochastic_depth import branches, marked
+from onward.trainer.onnx_import.driver import Importer, import_graph
+from onward.trainer.onnx_import.ops.contrib import OWN_NORMS, check_optimised
+from onward.trainer.onnx_import.ops.norm import BatchNorm
+from onward.trainer.onnx_import.passes.fuse import fuse as fuse_graph
+from onward.trainer.onnx_import.roles import Role, promoted, roles
+from onward.trainer.onnx_import.shape_assumptions import is_kept
+from onward.trainer.onnx_import.ties import Copies, copy_roles, find_copies
+from onward.trainer.onnx_import.ties import tie as tie_copies
+from onward.trainer.run.directory import durable_file
 from torch import fx, nn
 from torch.fx.graph_module import reduce_graph_module
-
-import trainer.ops  # noqa: F401  files the operator table
-from trainer.errors import CheckpointError, ConfigError, UnsupportedModel
-from trainer.ops.assumed import is_kept
-from trainer.ops.contrib import OWN_NORMS, check_optimised
-from trainer.ops.depth import branches, marked
-from trainer.ops.external import external_problems, is_external, place, with_small_tensors, write_back
-from trainer.ops.fuse import fuse as fuse_graph
-from trainer.ops.importer import Importer, import_graph
-from trainer.ops.norm import BatchNorm
-from trainer.ops.roles import Role, promoted, roles
-from trainer.ops.stored import slots, store, stored_tensors
-from trainer.ops.ties import Copies, copy_roles, find_copies
-from trainer.ops.ties import tie as tie_copies
-from trainer.run import durable_file
-from trainer.structure import all_tensors
 
 
 class ImportedGraph(fx.GraphModule):

@@ -19,10 +19,17 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from onward.trainer.onnx_graph.element_types import (
+    HostInts,
+    RunTime,
+    Unsupported,
+    Value,
+    attribute_value,
+    element_type,
+    torch_dtype,
+)
+from onward.trainer.onnx_import.tracing import Eager, Tracer
 from torch import nn
-
-from trainer.ops.tracing import Eager, Tracer
-from trainer.ops.values import HostInts, RunTime, Unsupported, Value, attribute_value, element_type, torch_dtype
 
 Rule = Callable[..., Value]
 RunBody = Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]
@@ -31,7 +38,7 @@ RULES: dict[tuple[str, int], Rule] = {}
 """(operator, since_version) -> the function that lowers it; in other domains than ONNX's, "domain.operator"."""
 
 HOST_RULES: dict[str, Rule] = {}
-"""Operator -> how it works on host integers alone (trainer/ops/host.py)."""
+"""Operator -> how it works on host integers alone (trainer/onnx_import/ops/shape_arithmetic.py)."""
 
 
 def lower(*operators: str, since: Sequence[int]) -> Callable[[Rule], Rule]:

@@ -14,10 +14,9 @@ from typing import Any
 
 import onnx
 import torch
+from onward.trainer.onnx_graph.element_types import Unsupported, Value
+from onward.trainer.onnx_import.tracing import ANCHOR, Eager
 from torch import nn
-
-from trainer.ops.tracing import ANCHOR, Eager
-from trainer.ops.values import Unsupported, Value
 
 Functions = Mapping[tuple[str, str, str], onnx.FunctionProto]
 """(domain, name, overload) -> a function the model itself defines."""

@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping
 
 import torch
+from onward.trainer.onnx_graph.index import UNTIED
+from onward.trainer.onnx_import.roles import Role
+from onward.trainer.onnx_import.tensor_contents import says_something
 from torch import fx, nn
-
-from trainer.ops.contents import says_something
-from trainer.ops.roles import Role
-from trainer.structure import UNTIED
 
 Copies = dict[str, tuple[str, bool]]
 """Name of a copy -> the weight it is a copy of, and whether it is its transpose."""

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from onward.trainer.onnx_graph.element_types import HostInts, RunTime, Unsupported, Value
+from onward.trainer.onnx_import.shape_assumptions import may_differ, must_be, told
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-
-from trainer.ops.assumed import may_differ, must_be, told
-from trainer.ops.values import HostInts, RunTime, Unsupported, Value
 
 ANCHOR = "_anchor"
 """An empty buffer whose device is where tensors made in the graph are put."""
@@ -39,10 +38,10 @@ class Traced:
         self.tracer = tracer
         self.node = node
         self._probes = probes
-        self.packed: int | None = None  # see trainer.ops.values.element_type
+        self.packed: int | None = None  # see onnx_graph.element_types.element_type
         if probes is not None and isinstance(probes[0], torch.Tensor):
             node.meta["rank"] = probes[0].ndim
-        node.meta["probes"] = probes  # for the rewrites (trainer/ops/rewriting.py)
+        node.meta["probes"] = probes  # for the rewrites (trainer/onnx_import/passes/rewriter.py)
 
     @property
     def known(self) -> bool:

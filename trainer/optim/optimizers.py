@@ -17,13 +17,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from onward.trainer.config.sections import OptimizerConfig, ScheduleConfig
+from onward.trainer.distributed.placement import Placement
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.errors import CheckpointError, ConfigError
+from onward.trainer.optim.moments import Group, Stretch, in_fp32, make_moments, pieces
 from torch import Tensor
-
-from trainer.config import OptimizerConfig, ScheduleConfig
-from trainer.errors import CheckpointError, ConfigError
-from trainer.moments import Group, Stretch, in_fp32, make_moments, pieces
-from trainer.placement import Placement
-from trainer.weights import Weight
 
 Weights = Iterable[Weight | tuple[str, Tensor]]
 """Trained weights; a name in the file with a parameter is a weight held whole."""

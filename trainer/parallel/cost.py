@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from onward.trainer.errors import UnsupportedModel
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -21,8 +22,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-
-from trainer.errors import UnsupportedModel
 
 Autocast = Callable[[], AbstractContextManager[object]]
 

@@ -13,22 +13,22 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.distributed.placement import Placement
+from onward.trainer.distributed.processes import Coordinate
+from onward.trainer.distributed.weights import Weight, shape_of
+from onward.trainer.errors import ConfigError
+from onward.trainer.model.loss import Slice
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.ops.norm import BatchNorm
+from onward.trainer.parallel.cost import Autocast, NodeCost, costs
+from onward.trainer.parallel.memory import budget
+from onward.trainer.parallel.pipeline import partition as cut
+from onward.trainer.parallel.pipeline.partition import CutPoint, Stage
+from onward.trainer.parallel.recompute import by_budget, by_name, recompute, unit_costs
+from onward.trainer.parallel.tensor.regions import HorizontalPlan, divide, plan_regions
+from onward.trainer.parallel.tensor.vocabulary import VocabularyPlan, divide_vocabulary, plan_vocabulary
 from torch import Tensor, fx, nn
-
-from trainer import cut, graph
-from trainer.config import RunConfig
-from trainer.cost import Autocast, NodeCost, costs
-from trainer.cut import CutPoint, Stage
-from trainer.distributed import Coordinate
-from trainer.errors import ConfigError
-from trainer.horizontal import HorizontalPlan, divide, plan_regions
-from trainer.loss import Slice
-from trainer.memory import budget
-from trainer.ops.norm import BatchNorm
-from trainer.placement import Placement
-from trainer.recompute import by_budget, by_name, recompute, unit_costs
-from trainer.vocabulary import VocabularyPlan, divide_vocabulary, plan_vocabulary
-from trainer.weights import Weight, shape_of
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from onward.trainer.config.sections import OptimizerConfig, ParallelConfig, RunConfig
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.parallel.cost import Autocast
+from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.plan_record import Memory
+from onward.trainer.parallel.replicas.zero import divides
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from trainer.config import OptimizerConfig, ParallelConfig, RunConfig
-from trainer.cost import Autocast
-from trainer.cut import Stage
-from trainer.planned import Memory
-from trainer.weights import Weight
-from trainer.zero import divides
 
 # -- one micro-batch through one stage
 
@@ -224,7 +223,7 @@ class Sharding:
 
 
 def sharding(stages: Sequence[Stage], weights: Sequence[Weight], parallel: ParallelConfig) -> Sharding:
-    """What trainer/zero.py divides, and what travels together."""
+    """What trainer/parallel/replicas/zero.py divides, and what travels together."""
     size = parallel.shard or parallel.data
     divided = [weight for weight in weights if parallel.zero and divides(weight, zero=parallel.zero)]
     sizes = {id(weight.tensor): weight.tensor.nbytes for weight in divided}

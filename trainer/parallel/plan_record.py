@@ -1,12 +1,12 @@
 """What `onward plan` finds: how a run is divided, what each rank holds and sends, and why some weights stay whole.
 
-Made by trainer/plan.py in a process of its own; read by the flow, which needs no torch for it.
+Made by trainer/parallel/planner.py in a process of its own; read by the flow, which needs no torch for it.
 """
 
 from __future__ import annotations
 
-from trainer.config import ParallelConfig, RecomputeConfig
-from trainer.run import Record
+from onward.trainer.config.sections import ParallelConfig, RecomputeConfig
+from onward.trainer.run.directory import Record
 
 
 class Memory(Record):

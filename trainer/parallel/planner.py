@@ -1,7 +1,7 @@
 """`onward plan`: how the ranks would divide the work, what each would hold and send, told without starting any.
 
 The graph is divided, cut and marked by the code that training uses, and each rank's stages are rehearsed
-(trainer/memory.py). `auto` does that for every division of the ranks, and takes the quickest that fits.
+(trainer/parallel/memory.py). `auto` does that for every division of the ranks, and takes the quickest that fits.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from functools import partial
 from typing import Any
 
 import torch
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.data.shards import peek
+from onward.trainer.data.signature import Use, signature_to_train, uses
+from onward.trainer.distributed.processes import Coordinate, free_memory
+from onward.trainer.distributed.weights import Weight, shape_of
+from onward.trainer.errors import ConfigError
+from onward.trainer.model import precision
+from onward.trainer.model.loss import Loss
+from onward.trainer.model.trainable import open_trainee
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.parallel.layout import Arrangement, arrange, recompute_units
+from onward.trainer.parallel.memory import Rehearsal, foretell, rehearse, sharding
+from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Traffic
+from onward.trainer.parallel.tensor.regions import FLOPS_PER_BYTE
 from torch import Tensor, fx, nn
-
-from trainer import graph, precision
-from trainer.arrangement import Arrangement, arrange, recompute_units
-from trainer.config import RunConfig
-from trainer.cut import Stage
-from trainer.distributed import Coordinate, free_memory
-from trainer.errors import ConfigError
-from trainer.horizontal import FLOPS_PER_BYTE
-from trainer.loss import Loss
-from trainer.memory import Rehearsal, foretell, rehearse, sharding
-from trainer.planned import Memory, Plan, PlannedRegion, PlannedStage, Traffic
-from trainer.shards import peek
-from trainer.signature import Use, signature_to_train, uses
-from trainer.trainee import open_trainee
-from trainer.weights import Weight, shape_of
 
 
 def plan(config: RunConfig) -> Plan:

@@ -16,23 +16,24 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.distributed.placement import Placement, slices
+from onward.trainer.distributed.processes import MPIContext, ParallelDims
+from onward.trainer.distributed.weights import Weight, fill, shape_of
+from onward.trainer.errors import CheckpointError
+from onward.trainer.model import precision
+from onward.trainer.model.compile import accelerate
+from onward.trainer.model.loss import Loss
+from onward.trainer.model.trainable import Trainee
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.parallel.cost import Autocast, costs
+from onward.trainer.parallel.layout import arrange, is_trained, recompute_units
+from onward.trainer.parallel.pipeline import partition as cut
+from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.replicas.reducer import Reducer, gradient
+from onward.trainer.parallel.replicas.zero import Sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-
-from trainer import cut, graph, precision
-from trainer.accelerate import accelerate
-from trainer.arrangement import arrange, is_trained, recompute_units
-from trainer.config import RunConfig
-from trainer.cost import Autocast, costs
-from trainer.cut import Stage
-from trainer.distributed import MPIContext, ParallelDims
-from trainer.errors import CheckpointError
-from trainer.loss import Loss
-from trainer.placement import Placement, slices
-from trainer.reduce import Reducer, gradient
-from trainer.trainee import Trainee
-from trainer.weights import Weight, fill, shape_of
-from trainer.zero import Sharded
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,14 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.parallel.cost import NodeCost
+from onward.trainer.parallel.pipeline.partition import Chain, Part
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
-
-from trainer.cost import NodeCost
-from trainer.cut import Chain, Part
-from trainer.errors import ConfigError, UnsupportedModel
 
 Mode = Literal["none", "whole", "selective"]
 

@@ -39,11 +39,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from onward.trainer import errors
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.errors import ConfigError, Fenced, OnwardError
 from pydantic import BaseModel, ConfigDict, ValidationError
-
-from trainer import errors
-from trainer.config import RunConfig
-from trainer.errors import ConfigError, Fenced, OnwardError
 
 
 class Record(BaseModel):

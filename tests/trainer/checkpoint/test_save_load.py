@@ -16,13 +16,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from safetensors import safe_open
-
-from tests.ranks import run_ranks
-from trainer.checkpoint import Part, agree, load, newest_whole, save, shapes
-from trainer.distributed import MPIContext
-from trainer.errors import CheckpointError, Fenced, TrainingFailed
-from trainer.manifest import (
+from onward.trainer.checkpoint.manifest import (
     UNSEALED,
     TensorEntry,
     TrainState,
@@ -35,9 +29,15 @@ from trainer.manifest import (
     uneven,
     verify,
 )
-from trainer.pieces import Piece, partition
-from trainer.placement import Placement, slices
-from trainer.run import CheckpointInfo, RunDir
+from onward.trainer.checkpoint.save_load import Part, agree, load, newest_whole, save, shapes
+from onward.trainer.checkpoint.write_plan import Piece, partition
+from onward.trainer.distributed.placement import Placement, slices
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.errors import CheckpointError, Fenced, TrainingFailed
+from onward.trainer.run.directory import CheckpointInfo, RunDir
+from safetensors import safe_open
+
+from tests.support.ranks import run_ranks
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from onward.trainer.config.sections import RunConfig, build_config, load_config
+from onward.trainer.errors import ConfigError
 from pydantic import ValidationError
-
-from trainer.config import RunConfig, build_config, load_config
-from trainer.errors import ConfigError
 
 GOOD: dict[str, dict[str, Any]] = {"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 5}}
 IN_FOUR = {"num_steps": 1, "gradient_accumulation_steps": 4}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from trainer.shuffle import key64, mix64, permutation
+from onward.trainer.data.permutation import key64, mix64, permutation
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 1000, 4097, 65536])

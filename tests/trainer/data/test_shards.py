@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-
-from trainer import shards
-from trainer.config import DataConfig
-from trainer.errors import DataError
-from trainer.protofile import ProtoReader, ProtoWriter
-from trainer.schema import Column, Want
-from trainer.shards import ShardManifest, Shards, check_shards, make_shards, open_shards
+from onward.trainer.config.sections import DataConfig
+from onward.trainer.data import shards
+from onward.trainer.data.columns import Column, Want
+from onward.trainer.data.shards import ShardManifest, Shards, check_shards, make_shards, open_shards
+from onward.trainer.data.tensorproto_files import ProtoReader, ProtoWriter
+from onward.trainer.errors import DataError
 
 GOLDEN = bytes.fromhex("1e000000 0b000000 080210073a0201024201 78 0b000000 1001 2204 0000003f 4201 79")
 """int64 x = [1, 2] and scalar float y = 0.5, as the predecessor reads them."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import onnx
 import pytest
+from onward.trainer.config.sections import DataConfig, ModelConfig, RunConfig
+from onward.trainer.data.columns import Column, Schema, Want
+from onward.trainer.data.signature import misfits, read_signature, wanted
+from onward.trainer.errors import UnsupportedModel
 
-from tests import graphs
-from trainer.config import DataConfig, ModelConfig, RunConfig
-from trainer.errors import UnsupportedModel
-from trainer.schema import Column, Schema, Want
-from trainer.signature import misfits, read_signature, wanted
+from tests.support import graphs
 
 
 def columns(*found: Column) -> Schema:

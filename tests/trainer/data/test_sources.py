@@ -12,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from trainer import arrowfile, protofile, sources, tables
-from trainer.config import DataConfig
-from trainer.errors import DataError
-from trainer.schema import Column, Values, Want
-from trainer.shards import ShardManifest, make_shards, open_shards, peek
+from onward.trainer.config.sections import DataConfig
+from onward.trainer.data import arrow_files as arrowfile
+from onward.trainer.data import sources, tables
+from onward.trainer.data import tensorproto_files as protofile
+from onward.trainer.data.columns import Column, Values, Want
+from onward.trainer.data.shards import ShardManifest, make_shards, open_shards, peek
+from onward.trainer.errors import DataError
 
 X = np.arange(200, dtype=np.float32).reshape(100, 2) / 4
 Y = np.arange(100) % 3

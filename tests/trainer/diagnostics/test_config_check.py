@@ -7,11 +7,18 @@ from typing import Any
 
 import onnx
 import pytest
+from onward.trainer.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    ExportConfig,
+    LaunchConfig,
+    ModelConfig,
+    build_config,
+)
+from onward.trainer.diagnostics.config_check import check_sections, in_the_way
+from onward.trainer.errors import ConfigError
 
-from tests import graphs
-from trainer.check import check_sections, in_the_way
-from trainer.config import CheckpointConfig, DataConfig, ExportConfig, LaunchConfig, ModelConfig, build_config
-from trainer.errors import ConfigError
+from tests.support import graphs
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onward.flows.cli import app
+from onward.trainer.diagnostics.diff import compare
+from onward.trainer.errors import ConfigError, UnsupportedModel
 from typer.testing import CliRunner
 
-from flows.cli import app
-from tests.graphs import MODELS, tiny_conv_net, tiny_mlp
-from trainer.diff import compare
-from trainer.errors import ConfigError, UnsupportedModel
+from tests.support.graphs import MODELS, tiny_conv_net, tiny_mlp
 
 
 def pair(a: onnx.ModelProto, b: onnx.ModelProto, folder: Path) -> tuple[Path, Path]:

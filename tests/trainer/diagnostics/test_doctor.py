@@ -8,12 +8,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from onward.flows.cli import app
+from onward.trainer.diagnostics.doctor import Diagnosis, diagnose
+from onward.trainer.errors import ConfigError
 from typer.testing import CliRunner
 
-from flows.cli import app
-from tests.graphs import MODELS, tiny_conv_net, tiny_conv_net_with_batch_norm, tiny_mlp, tiny_transformer
-from trainer.doctor import Diagnosis, diagnose
-from trainer.errors import ConfigError
+from tests.support.graphs import MODELS, tiny_conv_net, tiny_conv_net_with_batch_norm, tiny_mlp, tiny_transformer
 
 
 def parsed(text: str, **weights: np.ndarray) -> onnx.ModelProto:

@@ -17,10 +17,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-
-from infra import mpirun
-from tests.ranks import run_ranks
-from trainer.distributed import (
+from onward.infra import mpirun
+from onward.trainer.distributed.processes import (
     AXES,
     MPIContext,
     ParallelDims,
@@ -31,10 +29,12 @@ from trainer.distributed import (
     make_mesh,
     preflight,
 )
-from trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
-from trainer.run import RunDir
+from onward.trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
+from onward.trainer.run.directory import RunDir
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 # -- tables
@@ -112,7 +112,7 @@ def find_each_other(mpi: MPIContext) -> dict[str, Any]:
 
 @pytest.mark.mpi
 def test_two_ranks_find_each_other() -> None:
-    first, second = run_ranks(2, "tests.trainer.test_distributed:find_each_other")
+    first, second = run_ranks(2, "tests.trainer.distributed.test_processes:find_each_other")
     assert first["rank"] == [0, 2, 0, 2, "cpu"]
     assert second["rank"] == [1, 2, 1, 2, "cpu"]
     for rank in (first, second):
@@ -135,7 +135,7 @@ def fail_on_one(mpi: MPIContext) -> None:
 @pytest.mark.mpi
 def test_run_ranks_raises_the_root_cause_not_the_echo() -> None:
     with pytest.raises(AssertionError, match=r"rank 1 failed:(.|\n)*ValueError: the root cause"):
-        run_ranks(2, "tests.trainer.test_distributed:fail_on_one")
+        run_ranks(2, "tests.trainer.distributed.test_processes:fail_on_one")
 
 
 def fail_with_hook(mpi: MPIContext, root: str) -> None:
@@ -149,7 +149,7 @@ def fail_with_hook(mpi: MPIContext, root: str) -> None:
 @pytest.mark.mpi
 def test_a_failing_rank_leaves_its_error_as_data_and_the_echo_does_not_mask_it(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died without a word"):
-        run_ranks(2, "tests.trainer.test_distributed:fail_with_hook", str(tmp_path))
+        run_ranks(2, "tests.trainer.distributed.test_processes:fail_with_hook", str(tmp_path))
     error = RunDir(tmp_path).first_error(4)
     assert error is not None
     assert (error.rank, error.step, error.cause, error.secondary) == (1, 12, "ValueError: the root cause", False)
@@ -165,7 +165,9 @@ def wait_to_be_orphaned(mpi: MPIContext, folder: str) -> None:
 def test_ranks_die_with_mpirun_even_when_nobody_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpirun, "sweep", lambda tag: None)
     with ThreadPoolExecutor() as threads:
-        running = threads.submit(run_ranks, 2, "tests.trainer.test_distributed:wait_to_be_orphaned", str(tmp_path))
+        running = threads.submit(
+            run_ranks, 2, "tests.trainer.distributed.test_processes:wait_to_be_orphaned", str(tmp_path)
+        )
         while len(list(tmp_path.glob("*.pid"))) < 2:
             assert not running.done()
             time.sleep(0.02)

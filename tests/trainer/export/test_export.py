@@ -15,21 +15,31 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onward.trainer.config.sections import ExportConfig, ModelConfig, build_config
+from onward.trainer.data.signature import model_digest
+from onward.trainer.errors import CheckpointError, ExportRefused
+from onward.trainer.export import export
+from onward.trainer.export.export import Checkpoint
+from onward.trainer.export.verification import Evaluator, relative_difference
+from onward.trainer.model.loss import Evaluation, Loss
+from onward.trainer.model.trainable import judged
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.run.directory import (
+    ExportedModel,
+    Refusal,
+    RunDir,
+    RunIdentity,
+    example_in,
+    read_record,
+    refusal_in,
+    write_record,
+)
+from onward.trainer.run.directory import sha256 as digest
 from torch import Tensor
 
-from tests import graphs
-from trainer import export, graph
-from trainer.config import ExportConfig, ModelConfig, build_config
-from trainer.errors import CheckpointError, ExportRefused
-from trainer.export import Checkpoint
-from trainer.judge import Evaluator, relative_difference
-from trainer.loss import Evaluation, Loss
-from trainer.ops.strip import strip_training
-from trainer.reference import GraphWriter
-from trainer.run import ExportedModel, Refusal, RunDir, RunIdentity, example_in, read_record, refusal_in, write_record
-from trainer.run import sha256 as digest
-from trainer.signature import model_digest
-from trainer.trainee import judged
+from tests.support import graphs
 
 CPU = torch.device("cpu")
 

@@ -12,16 +12,17 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onward.trainer.config.sections import ModelConfig
+from onward.trainer.export import variants
+from onward.trainer.export.variants import make_variant, too_much
+from onward.trainer.export.verification import Evaluator
+from onward.trainer.model.loss import Evaluation, Loss
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import import module as graph
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from tests import graphs
-from trainer import graph, variants
-from trainer.config import ModelConfig
-from trainer.judge import Evaluator
-from trainer.loss import Evaluation, Loss
-from trainer.reference import GraphWriter
-from trainer.variants import make_variant, too_much
+from tests.support import graphs
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onward.trainer.errors import ExportRefused
+from onward.trainer.export.verification import Evaluator, Judge, fp32_shadow, in_half_precision
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import import converters as foreign
+from onward.trainer.onnx_import import module as graph
 from torch import Tensor
 
-from tests import graphs
-from trainer import graph
-from trainer.errors import ExportRefused
-from trainer.judge import Evaluator, Judge, fp32_shadow, in_half_precision
-from trainer.ops import foreign
-from trainer.reference import GraphWriter
+from tests.support import graphs
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def test_an_operator_of_ones_own_is_imported_and_judged_by_the_users_file(tmp_pa
 
 
 def test_a_converter_file_that_does_not_run_is_named(tmp_path: Path) -> None:
-    from trainer.errors import ConfigError
+    from onward.trainer.errors import ConfigError
 
     files = [tmp_path / "broken.py", tmp_path / "absent.py"]
     files[0].write_text("1 / 0")

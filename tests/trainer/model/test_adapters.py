@@ -11,15 +11,15 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from onward.trainer.config.sections import RunConfig, build_config
+from onward.trainer.errors import ConfigError
+from onward.trainer.export.verification import open_session
+from onward.trainer.model.trainable import Trainee, finished, open_trainee
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import import module as graph
 from torch import Tensor, nn
 
-from tests import graphs
-from trainer import graph
-from trainer.config import RunConfig, build_config
-from trainer.errors import ConfigError
-from trainer.judge import open_session
-from trainer.reference import GraphWriter
-from trainer.trainee import Trainee, finished, open_trainee
+from tests.support import graphs
 
 Open = Callable[..., Trainee]
 

@@ -10,15 +10,15 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from onward.trainer.config.sections import GraphConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.model import compile as accelerate_module
+from onward.trainer.model.compile import accelerate, missing_compiler
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.module import ImportedGraph
 
-from tests import graphs, runs
-from tests.graphs import feed
-from trainer import accelerate as accelerate_module
-from trainer import graph
-from trainer.accelerate import accelerate, missing_compiler
-from trainer.config import GraphConfig
-from trainer.errors import ConfigError
-from trainer.graph import ImportedGraph
+from tests.support import graphs, runs
+from tests.support.graphs import feed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LSTM = """<ir_version: 8, opset_import: ["" : 17]>

@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-
-from trainer.config import ModelConfig
-from trainer.errors import ConfigError
-from trainer.loss import Evaluation, Loss
+from onward.trainer.config.sections import ModelConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.model.loss import Evaluation, Loss
 
 CPU = torch.device("cpu")
 

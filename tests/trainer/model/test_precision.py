@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from trainer.config import PrecisionConfig
-from trainer.precision import MOST_SKIPS, LossScaler, autocast
+from onward.trainer.config.sections import PrecisionConfig
+from onward.trainer.model.precision import MOST_SKIPS, LossScaler, autocast
 
 
 def grown(scaler: LossScaler, updates: int) -> LossScaler:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from onward.trainer.config.sections import MonitorConfig
+from onward.trainer.events import EventWriter, read_events
+from onward.trainer.model.summaries import NUM_BINS, summarise
 from torch import Tensor
-
-from trainer.config import MonitorConfig
-from trainer.events import EventWriter, read_events
-from trainer.summary import NUM_BINS, summarise
 
 
 class Two:

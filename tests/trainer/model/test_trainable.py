@@ -10,16 +10,16 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from onward.tasks.export import export_file
+from onward.trainer.config.sections import RunConfig, build_config
+from onward.trainer.export.verification import open_session
+from onward.trainer.model.trainable import finished, judged, open_trainee
+from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.run.directory import RunDir, read_config
 
-from tasks.export import export_file
-from tests import graphs
-from tests.runs import assert_equal_bits, events, final_tensors, make_run, tiny_images, train_run, train_until
-from trainer import graph
-from trainer.config import RunConfig, build_config
-from trainer.judge import open_session
-from trainer.reference import GraphWriter, build_squeezenet
-from trainer.run import RunDir, read_config
-from trainer.trainee import finished, judged, open_trainee
+from tests.support import graphs
+from tests.support.runs import assert_equal_bits, events, final_tensors, make_run, tiny_images, train_run, train_until
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -10,12 +10,12 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.onnx_graph import external_data as external
+from onward.trainer.onnx_graph.external_data import external_problems, is_external, place
+from onward.trainer.onnx_import import module as graph
 
-from tests.graphs import feed, tiny_bert, tiny_conv_net_with_batch_norm, tiny_mlp
-from trainer import graph
-from trainer.errors import ConfigError, UnsupportedModel
-from trainer.ops import external
-from trainer.ops.external import external_problems, is_external, place
+from tests.support.graphs import feed, tiny_bert, tiny_conv_net_with_batch_norm, tiny_mlp
 
 
 def saved(model: onnx.ModelProto, folder: Path, *, smallest: int = 0) -> Path:

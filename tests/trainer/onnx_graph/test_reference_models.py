@@ -7,10 +7,10 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import numpy_helper
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
 
-from tests.graphs import MODELS, feed
-from trainer.errors import ConfigError
-from trainer.reference import build_gpt2, build_squeezenet
+from tests.support.graphs import MODELS, feed
 
 
 def weights(model: onnx.ModelProto) -> dict[str, np.ndarray]:

@@ -11,18 +11,17 @@ import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
+from onward.trainer.config.sections import ExportConfig, ModelConfig
+from onward.trainer.diagnostics.doctor import diagnose
+from onward.trainer.errors import ExportRefused
+from onward.trainer.export.export import Expected, prove
+from onward.trainer.export.verification import Evaluator
+from onward.trainer.onnx_graph.stochastic_depth import branches, random_nodes
+from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
+from onward.trainer.onnx_import.torchvision_import import import_torchvision
 from torch import nn
-
-from trainer import graph
-from trainer.config import ExportConfig, ModelConfig
-from trainer.doctor import diagnose
-from trainer.errors import ExportRefused
-from trainer.export import Expected, prove
-from trainer.judge import Evaluator
-from trainer.ops.depth import branches, random_nodes
-from trainer.ops.noise import RandomNode, StochasticDepth
-from trainer.ops.strip import strip_training
-from trainer.vision import import_torchvision
 
 KEEP = 0.75
 

@@ -4,8 +4,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import numpy_helper
-
-from trainer.ops.strip import strip_training
+from onward.trainer.onnx_graph.strip_training import strip_training
 
 
 def test_dropout_inside_branches_loops_and_functions_does_not_drop_any_more():

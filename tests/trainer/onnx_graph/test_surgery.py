@@ -10,14 +10,14 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onward.trainer.config.sections import ModelConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.export.verification import open_session
+from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
+from onward.trainer.onnx_graph.surgery import cut, operate
+from onward.trainer.onnx_import import module as graph
 
-from tests import graphs
-from trainer import graph
-from trainer.config import ModelConfig
-from trainer.errors import ConfigError
-from trainer.judge import open_session
-from trainer.reference import GraphWriter, build_squeezenet
-from trainer.surgery import cut, operate
+from tests.support import graphs
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -11,8 +11,11 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onward.trainer.errors import CheckpointError, ConfigError, UnsupportedModel
+from onward.trainer.onnx_graph.reference_models import GraphWriter, build_gpt2, build_squeezenet
+from onward.trainer.onnx_import import module as graph
 
-from tests.graphs import (
+from tests.support.graphs import (
     MODELS,
     feed,
     tiny_bert,
@@ -21,9 +24,6 @@ from tests.graphs import (
     tiny_mlp,
     tiny_transformer,
 )
-from trainer import graph
-from trainer.errors import CheckpointError, ConfigError, UnsupportedModel
-from trainer.reference import GraphWriter, build_gpt2, build_squeezenet
 
 SUBJECTS = {
     **MODELS,
@@ -459,7 +459,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_uses_them() -> None:
 
 
 def test_a_single_value_per_channel_has_no_variance_to_learn_from() -> None:
-    from trainer.ops.norm import BatchNorm
+    from onward.trainer.onnx_import.ops.norm import BatchNorm
 
     norm = BatchNorm(0.1, 1e-5).train()
     mean, variance = torch.zeros(2), torch.ones(2)

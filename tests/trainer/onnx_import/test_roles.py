@@ -8,11 +8,10 @@ import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
-
-from trainer import graph
-from trainer.errors import ConfigError
-from trainer.ops.roles import roles
-from trainer.ops.stored import stored_tensors
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.roles import roles
 
 HEADER = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>\n'
 

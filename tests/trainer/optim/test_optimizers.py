@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-
-from trainer.checkpoint import TrainState, load, save
-from trainer.config import OptimizerConfig, ScheduleConfig, WeightAttributes
-from trainer.distributed import MPIContext
-from trainer.errors import CheckpointError, ConfigError
-from trainer.moments import CHUNK, key, noise, put_places, round_
-from trainer.optim import (
+from onward.trainer.checkpoint.save_load import TrainState, load, save
+from onward.trainer.config.sections import OptimizerConfig, ScheduleConfig, WeightAttributes
+from onward.trainer.distributed.placement import Placement
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.errors import CheckpointError, ConfigError
+from onward.trainer.optim.moments import CHUNK, key, noise, put_places, round_
+from onward.trainer.optim.optimizers import (
     build_optimizer,
     clip_factor,
     learning_rate,
@@ -30,9 +30,8 @@ from trainer.optim import (
     optimizer_tensors,
     set_learning_rate,
 )
-from trainer.placement import Placement
-from trainer.run import RunDir
-from trainer.weights import Weight
+from onward.trainer.run.directory import RunDir
+from torch import Tensor, nn
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Rule = Callable[[Array, Array, dict[str, Array], int], Array]

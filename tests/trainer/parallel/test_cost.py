@@ -11,17 +11,17 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import.module import ImportedGraph, to_module, trainable
+from onward.trainer.onnx_import.ops.norm import BatchNorm
+from onward.trainer.parallel.cost import Autocast, NodeCost, costs
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import graphs
-from trainer.cost import Autocast, NodeCost, costs
-from trainer.errors import UnsupportedModel
-from trainer.graph import ImportedGraph, to_module, trainable
-from trainer.ops.norm import BatchNorm
-from trainer.reference import GraphWriter
+from tests.support import graphs
 
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     **graphs.MODELS,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from onward.trainer.config.sections import RunConfig, build_config
+from onward.trainer.distributed.processes import Coordinate
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_import.module import to_module, trainable
+from onward.trainer.parallel.layout import Arrangement, arrange, recompute_units
 
-from tests import graphs
-from trainer.arrangement import Arrangement, arrange, recompute_units
-from trainer.config import RunConfig, build_config
-from trainer.distributed import Coordinate
-from trainer.errors import ConfigError
-from trainer.graph import to_module, trainable
+from tests.support import graphs
 
 HERE = Coordinate(0, 0, 0)
 WIDTH = 16

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from onward.trainer.config.sections import ModelConfig, ParallelConfig
+from onward.trainer.model.loss import Loss
+from onward.trainer.onnx_import.module import to_module, trainable
+from onward.trainer.parallel.cost import costs
+from onward.trainer.parallel.memory import Alive, order, rehearse
+from onward.trainer.parallel.pipeline import partition as cut
+from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.recompute import Mode, recompute
 from torch import Tensor
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
-from tests import graphs
-from tests.graphs import feed
-from trainer import cut
-from trainer.config import ModelConfig, ParallelConfig
-from trainer.cost import costs
-from trainer.cut import Stage
-from trainer.graph import to_module, trainable
-from trainer.loss import Loss
-from trainer.memory import Alive, order, rehearse
-from trainer.recompute import Mode, recompute
+from tests.support import graphs
+from tests.support.graphs import feed
 
 CPU = torch.device("cpu")
 NAMES = ("tiny_transformer", "tiny_bert", "tiny_llama", "tiny_resnet")

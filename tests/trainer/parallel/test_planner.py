@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.parallel.plan_record import Plan
+from onward.trainer.parallel.planner import divisions, plan
+from onward.trainer.run.directory import RunDir, read_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.equivalence.layouts import MODELS, Case, make_case
-from tests.ranks import run_ranks
-from tests.runs import make_run, tiny_text
-from trainer.config import RunConfig
-from trainer.distributed import MPIContext
-from trainer.errors import ConfigError
-from trainer.plan import divisions, plan
-from trainer.planned import Plan
-from trainer.reference import build_gpt2
-from trainer.run import RunDir, read_config
+from tests.support.ranks import run_ranks
+from tests.support.runs import make_run, tiny_text
 
 GPT, BERT, LLAMA, CONV = MODELS
 LAYERS, MICRO_BATCHES = 4, 8
@@ -68,8 +68,8 @@ def test_a_horizontal_plan_has_megatrons_regions_and_collectives(tmp_path: Path)
 
 def counted(mpi: MPIContext, root: str) -> int:
     """On a rank: train one step; the horizontal collectives that were made in forward and backward passes."""
-    from trainer.events import Heartbeat
-    from trainer.loop import train
+    from onward.trainer.events import Heartbeat
+    from onward.trainer.loop import train
 
     class Calls(TorchDispatchMode):
         number = 0
@@ -107,7 +107,7 @@ def counted(mpi: MPIContext, root: str) -> int:
 def test_a_run_makes_as_many_collectives_as_its_plan_says(tmp_path: Path, model: str) -> None:
     run = make_case(Case(model, "hp2", sections={"train": {"num_steps": 1}}), tmp_path)
     wanted, _ = sent(plan(read_config(run)), "horizontal")["all-reduce of activations"]
-    assert run_ranks(2, "tests.trainer.test_plan:counted", str(run.root), timeout_s=120) == [wanted, wanted]
+    assert run_ranks(2, "tests.trainer.parallel.test_planner:counted", str(run.root), timeout_s=120) == [wanted, wanted]
 
 
 def test_zero_says_what_it_gathers_scatters_and_saves(tmp_path: Path) -> None:

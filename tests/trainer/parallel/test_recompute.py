@@ -14,23 +14,32 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_import.module import to_module
+from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout
+from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
+from onward.trainer.onnx_import.passes.attention import Attention
+from onward.trainer.parallel.cost import costs
+from onward.trainer.parallel.pipeline import partition as cut
+from onward.trainer.parallel.pipeline.partition import Chain, Part
+from onward.trainer.parallel.recompute import (
+    Mode,
+    UnitCost,
+    _is_kept,
+    by_budget,
+    by_name,
+    peak_bytes,
+    recompute,
+    unit_costs,
+)
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.graphs import MODELS, feed, tiny_transformer
-from tests.ranks import run_ranks
-from trainer import cut
-from trainer.cost import costs
-from trainer.cut import Chain, Part
-from trainer.distributed import MPIContext
-from trainer.errors import ConfigError, UnsupportedModel
-from trainer.graph import to_module
-from trainer.ops.fuse_attention import Attention
-from trainer.ops.noise import RandomNode, StochasticDepth
-from trainer.ops.norm import BatchNorm, Dropout
-from trainer.recompute import Mode, UnitCost, _is_kept, by_budget, by_name, peak_bytes, recompute, unit_costs
-from trainer.reference import build_gpt2
+from tests.support.graphs import MODELS, feed, tiny_transformer
+from tests.support.ranks import run_ranks
 
 MODES: tuple[Mode, ...] = ("whole", "selective")
 CASTS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -315,7 +324,9 @@ def test_selective_computes_no_product_and_no_convolution_twice(name: str) -> No
 
 @pytest.mark.parametrize("mode", MODES)
 def test_without_training_the_unit_is_called_as_it_is(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.recompute.checkpoint", lambda *_, **__: pytest.fail("it was recomputed"))
+    monkeypatch.setattr(
+        "onward.trainer.parallel.recompute.checkpoint", lambda *_, **__: pytest.fail("it was recomputed")
+    )
     chain = blocks(1, of=Layers)
     recompute(chain, mode, [0])
     x = torch.randn(4, 32)
@@ -457,8 +468,7 @@ class Region(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
         import torch.distributed as dist
-
-        from trainer.collectives import enter, leave
+        from onward.trainer.distributed.collectives import enter, leave
 
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         h = leave(F.gelu(enter(x, group) @ self.columns) @ self.rows, group)
@@ -478,7 +488,7 @@ def divided(mode: Mode) -> tuple[list[Tensor], int]:
 
 @pytest.mark.mpi
 def test_under_sharding_pipelines_and_horizontal_division_the_bits_are_the_same() -> None:
-    for found in run_ranks(2, "tests.trainer.test_recompute:on_two_ranks"):
+    for found in run_ranks(2, "tests.trainer.parallel.test_recompute:on_two_ranks"):
         sums = {mode: found.pop(f"sums {mode}") for mode in ("none", *MODES)}
         assert all(found.values()), found
         assert sums == {"none": 4, "selective": 4, "whole": 6}, "2 regions: forward, backward, and forward again"

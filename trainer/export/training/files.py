@@ -27,17 +27,16 @@ from pathlib import Path
 import numpy as np
 import onnx
 from onnx.external_data_helper import load_external_data_for_model
+from onward.trainer.config.sections import RunConfig
+from onward.trainer.errors import ExportRefused
+from onward.trainer.export.training.gradients import gradient_of, training_model, updated
+from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
+from onward.trainer.export.training.optimizer_graph import optimizer_model
+from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.run.directory import durable_file, sha256, write_durably, write_record
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
-
-from trainer import graph
-from trainer.config import RunConfig
-from trainer.errors import ExportRefused
-from trainer.gradients import gradient_of, training_model, updated
-from trainer.lossgraph import evaluation_model, loss_names, model_with_loss
-from trainer.run import durable_file, sha256, write_durably, write_record
-from trainer.structure import all_tensors
-from trainer.updates import optimizer_model
 
 MOST_BYTES = 2**31 - 2**20
 """What one ONNX file holds, less a margin for names."""

@@ -1,7 +1,7 @@
 """training.onnx: the loss and the gradient of every trained weight, as one ONNX graph without torch.
 
 The imported graph, its loss and its differentiation are recorded as one list of ATen calls (make_fx over
-torch.func), written out where ONNX has no such operator (trainer/backward.py), and translated by torch.onnx.
+torch.func), written out where ONNX has no such operator (decompositions.py), and translated by torch.onnx.
 Sizes that are dynamic in the file stay dynamic. Weights are inputs, named as their initializers.
 """
 
@@ -18,19 +18,18 @@ from typing import Any
 import onnx
 import torch
 from onnx import helper, numpy_helper
+from onward.trainer.config.sections import ModelConfig
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.export.training.decompositions import DECOMPOSITIONS, Plain
+from onward.trainer.export.training.loss_graph import LossNames
+from onward.trainer.model.loss import Loss
+from onward.trainer.onnx_graph.element_types import torch_dtype
+from onward.trainer.onnx_import.driver import plans
+from onward.trainer.onnx_import.module import ImportedGraph
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-
-from trainer.backward import DECOMPOSITIONS, Plain
-from trainer.config import ModelConfig
-from trainer.errors import UnsupportedModel
-from trainer.graph import ImportedGraph
-from trainer.loss import Loss
-from trainer.lossgraph import LossNames
-from trainer.ops.importer import plans
-from trainer.ops.values import torch_dtype
 
 OPSET = 20
 """Of the training graph: 18 has the scatters that add, 20 Gelu as one node."""

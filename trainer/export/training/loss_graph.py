@@ -1,6 +1,6 @@
 """The configured loss as ONNX nodes behind a graph that stays as it is: model_with_loss.onnx and eval.onnx.
 
-The same numbers as trainer/loss.py: the mean over the targets that count, classes on the last axis.
+The same numbers as trainer/model/loss.py: the mean over the targets that count, classes on the last axis.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
-
-from trainer.config import ModelConfig
-from trainer.errors import ConfigError, UnsupportedModel
-from trainer.extend import Extension
-from trainer.ops.strip import strip_training
-from trainer.structure import nodes_of
+from onward.trainer.config.sections import ModelConfig
+from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.onnx_graph.builder import Extension
+from onward.trainer.onnx_graph.index import nodes_of
+from onward.trainer.onnx_graph.strip_training import strip_training
 
 LEAST_OPSET = 13
 """The first with SoftmaxCrossEntropyLoss as it is now."""

@@ -1,4 +1,4 @@
-"""optimizer.onnx: one weight update as an ONNX graph; the rules of trainer/optim.py, number for number."""
+"""optimizer.onnx: one weight update as an ONNX graph; the rules of trainer/optim/optimizers.py, number for number."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto, helper
+from onward.trainer.config.sections import OptimizerConfig
+from onward.trainer.onnx_graph.builder import Extension
+from onward.trainer.optim.optimizers import build_optimizer, optimizer_tensors
 from torch import Tensor
-
-from trainer.config import OptimizerConfig
-from trainer.extend import Extension
-from trainer.optim import build_optimizer, optimizer_tensors
 
 OPSET = 20
 

@@ -1,6 +1,6 @@
 """The operator table, by family; importing this package files every rule."""
 
-from trainer.ops import (
+from onward.trainer.onnx_import.ops import (
     attention,
     cast,
     contrib,
@@ -9,21 +9,21 @@ from trainer.ops import (
     detection,
     elementwise,
     gather,
-    host,
     image,
     loss,
     matmul,
-    noise,
     norm,
-    old,
     pool,
     quant,
+    random,
+    recurrent_state,
     reduce,
+    removed_ops,
     rnn,
     sequence,
     shape,
+    shape_arithmetic,
     signal,
-    stateful,
 )
 
 __all__ = [
@@ -35,19 +35,19 @@ __all__ = [
     "detection",
     "elementwise",
     "gather",
-    "host",
     "image",
     "loss",
     "matmul",
-    "noise",
     "norm",
-    "old",
     "pool",
     "quant",
+    "random",
+    "recurrent_state",
     "reduce",
+    "removed_ops",
     "rnn",
     "sequence",
     "shape",
+    "shape_arithmetic",
     "signal",
-    "stateful",
 ]

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-from trainer.ops.gather import gather_rows
-from trainer.ops.table import Call, lower
-from trainer.ops.values import Value
+from onward.trainer.onnx_graph.element_types import Value
+from onward.trainer.onnx_import.ops.gather import gather_rows
+from onward.trainer.onnx_import.registry import Call, lower
 
 # -- masks
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from onnx import TensorProto
+from onward.trainer.onnx_graph.element_types import PACKED, Unsupported, Value, element_type_name, torch_dtype
+from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.tracing import Traced
 from torch import fx
-
-from trainer.ops.table import Call, lower
-from trainer.ops.tracing import Traced
-from trainer.ops.values import PACKED, Unsupported, Value, element_type_name, torch_dtype
 
 INT_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
 HALVES: dict[int, torch.dtype] = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}

@@ -9,15 +9,14 @@ from collections.abc import Callable, Sequence
 import onnx
 import torch
 import torch.nn.functional as F
-
-from trainer.ops.attention import allowed, attend, both, join_heads, rotate, spelled, split_heads
-from trainer.ops.conv import conv
-from trainer.ops.gather import gather_rows
-from trainer.ops.matmul import gemm
-from trainer.ops.norm import layer_normalization
-from trainer.ops.shape import trilu
-from trainer.ops.table import Call, Rule, lower
-from trainer.ops.values import RunTime, Unsupported, Value
+from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value
+from onward.trainer.onnx_import.ops.attention import allowed, attend, both, join_heads, rotate, spelled, split_heads
+from onward.trainer.onnx_import.ops.conv import conv
+from onward.trainer.onnx_import.ops.gather import gather_rows
+from onward.trainer.onnx_import.ops.matmul import gemm
+from onward.trainer.onnx_import.ops.norm import layer_normalization
+from onward.trainer.onnx_import.ops.shape import trilu
+from onward.trainer.onnx_import.registry import Call, Rule, lower
 
 BEFORE_17 = tuple(range(7, 17))
 

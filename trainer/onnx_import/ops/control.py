@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import onnx
 import torch
-
-from trainer.ops.table import Call, lower
-from trainer.ops.tracing import Traced
-from trainer.ops.values import RunTime, Value
+from onward.trainer.onnx_graph.element_types import RunTime, Value
+from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.tracing import Traced
 
 VERSIONS = (11, 13, 16, 19, 21, 23, 24, 25)
 """Versions of If, Loop and Scan that only gained element types."""

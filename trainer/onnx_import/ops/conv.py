@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-from trainer.ops.table import Call, lower
-from trainer.ops.tracing import Traced
-from trainer.ops.values import Unsupported, Value
+from onward.trainer.onnx_graph.element_types import Unsupported, Value
+from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.tracing import Traced
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-
-from trainer.ops.table import Call, lower
-from trainer.ops.values import RunTime, Value
+from onward.trainer.onnx_graph.element_types import RunTime, Value
+from onward.trainer.onnx_import.registry import Call, lower
 
 
 def corners(boxes: torch.Tensor, centred: bool) -> torch.Tensor:

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-
-from trainer.ops.table import Call, Rule, lower
-from trainer.ops.tracing import Traced
-from trainer.ops.values import Value
+from onward.trainer.onnx_graph.element_types import Value
+from onward.trainer.onnx_import.registry import Call, Rule, lower
+from onward.trainer.onnx_import.tracing import Traced
 
 # -- one operand, no attributes
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-
-from trainer.ops.table import Call, lower
-from trainer.ops.tracing import Traced
-from trainer.ops.values import RunTime, Unsupported, Value
+from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value
+from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.tracing import Traced
 
 
 def from_front(indices: torch.Tensor, length: int) -> torch.Tensor:

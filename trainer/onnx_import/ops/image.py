@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from trainer.ops.table import Call, lower
-from trainer.ops.values import Value
+from onward.trainer.onnx_graph.element_types import Value
+from onward.trainer.onnx_import.registry import Call, lower
 
 
 class Reading(NamedTuple):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-
-from trainer.ops.table import Call, lower
-from trainer.ops.values import Value
+from onward.trainer.onnx_graph.element_types import Value
+from onward.trainer.onnx_import.registry import Call, lower
 
 
 @lower("MatMul", since=(1, 9, 13))

@@ -8,11 +8,10 @@ import operator
 
 import torch
 import torch.nn.functional as F
+from onward.trainer.onnx_graph.element_types import Unsupported, Value
+from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.tracing import Traced
 from torch import nn
-
-from trainer.ops.table import Call, lower
-from trainer.ops.tracing import Traced
-from trainer.ops.values import Unsupported, Value
 
 
 class BatchNorm(nn.Module):

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from onward.trainer.onnx_graph.element_types import Value, element_type
+from onward.trainer.onnx_graph.stochastic_depth import DOMAIN, OPERATOR
+from onward.trainer.onnx_import.registry import Call, lower
 from torch import nn
-
-from trainer.ops.depth import DOMAIN, OPERATOR
-from trainer.ops.table import Call, lower
-from trainer.ops.values import Value, element_type
 
 Distribution = Literal["normal", "uniform", "bernoulli", "multinomial"]
 

@@ -6,9 +6,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-
-from trainer.ops.table import Call, lower
-from trainer.ops.values import Unsupported, Value
+from onward.trainer.onnx_graph.element_types import Unsupported, Value
+from onward.trainer.onnx_import.registry import Call, lower
 
 Tensor = torch.Tensor
 

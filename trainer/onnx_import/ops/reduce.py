@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-from trainer.ops.table import Call, Rule, lower
-from trainer.ops.values import RunTime, Value
+from onward.trainer.onnx_graph.element_types import RunTime, Value
+from onward.trainer.onnx_import.registry import Call, Rule, lower
 
 
 def reduce_sum(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:

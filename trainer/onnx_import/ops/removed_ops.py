@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from onnx import TensorProto
-
-from trainer.ops.norm import BatchNorm, Dropout
-from trainer.ops.table import RULES, Call, Rule, lower
-from trainer.ops.values import Value
+from onward.trainer.onnx_graph.element_types import Value
+from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout
+from onward.trainer.onnx_import.registry import RULES, Call, Rule, lower
 
 
 def _aligned(c: Call, a: Value, b: Value) -> Value:

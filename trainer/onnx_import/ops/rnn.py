@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from onward.trainer.onnx_graph.element_types import Unsupported, Value
+from onward.trainer.onnx_import.registry import Call, lower
 from torch import nn
-
-from trainer.ops.table import Call, lower
-from trainer.ops.values import Unsupported, Value
 
 Tensor = torch.Tensor
 Activation = tuple[str, float, float]

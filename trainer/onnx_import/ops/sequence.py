@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from trainer.ops.table import Call, lower
-from trainer.ops.tracing import Traced
-from trainer.ops.values import RunTime, Value
+from onward.trainer.onnx_graph.element_types import RunTime, Value
+from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.tracing import Traced
 
 
 def _items(sequence: Value) -> list[Value]:

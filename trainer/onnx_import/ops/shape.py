@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-
-from trainer.ops.table import Call, lower
-from trainer.ops.tracing import Traced
-from trainer.ops.values import RunTime, Unsupported, Value, read_tensor
+from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value, read_tensor
+from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.tracing import Traced
 
 LAYOUT = (19, 21, 23, 24, 25)
 """Versions in which most layout operators only gained element types."""

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 from onnx import TensorProto
+from onward.trainer.onnx_graph.element_types import HostInts, RunTime, Value
+from onward.trainer.onnx_import.registry import Call, Rule, lower, on_host
+from onward.trainer.onnx_import.tracing import Traced
 from torch import fx
-
-from trainer.ops.table import Call, Rule, lower, on_host
-from trainer.ops.tracing import Traced
-from trainer.ops.values import HostInts, RunTime, Value
 
 SHAPE_VERSIONS = (1, 13, 15, 19, 21, 23, 24, 25)
 

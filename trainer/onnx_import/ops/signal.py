@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-
-from trainer.ops.table import Call, lower
-from trainer.ops.tracing import Traced
-from trainer.ops.values import Value
+from onward.trainer.onnx_graph.element_types import Value
+from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.tracing import Traced
 
 Tensor = torch.Tensor
 

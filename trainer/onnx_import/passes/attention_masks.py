@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from onward.trainer.onnx_import.ops.gather import gather_rows, strided
+from onward.trainer.onnx_import.ops.shape import arange, expand, full
+from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls
 from torch import fx
-
-from trainer.ops.gather import gather_rows, strided
-from trainer.ops.rewriting import NoMatch, Rewriter, calls
-from trainer.ops.shape import arange, expand, full
 
 MASKED = -1e9
 """Scores at or below this have no weight after softmax beside one that is not masked."""

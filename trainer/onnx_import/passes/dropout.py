@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from onward.trainer.onnx_import.ops.gather import gather_rows
+from onward.trainer.onnx_import.ops.norm import Dropout
+from onward.trainer.onnx_import.passes.attention import Attention
+from onward.trainer.onnx_import.passes.rewriter import calls
 from torch import fx, nn
-
-from trainer.ops.fuse_attention import Attention
-from trainer.ops.gather import gather_rows
-from trainer.ops.norm import Dropout
-from trainer.ops.rewriting import calls
 
 VIEWS = ("reshape", "view", "permute", "transpose", "flatten")
 

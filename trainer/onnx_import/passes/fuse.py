@@ -1,7 +1,7 @@
 """Rewrites of an imported graph into the calls torch has fast kernels for.
 
 Each takes a graph that computes f and leaves one that computes f up to rounding, and its gradient; where a
-condition of it does not hold, nothing is changed (trainer/ops/rewriting.py). What others read too is not taken
+condition of it does not hold, nothing is changed (rewriter.py). What others read too is not taken
 away. In this order, which matters:
 
     cse          calls made twice                 first, so that what is one value is one node
@@ -16,15 +16,14 @@ away. In this order, which matters:
 
 from __future__ import annotations
 
+from onward.trainer.onnx_import.passes.activations import gelus, silus
+from onward.trainer.onnx_import.passes.attention import attentions
+from onward.trainer.onnx_import.passes.norms import layer_norms, rms_norms
+from onward.trainer.onnx_import.passes.rewriter import Rewriter
+from onward.trainer.onnx_import.passes.sharing import linears, share
+from onward.trainer.onnx_import.passes.views import cuts
+from onward.trainer.onnx_import.shape_assumptions import is_kept
 from torch import fx, nn
-
-from trainer.ops.assumed import is_kept
-from trainer.ops.fuse_activations import gelus, silus
-from trainer.ops.fuse_attention import attentions
-from trainer.ops.fuse_norms import layer_norms, rms_norms
-from trainer.ops.fuse_sharing import linears, share
-from trainer.ops.fuse_views import cuts
-from trainer.ops.rewriting import Rewriter
 
 PASSES = (
     ("cse", share),

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from onward.trainer.onnx_import.ops.reduce import reduce_mean
+from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
 from torch import fx
-
-from trainer.ops.reduce import reduce_mean
-from trainer.ops.rewriting import NoMatch, Rewriter, calls, only, require
 
 
 def layer_norms(r: Rewriter) -> int:

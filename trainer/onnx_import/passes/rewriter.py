@@ -2,7 +2,7 @@
 
 A rewrite is a function that looks at one node and what it reads, and gives a node that computes the same.
 It raises NoMatch where one of its conditions does not hold; then nothing is changed. Afterwards it is checked
-that shape and type are the same, too, for both sizes at which the graph was traced (trainer/ops/tracing.py).
+that shape and type are the same, too, for both sizes at which the graph was traced (trainer/onnx_import/tracing.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from onward.trainer.onnx_import.tracing import REFUSALS
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-
-from trainer.ops.tracing import REFUSALS
 
 Rewrite = Callable[["Rewriter", fx.Node], fx.Node]
 

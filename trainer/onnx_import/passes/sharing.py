@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
 from torch import fx
 from torch.utils import _pytree as pytree
-
-from trainer.ops.rewriting import NoMatch, Rewriter, calls, only, require
 
 RANDOM = frozenset(
     {"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "bernoulli", "rrelu",
@@ -23,7 +22,7 @@ RANDOM = frozenset(
 )  # fmt: skip
 """Names of functions two calls of which differ, or that change what they read."""
 
-KNOWN = ("torch.", "trainer.ops.", "_operator.", "builtins.", "None.")
+KNOWN = ("torch.", "onward.trainer.onnx_import.ops.", "_operator.", "builtins.", "None.")
 """Where functions come from that are known to do nothing else; torch's own often do not say."""
 
 

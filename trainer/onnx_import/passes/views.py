@@ -10,10 +10,9 @@ import operator
 from typing import Any
 
 import torch
+from onward.trainer.onnx_import.ops.gather import strided
+from onward.trainer.onnx_import.passes.rewriter import Rewriter, calls
 from torch import fx
-
-from trainer.ops.gather import strided
-from trainer.ops.rewriting import Rewriter, calls
 
 Parts = list[tuple[int, int, fx.Node]]
 """From where to where, and the node that is this part."""

@@ -15,25 +15,33 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from onward.trainer.distributed.processes import lost_a_peer, new_group
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.model.loss import Totals
+from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.pipeline.schedules import (
+    Autocast,
+    Finish,
+    MicroBatch,
+    Scheduled,
+    Shapes,
+    gradients_of,
+    trained,
+    unchanged,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.cut import Stage
-from trainer.distributed import lost_a_peer, new_group
-from trainer.errors import UnsupportedModel
-from trainer.loss import Totals
-from trainer.schedules import Autocast, Finish, MicroBatch, Scheduled, Shapes, gradients_of, trained, unchanged
-
 
 class BatchLoss(Protocol):
-    """A loss as a sum over targets, and the number of targets (trainer/loss.py)."""
+    """A loss as a sum over targets, and the number of targets (trainer/model/loss.py)."""
 
     def count(self, labels: Tensor | None, size: int) -> int: ...
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor: ...
 
 
 class Engine(Protocol):
-    """Who collects the gradients (trainer/reduce.py, trainer/zero.py)."""
+    """Who collects the gradients (trainer/parallel/replicas/reducer.py, trainer/parallel/replicas/zero.py)."""
 
     def begin(self, num_backwards: int, num_targets: float, num_moves: int) -> None: ...
 

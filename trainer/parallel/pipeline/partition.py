@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_import.module import ImportedGraph, hold_constants_back
+from onward.trainer.onnx_import.shape_assumptions import is_kept
+from onward.trainer.parallel.cost import NodeCost
 from torch import Tensor, fx, nn
-
-from trainer.cost import NodeCost
-from trainer.errors import ConfigError
-from trainer.graph import ImportedGraph, hold_constants_back
-from trainer.ops.assumed import is_kept
 
 
 @dataclass(frozen=True)

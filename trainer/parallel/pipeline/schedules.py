@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from onward.trainer.errors import ConfigError
+from onward.trainer.model.loss import Batch
+from onward.trainer.parallel.pipeline.partition import Stage
 from torch import Tensor, nn
 from torch.nn import Parameter
-
-from trainer.cut import Stage
-from trainer.errors import ConfigError
-from trainer.loss import Batch
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -34,7 +33,7 @@ under the autocast of the forward pass. Only shapes and types are read; asked on
 
 
 class MicroBatch(Batch, Protocol):
-    """As trainer/data.py makes them."""
+    """As trainer/data/batches.py makes them."""
 
     @property
     def idle(self) -> bool: ...

@@ -30,12 +30,20 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from onward.trainer.distributed.placement import share
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.parallel.replicas.transport import (
+    COMPRESSED,
+    Channel,
+    Courier,
+    Job,
+    add_halves,
+    halves_size,
+    open_channel,
+    to_halves,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-
-from trainer.distributed import MPIContext
-from trainer.placement import share
-from trainer.transport import COMPRESSED, Channel, Courier, Job, add_halves, halves_size, open_channel, to_halves
 
 SMALLEST_SQUARE = math.sqrt(sys.float_info.min)
 CHUNK = 1 << 20

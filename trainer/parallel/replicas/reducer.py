@@ -22,14 +22,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.distributed.processes import MPIContext, new_group
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.parallel.replicas.adasum import Adasum
+from onward.trainer.parallel.replicas.transport import Carrier, Direct, Job, Summed, check_device, open_channel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-
-from trainer.adasum import Adasum
-from trainer.config import ParallelConfig
-from trainer.distributed import MPIContext, new_group
-from trainer.transport import Carrier, Direct, Job, Summed, check_device, open_channel
-from trainer.weights import Weight
 
 BUCKET_BYTES = 4 << 20
 """Large enough that latency does not count, small enough that the first leaves early."""

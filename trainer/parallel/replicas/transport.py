@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from onward.trainer.distributed.processes import new_group
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from torch import Tensor
-
-from trainer.distributed import new_group
-from trainer.errors import ConfigError, RuntimeUnavailable
 
 if TYPE_CHECKING:
     from mpi4py import MPI

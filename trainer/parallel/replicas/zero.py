@@ -23,17 +23,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.parallel.pipeline.partition import Chain, Stage
+from onward.trainer.parallel.replicas.reducer import (
+    CommonTensors,
+    Reducer,
+    TiedGradients,
+    global_norm,
+    gradient,
+    sum_over_world,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-
-from trainer.config import ParallelConfig
-from trainer.cut import Chain, Stage
-from trainer.distributed import MPIContext
-from trainer.reduce import CommonTensors, Reducer, TiedGradients, global_norm, gradient, sum_over_world
-from trainer.weights import Weight
 
 # graphs have no operators in place, of which it warns; and a unit may well end with a Reshape
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)

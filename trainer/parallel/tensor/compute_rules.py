@@ -13,16 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
-
-from trainer.horizontal_attempt import Attempt, called, rule
-from trainer.horizontal_facts import CONVOLUTIONS, TRANSPOSED, Division, Product, Whole
-from trainer.ops.attention import rotate
-from trainer.ops.elementwise import hard_sigmoid, scaled_elu, shrink, swish
-from trainer.ops.fuse_attention import Attention, nan_where_empty, without_empty_rows
-from trainer.ops.noise import StochasticDepth
-from trainer.ops.norm import BatchNorm, Dropout, instance_norm, rms_norm
-from trainer.ops.reduce import (
+from onward.trainer.onnx_import.ops.attention import rotate
+from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid, scaled_elu, shrink, swish
+from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout, instance_norm, rms_norm
+from onward.trainer.onnx_import.ops.random import StochasticDepth
+from onward.trainer.onnx_import.ops.reduce import (
     reduce_l1,
     reduce_l2,
     reduce_log_sum,
@@ -34,6 +29,10 @@ from trainer.ops.reduce import (
     reduce_sum,
     reduce_sum_square,
 )
+from onward.trainer.onnx_import.passes.attention import Attention, nan_where_empty, without_empty_rows
+from onward.trainer.parallel.tensor.facts import CONVOLUTIONS, TRANSPOSED, Division, Product, Whole
+from onward.trainer.parallel.tensor.propagation import Attempt, called, rule
+from torch import fx
 
 # -- element by element
 

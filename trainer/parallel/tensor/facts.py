@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from onward.trainer.distributed.placement import Interval, Placement, share
+from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter
 from torch import fx, nn
-
-from trainer.ops.rewriting import NoMatch, Rewriter
-from trainer.placement import Interval, Placement, share
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -116,7 +115,7 @@ class Division:
 
 @dataclass(frozen=True)
 class Product:
-    """A product or a convolution with a stored matrix, or with two of them: a low-rank adapter (trainer/lora.py)."""
+    """A product or a convolution with a stored matrix, or with two of them: a low-rank adapter (model/adapters.py)."""
 
     node: fx.Node
     x: fx.Node
@@ -306,7 +305,7 @@ class Facts:
 
 
 def low_rank(node: fx.Node) -> bool:
-    """Whether it is an adapter's product, which trainer/lora.py puts in: that module is above this one."""
+    """Whether it is an adapter's product, which trainer/model/adapters.py puts in: that module is above this one."""
     return getattr(node.target, "__name__", "") == "low_rank" and len(node.args) == 5
 
 

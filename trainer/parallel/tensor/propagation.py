@@ -1,6 +1,6 @@
 """One attempt at dividing the columns of some products: their division followed through the graph.
 
-Rules (trainer/horizontal_rules.py, trainer/horizontal_views.py) say what each call does to a division; they change
+Rules (compute_rules.py, view_rules.py) say what each call does to a division; they change
 nothing, but note in `Work` what is to be changed.
 """
 
@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from onward.trainer.parallel.tensor.facts import Division, Facts, Joined, Product, Whole, low_rank
 from torch import fx
-
-from trainer.horizontal_facts import Division, Facts, Joined, Product, Whole, low_rank
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     x -- enter -- x W1 (columns) -- ... heads or channels, each rank its own ... -- h W2 (rows) -- leave -- + bias
 
 The pairs (regions) are found in the graph, whatever model it is of: from a product whose columns are divided, the
-division is followed through every call (trainer/horizontal_rules.py) until it ends in products by rows. What breaks a
+division is followed through every call (compute_rules.py) until it ends in products by rows. What breaks a
 rule stays whole on every rank, and the plan says which rule. Then the graph is rewritten: `enter` and `leave` at the
 borders, this rank's lengths in its arguments, this rank's parts in place of its weights. Its collectives are
 Megatron-LM's (Shoeybi et al. 2019, section 3): one all-reduce for each way into a region and each product by rows.
@@ -16,17 +16,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import onward.trainer.parallel.tensor.compute_rules
+import onward.trainer.parallel.tensor.view_rules  # noqa: F401  both file the rules
 import torch
+from onward.trainer.distributed.collectives import enter, leave
+from onward.trainer.distributed.placement import Interval, Placement
+from onward.trainer.onnx_import.module import ImportedGraph
+from onward.trainer.parallel.tensor.facts import (
+    CONVOLUTIONS,
+    TRANSPOSED,
+    Division,
+    Facts,
+    Finer,
+    Joined,
+    Product,
+    Whole,
+    low_rank,
+)
+from onward.trainer.parallel.tensor.propagation import Attempt, Length, Work
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
-
-import trainer.horizontal_rules
-import trainer.horizontal_views  # noqa: F401  both file the rules
-from trainer.collectives import enter, leave
-from trainer.graph import ImportedGraph
-from trainer.horizontal_attempt import Attempt, Length, Work
-from trainer.horizontal_facts import CONVOLUTIONS, TRANSPOSED, Division, Facts, Finer, Joined, Product, Whole, low_rank
-from trainer.placement import Interval, Placement
 
 FLOPS_PER_BYTE = 250
 """A division by channels must save so much arithmetic for each byte it sends: about what a device computes in the time

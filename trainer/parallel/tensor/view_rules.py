@@ -1,4 +1,4 @@
-"""How a divided dimension goes through calls that move, cut and join dimensions; see trainer/horizontal_rules.py."""
+"""How a divided dimension goes through calls that move, cut and join dimensions; see compute_rules.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from onward.trainer.onnx_import.ops.gather import strided
+from onward.trainer.onnx_import.ops.shape import expand
+from onward.trainer.parallel.tensor.facts import Division, Whole
+from onward.trainer.parallel.tensor.propagation import Attempt, called, rule
 from torch import fx
-
-from trainer.horizontal_attempt import Attempt, called, rule
-from trainer.horizontal_facts import Division, Whole
-from trainer.ops.gather import strided
-from trainer.ops.shape import expand
 
 # -- moving dimensions
 

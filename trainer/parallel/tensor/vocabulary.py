@@ -16,18 +16,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from onward.trainer.config.sections import ModelConfig
+from onward.trainer.distributed.collectives import enter, leave
+from onward.trainer.distributed.placement import Interval, Placement, share
+from onward.trainer.model.loss import Slice, output_index
+from onward.trainer.onnx_import.module import ImportedGraph, weights
+from onward.trainer.onnx_import.ops.gather import from_front, gather_rows
+from onward.trainer.parallel.tensor.facts import Facts, Product, Whole, transposes
 from torch import Tensor, fx, nn
 
-from trainer.collectives import enter, leave
-from trainer.config import ModelConfig
-from trainer.graph import ImportedGraph, weights
-from trainer.horizontal_facts import Facts, Product, Whole, transposes
-from trainer.loss import Slice, output_index
-from trainer.ops.gather import from_front, gather_rows
-from trainer.placement import Interval, Placement, share
-
 FIRST_REGION = 1_000_000
-"""`meta["horizontal"]` of nodes inside: other numbers than those of the regions of trainer/horizontal.py."""
+"""`meta["horizontal"]` of nodes inside: other numbers than those of the regions of regions.py."""
 ELEMENTWISE = ("to", "float", torch.add, torch.sub, torch.mul, torch.div, torch.tanh)
 """What may stand between the head's product and the output: it works on each logit by itself."""
 

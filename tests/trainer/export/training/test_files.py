@@ -14,18 +14,19 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onward.trainer.config.sections import ModelConfig, OptimizerConfig, WeightAttributes, build_config
+from onward.trainer.errors import ConfigError, ExportRefused, UnsupportedModel
+from onward.trainer.export.training import decompositions as backward
+from onward.trainer.export.training.files import TrainingArtifacts, write_artifacts
+from onward.trainer.export.training.gradients import TrainingModel, gradient_of, training_model, updated
+from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
+from onward.trainer.export.training.optimizer_graph import optimizer_model
+from onward.trainer.model.loss import Loss
+from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 
-from tests.graphs import MODELS, feed
-from trainer import backward, graph
-from trainer.artifacts import TrainingArtifacts, write_artifacts
-from trainer.config import ModelConfig, OptimizerConfig, WeightAttributes, build_config
-from trainer.errors import ConfigError, ExportRefused, UnsupportedModel
-from trainer.gradients import TrainingModel, gradient_of, training_model, updated
-from trainer.loss import Loss
-from trainer.lossgraph import evaluation_model, loss_names, model_with_loss
-from trainer.optim import build_optimizer, clip_factor, set_learning_rate
-from trainer.reference import GraphWriter, build_squeezenet
-from trainer.updates import optimizer_model
+from tests.support.graphs import MODELS, feed
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -12,14 +12,14 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import import converters as foreign
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.registry import RULES
 
-from tests import suite
-from tests.graphs import MODELS, feed
-from trainer import graph
-from trainer.errors import UnsupportedModel
-from trainer.ops import foreign
-from trainer.ops.table import RULES
-from trainer.reference import GraphWriter
+from tests.support import suite
+from tests.support.graphs import MODELS, feed
 
 OUT_OF_SCOPE = {
     "ai.onnx.ml": (8, lambda case: domains(case) & {"ai.onnx.ml"}),

@@ -7,11 +7,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_import import module as graph
 
-from tests.graphs import MODELS, feed
-from tests.onenode import assert_agrees
-from trainer import graph
-from trainer.errors import UnsupportedModel
+from tests.support.graphs import MODELS, feed
+from tests.support.onenode import assert_agrees
 
 OURS = {"domain": "com.microsoft", "opset": 17}
 

@@ -8,10 +8,9 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-
-from trainer import graph
-from trainer.errors import UnsupportedModel
-from trainer.ops.leaf import Leaf
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.runtime_node import Leaf
 
 HEADER = '<ir_version: 8, opset_import: ["" : 17, "local" : 1]>\n'
 

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.ops import detection
 
-from tests.onenode import assert_agrees, one_node
-from trainer import graph
-from trainer.ops import detection
+from tests.support.onenode import assert_agrees, one_node
 
 RANDOM = np.random.default_rng(0)
 

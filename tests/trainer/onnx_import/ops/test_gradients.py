@@ -10,9 +10,8 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper, parser
-
-from trainer import graph
-from trainer.ops.table import RULES
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.registry import RULES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

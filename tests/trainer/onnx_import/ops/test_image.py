@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from onward.trainer.onnx_import.ops import conv, image, pool
+from onward.trainer.onnx_import.ops.image import Reading, Target
 
-from tests.onenode import assert_agrees
-from trainer.ops import conv, image, pool
-from trainer.ops.image import Reading, Target
+from tests.support.onenode import assert_agrees
 
 NOTHING = np.zeros(0, np.float32)
 

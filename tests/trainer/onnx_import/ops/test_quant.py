@@ -8,9 +8,8 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto
-
-from trainer import graph
-from trainer.reference import GraphWriter
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import import module as graph
 
 UNSIGNED = {TensorProto.UINT8: np.uint8, TensorProto.UINT16: np.uint16}
 SIGNED = {TensorProto.INT8: np.int8, TensorProto.INT16: np.int16}

@@ -7,10 +7,9 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto
-
-from trainer import graph
-from trainer.errors import UnsupportedModel
-from trainer.reference import GraphWriter
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import import module as graph
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 STATES = {"LSTM": ("initial_h", "initial_c"), "GRU": ("initial_h",), "RNN": ("initial_h",)}

@@ -5,11 +5,10 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto
-
-from trainer import graph
-from trainer.errors import UnsupportedModel
-from trainer.ops.noise import RandomNode
-from trainer.reference import GraphWriter
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.ops.random import RandomNode
 
 
 def by_onnxruntime(model, *inputs):

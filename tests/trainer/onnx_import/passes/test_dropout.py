@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.ops.norm import Dropout
+from onward.trainer.onnx_import.passes.dropout import add_dropout
 
-from tests import graphs
-from tests.graphs import feed
-from trainer import graph
-from trainer.ops.norm import Dropout
-from trainer.ops.regularise import add_dropout
+from tests.support import graphs
+from tests.support.graphs import feed
 
 
 def test_it_goes_on_embeddings_residual_branches_and_attention_and_says_where() -> None:

@@ -11,15 +11,14 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.ops.gather import strided
+from onward.trainer.onnx_import.ops.norm import Dropout
+from onward.trainer.onnx_import.ops.reduce import reduce_mean
+from onward.trainer.onnx_import.ops.shape import arange, expand, full
+from onward.trainer.onnx_import.passes.fuse import fuse
+from onward.trainer.onnx_import.tracing import Traced, Tracer
 from torch import Tensor, fx, nn
-
-from trainer import graph
-from trainer.ops.fuse import fuse
-from trainer.ops.gather import strided
-from trainer.ops.norm import Dropout
-from trainer.ops.reduce import reduce_mean
-from trainer.ops.shape import arange, expand, full
-from trainer.ops.tracing import Traced, Tracer
 
 Build = Callable[..., Any]
 TYPES = [(torch.float32, 5e-7), (torch.float64, 1e-12)]

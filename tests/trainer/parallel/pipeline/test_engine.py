@@ -17,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from onward.trainer.distributed.processes import MPIContext, ParallelDims, lost_a_peer, make_mesh
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.parallel.pipeline import schedules
+from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
+from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
+from onward.trainer.parallel.pipeline.schedules import Autocast, Scheduled, schedule_class
 from torch import Tensor, nn
 
-from tests.ranks import run_ranks
-from trainer import schedules
-from trainer.cut import Chain, Part, Stage
-from trainer.distributed import MPIContext, ParallelDims, lost_a_peer, make_mesh
-from trainer.errors import UnsupportedModel
-from trainer.pipeline import Pipeline, stage_group
-from trainer.schedules import Autocast, Scheduled, schedule_class
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 CLASSES = 5
@@ -261,7 +261,7 @@ def test_two_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule() 
     cases = [["gpipe", 1, 3], ["1f1b", 1, 4], ["1f1b", 1, 5], ["interleaved", 2, 4], ["interleaved", 2, 5]]
     cases += [["zero_bubble", 1, 4], ["zero_bubble", 2, 4], ["1f1b", 1, 4, "bf16"], ["1f1b", 1, 4, "frozen"]]
     cases += [["1f1b", 1, 2, "integers carried as floats"]]
-    for differences in run_ranks(2, "tests.trainer.test_pipeline:every_schedule", cases):
+    for differences in run_ranks(2, "tests.trainer.parallel.pipeline.test_engine:every_schedule", cases):
         assert len(differences) == len(cases)
         assert max(differences.values()) < 2e-6, differences
 
@@ -270,7 +270,7 @@ def test_two_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule() 
 @pytest.mark.mpi
 def test_four_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule() -> None:
     cases = [["gpipe", 1, 4], ["1f1b", 1, 4], ["1f1b", 1, 9], ["zero_bubble", 1, 8]]
-    for differences in run_ranks(4, "tests.trainer.test_pipeline:every_schedule", cases):
+    for differences in run_ranks(4, "tests.trainer.parallel.pipeline.test_engine:every_schedule", cases):
         assert len(differences) == len(cases)
         assert max(differences.values()) < 2e-6, differences
 
@@ -361,7 +361,7 @@ def two_replicas_of_two_stages(mpi: MPIContext) -> list[Any]:
 
 @pytest.mark.mpi
 def test_replicas_of_a_pipeline_train_and_evaluate_as_one_whether_or_not_all_have_samples() -> None:
-    for differences, metrics in run_ranks(4, "tests.trainer.test_pipeline:two_replicas_of_two_stages"):
+    for differences, metrics in run_ranks(4, "tests.trainer.parallel.pipeline.test_engine:two_replicas_of_two_stages"):
         assert max(differences.values()) < 2e-6, differences
         assert metrics["1"] == pytest.approx(metrics["by hand"], rel=1e-6)
         assert metrics["2"] == pytest.approx(metrics["by hand"], rel=1e-6)
@@ -437,7 +437,7 @@ def failing(mpi: MPIContext) -> list[list[Any]]:
 
 @pytest.mark.mpi
 def test_whatever_ends_a_rank_its_neighbours_say_that_they_lost_it() -> None:
-    first, second = run_ranks(2, "tests.trainer.test_pipeline:failing")
+    first, second = run_ranks(2, "tests.trainer.parallel.pipeline.test_engine:failing")
     refused, hung, planted = zip(first, second, strict=True)
     assert refused[1][0] == (
         "UnsupportedModel: parallel.schedule 'zero_bubble' makes a gradient of units.0.scale that is 1.0e+00 off "

@@ -11,15 +11,15 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import.module import ImportedGraph, running_statistics, to_module, trainable, weights
+from onward.trainer.parallel.cost import NodeCost, costs
+from onward.trainer.parallel.pipeline import partition as cut
+from onward.trainer.parallel.pipeline.partition import SLACK, Chain, CutPoint, Stage
 from torch import Tensor
 
-from tests import graphs
-from trainer import cut
-from trainer.cost import NodeCost, costs
-from trainer.cut import SLACK, Chain, CutPoint, Stage
-from trainer.errors import ConfigError
-from trainer.graph import ImportedGraph, running_statistics, to_module, trainable, weights
-from trainer.reference import GraphWriter
+from tests.support import graphs
 
 # -- graphs that the models do not have
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.distributed.placement import Placement, share
+from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.parallel.replicas import reducer as reduce
+from onward.trainer.parallel.replicas.reducer import Reducer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.ranks import run_ranks
-from trainer import reduce
-from trainer.config import ParallelConfig
-from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.placement import Placement, share
-from trainer.reduce import Reducer
-from trainer.weights import Weight
+from tests.support.ranks import run_ranks
 
 
 def network() -> nn.Sequential:
@@ -124,7 +124,7 @@ def joined_statistics(mpi: MPIContext) -> list[list[float]]:
 
 @pytest.mark.mpi
 def test_gradients_are_summed_and_statistics_joined_over_replicas_even_one_without_samples() -> None:
-    results = run_ranks(3, "tests.trainer.test_reduce:replicas_with_rows")
+    results = run_ranks(3, "tests.trainer.parallel.replicas.test_reducer:replicas_with_rows")
     module = network()
     module(torch.arange(12.0).reshape(4, 3)).sum().backward()
     expected = [parameter.grad.flatten() for parameter in module.parameters()]
@@ -222,7 +222,7 @@ def tied_under_adasum(mpi: MPIContext) -> list[float]:
 
 @pytest.mark.mpi
 def test_what_several_ranks_hold_has_one_gradient_and_counts_once_in_the_norm() -> None:
-    results = run_ranks(6, "tests.trainer.test_reduce:layouts")
+    results = run_ranks(6, "tests.trainer.parallel.replicas.test_reducer:layouts")
     # per replica: own0 1, head 2, twin 3 + 4; own2 100, head 200 + 300; times 2 passes, times 1 + 2 for the replicas
     sums = {"own0": 6.0, "head": 6.0 * 502, "twin": 6.0 * 7, "own2": 600.0}
     sizes = {"own0": 3, "head": 5, "twin": 2, "own2": 3}

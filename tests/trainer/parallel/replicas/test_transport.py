@@ -11,16 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.distributed.processes import MPIContext, lost_a_peer
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.parallel.replicas import reducer as reduce
+from onward.trainer.parallel.replicas.transport import (
+    Channel,
+    Summed,
+    add_halves,
+    check_device,
+    halves_size,
+    open_channel,
+    to_halves,
+)
 
-from tests.graphs import tiny_conv_net
-from tests.ranks import run_ranks
-from tests.runs import assert_equal_bits, final_tensors, make_run, tiny_images, train_run, train_until
-from tests.trainer.test_reduce import mesh_of, network, reducer_of, weights_of
-from trainer import reduce
-from trainer.config import ParallelConfig
-from trainer.distributed import MPIContext, lost_a_peer
-from trainer.errors import ConfigError, RuntimeUnavailable
-from trainer.transport import Channel, Summed, add_halves, check_device, halves_size, open_channel, to_halves
+from tests.support.graphs import tiny_conv_net
+from tests.support.ranks import run_ranks
+from tests.support.runs import assert_equal_bits, final_tensors, make_run, tiny_images, train_run, train_until
+from tests.trainer.parallel.replicas.test_reducer import mesh_of, network, reducer_of, weights_of
 
 ROUTES = [(transport, compression) for transport in ("torch", "mpi") for compression in ("none", "fp16", "bf16")]
 ERROR = {"none": 1e-6, "fp16": 2**-10, "bf16": 2**-7}
@@ -82,7 +90,7 @@ def by_reducer(mpi: MPIContext, transport: str, compression: str) -> list[Any]:
 
 @pytest.mark.mpi
 def test_every_route_sums_with_the_same_bits_on_every_rank() -> None:
-    results = run_ranks(3, "tests.trainer.test_transport:routes")
+    results = run_ranks(3, "tests.trainer.parallel.replicas.test_transport:routes")
     assert results[0] == results[1] == results[2]
     module = network()
     module(torch.arange(3.0)[:, None] * torch.ones(3, 3)).sum().backward()
@@ -147,7 +155,7 @@ def silent_peer(mpi: MPIContext) -> list[Any]:
 
 @pytest.mark.mpi
 def test_a_silent_peer_is_given_up_on_after_the_timeout_and_so_is_all_that_follows() -> None:
-    (first, after), nothing = run_ranks(2, "tests.trainer.test_transport:silent_peer")
+    (first, after), nothing = run_ranks(2, "tests.trainer.parallel.replicas.test_transport:silent_peer")
     assert nothing == []
     assert first[:2] == ["Timed out waiting 1 s for other ranks to send their gradients", True]
     assert first[2] < 5
@@ -168,7 +176,7 @@ def single_threaded(mpi: MPIContext) -> str:
 
 @pytest.mark.mpi
 def test_an_mpi_that_only_its_main_thread_may_call_is_refused() -> None:
-    for said in run_ranks(2, "tests.trainer.test_transport:single_threaded"):
+    for said in run_ranks(2, "tests.trainer.parallel.replicas.test_transport:single_threaded"):
         assert said.startswith("this MPI grants thread level 1 and parallel.transport = 'mpi' needs 2")
         assert said.endswith("use parallel.transport = 'torch'")
 
@@ -192,7 +200,7 @@ def peer_that_stops_inside(mpi: MPIContext, how: str) -> None:
 def test_a_peer_that_dies_or_stops_ends_the_job_within_seconds(how: str) -> None:
     started = time.monotonic()
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, "tests.trainer.test_transport:peer_that_stops_inside", how)
+        run_ranks(2, "tests.trainer.parallel.replicas.test_transport:peer_that_stops_inside", how)
     assert "did not finish in time" not in str(caught.value)
     if how == "SIGSTOP":
         assert "Timed out waiting 3" in str(caught.value)

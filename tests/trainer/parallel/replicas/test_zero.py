@@ -13,19 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.distributed.placement import Placement, slices
+from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.parallel.cost import costs
+from onward.trainer.parallel.layout import is_trained, what_remains
+from onward.trainer.parallel.pipeline.partition import Stage, cut_points, split, stages, units, work
+from onward.trainer.parallel.replicas.zero import Sharded
 from torch import Tensor, nn
 
-from tests import graphs
-from tests.ranks import run_ranks
-from trainer import graph
-from trainer.arrangement import is_trained, what_remains
-from trainer.config import ParallelConfig
-from trainer.cost import costs
-from trainer.cut import Stage, cut_points, split, stages, units, work
-from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.placement import Placement, slices
-from trainer.weights import Weight
-from trainer.zero import Sharded
+from tests.support import graphs
+from tests.support.ranks import run_ranks
 
 NUM_STEPS = 3
 LEARNING_RATE, EPSILON = 1e-2, 1e-3
@@ -220,7 +220,7 @@ CASES = [(name, {"data": 2, "zero": zero}) for name in MODELS for zero in (1, 2,
 
 @pytest.mark.mpi
 def test_trainings_with_zero_equal_one_process() -> None:
-    for rank in run_ranks(2, "tests.trainer.test_zero:distances", CASES):
+    for rank in run_ranks(2, "tests.trainer.parallel.replicas.test_zero:distances", CASES):
         for case, found in zip(CASES, rank, strict=True):
             assert found < 1e-5, case
 
@@ -231,7 +231,7 @@ def test_four_replicas_and_groups_of_two_that_are_replicas_of_each_other_do_too(
     cases = [
         (name, {"data": 4, "zero": zero, "shard": shard}) for name in MODELS for zero in (1, 2, 3) for shard in (0, 2)
     ]
-    for rank in run_ranks(4, "tests.trainer.test_zero:distances", cases, timeout_s=300):
+    for rank in run_ranks(4, "tests.trainer.parallel.replicas.test_zero:distances", cases, timeout_s=300):
         for case, found in zip(cases, rank, strict=True):
             assert found < 1e-5, case
 
@@ -239,4 +239,7 @@ def test_four_replicas_and_groups_of_two_that_are_replicas_of_each_other_do_too(
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_one_replica_is_a_size() -> None:
-    assert max(run_ranks(1, "tests.trainer.test_zero:distances", [("tied", {"zero": 3, "data": 1})])[0]) < 1e-5
+    assert (
+        max(run_ranks(1, "tests.trainer.parallel.replicas.test_zero:distances", [("tied", {"zero": 3, "data": 1})])[0])
+        < 1e-5
+    )

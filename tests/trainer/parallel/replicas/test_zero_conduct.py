@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.distributed.placement import Placement, slices
+from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.onnx_import import module as graph
+from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
+from onward.trainer.parallel.recompute import recompute
+from onward.trainer.parallel.replicas.reducer import gradient
+from onward.trainer.parallel.replicas.zero import Sharded
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import run_ranks
-from tests.trainer.test_zero import MODELS, Training, accumulate, evaluated, micro_batches
-from trainer import graph
-from trainer.config import ParallelConfig
-from trainer.cut import Chain, Part, Stage
-from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.placement import Placement, slices
-from trainer.recompute import recompute
-from trainer.reduce import gradient
-from trainer.weights import Weight
-from trainer.zero import Sharded
+from tests.support.ranks import run_ranks
+from tests.trainer.parallel.replicas.test_zero import MODELS, Training, accumulate, evaluated, micro_batches
 
 
 def everything(mpi: MPIContext) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def everything(mpi: MPIContext) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, "tests.trainer.test_zero_conduct:everything")
+    return run_ranks(2, "tests.trainer.parallel.replicas.test_zero_conduct:everything")
 
 
 def sharded(mpi: MPIContext, stage: Stage, weights: Sequence[Weight], zero: int) -> Sharded:

@@ -11,18 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.distributed.placement import Placement, slices
+from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.parallel.pipeline.engine import Pipeline
+from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
+from onward.trainer.parallel.recompute import recompute
+from onward.trainer.parallel.replicas.reducer import gradient
+from onward.trainer.parallel.replicas.zero import Sharded
 from torch import Tensor, nn
 
-from tests.ranks import run_ranks
-from trainer.config import ParallelConfig
-from trainer.cut import Chain, Part, Stage
-from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.pipeline import Pipeline
-from trainer.placement import Placement, slices
-from trainer.recompute import recompute
-from trainer.reduce import gradient
-from trainer.weights import Weight
-from trainer.zero import Sharded
+from tests.support.ranks import run_ranks
 
 WORDS, WIDTH, LENGTH, ROWS, MICRO_BATCHES = 11, 6, 4, 3, 4
 
@@ -188,6 +188,6 @@ def cases() -> list[dict[str, object]]:
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_every_stage_of_zero_in_every_schedule_makes_the_gradients_of_one_process() -> None:
-    for rank in run_ranks(4, "tests.trainer.test_zero_pipeline:steps", cases(), timeout_s=300):
+    for rank in run_ranks(4, "tests.trainer.parallel.replicas.test_zero_pipeline:steps", cases(), timeout_s=300):
         for case, off in zip(cases(), rank, strict=True):
             assert off < 1e-5, case

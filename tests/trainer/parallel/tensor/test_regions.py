@@ -11,20 +11,20 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from onward.trainer.config.sections import LoraConfig
+from onward.trainer.distributed.placement import Placement, slices
+from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.model.adapters import add_adapters
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import.module import ImportedGraph, to_module, weights
+from onward.trainer.parallel.tensor.facts import Division, Finer, Whole
+from onward.trainer.parallel.tensor.regions import Apart, HorizontalPlan, divide, plan_regions, portion
+from onward.trainer.parallel.tensor.view_rules import regroup
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import graphs, zoo
-from tests.ranks import run_ranks
-from trainer.config import LoraConfig
-from trainer.distributed import MPIContext, ParallelDims, make_mesh
-from trainer.graph import ImportedGraph, to_module, weights
-from trainer.horizontal import Apart, HorizontalPlan, divide, plan_regions, portion
-from trainer.horizontal_facts import Division, Finer, Whole
-from trainer.horizontal_views import regroup
-from trainer.lora import add_adapters
-from trainer.placement import Placement, slices
-from trainer.reference import GraphWriter
+from tests.support import graphs, zoo
+from tests.support.ranks import run_ranks
 
 # -- graphs that the models do not have
 
@@ -642,7 +642,7 @@ CASES: list[list[Any]] = [
 
 @pytest.mark.mpi
 def test_two_ranks_compute_what_one_does_with_the_collectives_of_megatron() -> None:
-    found = run_ranks(2, "tests.trainer.test_horizontal:parity", CASES)
+    found = run_ranks(2, "tests.trainer.parallel.tensor.test_regions:parity", CASES)
     check(found, CASES)
     for name, fuse in CASES[:2] + CASES[3:5]:  # 2 layers: 2 all-reduces each way for each
         assert found[0][f"{name} {fuse}"]["collectives"] == [4, 4]
@@ -663,7 +663,7 @@ def test_two_ranks_compute_what_one_does_with_the_collectives_of_megatron() -> N
 @pytest.mark.parametrize("size", [3, 4])
 def test_more_ranks_compute_what_one_does(size: int) -> None:
     cases = [[name, fuse] for name in GRAPHS for fuse in (True, False)]
-    check(run_ranks(size, "tests.trainer.test_horizontal:parity", cases, timeout_s=240), cases)
+    check(run_ranks(size, "tests.trainer.parallel.tensor.test_regions:parity", cases, timeout_s=240), cases)
 
 
 def zoo_parity(mpi: MPIContext, name: str) -> dict[str, Any]:
@@ -685,7 +685,7 @@ REGIONS = {"gpt2": 4, "bert": 5, "llama": 4, "t5": 5, "vit": 2, "transformer_cla
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_what_exporters_write_is_divided_or_left_whole(name: str) -> None:
-    for rank in run_ranks(2, "tests.trainer.test_horizontal:zoo_parity", name, timeout_s=240):
+    for rank in run_ranks(2, "tests.trainer.parallel.tensor.test_regions:zoo_parity", name, timeout_s=240):
         for case, result in rank.items():
             assert result["worst"] < 1e-4, (case, result)
             assert result["regions"] == REGIONS.get(name, result["regions"]), case

@@ -11,22 +11,28 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from onward.trainer.config.sections import LoraConfig, ModelConfig
+from onward.trainer.distributed.placement import Placement, share, slices
+from onward.trainer.distributed.processes import MPIContext, new_group
+from onward.trainer.model.adapters import add_adapters
+from onward.trainer.model.loss import Evaluation, Loss
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import.module import ImportedGraph, to_module, trainable, weights
+from onward.trainer.onnx_import.ops.gather import gather_rows
+from onward.trainer.parallel.tensor.vocabulary import (
+    FIRST_REGION,
+    VocabularyPlan,
+    divide_vocabulary,
+    own_rows,
+    plan_vocabulary,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests import graphs, zoo
-from tests.ranks import run_ranks
-from trainer.config import LoraConfig, ModelConfig
-from trainer.distributed import MPIContext, new_group
-from trainer.graph import ImportedGraph, to_module, trainable, weights
-from trainer.lora import add_adapters
-from trainer.loss import Evaluation, Loss
-from trainer.ops.gather import gather_rows
-from trainer.placement import Placement, share, slices
-from trainer.reference import GraphWriter
-from trainer.vocabulary import FIRST_REGION, VocabularyPlan, divide_vocabulary, own_rows, plan_vocabulary
+from tests.support import graphs, zoo
+from tests.support.ranks import run_ranks
 
 # -- graphs that the models do not have
 
@@ -217,7 +223,7 @@ BATCH, LENGTH, WORDS = 4, 6, 33
 
 
 def test_real_ranks_divide_tables_heads_and_the_loss_as_one_rank_has_them_whole() -> None:
-    counts = run_ranks(3, "tests.trainer.test_vocabulary:trains_alike")
+    counts = run_ranks(3, "tests.trainer.parallel.tensor.test_vocabulary:trains_alike")
     assert counts[0] == counts[1]
     for name, counted in counts[0].items():
         # look-ups forward, the loss's maximum and sums, the head backward
@@ -388,7 +394,7 @@ ARCHITECTURES = ("gpt2", "bert", "llama", "t5", "lstm_language_model")
 
 @pytest.mark.slow
 def test_what_exporters_write_is_divided_as_it_is_whole() -> None:
-    run_ranks(4, "tests.trainer.test_vocabulary:exports_alike", timeout_s=300)
+    run_ranks(4, "tests.trainer.parallel.tensor.test_vocabulary:exports_alike", timeout_s=300)
 
 
 def exports_alike(mpi: MPIContext) -> None:

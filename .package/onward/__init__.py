@@ -1,0 +1,1 @@
+"""ONNX in, trained ONNX out, at scale."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.parse import urlsplit
 
 import typer
+
 from onward.trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnavailable
 
 if TYPE_CHECKING:

@@ -27,11 +27,12 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
 
     Raises RuntimeUnavailable when no worker was ever started for it, ConfigError for a wrong `cron`.
     """
-    from onward.flows.train_onnx import train_onnx
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
     from prefect.deployments.runner import RunnerDeployment
     from prefect.schedules import Cron, Interval, Schedule
     from prefect.types.entrypoint import EntrypointType
+
+    from onward.flows.train_onnx import train_onnx
 
     schedules: list[Schedule] = []
     if cron:

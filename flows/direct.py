@@ -60,9 +60,10 @@ def announce(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
 
     Known beforehand, so that a terminal can follow the directory while the flow holds the main thread.
     """
-    from onward.flows.train_onnx import train_onnx
     from prefect.client.orchestration import get_client
     from prefect.states import Pending
+
+    from onward.flows.train_onnx import train_onnx
 
     bury_the_dead()
     with get_client(sync_client=True) as client:
@@ -121,8 +122,9 @@ def run_here(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Expor
 
     Raises Stopped when it was asked to stop, and whatever made it fail.
     """
-    from onward.flows.train_onnx import train_onnx
     from prefect.flow_engine import run_flow
+
+    from onward.flows.train_onnx import train_onnx
 
     parameters = {**dict(config), "resume": resume}
     ending = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")

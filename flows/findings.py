@@ -127,7 +127,7 @@ def _title(text: str) -> None:
 
 
 def show_plan(found: Plan, *, everything: bool) -> None:
-    """The division, its stages and their memory, what the horizontal axis divides and what not, what is sent."""
+    """The division, its stages and their memory, what the tensor axis divides and what not, what is sent."""
     table(list(_division(found)))
     _title("stages")
     flops = sum(stage.flops for stage in found.stages) or 1
@@ -153,9 +153,9 @@ def show_plan(found: Plan, *, everything: bool) -> None:
         sent = [(each.axis, each.what, str(each.count), _mib(each.bytes)) for each in found.traffic]
         table(sent, heads=("axis", "what", "times", "MiB"))
     if found.regions:
-        _title("divided horizontally")
+        _title("divided over tensor-parallel ranks")
         table(_few([(region.kind, ", ".join(region.weights)) for region in found.regions], everything=everything))
-    if found.parallel.horizontal > 1 and found.whole:
+    if found.parallel.tensor > 1 and found.whole:
         _title("left whole")
         table(_few(list(found.whole), everything=everything))
     if found.considered:
@@ -166,7 +166,7 @@ def show_plan(found: Plan, *, everything: bool) -> None:
 
 def _division(found: Plan) -> Iterator[tuple[str, str]]:
     parallel = found.parallel
-    sizes = f"data {parallel.data} x horizontal {parallel.horizontal} x pipeline {parallel.pipeline}"
+    sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
     yield "ranks", f"{sizes} = {found.num_ranks}"
     zero = f"ZeRO {parallel.zero}" + (f" within groups of {parallel.shard}" if parallel.shard else "")
     yield "replicas", zero if parallel.zero else f"{parallel.reduction} by {parallel.transport}"

@@ -13,13 +13,14 @@ import threading
 from collections.abc import Iterator
 from typing import TextIO, cast
 
-from onward.tasks.monitor import Progress
-from onward.trainer.events import read_events
-from onward.trainer.run.directory import RunDir
 from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
+
+from onward.tasks.monitor import Progress
+from onward.trainer.events import read_events
+from onward.trainer.run.directory import RunDir
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+
 from onward.infra.tracking import Status, Tracker, TrackingError
 from onward.trainer.checkpoint.manifest import announced, newest_whole
 from onward.trainer.data.shards import open_shards

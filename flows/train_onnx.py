@@ -11,6 +11,12 @@ import logging
 import uuid
 from typing import Any, cast
 
+from prefect import State, flow, runtime
+from prefect.client.schemas.objects import FlowRun
+from prefect.flows import Flow
+from prefect.states import Cancelled
+from prefect.task_runners import ThreadPoolTaskRunner
+
 from onward.flows.runs import close_mlflow, exclusively, run_of
 from onward.infra.tracking import Status
 from onward.tasks.checkpoint import checkpoint as keep_checkpoints
@@ -39,11 +45,6 @@ from onward.trainer.config.sections import (
 )
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import ExportedModel, RunDir, TrainResult
-from prefect import State, flow, runtime
-from prefect.client.schemas.objects import FlowRun
-from prefect.flows import Flow
-from prefect.states import Cancelled
-from prefect.task_runners import ThreadPoolTaskRunner
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
+
 from onward.infra.keeper import (
     DRAIN_S,
     SERVICES,

@@ -13,6 +13,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import MissingContextError
+
 from onward.infra.tracking import Tracker, TrackingUnavailable
 from onward.trainer.checkpoint.manifest import (
     Announced,
@@ -35,9 +39,6 @@ from onward.trainer.run.directory import (
     sha256,
     write_record,
 )
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
-from prefect.exceptions import MissingContextError
 
 OUTAGE_PERIOD_S = 5.0
 """Pause before MLflow is tried again."""

@@ -18,6 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prefect import runtime, task
+from prefect.artifacts import create_link_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.settings import get_current_settings
+
 from onward.infra import tracking
 from onward.trainer.config.sections import RunConfig, Section, build_config
 from onward.trainer.data.signature import model_digest
@@ -35,16 +40,12 @@ from onward.trainer.run.directory import (
     refusal_in,
     write_record,
 )
-from prefect import runtime, task
-from prefect.artifacts import create_link_artifact
-from prefect.cache_policies import NO_CACHE
-from prefect.settings import get_current_settings
 
 log = logging.getLogger(__name__)
 
 CHOSEN = {
     "train.gradient_accumulation_steps",
-    *(f"parallel.{name}" for name in ("data", "horizontal", "pipeline", "zero")),
+    *(f"parallel.{name}" for name in ("data", "tensor", "pipeline", "zero")),
     "recompute.mode",
 }
 """What `parallel = "auto"` chooses: of a run that began with it, the saved configuration holds what was chosen."""
@@ -92,7 +93,7 @@ def divided(config: RunConfig) -> RunConfig:
     """
     given, parallel = config.parallel.sizes == "given", config.parallel
     cut = parallel.pipeline > 1 or parallel.zero or parallel.units or config.recompute.mode != "none"
-    if given and not cut and parallel.horizontal == 1:
+    if given and not cut and parallel.tensor == 1:
         return config
     try:
         found = plan(config)

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
 from onward.infra.tracking import ModelFile, Port, Tracker, TrackingError, TrackingUnavailable
 from onward.trainer.config.sections import ExportConfig, RunConfig
 from onward.trainer.data.signature import TensorInfo, model_digest, read_signature
@@ -39,8 +42,6 @@ from onward.trainer.run.directory import (
     variant_in,
     write_record,
 )
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 log = logging.getLogger(__name__)
 

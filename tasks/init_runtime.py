@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
 from onward.infra import mpirun
 from onward.trainer.config.sections import RunConfig
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RankReport, RunDir, RuntimeReport, read_config, read_record, write_record
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 MEMORY_FACTOR = 6
 """Memory one rank needs at least, in sizes of the model file: weights, gradients, two moments, the reducer's

@@ -18,6 +18,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 from uuid import UUID
 
+from prefect import get_run_logger, runtime, task
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.context import TaskRunContext
+from prefect.exceptions import MissingContextError
+from pydantic import Field
+
 from onward.infra import mpirun
 from onward.infra.tensorboard import TensorBoard
 from onward.infra.tracking import BATCH, Point, Status, Tracker, TrackingError, metric_name
@@ -32,13 +40,6 @@ from onward.trainer.run.directory import (
     read_record,
     write_record,
 )
-from prefect import get_run_logger, runtime, task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
-from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
-from prefect.context import TaskRunContext
-from prefect.exceptions import MissingContextError
-from pydantic import Field
 
 LOG_PERIOD_S = 10.0
 ARTIFACT_PERIOD_S = 5.0

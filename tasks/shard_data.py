@@ -7,14 +7,15 @@ import os
 import time
 from pathlib import Path
 
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
 from onward.infra.tracking import Tracker, TrackingError
 from onward.trainer.config.sections import RunConfig
 from onward.trainer.data.shards import ShardManifest, make_shards
 from onward.trainer.data.signature import misfits, signature_to_train, wanted
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, RunIdentity, onward_home, read_config, read_record
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 log = logging.getLogger(__name__)
 

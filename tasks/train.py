@@ -10,6 +10,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from prefect import State, Task, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import TaskRun
+from prefect.states import Cancelled
+
 from onward.infra import mpirun
 from onward.trainer import errors
 from onward.trainer.config.sections import RunConfig
@@ -23,10 +28,6 @@ from onward.trainer.run.directory import (
     read_record,
     write_record,
 )
-from prefect import State, Task, task
-from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import TaskRun
-from prefect.states import Cancelled
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from onward.trainer.config.sections import RunConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,8 +76,9 @@ def test_the_readmes_config_is_the_demos() -> None:
 
 def test_every_command_in_the_readme_is_one() -> None:
     """Each `onward ...` line is understood by the command line as far as its command and options go."""
-    from onward.flows.cli import app
     from typer.main import get_command
+
+    from onward.flows.cli import app
 
     known = get_command(app).commands  # type: ignore[attr-defined]
     shown = re.findall(r"^(?:make \S+ && )?onward (\S+)", (ROOT / "README.md").read_text(), re.M)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
 from onward.trainer.distributed.processes import (
     StopSignal,
     connect,

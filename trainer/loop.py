@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
 from onward.trainer.checkpoint.save_load import TrainState, agree, load, newest_whole, save, shapes
 from onward.trainer.config.sections import RunConfig
 from onward.trainer.data.batches import Batches, evaluation_batches
@@ -82,7 +83,7 @@ def train(
         device=mpi.device,
         group_pipeline=stage_group(mesh, timeout_s=config.launch.collective_timeout_s),
         group_data=mesh.get_group("data"),
-        counted=here.horizontal == 0,
+        counted=here.tensor == 0,
     )
 
     # -- 4. What changes the weights
@@ -133,7 +134,7 @@ def train(
         step = state.step + 1
         heartbeat.beat(step)
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)
-        torch.manual_seed(dropout_seed(config.train.seed, step, mpi.rank // dims.horizontal))
+        torch.manual_seed(dropout_seed(config.train.seed, step, mpi.rank // dims.tensor))
         rate = learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=num_steps)
         set_learning_rate(optimizer, rate)
 

@@ -28,11 +28,12 @@ from typing import Any
 import onnx
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from onward.trainer.config.sections import GraphConfig
 from onward.trainer.model.compile import accelerate
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
-from torch import Tensor, nn
 
 WIDTH, HEADS, LAYERS, LENGTH, VOCABULARY, CLASSES = 128, 4, 3, 64, 512, 10
 ROUND_S = 0.4

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
+
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.onnx_graph.reference_models import build_gpt2
 from onward.trainer.run.directory import RunDir, read_config
-from torch.profiler import ProfilerActivity, profile
-
 from tests.support.ranks import run_ranks
 from tests.support.runs import Array, events, make_run
 
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2, ZeRO 1": {"data": 2, "zero": 1},
     "dp2, ZeRO 2": {"data": 2, "zero": 2},
     "dp2, ZeRO 3": {"data": 2, "zero": 3},
-    "hp2": {"horizontal": 2},
+    "tp2": {"tensor": 2},
     "pp2 1F1B": {"pipeline": 2},
     "pp2 GPipe": {"pipeline": 2, "schedule": "gpipe"},
     "pp2 interleaved": {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2},

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+
 from onward.trainer.distributed.processes import MPIContext, ParallelDims
 from onward.trainer.events import Heartbeat
 from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
 from onward.trainer.parallel.planner import plan
 from onward.trainer.run.directory import RunDir, read_config
-
 from tests.support import graphs
 from tests.support.ranks import run_ranks
 from tests.support.runs import Array, make_run
@@ -89,22 +89,22 @@ CASES: list[tuple[str, dict[str, Any], int, Sections]] = [
     (GPT, {"data": 2, "zero": 1}, 2, {}),
     (GPT, {"data": 2, "zero": 2}, 2, {}),
     (GPT, {"data": 2, "zero": 3}, 2, {}),
-    (GPT, {"horizontal": 2}, 1, {}),
+    (GPT, {"tensor": 2}, 1, {}),
     (GPT, {"pipeline": 2}, 4, {}),
     (GPT, {"pipeline": 2, "schedule": "gpipe"}, 4, {}),
     (GPT, {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2}, 4, {}),
-    (GPT, {"horizontal": 2, "pipeline": 2}, 4, {}),
+    (GPT, {"tensor": 2, "pipeline": 2}, 4, {}),
     (GPT, {"data": 2, "pipeline": 2, "zero": 3}, 4, {}),
     (WORDS, {}, 1, {}),
     (WORDS, {}, 1, {"optimizer": {"name": "adamw", "moments": "bf16"}}),
     (WORDS, {}, 1, {"optimizer": {"name": "sgd"}}),
-    (WORDS, {"horizontal": 2}, 1, {}),
+    (WORDS, {"tensor": 2}, 1, {}),
     (WORDS, {"data": 2, "zero": 3}, 1, {}),
     (WORDS, {"data": 4, "zero": 3}, 1, {}),
     (WORDS, {"data": 4, "zero": 3, "shard": 2}, 1, {}),
     (LLAMA, {}, 1, {}),
-    (LLAMA, {"horizontal": 2}, 2, {}),
-    (LLAMA, {"data": 2, "horizontal": 2, "pipeline": 2}, 2, {}),
+    (LLAMA, {"tensor": 2}, 2, {}),
+    (LLAMA, {"data": 2, "tensor": 2, "pipeline": 2}, 2, {}),
     (CONV, {}, 1, {}),
     (CONV, {"pipeline": 2}, 2, {}),
     (CONV, {"data": 2, "zero": 2}, 1, {}),

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
-from torch import Tensor, nn
-
 from tests.support.ranks import run_ranks
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data.columns import Want
 from onward.trainer.data.shards import make_shards
-
 from tests.support.ranks import ROOT
 
 SIZES_MB = (50, 100, 200)

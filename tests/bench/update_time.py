@@ -23,6 +23,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
 from onward.trainer.config.sections import ModelConfig, OptimizerConfig, ParallelConfig
 from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
@@ -35,9 +38,6 @@ from onward.trainer.optim.optimizers import build_optimizer, clip_factor
 from onward.trainer.parallel.pipeline import partition as cut
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.replicas.reducer import Reducer
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
 from tests.support.ranks import run_ranks
 
 UPDATES = 5

@@ -8,8 +8,8 @@ from typing import Any
 
 import onnx
 import pytest
-from onward.trainer.run.directory import RunDir
 
+from onward.trainer.run.directory import RunDir
 from tests.support import graphs, runs
 
 CASES: dict[str, tuple[Callable[..., onnx.ModelProto], Callable[..., dict[str, runs.Array]]]] = {

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from torch._subclasses.fake_tensor import is_fake
+
 from onward.trainer.__main__ import evaluator
 from onward.trainer.checkpoint import save_load as checkpoint
 from onward.trainer.distributed import collectives
@@ -28,8 +30,6 @@ from onward.trainer.export import export
 from onward.trainer.model import loss
 from onward.trainer.parallel.planner import plan
 from onward.trainer.run.directory import RunDir, read_config
-from torch._subclasses.fake_tensor import is_fake
-
 from tests.support import graphs
 from tests.support.ranks import run_ranks
 from tests.support.runs import Array, events, losses, make_run, tiny_images, tiny_text
@@ -57,16 +57,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     ALONE: {},
     "dp2": {"data": 2},
     "dp3": {"data": 3},
-    "hp2": {"horizontal": 2},
-    "hp3": {"horizontal": 3},
+    "tp2": {"tensor": 2},
+    "tp3": {"tensor": 3},
     "pp2": {"pipeline": 2},
     "pp3": {"pipeline": 3},
     "pp2 interleaved": {"pipeline": 2, "stages_per_rank": 2, "schedule": "interleaved"},
     "pp2 gpipe": {"pipeline": 2, "schedule": "gpipe"},
-    "dp2 x hp2": {"data": 2, "horizontal": 2},
+    "dp2 x tp2": {"data": 2, "tensor": 2},
     "dp2 x pp2": {"data": 2, "pipeline": 2},
-    "hp2 x pp2": {"horizontal": 2, "pipeline": 2},
-    "2x2x2": {"data": 2, "horizontal": 2, "pipeline": 2},
+    "tp2 x pp2": {"tensor": 2, "pipeline": 2},
+    "2x2x2": {"data": 2, "tensor": 2, "pipeline": 2},
     "dp4 hybrid": {"data": 4, "shard": 2},
 }
 """Name -> [parallel]. Of three ranks or stages nothing is a multiple: 2 layers, 2 heads, 32 tokens."""
@@ -90,7 +90,7 @@ class Case:
     @property
     def world_size(self) -> int:
         sizes = LAYOUTS[self.layout]
-        return int(np.prod([sizes.get(axis, 1) for axis in ("data", "horizontal", "pipeline")]))
+        return int(np.prod([sizes.get(axis, 1) for axis in ("data", "tensor", "pipeline")]))
 
 
 def matrix() -> list[Case]:
@@ -167,7 +167,7 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
 
 
 def num_collectives(run: RunDir) -> list[int]:
-    """Of the horizontal axis in the first step, of each rank."""
+    """Of the tensor axis in the first step, of each rank."""
     return [int(path.read_text()) for path in run.root.glob("collectives-*")]
 
 
@@ -226,7 +226,7 @@ def differences(found: RunDir, wanted: RunDir) -> dict[str, float]:
     largest = max(float(tensor.abs().max()) for tensor in pairs["gradients"][1].values())
     worst = {"loss": max(abs(a[step] / b[step] - 1) for step in a)}
     worst["evaluation"] = abs(evaluated(found) / evaluated(wanted) - 1)
-    if read_config(found).parallel.horizontal > 1:
+    if read_config(found).parallel.tensor > 1:
         worst["collectives"] = min(abs(number - num_planned(found)) for number in num_collectives(found))
     for kind, (mine, theirs) in pairs.items():
         assert mine.keys() == theirs.keys()
@@ -248,7 +248,7 @@ BEGIN, END = "<!-- parity: begin -->", "<!-- parity: end -->"
 
 def table(found: Mapping[Case, Mapping[str, float]], made: Mapping[Case, int]) -> str:
     """One row for each layout and ZeRO, one column for each model: the greatest of its differences, and the number of
-    horizontal collectives of a micro-batch."""
+    tensor-parallel collectives of a micro-batch."""
     rows = [f"| layout | {' | '.join(MODELS)} |", "|---|" + "---|" * len(MODELS)]
     for layout in LAYOUTS:
         for zero in sorted({case.zero for case in found if case.layout == layout}):
@@ -275,7 +275,7 @@ def main() -> None:
         made = {
             case: max(num_collectives(run)) // read_config(run).train.gradient_accumulation_steps
             for case, run in runs.items()
-            if read_config(run).parallel.horizontal > 1
+            if read_config(run).parallel.tensor > 1
         }
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.replicas import reducer as reduce
 from onward.trainer.parallel.replicas.reducer import Reducer
-from torch import nn
-
 from tests.support.ranks import run_ranks
 from tests.trainer.parallel.replicas.test_reducer import mesh_of
 
@@ -59,7 +59,7 @@ def outcomes(mpi: MPIContext, num_parts: int) -> dict[str, Any]:
 
     num_parts: ranks that divide the first weight, and hold the second whole.
     """
-    mesh = mesh_of(mpi, data=mpi.world_size // num_parts, horizontal=num_parts)
+    mesh = mesh_of(mpi, data=mpi.world_size // num_parts, tensor=num_parts)
     replica, part = divmod(mpi.rank, num_parts)
     num_replicas, found = mpi.world_size // num_parts, {}
     start, stop = WIDTH * part // num_parts, WIDTH * (part + 1) // num_parts

@@ -13,10 +13,10 @@ import pytest
 import torch
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
-from onward.trainer.onnx_graph.strip_training import strip_training
-from onward.trainer.onnx_import import module as graph
 from torch import Tensor, nn
 
+from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_import import module as graph
 from tests.support import zoo
 
 Case = tuple[str, str, bool]

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from onward.tasks.checkpoint import Keeper
 from onward.trainer.checkpoint.manifest import TrainState, announced, is_whole, list_checkpoints, newest_whole
 from onward.trainer.checkpoint.save_load import Part, load, save
@@ -32,7 +33,6 @@ from onward.trainer.distributed.placement import Placement, share
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir
-
 from tests.support.ranks import ROOT, run_ranks
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))

@@ -10,12 +10,12 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+
 from onward.trainer.config.sections import RunConfig, build_config
 from onward.trainer.data.batches import Batch, Batches, evaluation_batches
 from onward.trainer.data.shards import Shards, make_shards, open_shards
 from onward.trainer.data.signature import read_signature, wanted
 from onward.trainer.onnx_graph.reference_models import GraphWriter
-
 from tests.support import graphs
 from tests.support.runs import final_tensors, make_run, train_run, train_until
 

@@ -11,11 +11,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+
 from onward.tasks.export import export_file
 from onward.trainer.checkpoint import save_load as checkpoint
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.run.directory import RunDir, read_config
-
 from tests.support import graphs, runs
 
 Data = Callable[..., dict[str, runs.Array]]

@@ -12,6 +12,8 @@ import onnx
 import pytest
 import torch
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
+from torch import Tensor
+
 from onward.trainer.config.sections import ExportConfig, ModelConfig
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.export import Expected, prove
@@ -19,8 +21,6 @@ from onward.trainer.export.verification import Evaluator, Judge
 from onward.trainer.model.loss import Evaluation, Loss
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import import module as graph
-from torch import Tensor
-
 from tests.support import graphs
 
 MODELS = ("tiny_conv_net_with_batch_norm", "tiny_resnet", "tiny_transformer", "tiny_bert")

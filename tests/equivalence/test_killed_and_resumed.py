@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from onward.tasks.train import train
 from onward.trainer.errors import TrainingFailed
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import AttemptResult, RunDir, TrainResult, read_record
-
 from tests.support import graphs
 from tests.support.runs import (
     assert_equal_bits,

@@ -1,4 +1,4 @@
-"""Promise 3: pipeline, horizontal and ZeRO, and their products, train what one rank trains; whatever graph it is.
+"""Promise 3: pipeline, tensor and ZeRO, and their products, train what one rank trains; whatever graph it is.
 
 And promises 5 and 9 in every layout: a checkpoint of one is continued by any other with the same samples; an overflow
 on one rank of one stage skips the step on all.
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from onward.trainer.data.batches import Batches
 from onward.trainer.data.shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.run.directory import RunDir, read_config
-
 from tests.equivalence import layouts
 from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, make_case, trained
 from tests.support import graphs
@@ -30,8 +30,8 @@ GPT2, BERT, LLAMA, CONV = MODELS
 QUICK = [
     Case(GPT2, "2x2x2"),
     Case(GPT2, "dp2 x pp2", zero=3),
-    Case(BERT, "hp2 x pp2"),
-    Case(LLAMA, "dp2 x hp2", zero=2),
+    Case(BERT, "tp2 x pp2"),
+    Case(LLAMA, "dp2 x tp2", zero=2),
     Case(CONV, "dp2 x pp2", zero=1),
 ]
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_one_layout_is_continued_by_any_other_with_the_same_samp
     """Saved by 2 x 2 ranks with a ZeRO-3 pipeline in the middle of an epoch; loaded by one, two and four."""
     first = trained([Case(GPT2, "dp2 x pp2", zero=3)], tmp_path / "first")
     (run,) = first.values()
-    others = [("1x1x1", 0), ("hp2", 0), ("dp2 x hp2", 1), ("dp2 x pp2", 3)]
+    others = [("1x1x1", 0), ("tp2", 0), ("dp2 x tp2", 1), ("dp2 x pp2", 3)]
     runs = {name: continued(run, tmp_path / name.replace(" ", ""), name, zero) for name, zero in others}
     for size in (1, 2, 4):
         roots = [str(made.root) for made in runs.values() if read_config(made).world_size == size]
@@ -106,7 +106,7 @@ def stream(run: RunDir) -> list[list[int]]:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("layout", "rank"), [("hp2 x pp2", 3), pytest.param("2x2x2", 5, marks=pytest.mark.slow)], ids=["2x2", "2x2x2"]
+    ("layout", "rank"), [("tp2 x pp2", 3), pytest.param("2x2x2", 5, marks=pytest.mark.slow)], ids=["2x2", "2x2x2"]
 )
 def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(tmp_path: Path, layout: str, rank: int) -> None:
     case = Case(GPT2, layout, 0, {"precision": {"compute": "fp16", "initial_scale": 1024.0}})
@@ -161,7 +161,7 @@ def test_ranks_with_unequal_shares_recompute_what_the_others_do(tmp_path: Path) 
             graphs.residual_mlps(65, 16, 64, 64),
             columns,
             train={"global_batch_size": 8, "num_steps": layouts.NUM_STEPS},
-            parallel={"horizontal": size, "units": 3},
+            parallel={"tensor": size, "units": 3},
             recompute={"mode": "whole"},
             checkpoint={"period": 1},
         )

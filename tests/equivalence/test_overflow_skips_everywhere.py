@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
+
 from onward.trainer.data.batches import Batches
 from onward.trainer.data.shards import open_shards
 from onward.trainer.run.directory import RunDir, read_config
-
 from tests.support import graphs
 from tests.support.runs import Array, events, losses, make_run, tiny_images, tiny_text, train_run
 

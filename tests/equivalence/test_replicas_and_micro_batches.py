@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from onward.trainer.run.directory import RunDir
 
+from onward.trainer.run.directory import RunDir
 from tests.support.runs import assert_close, events, final_tensors, losses, train_run
 
 Make = Callable[..., RunDir]

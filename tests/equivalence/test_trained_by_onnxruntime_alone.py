@@ -12,12 +12,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+
 from onward.trainer.data.batches import Batches
 from onward.trainer.data.shards import open_shards
 from onward.trainer.export.training.files import write_artifacts
 from onward.trainer.optim.optimizers import learning_rate
 from onward.trainer.run.directory import read_config
-
 from tests.support.graphs import tiny_conv_net_with_batch_norm, tiny_transformer
 from tests.support.runs import final_tensors, losses, make_run, tiny_images, tiny_text, train_run
 

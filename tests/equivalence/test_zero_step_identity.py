@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
 from onward.trainer.onnx_import import module as graph
-
 from tests.support.graphs import MODELS
 
 MODELS_AS_THEY_COME = {

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+
 from onward.flows import cli
 from onward.flows.direct import prefect_server
 from onward.flows.report import bits_per_byte, config_lines, meanings, outcome, table
@@ -24,7 +25,6 @@ from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import EventWriter
 from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.run.directory import AttemptResult, RankError, RunDir, RunIdentity, write_record
-
 from tests.support.graphs import tiny_transformer
 
 CONFIGS = sorted((Path(cli.__file__).parent / "configs").glob("*.toml"))
@@ -221,11 +221,17 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_plan_shows_stages_memory_and_what_is_sent(capsys: pytest.CaptureFixture[str], small: Path) -> None:
-    layout = ("parallel.data=2", "parallel.horizontal=2", "parallel.pipeline=2")
+    layout = ("parallel.data=2", "parallel.tensor=2", "parallel.pipeline=2")
     shown = onward(capsys, "plan", str(small), *layout)
-    assert "data 2 x horizontal 2 x pipeline 2 = 8" in shown
+    assert "data 2 x tensor 2 x pipeline 2 = 8" in shown
     assert "1f1b, bubble 33.3%" in shown
-    for title in ("stages", "memory of one rank", "sent and received", "divided horizontally", "left whole"):
+    for title in (
+        "stages",
+        "memory of one rank",
+        "sent and received",
+        "divided over tensor-parallel ranks",
+        "left whole",
+    ):
         assert f"\n{title}" in shown
     found = json.loads(onward(capsys, "plan", str(small), *layout, "--json"))
     assert found["num_ranks"] == 8

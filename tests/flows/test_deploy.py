@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from onward.trainer.run.directory import RunDir, RunIdentity, read_record
 
+from onward.trainer.run.directory import RunDir, RunIdentity, read_record
 from tests.support.workshop import Workshop, api, ranks_of, reached, until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]

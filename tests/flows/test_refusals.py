@@ -78,7 +78,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["launch.num_ranks=3"], "data 2 x horizontal 1 x pipeline 1 needs 2 ranks, but launch.num_ranks is 3"),
+        (["launch.num_ranks=3"], "data 2 x tensor 1 x pipeline 1 needs 2 ranks, but launch.num_ranks is 3"),
         (["train.gradient_accumulation_steps=3"], "global_batch_size 8 does not divide over 2 replicas x 3"),
         (["train.num_setps=7"], "unknown key train.num_setps; did you mean train.num_steps?"),
         (["optimiser.name=adam"], "unknown section optimiser; did you mean optimizer?"),

@@ -13,11 +13,11 @@ from typing import Any
 import onnx
 import psutil
 import pytest
+
 from onward.flows.report import meanings
 from onward.flows.train_onnx import MISSED_AFTER, missed, train_onnx
 from onward.trainer.config.sections import RunConfig
 from onward.trainer.run.directory import RunDir
-
 from tests.support.workshop import Workshop, finished, ranks_of, reached, until
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from onward.infra import mpirun
 from onward.infra.mpirun import LaunchError, MpiJob, Outcome, running_job, stop_running
 

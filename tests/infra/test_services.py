@@ -16,12 +16,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from onward.infra import keeper, services
 
 USER = """
 import sys, time
 from pathlib import Path
-from infra import keeper, services
+from onward.infra import keeper, services
 with services.lease(Path(sys.argv[1])):
     print(services.ensure(Path(sys.argv[1]), ["prefect"])["prefect"], flush=True)
     sys.stdin.read()

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.infra.tracking import (
     ModelFile,
     Point,
@@ -25,12 +26,13 @@ from onward.infra.tracking import (
     local_store,
     metric_name,
 )
-
 from tests.support.stores import client, free_port, new_run, points, tracking_store
 
 
 def test_importing_it_does_not_import_mlflow() -> None:
-    subprocess.run([sys.executable, "-c", "import infra.tracking, sys; assert 'mlflow' not in sys.modules"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import onward.infra.tracking, sys; assert 'mlflow' not in sys.modules"], check=True
+    )
 
 
 def test_a_run_is_found_again_by_its_key_and_runs_again() -> None:
@@ -263,7 +265,7 @@ def test_a_refusal_is_not_called_an_outage() -> None:
 
 def test_two_processes_may_make_the_tables_of_one_database_at_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from infra.tracking import Tracker; tracker = Tracker(sys.argv[1])\n"
+        "import sys; from onward.infra.tracking import Tracker; tracker = Tracker(sys.argv[1])\n"
         "print(tracker.start_run('race', key=sys.argv[2], name='n', tags={}, params={})[0])"
     )
     makers = [

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from onward.trainer.run.directory import ExportedModel, Refusal, RunDir, example_in, refusal_in, sha256, write_record
 
+from onward.trainer.run.directory import ExportedModel, Refusal, RunDir, example_in, refusal_in, sha256, write_record
 from tests.support.graphs import tiny_mlp
 
 PARITY = 2.5e-7

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto
+
 from onward.trainer.onnx_graph.reference_models import GraphWriter, build_gpt2
 
 Array = np.ndarray[Any, np.dtype[Any]]

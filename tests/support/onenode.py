@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import torch
 from onnx import helper, numpy_helper
+
 from onward.trainer.onnx_import import module as graph
 
 Array = np.ndarray[Any, np.dtype[Any]]

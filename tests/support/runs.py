@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 import psutil
 import torch
+
 from onward.tasks.shard_data import shard_data
 from onward.trainer.checkpoint import manifest
 from onward.trainer.checkpoint import save_load as checkpoint
@@ -27,7 +28,6 @@ from onward.trainer.config.sections import build_config
 from onward.trainer.data.signature import model_digest
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import AttemptResult, RunDir, RunIdentity, read_config, read_record, write_record
-
 from tests.support.ranks import ROOT, SETTINGS
 
 Array = np.ndarray[Any, np.dtype[Any]]

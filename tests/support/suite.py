@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph import element_types as values
 from onward.trainer.onnx_import import module as graph

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import onnx
 import psutil
+
 from onward.infra.tracking import Tracker
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir, RunIdentity, read_record
-
 from tests.support.graphs import tiny_conv_net
 
 CONFIG = """

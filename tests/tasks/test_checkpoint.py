@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from onward.infra.tracking import Tracker
 from onward.tasks.checkpoint import checkpoint, judged
 from onward.trainer.checkpoint.manifest import TrainState, announced
@@ -19,7 +20,6 @@ from onward.trainer.config.sections import CheckpointConfig, DataConfig, ModelCo
 from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.run.directory import CheckpointInfo, RunDir, RunIdentity, sha256, write_record
-
 from tests.support.stores import Server, client, free_port, new_run, points
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))

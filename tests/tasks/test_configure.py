@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+
 from onward.infra.tracking import Tracker, local_store
 from onward.tasks.configure import configure
 from onward.trainer.config.sections import (
@@ -22,7 +23,6 @@ from onward.trainer.config.sections import (
 )
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.run.directory import RunDir, RunIdentity, onward_home, read_config, read_record
-
 from tests.support.graphs import residual_mlps, tiny_conv_net
 
 
@@ -135,8 +135,8 @@ def test_what_the_graph_does_not_allow_is_refused_before_anything_is_there(
         begin(cut)
     with pytest.raises(ConfigError, match=r"recompute.units: no tensor matches 'layer9\*'"):
         begin({**sections, "recompute": RecomputeConfig(mode="whole", units=("layer9*",))})
-    with pytest.raises(ConfigError, match=r"nothing of this graph can be divided over parallel.horizontal = 2"):
-        begin({**sections, "parallel": ParallelConfig(horizontal=2, convolutions="never", vocabulary=False)})
+    with pytest.raises(ConfigError, match=r"nothing of this graph can be divided over parallel.tensor = 2"):
+        begin({**sections, "parallel": ParallelConfig(tensor=2, convolutions="never", vocabulary=False)})
     assert not (home / "runs").exists()
 
 
@@ -159,7 +159,7 @@ def test_shapes_that_depend_on_data_are_refused_where_the_graph_is_cut_and_train
     np.savez(tmp_path / "data.npz", x=np.zeros((20, 4), np.float32), label=np.arange(20) % 5)
     with pytest.raises(UnsupportedModel, match=r"depends on data .* parallel.zero = 0"):
         begin({**sections, "parallel": ParallelConfig(zero=1)}, "cut")
-    assert begin({**sections, "parallel": ParallelConfig(horizontal=2)}, "divided").config.exists()
+    assert begin({**sections, "parallel": ParallelConfig(tensor=2)}, "divided").config.exists()
 
 
 def test_a_relative_database_is_the_same_from_every_directory(

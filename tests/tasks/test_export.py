@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from onward.infra.tracking import Tracker
 from onward.tasks import export as task
 from onward.trainer.config.sections import build_config
@@ -21,7 +22,6 @@ from onward.trainer.run.directory import (
     sha256,
     write_record,
 )
-
 from tests.support.exporting import PARITY
 from tests.support.graphs import tiny_mlp
 from tests.support.stores import client, free_port, new_run, points

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from onward.infra import mpirun
 from onward.tasks.init_runtime import init_runtime, problems
 from onward.trainer.config.sections import RunConfig, build_config

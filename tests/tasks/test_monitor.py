@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.util.tensor_util import make_ndarray
+
 from onward.infra.tracking import Tracker
 from onward.tasks.monitor import Cursor, Progress, Shipper, monitor
 from onward.trainer.config.sections import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -25,9 +28,6 @@ from onward.trainer.run.directory import (
     read_record,
     write_record,
 )
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from tensorboard.util.tensor_util import make_ndarray
-
 from tests.support.stores import client, free_port, new_run, points
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import State
+from prefect.states import Failed
+
 from onward.infra import mpirun
 from onward.tasks.train import train, worth_retrying
 from onward.trainer.config.sections import build_config
 from onward.trainer.errors import ConfigError, DataError, Diverged, OnwardError, RuntimeUnavailable, TrainingFailed
 from onward.trainer.run.directory import RunDir, TrainResult, read_record, write_record
-from prefect import State
-from prefect.states import Failed
 
 pytestmark = pytest.mark.mpi
 

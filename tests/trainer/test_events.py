@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from onward.trainer.events import EventWriter, Heartbeat, read_events
 
 
@@ -64,7 +65,7 @@ def test_lines_that_are_no_events_are_stepped_over(tmp_path: Path) -> None:
 
 def test_a_process_stuck_holding_the_interpreter_is_ended_with_its_traceback(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from trainer.events import Heartbeat\n"
+        "import sys; from pathlib import Path; from onward.trainer.events import Heartbeat\n"
         "beat = Heartbeat(Path(sys.argv[1])); beat.start(rank=0, timeout_s=0.5)\n"
         "def stuck():\n"
         "    import ctypes; ctypes.PyDLL(None).sleep(60)\n"  # PyDLL keeps the lock: no Python thread could act

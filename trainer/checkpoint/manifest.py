@@ -34,10 +34,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+from pydantic import Field, ValidationError
+
 from onward.trainer.distributed.placement import Box, overlap
 from onward.trainer.errors import CheckpointError, OnwardError
 from onward.trainer.run.directory import CheckpointInfo, Record, RunDir, fsync, read_record, sha256
-from pydantic import Field, ValidationError
 
 log = logging.getLogger(__name__)
 

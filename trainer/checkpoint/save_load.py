@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from onward.trainer.checkpoint import manifest
 from onward.trainer.checkpoint import write_plan as pieces
 from onward.trainer.checkpoint.manifest import CHUNK_BYTES, NUM_NAMED, Beat, FileEntry, Manifest, Stored, TensorEntry
@@ -26,8 +29,6 @@ from onward.trainer.distributed.placement import Box, Placement, overlap, slices
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, OnwardError
 from onward.trainer.run.directory import RunDir, fsync
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 log = logging.getLogger(__name__)
 

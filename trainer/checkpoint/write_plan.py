@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from onward.trainer.checkpoint.manifest import NUM_NAMED, Beat, TensorEntry, piece_key, uneven
 from onward.trainer.distributed.placement import Box, Placement, overlap, slices
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, TrainingFailed
-from torch import Tensor
 
 ANSWER_BYTES = 1024
 """Longest sentence that a rank tells the others."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from onward.trainer.errors import ConfigError
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -30,6 +29,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from onward.trainer.errors import ConfigError
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -243,14 +244,14 @@ class ScheduleConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the ranks divide the work: data x horizontal x pipeline = ranks. `parallel = "auto"` chooses the sizes."""
+    """How the ranks divide the work: data x tensor x pipeline = ranks. `parallel = "auto"` chooses the sizes."""
 
     sizes: Literal["given", "auto"] = "given"
-    """`auto` = choose data, horizontal, pipeline, zero, recomputation and micro-batches for `launch.num_ranks` ranks
+    """`auto` = choose data, tensor, pipeline, zero, recomputation and micro-batches for `launch.num_ranks` ranks
     and `memory_gib`; `parallel = "auto"` is short for it."""
     data: PositiveInt = 1
     """Replicas of the model, each with its share of every batch."""
-    horizontal: PositiveInt = 1
+    tensor: PositiveInt = 1
     """Ranks that divide each layer among them (tensor parallelism), wherever the graph allows."""
     pipeline: PositiveInt = 1
     """Ranks that divide the graph into successive stages; micro-batches: `train.gradient_accumulation_steps`."""
@@ -258,9 +259,9 @@ class ParallelConfig(Section):
     """What one rank may use: `auto` keeps below it (0 = what is free on its device), and recomputation is of as many
     units as it takes (0 = of all)."""
     vocabulary: bool = True
-    """Horizontal: divide embeddings, heads and their cross-entropy by vocabulary."""
+    """Tensor parallelism: divide embeddings, heads and their cross-entropy by vocabulary."""
     convolutions: Literal["auto", "never", "always"] = "auto"
-    """Horizontal: divide pairs of convolutions by channel; `auto` = where it saves more than it sends."""
+    """Tensor parallelism: divide pairs of convolutions by channel; `auto` = where it saves more than it sends."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """Pipeline: the order of forward and backward passes. `zero_bubble` is refused for graphs it would get wrong."""
     stages_per_rank: PositiveInt = 1
@@ -283,6 +284,16 @@ class ParallelConfig(Section):
     """Who carries gradients between replicas: torch's backend (NCCL, gloo), or MPI (ZeRO 0 on CPUs)."""
     compression: Literal["none", "fp16", "bf16"] = "none"
     """The type gradients are sent in (ZeRO 0 only)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_the_former_name_of_tensor(cls, settings: Any) -> Any:
+        """`horizontal` is what `tensor` was called: run directories, deployments and config files may still have it."""
+        if not isinstance(settings, Mapping) or "horizontal" not in settings:
+            return settings
+        if "tensor" in settings:
+            raise ValueError("horizontal is the former name of tensor; set one of the two")
+        return {"tensor" if key == "horizontal" else key: value for key, value in settings.items()}
 
 
 class RecomputeConfig(Section):
@@ -421,7 +432,7 @@ class RunConfig(Section):
     @property
     def world_size(self) -> int:
         """Ranks of the job: the product of the parallel sizes."""
-        return self.parallel.data * self.parallel.horizontal * self.parallel.pipeline
+        return self.parallel.data * self.parallel.tensor * self.parallel.pipeline
 
     @property
     def micro_batch_size(self) -> int:
@@ -452,10 +463,10 @@ Sections = Mapping[str, Any]
 def _world_size(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
     if parallel.sizes == "auto" and not launch.num_ranks:
         yield "parallel = 'auto' divides the work over launch.num_ranks ranks, but that is 0; set how many there are"
-    needed = parallel.data * parallel.horizontal * parallel.pipeline
+    needed = parallel.data * parallel.tensor * parallel.pipeline
     if parallel.sizes == "given" and launch.num_ranks not in (0, needed):
         yield (
-            f"data {parallel.data} x horizontal {parallel.horizontal} x pipeline {parallel.pipeline} needs {needed} "
+            f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline} needs {needed} "
             f"ranks, but launch.num_ranks is {launch.num_ranks}; change [parallel] or launch.num_ranks (0 = as many as "
             "needed)"
         )
@@ -663,6 +674,9 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check: Check = lam
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     _anchor(raw, path.resolve().parent)
+    layout = raw.get("parallel")
+    if isinstance(layout, dict) and "horizontal" in layout and "tensor" not in layout:
+        layout["tensor"] = layout.pop("horizontal")  # so that an override under either name replaces it
     raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
     problems: list[str] = []
     for line in overrides:
@@ -733,6 +747,8 @@ BUNDLED_SOURCES = ("digits", "stdlib")
 def _override(raw: dict[str, Any], line: str) -> None:
     key, equals, text = line.partition("=")
     parts = key.strip().split(".")
+    if parts == ["parallel", "horizontal"]:
+        parts[-1] = "tensor"
     if not equals or not all(parts):
         raise ConfigError(f"override {line!r} is not section.key=value")
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
 from onward.trainer.data.columns import Array, Block, Cells, Column, Values
 from onward.trainer.errors import DataError
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from onward.trainer.config.sections import RunConfig
 from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.shards import Shards
 from onward.trainer.data.signature import Use, signature_to_train, uses
 from onward.trainer.errors import ConfigError
-from torch import Tensor
 
 
 @dataclass(frozen=True)

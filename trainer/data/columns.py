@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from onward.trainer.run.directory import Record
 
 Array = np.ndarray[Any, np.dtype[Any]]

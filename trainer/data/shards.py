@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
+
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import sources
 from onward.trainer.data.arrow_files import ArrowReader, ArrowWriter

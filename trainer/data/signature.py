@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
 from onward.trainer.config.sections import ModelConfig, RunConfig
 from onward.trainer.data.columns import TEXT, Column, Schema, Want
 from onward.trainer.errors import ConfigError, UnsupportedModel

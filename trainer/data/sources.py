@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data.arrow_files import arrow_blocks, parquet_blocks
 from onward.trainer.data.columns import Array, Block, Column

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from onward.trainer.data.columns import Array, Block, Cells
 from onward.trainer.errors import DataError
 

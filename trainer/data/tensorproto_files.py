@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import helper, numpy_helper
+
 from onward.trainer.data.columns import Array, Block, Column, Values
 from onward.trainer.errors import DataError
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
 from onward.trainer.config.sections import BUNDLED_SOURCES, DataConfig, ExportConfig, ModelConfig, RunConfig, Sections
 from onward.trainer.data.shards import peek
 from onward.trainer.data.signature import misfits

@@ -12,6 +12,7 @@ import onnx
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, numpy_helper
+
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import RAW, external_problems, is_external, pieces, place

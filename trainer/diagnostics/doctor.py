@@ -10,6 +10,7 @@ from pathlib import Path
 
 import onnx
 from onnx import defs, inliner
+
 from onward.trainer.diagnostics.exporter_warnings import Patient, symptoms
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.element_types import element_type_name

@@ -11,6 +11,7 @@ from typing import TypeVar
 import onnx
 import torch
 from onnx import TensorProto
+
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import slots
 from onward.trainer.onnx_graph.stochastic_depth import branches, random_nodes

@@ -30,18 +30,19 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from onward.trainer.config.sections import ParallelConfig
-from onward.trainer.errors import Fenced, Refused, RuntimeUnavailable, Stopped
-from onward.trainer.run.directory import RankError, RankReport, RunDir, read_config, write_record
 from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.errors import Fenced, Refused, RuntimeUnavailable, Stopped
+from onward.trainer.run.directory import RankError, RankReport, RunDir, read_config, write_record
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-AXES = ("pipeline", "data", "horizontal")
-"""The axes of the mesh, outermost first: neighbours in rank are neighbours in `horizontal`."""
+AXES = ("pipeline", "data", "tensor")
+"""The axes of the mesh, outermost first: neighbours in rank are neighbours in `tensor`."""
 
 RANK_VARIABLES = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Where launchers say which rank a process is: Open MPI 5 and `srun --mpi=pmix`, Open MPI 4, MPICH, Slurm."""
@@ -75,7 +76,7 @@ class ParallelDims:
     """How the ranks divide the work: one size for each axis of the mesh."""
 
     data: int = 1
-    horizontal: int = 1
+    tensor: int = 1
     pipeline: int = 1
     shard: int = 0
     """Neighbouring replicas that divide weights or states among them; 0 = all."""
@@ -83,26 +84,26 @@ class ParallelDims:
     @staticmethod
     def of(config: ParallelConfig) -> ParallelDims:
         """As configured."""
-        return ParallelDims(config.data, config.horizontal, config.pipeline, config.shard)
+        return ParallelDims(config.data, config.tensor, config.pipeline, config.shard)
 
     @property
     def world_size(self) -> int:
         """Ranks this division needs."""
-        return self.data * self.horizontal * self.pipeline
+        return self.data * self.tensor * self.pipeline
 
     def check(self, world_size: int) -> None:
         """Raises RuntimeUnavailable, with all four numbers, unless the division fits the world."""
         if self.world_size != world_size:
             raise RuntimeUnavailable(
-                f"data {self.data} x horizontal {self.horizontal} x pipeline {self.pipeline} needs "
+                f"data {self.data} x tensor {self.tensor} x pipeline {self.pipeline} needs "
                 f"{self.world_size} ranks, but mpirun started {world_size}; change [parallel] or launch.num_ranks"
             )
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where a rank is in the mesh; horizontal is fastest, so that it stays inside a host."""
-        outer, horizontal = divmod(rank, self.horizontal)
+        """Where a rank is in the mesh; tensor is fastest, so that it stays inside a host."""
+        outer, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(outer, self.data)
-        return Coordinate(pipeline, data, horizontal)
+        return Coordinate(pipeline, data, tensor)
 
 
 class Coordinate(NamedTuple):
@@ -110,7 +111,7 @@ class Coordinate(NamedTuple):
 
     pipeline: int
     data: int
-    horizontal: int
+    tensor: int
 
 
 # -- joining and leaving the world
@@ -284,15 +285,15 @@ def _use_interface(name: str) -> None:
 
 
 def make_mesh(mpi: MPIContext, dims: ParallelDims, *, timeout_s: float) -> DeviceMesh:
-    """The ranks as a grid with the axes `AXES`: `mesh.get_group("pipeline" | "data" | "horizontal")`.
+    """The ranks as a grid with the axes `AXES`: `mesh.get_group("pipeline" | "data" | "tensor")`.
 
     The data axis is one of (replicate, shard) as well: `shard` is the neighbouring replicas that divide weights or
     states, `replicate` those that hold the same share. Collective: every rank.
     """
     dims.check(mpi.world_size)
     shard = dims.shard or dims.data
-    shape = (dims.pipeline, dims.data // shard, shard, dims.horizontal)
-    mesh = init_device_mesh(mpi.device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "horizontal"))
+    shape = (dims.pipeline, dims.data // shard, shard, dims.tensor)
+    mesh = init_device_mesh(mpi.device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
     replicas = mesh["replicate", "shard"]._flatten("data")
     timeout = datetime.timedelta(seconds=timeout_s)
     # the groups of an axis do not inherit the world's time-out: theirs is 30 minutes

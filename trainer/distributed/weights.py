@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
+
 from onward.trainer.distributed.placement import Placement
 from onward.trainer.errors import CheckpointError
-from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, numpy_helper
+from torch import Tensor, nn
+
 from onward.trainer.config.sections import ExportConfig, ModelConfig
 from onward.trainer.data.signature import model_digest
 from onward.trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUnavailable
@@ -49,7 +51,6 @@ from onward.trainer.run.directory import (
     write_durably,
     write_record,
 )
-from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
+
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.verification import Array, Evaluator, Judge, open_session
 from onward.trainer.onnx_graph.index import locations

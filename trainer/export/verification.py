@@ -27,10 +27,11 @@ import torch
 from onnx import TensorProto, TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from torch import Tensor, nn
+
 from onward.trainer.errors import ExportRefused
 from onward.trainer.model.loss import Batch, Totals
 from onward.trainer.onnx_graph.index import all_tensors, graphs_of
-from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 

@@ -20,13 +20,14 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
 from onward.trainer.config.sections import LoraConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.module import ImportedGraph, weights
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.roles import Role
-from torch import Tensor, fx, nn
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 DROPOUT = "lora_dropout"

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx, nn
+
 from onward.trainer.config.sections import GraphConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.runtime_node import Leaf
-from torch import fx, nn
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.distributed.collectives import reduced
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
-from torch import Tensor
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
+
 from onward.trainer.config.sections import PrecisionConfig
 
 Remedy = Literal["again", "skip", "none"]

@@ -7,9 +7,10 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 import torch
+from torch import Tensor
+
 from onward.trainer.config.sections import MonitorConfig
 from onward.trainer.events import EventWriter
-from torch import Tensor
 
 NUM_BINS = 30
 

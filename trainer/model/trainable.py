@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+from torch import fx
+
 from onward.trainer.config.sections import ModelConfig, RunConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merged
@@ -19,7 +21,6 @@ from onward.trainer.onnx_graph import surgery
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.passes.dropout import add_dropout
-from torch import fx
 
 log = logging.getLogger(__name__)
 

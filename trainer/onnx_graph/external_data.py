@@ -14,6 +14,7 @@ import onnx
 import torch
 from onnx import TensorProto
 from onnx.external_data_helper import load_external_data_for_tensor
+
 from onward.trainer.onnx_graph.element_types import DTYPES, read_tensor
 from onward.trainer.onnx_graph.index import all_tensors
 

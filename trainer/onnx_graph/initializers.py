@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, numpy_helper
+
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.element_types import DTYPES, element_type_name, read_tensor
 from onward.trainer.onnx_graph.external_data import differs, is_external, mapped

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.index import Index, dims_of, infer, near, reads

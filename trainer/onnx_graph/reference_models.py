@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.trainer.errors import ConfigError
 
 OPSET = 20

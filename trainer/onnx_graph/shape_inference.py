@@ -8,6 +8,7 @@ import onnx
 import torch
 from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 from onnx import helper, shape_inference
+
 from onward.trainer.onnx_graph.element_types import DTYPES, PACKED
 
 Probes = tuple[torch.Tensor, torch.Tensor]

@@ -21,6 +21,7 @@ import numpy as np
 import onnx
 from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 from onnx import helper, numpy_helper, shape_inference
+
 from onward.trainer.onnx_graph.external_data import is_external, with_small_tensors
 
 DOMAIN = "onward"

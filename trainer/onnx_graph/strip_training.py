@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 from onnx import helper
+
 from onward.trainer.onnx_graph.stochastic_depth import branches
 
 

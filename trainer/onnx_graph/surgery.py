@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import onnx
+
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.index import UNTIED, Index, inferred, near, reads

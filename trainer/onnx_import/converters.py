@@ -13,12 +13,13 @@ from typing import Any
 
 import onnx
 import torch
+from torch import nn
+
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value
 from onward.trainer.onnx_import.registry import RULES, Call, Rule, run_rule
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.tracing import Eager, Tracer
-from torch import nn
 
 Converter = Callable[[Any, Any], Any]
 

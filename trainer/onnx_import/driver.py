@@ -11,13 +11,14 @@ from pathlib import Path
 import onnx
 import torch
 from onnx import TensorProto
+from torch import fx, nn
+
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.element_types import PACKED, Unsupported, Value, torch_dtype
 from onward.trainer.onnx_graph.shape_inference import inferred
 from onward.trainer.onnx_import.lowering import Walk, functions_of, opsets_of, unknown_operators
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.tracing import Traced, Tracer
-from torch import fx, nn
 
 # -- the sizes a graph is tried at
 

@@ -9,6 +9,7 @@ from typing import Any
 import onnx
 import torch
 from onnx import defs, helper
+
 from onward.trainer.onnx_graph.element_types import Value, element_type, read_tensor
 from onward.trainer.onnx_import.tracing import Traced
 

@@ -10,6 +10,8 @@ from typing import Any
 import onnx
 import torch
 from onnx import defs
+from torch.utils import _pytree as pytree
+
 from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value
 from onward.trainer.onnx_graph.shape_inference import Probes
 from onward.trainer.onnx_import import converters as foreign
@@ -24,7 +26,6 @@ from onward.trainer.onnx_import.function_bodies import (
 from onward.trainer.onnx_import.registry import RULES, Call, run_rule
 from onward.trainer.onnx_import.runtime_node import Functions, Leaf, Surroundings
 from onward.trainer.onnx_import.tracing import Eager, Traced, Tracer
-from torch.utils import _pytree as pytree
 
 Body = onnx.GraphProto | onnx.FunctionProto
 

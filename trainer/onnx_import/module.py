@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onward.trainer.onnx_import.ops  # noqa: F401  files the operator table
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, inliner
+from torch import fx, nn
+from torch.fx.graph_module import reduce_graph_module
+
+import onward.trainer.onnx_import.ops  # noqa: F401  files the operator table
 from onward.trainer.errors import CheckpointError, ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.external_data import (
     external_problems,
@@ -46,8 +49,6 @@ from onward.trainer.onnx_import.shape_assumptions import is_kept
 from onward.trainer.onnx_import.ties import Copies, copy_roles, find_copies
 from onward.trainer.onnx_import.ties import tie as tie_copies
 from onward.trainer.run.directory import durable_file
-from torch import fx, nn
-from torch.fx.graph_module import reduce_graph_module
 
 
 class ImportedGraph(fx.GraphModule):

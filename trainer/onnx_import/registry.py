@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from torch import nn
+
 from onward.trainer.onnx_graph.element_types import (
     HostInts,
     RunTime,
@@ -29,7 +31,6 @@ from onward.trainer.onnx_graph.element_types import (
     torch_dtype,
 )
 from onward.trainer.onnx_import.tracing import Eager, Tracer
-from torch import nn
 
 Rule = Callable[..., Value]
 RunBody = Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]

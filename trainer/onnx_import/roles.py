@@ -17,6 +17,7 @@ from typing import Literal
 import onnx
 import torch
 from onnx import TensorProto
+
 from onward.trainer.onnx_import.tensor_contents import is_made_up, is_mask, is_table_of_waves, is_whole
 
 Kind = Literal["trained", "statistic", "frozen"]

@@ -14,9 +14,10 @@ from typing import Any
 
 import onnx
 import torch
+from torch import nn
+
 from onward.trainer.onnx_graph.element_types import Unsupported, Value
 from onward.trainer.onnx_import.tracing import ANCHOR, Eager
-from torch import nn
 
 Functions = Mapping[tuple[str, str, str], onnx.FunctionProto]
 """(domain, name, overload) -> a function the model itself defines."""

@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 
 import torch
+from torch import fx, nn
+
 from onward.trainer.onnx_graph.index import UNTIED
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.tensor_contents import says_something
-from torch import fx, nn
 
 Copies = dict[str, tuple[str, bool]]
 """Name of a copy -> the weight it is a copy of, and whether it is its transpose."""

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from onward.trainer.onnx_graph.element_types import HostInts, RunTime, Unsupported, Value
-from onward.trainer.onnx_import.shape_assumptions import may_differ, must_be, told
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+
+from onward.trainer.onnx_graph.element_types import HostInts, RunTime, Unsupported, Value
+from onward.trainer.onnx_import.shape_assumptions import may_differ, must_be, told
 
 ANCHOR = "_anchor"
 """An empty buffer whose device is where tensors made in the graph are put."""

@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from onward.trainer.config.sections import OptimizerConfig
 from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.weights import Weight
-from torch import Tensor
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Elements that are updated together where there are temporary copies in fp32: what a core's cache holds; on a GPU

@@ -17,12 +17,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from onward.trainer.config.sections import OptimizerConfig, ScheduleConfig
 from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.optim.moments import Group, Stretch, in_fp32, make_moments, pieces
-from torch import Tensor
 
 Weights = Iterable[Weight | tuple[str, Tensor]]
 """Trained weights; a name in the file with a parameter is a weight held whole."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from onward.trainer.errors import UnsupportedModel
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -22,6 +21,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from onward.trainer.errors import UnsupportedModel
 
 Autocast = Callable[[], AbstractContextManager[object]]
 

@@ -1,6 +1,6 @@
 """The whole graph divided, cut and arranged in stages, before a rank takes its own: decided from shapes alone.
 
-    layers and vocabulary -> horizontal parts -> stages -> units -> which of them are recomputed
+    layers and vocabulary -> tensor-parallel parts -> stages -> units -> which of them are recomputed
 
 Every rank decides all of it from the same graph and the same example, and so does `onward plan`, which has no ranks.
 Ranks that divide layers may have unequal shares, so what depends on how much there is, is decided for the largest.
@@ -12,6 +12,8 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor, fx, nn
 
 from onward.trainer.config.sections import RunConfig
 from onward.trainer.distributed.placement import Placement
@@ -26,19 +28,18 @@ from onward.trainer.parallel.memory import budget
 from onward.trainer.parallel.pipeline import partition as cut
 from onward.trainer.parallel.pipeline.partition import CutPoint, Stage
 from onward.trainer.parallel.recompute import by_budget, by_name, recompute, unit_costs
-from onward.trainer.parallel.tensor.regions import HorizontalPlan, divide, plan_regions
+from onward.trainer.parallel.tensor.regions import TensorPlan, divide, plan_regions
 from onward.trainer.parallel.tensor.vocabulary import VocabularyPlan, divide_vocabulary, plan_vocabulary
-from torch import Tensor, fx, nn
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What all ranks of one horizontal coordinate know."""
+    """What all ranks of one tensor-parallel coordinate know."""
 
     stages: tuple[Stage, ...]
     """All of them. Weights, buffers and modules are those of the imported graph."""
     cuts: Cuts
-    regions: HorizontalPlan
+    regions: TensorPlan
     words: VocabularyPlan
     placements: Mapping[str, Placement]
     """Which part of each divided weight the rank has."""
@@ -47,7 +48,7 @@ class Arrangement:
     shared: Mapping[str, tuple[int, ...]]
     """Name -> pipeline coordinates, for every weight that several stages hold."""
     largest: Arrangement | None
-    """That of the horizontal rank with the largest share, if it is another's; of shapes alone."""
+    """That of the tensor-parallel rank with the largest share, if it is another's; of shapes alone."""
 
     def of(self, pipeline: int, size: int) -> list[Stage]:
         """The stages of one of `size` pipeline coordinates."""
@@ -62,7 +63,7 @@ class Arrangement:
                 first = all(weight.name != name for weight in weights)
                 leads = first and self.shared.get(name, [here.pipeline])[0] == here.pipeline
                 placement = self.placements.get(name) or Placement.whole(tensor.shape)
-                counted = leads and (here.horizontal == 0 or name in self.placements)
+                counted = leads and (here.tensor == 0 or name in self.placements)
                 weights.append(Weight(name, tensor, placement, is_trained(tensor), counted, remains.get(name, 0.0)))
         return weights
 
@@ -77,33 +78,33 @@ def arrange(
     autocast: Autocast,
     price: bool = False,
 ) -> Arrangement:
-    """Divide the graph for horizontal rank `rank`, in place, and cut it.
+    """Divide the graph for tensor-parallel rank `rank`, in place, and cut it.
 
-    example: the inputs of one micro-batch. group: name of the horizontal group, which must be there. price: whether to
-    price the graph even if nothing depends on it. Raises ConfigError or UnsupportedModel when it cannot be divided as
-    configured.
+    example: the inputs of one micro-batch. group: name of the tensor-parallel group, which must be there. price:
+    whether to price the graph even if nothing depends on it. Raises ConfigError or UnsupportedModel when it cannot be
+    divided as configured.
     """
     parallel, largest = config.parallel, None
-    if rank < parallel.horizontal - 1:  # the last rank's shares are the largest
+    if rank < parallel.tensor - 1:  # the last rank's shares are the largest
         memo = {id(tensor): shape_of(tensor) for tensor in module.parameters()}
         largest = arrange(
             copy.deepcopy(module, memo),
             config,
             example,
-            rank=parallel.horizontal - 1,
+            rank=parallel.tensor - 1,
             group=group,
             autocast=autocast,
             price=price,
         )
-    regions = plan_regions(module, parallel.horizontal, convolutions=parallel.convolutions)
+    regions = plan_regions(module, parallel.tensor, convolutions=parallel.convolutions)
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
-    words = plan_vocabulary(module, parallel.horizontal if parallel.vocabulary else 1, config.model, taken=taken)
+    words = plan_vocabulary(module, parallel.tensor if parallel.vocabulary else 1, config.model, taken=taken)
     placements = divide(module, regions, rank=rank, group=group)
     placements |= divide_vocabulary(module, words, rank=rank, group=group)
-    if parallel.horizontal > 1 and not placements:
+    if parallel.tensor > 1 and not placements:
         reasons = "; ".join(f"{name}: {why}" for name, why in [*regions.whole, *words.whole][:3])
         raise ConfigError(
-            f"nothing of this graph can be divided over parallel.horizontal = {parallel.horizontal} ranks"
+            f"nothing of this graph can be divided over parallel.tensor = {parallel.tensor} ranks"
             + (f" ({reasons})" if reasons else "")
             + "; use parallel.data or parallel.pipeline"
         )
@@ -123,7 +124,7 @@ def arrange(
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where the graph is cut, whichever horizontal rank's share of it that is."""
+    """Where the graph is cut, whichever tensor-parallel rank's share of it that is."""
 
     borders: Sequence[CutPoint]
     """Between stages."""

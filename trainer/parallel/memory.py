@@ -19,16 +19,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from onward.trainer.config.sections import OptimizerConfig, ParallelConfig, RunConfig
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.cost import Autocast
 from onward.trainer.parallel.pipeline.partition import Stage
 from onward.trainer.parallel.plan_record import Memory
 from onward.trainer.parallel.replicas.zero import divides
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 # -- one micro-batch through one stage
 
@@ -42,7 +43,7 @@ class Rehearsal:
     most: int
     """At the worst moment of either."""
     collectives: tuple[tuple[str, int], ...]
-    """Of the horizontal axis, in both passes: what it is called, and the bytes of its result."""
+    """Of the tensor axis, in both passes: what it is called, and the bytes of its result."""
 
 
 def rehearse(

@@ -37,7 +37,7 @@ class PlannedStage(Record):
     flops: int
     """Forward and backward of one micro-batch on one rank."""
     parameters: int
-    """Stored elements on one rank, after horizontal division."""
+    """Stored elements on one rank, after tensor-parallel division."""
     sends: int
     """Bytes to the next stage, of one micro-batch."""
     recomputed: int
@@ -46,7 +46,7 @@ class PlannedStage(Record):
 
 
 class PlannedRegion(Record):
-    """A stretch of the graph that the horizontal axis divides."""
+    """A stretch of the graph that the tensor axis divides."""
 
     kind: str
     weights: tuple[str, ...]
@@ -76,7 +76,7 @@ class Plan(Record):
     """What a rank may use; 0 = not known."""
     regions: tuple[PlannedRegion, ...]
     whole: tuple[tuple[str, str], ...]
-    """Weights that stay whole on the horizontal axis, each with the rule that keeps it so."""
+    """Weights that stay whole on the tensor axis, each with the rule that keeps it so."""
     traffic: tuple[Traffic, ...]
     bubble: float
     """The share of a step in which a rank of the pipeline waits, if all stages take equally long."""
@@ -85,4 +85,4 @@ class Plan(Record):
 
     @property
     def num_ranks(self) -> int:
-        return self.parallel.data * self.parallel.horizontal * self.parallel.pipeline
+        return self.parallel.data * self.parallel.tensor * self.parallel.pipeline

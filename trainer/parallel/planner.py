@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, fx, nn
+
 from onward.trainer.config.sections import RunConfig
 from onward.trainer.data.shards import peek
 from onward.trainer.data.signature import Use, signature_to_train, uses
@@ -29,7 +31,6 @@ from onward.trainer.parallel.memory import Rehearsal, foretell, rehearse, shardi
 from onward.trainer.parallel.pipeline.partition import Stage
 from onward.trainer.parallel.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Traffic
 from onward.trainer.parallel.tensor.regions import FLOPS_PER_BYTE
-from torch import Tensor, fx, nn
 
 
 def plan(config: RunConfig) -> Plan:
@@ -122,15 +123,15 @@ class _Division:
         """Of the rank that sends most through each axis."""
         steps = self.config.train.gradient_accumulation_steps
         parallel = self.config.parallel
-        horizontal = [[size for found in rank.rehearsals for _, size in found.collectives] for rank in self.ranks]
-        most = max(horizontal, key=sum)
-        if parallel.horizontal > 1:
+        per_rank = [[size for found in rank.rehearsals for _, size in found.collectives] for rank in self.ranks]
+        most = max(per_rank, key=sum)
+        if parallel.tensor > 1:
             if most:
-                yield _sent("horizontal", "all-reduce of activations", steps * len(most), steps * sum(most))
+                yield _sent("tensor", "all-reduce of activations", steps * len(most), steps * sum(most))
             common = max(self.ranks, key=lambda rank: sum(w.tensor.nbytes for w in self._common(rank)))
             alike = list(self._common(common))
             if alike:
-                yield _sent("horizontal", "gradients of weights that are whole", 1, sum(w.tensor.nbytes for w in alike))
+                yield _sent("tensor", "gradients of weights that are whole", 1, sum(w.tensor.nbytes for w in alike))
         if parallel.pipeline > 1:
             ahead = max((stage for rank in self.ranks for stage in rank.stages), key=_sends)
             back = sum(value.requires_grad for value in ahead.produced)
@@ -231,7 +232,7 @@ def _shown(module: nn.Module, name: str) -> str:
 
 # -- the best division
 
-AXES = ("data", "horizontal", "pipeline")
+AXES = ("data", "tensor", "pipeline")
 CALL_FLOPS = 1e6
 """What it costs to call one operator, however small: 10 µs at 100 GFLOP/s."""
 
@@ -251,8 +252,8 @@ class _Planner:
             module,
             config,
             inputs,
-            rank=config.parallel.horizontal - 1,  # its share is the largest
-            group="horizontal",
+            rank=config.parallel.tensor - 1,  # its share is the largest
+            group="tensor",
             autocast=autocast,
             price=True,
         )
@@ -344,10 +345,10 @@ def divisions(num_ranks: int) -> list[dict[str, int]]:
     """All products of three sizes, few stages first."""
     sizes = range(1, num_ranks + 1)
     return [
-        {"data": num_ranks // (pipeline * horizontal), "horizontal": horizontal, "pipeline": pipeline}
+        {"data": num_ranks // (pipeline * tensor), "tensor": tensor, "pipeline": pipeline}
         for pipeline in sizes
-        for horizontal in sizes
-        if num_ranks % (pipeline * horizontal) == 0
+        for tensor in sizes
+        if num_ranks % (pipeline * tensor) == 0
     ]
 
 

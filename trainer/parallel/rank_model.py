@@ -1,6 +1,6 @@
 """From the imported graph to what this rank computes: divided, cut into stages and units, recomputed, sharded.
 
-    trainee -> horizontal -> pipeline -> units -> compile -> recomputation -> replicas
+    trainee -> tensor -> pipeline -> units -> compile -> recomputation -> replicas
 
 Each step is the identity where its size is 1. Every rank decides all of it from the same graph and the same example,
 so nothing has to be agreed on.
@@ -16,6 +16,9 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from onward.trainer.config.sections import RunConfig
 from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims
@@ -32,8 +35,6 @@ from onward.trainer.parallel.pipeline import partition as cut
 from onward.trainer.parallel.pipeline.partition import Stage
 from onward.trainer.parallel.replicas.reducer import Reducer, gradient
 from onward.trainer.parallel.replicas.zero import Sharded
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def assemble(
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     trained = frozenset(name for name, tensor in stored.items() if is_trained(tensor))
     autocast = partial(precision.autocast, config.precision, mpi.device)
-    group = mesh.get_group("horizontal").group_name
-    whole = arrange(module, config, example, rank=here.horizontal, group=group, autocast=autocast)
+    group = mesh.get_group("tensor").group_name
+    whole = arrange(module, config, example, rank=here.tensor, group=group, autocast=autocast)
     mine = whole.of(here.pipeline, config.parallel.pipeline)
     _own(mine)
     for stage in mine:
@@ -200,13 +201,13 @@ def _total_squares(
     weights: Sequence[Weight], reducer: Sequence[Weight], mesh: DeviceMesh, placements: Mapping[str, Placement]
 ) -> Callable[[Tensor], Tensor]:
     """Sums squares [..., n] of the parts of n weights over the axes that divide them."""
-    horizontally = torch.tensor([weight.name in placements for weight in weights if weight.trained])
+    by_tensor = torch.tensor([weight.name in placements for weight in weights if weight.trained])
     sharded = torch.tensor(
         [part.placement != weight.placement for part, weight in zip(reducer, weights, strict=True) if weight.trained]
     )
     axes = [
         (mesh.get_group(axis), divided)
-        for axis, divided in (("shard", sharded), ("horizontal", horizontally))
+        for axis, divided in (("shard", sharded), ("tensor", by_tensor))
         if mesh.get_group(axis).size() > 1
     ]
 

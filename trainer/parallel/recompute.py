@@ -19,14 +19,15 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from onward.trainer.errors import ConfigError, UnsupportedModel
-from onward.trainer.parallel.cost import NodeCost
-from onward.trainer.parallel.pipeline.partition import Chain, Part
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
+
+from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.parallel.cost import NodeCost
+from onward.trainer.parallel.pipeline.partition import Chain, Part
 
 Mode = Literal["none", "whole", "selective"]
 
@@ -311,7 +312,7 @@ def by_budget(
     raise ConfigError(
         f"activations of {in_flight} micro-batches take {least:,} bytes with all {len(units)} units recomputed, but "
         f"{budget_bytes:,} are left for them: take smaller micro-batches, more units (parallel.units), more stages or "
-        "a larger parallel.horizontal, or raise parallel.memory_gib"
+        "a larger parallel.tensor, or raise parallel.memory_gib"
     )
 
 

@@ -39,10 +39,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from onward.trainer import errors
 from onward.trainer.config.sections import RunConfig
 from onward.trainer.errors import ConfigError, Fenced, OnwardError
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class Record(BaseModel):

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from safetensors import safe_open
+
 from onward.trainer.checkpoint.manifest import (
     UNSEALED,
     TensorEntry,
@@ -35,8 +37,6 @@ from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, TrainingFailed
 from onward.trainer.run.directory import CheckpointInfo, RunDir
-from safetensors import safe_open
-
 from tests.support.ranks import run_ranks
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
@@ -176,7 +176,7 @@ def place(layout: str, shape: tuple[int, ...], rank: int, size: int) -> Placemen
         return everything.divide(0, [shape[0]], rank, size)
     if layout == "columns":
         return everything.divide(len(shape) - 1, [shape[-1]], rank, size)
-    if layout == "horizontal x data":  # the other way round than ranks of one horizontal group usually are
+    if layout == "tensor x data":  # the other way round than ranks of one tensor-parallel group usually are
         return everything.divide(0, [shape[0]], outer, -(-size // 2))
     if layout == "pipeline":  # the first stage has the vectors, the last one the rest, and both what is tied
         return everything if shape[0] == 9 or len(shape) % 2 == rank * 2 // size else None
@@ -188,7 +188,7 @@ def place(layout: str, shape: tuple[int, ...], rank: int, size: int) -> Placemen
     return everything
 
 
-LAYOUTS = ("replicas", "rows", "columns", "horizontal x data", "pipeline", "fused x shards", "grid")
+LAYOUTS = ("replicas", "rows", "columns", "tensor x data", "pipeline", "fused x shards", "grid")
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -252,7 +252,7 @@ def refused_by_all(mpi: MPIContext, run: RunDir) -> list[str]:
         with pytest.raises(CheckpointError) as refused:
             save(run, attempt=1, state=position(99), parts=held, mpi=mpi)
         told.append(str(refused.value))
-    drifted = parts("horizontal x data", mpi.rank, mpi.world_size)
+    drifted = parts("tensor x data", mpi.rank, mpi.world_size)
     if mpi.rank == 3:
         for name in ("model/4 [9, 4]", "model/7 [5, 3]"):
             drifted[name][0].view(torch.int32)[0, :2] = drifted[name][0].view(torch.int32)[0, :2].flip(0)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from onward.trainer.config.sections import RunConfig, build_config, load_config
-from onward.trainer.errors import ConfigError
 from pydantic import ValidationError
+
+from onward.trainer.config.sections import ParallelConfig, RunConfig, build_config, load_config
+from onward.trainer.errors import ConfigError
 
 GOOD: dict[str, dict[str, Any]] = {"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 5}}
 IN_FOUR = {"num_steps": 1, "gradient_accumulation_steps": 4}
@@ -16,7 +17,7 @@ IN_FOUR = {"num_steps": 1, "gradient_accumulation_steps": 4}
 BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "world size": (
         {"parallel": {"data": 4}, "launch": {"num_ranks": 3}},
-        ["data 4 x horizontal 1 x pipeline 1", "is 3"],
+        ["data 4 x tensor 1 x pipeline 1", "is 3"],
     ),
     "ranks for auto": ({"parallel": "auto"}, ["parallel = 'auto'", "launch.num_ranks ranks, but that is 0"]),
     "stages without a loop": (
@@ -151,7 +152,7 @@ def test_all_that_is_wrong_with_a_layout_is_said_at_once() -> None:
     said = "\n".join(raised.value.problems)
     assert len(raised.value.problems) == 12
     for words in (
-        "data 6 x horizontal 1 x pipeline 3 needs 18 ranks, but launch.num_ranks is 16",
+        "data 6 x tensor 1 x pipeline 3 needs 18 ranks, but launch.num_ranks is 16",
         "32 does not divide over 6 replicas",
         "not '1f1b'",
         "1 entries, but 6 stages have 5",
@@ -256,3 +257,16 @@ def test_an_epoch_is_every_sample_once_and_the_last_step_may_be_smaller(
 def test_a_config_survives_the_journey_through_json() -> None:
     config = build_config(GOOD)
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_horizontal_is_the_former_name_of_tensor(tmp_path: Path) -> None:
+    assert ParallelConfig.model_validate({"horizontal": 2}).tensor == 2
+    with pytest.raises(ValueError, match="former name of tensor; set one"):
+        ParallelConfig.model_validate({"horizontal": 2, "tensor": 2})
+    path = tmp_path / "old.toml"
+    path.write_text(
+        "[model]\npath = 'm.onnx'\n[data]\nsource = 'd.npz'\n[train]\nnum_steps = 1\n[parallel]\nhorizontal = 2\n"
+    )
+    assert load_config(path).parallel.tensor == 2
+    assert load_config(path, ["parallel.tensor=4"]).parallel.tensor == 4
+    assert load_config(path, ["parallel.horizontal=4"]).world_size == 4

@@ -12,13 +12,13 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.trainer.config.sections import RunConfig, build_config
 from onward.trainer.data.batches import Batches, evaluation_batches
 from onward.trainer.data.shards import Shards, make_shards, open_shards
 from onward.trainer.data.signature import read_signature, wanted
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_import.module import to_module
-
 from tests.support import graphs
 
 CPU = torch.device("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from onward.trainer.data.permutation import key64, mix64, permutation
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import shards
 from onward.trainer.data.columns import Column, Want

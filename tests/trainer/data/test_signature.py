@@ -8,11 +8,11 @@ from typing import Any
 
 import onnx
 import pytest
+
 from onward.trainer.config.sections import DataConfig, ModelConfig, RunConfig
 from onward.trainer.data.columns import Column, Schema, Want
 from onward.trainer.data.signature import misfits, read_signature, wanted
 from onward.trainer.errors import UnsupportedModel
-
 from tests.support import graphs
 
 

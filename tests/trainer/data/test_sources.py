@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import arrow_files as arrowfile
 from onward.trainer.data import sources, tables

@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx
 import pytest
+
 from onward.trainer.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -17,7 +18,6 @@ from onward.trainer.config.sections import (
 )
 from onward.trainer.diagnostics.config_check import check_sections, in_the_way
 from onward.trainer.errors import ConfigError
-
 from tests.support import graphs
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from typer.testing import CliRunner
+
 from onward.flows.cli import app
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ConfigError, UnsupportedModel
-from typer.testing import CliRunner
-
 from tests.support.graphs import MODELS, tiny_conv_net, tiny_mlp
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from typer.testing import CliRunner
+
 from onward.flows.cli import app
 from onward.trainer.diagnostics.doctor import Diagnosis, diagnose
 from onward.trainer.errors import ConfigError
-from typer.testing import CliRunner
-
 from tests.support.graphs import MODELS, tiny_conv_net, tiny_conv_net_with_batch_norm, tiny_mlp, tiny_transformer
 
 

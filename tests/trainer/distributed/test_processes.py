@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+
 from onward.infra import mpirun
 from onward.trainer.distributed.processes import (
     AXES,
@@ -31,7 +32,6 @@ from onward.trainer.distributed.processes import (
 )
 from onward.trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir
-
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,14 +44,14 @@ ROOT = Path(__file__).resolve().parents[3]
     ("rank", "coordinate"),
     [(0, (0, 0, 0)), (1, (0, 0, 1)), (2, (0, 1, 0)), (3, (0, 1, 1)), (5, (0, 2, 1)), (6, (1, 0, 0)), (11, (1, 2, 1))],
 )
-def test_coordinates_count_horizontal_first_then_data_then_pipeline(rank: int, coordinate: tuple[int, ...]) -> None:
-    assert ParallelDims(data=3, horizontal=2, pipeline=2).coordinate(rank) == coordinate
+def test_coordinates_count_tensor_first_then_data_then_pipeline(rank: int, coordinate: tuple[int, ...]) -> None:
+    assert ParallelDims(data=3, tensor=2, pipeline=2).coordinate(rank) == coordinate
 
 
 def test_a_division_that_does_not_fit_the_world_is_refused_with_all_four_numbers() -> None:
-    ParallelDims(data=2, horizontal=2, pipeline=2).check(8)
-    with pytest.raises(RuntimeUnavailable, match=r"data 2 x horizontal 3 x pipeline 2 needs 12 ranks, .* started 8"):
-        ParallelDims(data=2, horizontal=3, pipeline=2).check(8)
+    ParallelDims(data=2, tensor=2, pipeline=2).check(8)
+    with pytest.raises(RuntimeUnavailable, match=r"data 2 x tensor 3 x pipeline 2 needs 12 ranks, .* started 8"):
+        ParallelDims(data=2, tensor=3, pipeline=2).check(8)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,8 @@ def test_ranks_die_with_mpirun_even_when_nobody_sweeps(tmp_path: Path, monkeypat
             running.result(30)
 
 
-JOIN = "from trainer.distributed import connect; connect(expected_world_size={}, timeout_s=5, device='{}')"
+RANKS = "onward.trainer.distributed.processes"
+JOIN = f"from {RANKS} import connect; connect(expected_world_size={{}}, timeout_s=5, device='{{}}')"
 
 
 Alone = Callable[..., subprocess.CompletedProcess[str]]
@@ -200,7 +201,7 @@ def start_alone(tmp_path: Path) -> Alone:
 
 @pytest.mark.mpi
 def test_a_process_started_alone_is_a_world_of_one(start_alone: Alone) -> None:
-    program = JOIN.format(1, "auto") + "; from trainer.distributed import disconnect; disconnect(); print('left')"
+    program = JOIN.format(1, "auto") + f"; from {RANKS} import disconnect; disconnect(); print('left')"
     assert start_alone(program, CUDA_VISIBLE_DEVICES="").stdout == "left\n"
 
 

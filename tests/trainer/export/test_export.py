@@ -15,6 +15,8 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor
+
 from onward.trainer.config.sections import ExportConfig, ModelConfig, build_config
 from onward.trainer.data.signature import model_digest
 from onward.trainer.errors import CheckpointError, ExportRefused
@@ -37,8 +39,6 @@ from onward.trainer.run.directory import (
     write_record,
 )
 from onward.trainer.run.directory import sha256 as digest
-from torch import Tensor
-
 from tests.support import graphs
 
 CPU = torch.device("cpu")

@@ -12,6 +12,9 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from sklearn.datasets import load_digits
+from torch import Tensor
+
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.export import variants
 from onward.trainer.export.variants import make_variant, too_much
@@ -19,9 +22,6 @@ from onward.trainer.export.verification import Evaluator
 from onward.trainer.model.loss import Evaluation, Loss
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import import module as graph
-from sklearn.datasets import load_digits
-from torch import Tensor
-
 from tests.support import graphs
 
 

@@ -12,13 +12,13 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor
+
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.verification import Evaluator, Judge, fp32_shadow, in_half_precision
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import import converters as foreign
 from onward.trainer.onnx_import import module as graph
-from torch import Tensor
-
 from tests.support import graphs
 
 

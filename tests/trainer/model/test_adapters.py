@@ -11,14 +11,14 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from torch import Tensor, nn
+
 from onward.trainer.config.sections import RunConfig, build_config
 from onward.trainer.errors import ConfigError
 from onward.trainer.export.verification import open_session
 from onward.trainer.model.trainable import Trainee, finished, open_trainee
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import import module as graph
-from torch import Tensor, nn
-
 from tests.support import graphs
 
 Open = Callable[..., Trainee]

@@ -10,13 +10,13 @@ from typing import Any
 import onnx
 import pytest
 import torch
+
 from onward.trainer.config.sections import GraphConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import compile as accelerate_module
 from onward.trainer.model.compile import accelerate, missing_compiler
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.module import ImportedGraph
-
 from tests.support import graphs, runs
 from tests.support.graphs import feed
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.loss import Evaluation, Loss

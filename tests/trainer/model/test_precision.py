@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from onward.trainer.config.sections import PrecisionConfig
 from onward.trainer.model.precision import MOST_SKIPS, LossScaler, autocast
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from onward.trainer.config.sections import MonitorConfig
 from onward.trainer.events import EventWriter, read_events
 from onward.trainer.model.summaries import NUM_BINS, summarise
-from torch import Tensor
 
 
 class Two:

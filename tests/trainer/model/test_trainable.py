@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+
 from onward.tasks.export import export_file
 from onward.trainer.config.sections import RunConfig, build_config
 from onward.trainer.export.verification import open_session
@@ -17,7 +18,6 @@ from onward.trainer.model.trainable import finished, judged, open_trainee
 from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.run.directory import RunDir, read_config
-
 from tests.support import graphs
 from tests.support.runs import assert_equal_bits, events, final_tensors, make_run, tiny_images, train_run, train_until
 

@@ -10,11 +10,11 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph import external_data as external
 from onward.trainer.onnx_graph.external_data import external_problems, is_external, place
 from onward.trainer.onnx_import import module as graph
-
 from tests.support.graphs import feed, tiny_bert, tiny_conv_net_with_batch_norm, tiny_mlp
 
 

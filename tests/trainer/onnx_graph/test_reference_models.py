@@ -7,9 +7,9 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import numpy_helper
+
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
-
 from tests.support.graphs import MODELS, feed
 
 

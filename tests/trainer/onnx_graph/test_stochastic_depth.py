@@ -11,6 +11,8 @@ import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
+from torch import nn
+
 from onward.trainer.config.sections import ExportConfig, ModelConfig
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import ExportRefused
@@ -21,7 +23,6 @@ from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
-from torch import nn
 
 KEEP = 0.75
 

@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import numpy_helper
+
 from onward.trainer.onnx_graph.strip_training import strip_training
 
 

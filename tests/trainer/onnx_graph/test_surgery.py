@@ -10,13 +10,13 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.export.verification import open_session
 from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
 from onward.trainer.onnx_graph.surgery import cut, operate
 from onward.trainer.onnx_import import module as graph
-
 from tests.support import graphs
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -11,10 +11,10 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.trainer.errors import CheckpointError, ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import GraphWriter, build_gpt2, build_squeezenet
 from onward.trainer.onnx_import import module as graph
-
 from tests.support.graphs import (
     MODELS,
     feed,

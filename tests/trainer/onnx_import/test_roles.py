@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
+
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_import import module as graph

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+
 from onward.trainer.checkpoint.save_load import TrainState, load, save
 from onward.trainer.config.sections import OptimizerConfig, ScheduleConfig, WeightAttributes
 from onward.trainer.distributed.placement import Placement
@@ -31,7 +33,6 @@ from onward.trainer.optim.optimizers import (
     set_learning_rate,
 )
 from onward.trainer.run.directory import RunDir
-from torch import Tensor, nn
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Rule = Callable[[Array, Array, dict[str, Array], int], Array]

@@ -11,16 +11,16 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
-from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import.module import ImportedGraph, to_module, trainable
-from onward.trainer.onnx_import.ops.norm import BatchNorm
-from onward.trainer.parallel.cost import Autocast, NodeCost, costs
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_import.module import ImportedGraph, to_module, trainable
+from onward.trainer.onnx_import.ops.norm import BatchNorm
+from onward.trainer.parallel.cost import Autocast, NodeCost, costs
 from tests.support import graphs
 
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from onward.trainer.config.sections import RunConfig, build_config
 from onward.trainer.distributed.processes import Coordinate
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.module import to_module, trainable
 from onward.trainer.parallel.layout import Arrangement, arrange, recompute_units
-
 from tests.support import graphs
 
 HERE = Coordinate(0, 0, 0)
@@ -27,19 +27,19 @@ def configured(**sections: Any) -> RunConfig:
 def arranged(hidden: list[int], rank: int, config: RunConfig) -> Arrangement:
     module = to_module(graphs.residual_mlps(*hidden, width=WIDTH))
     trainable(module)
-    return arrange(module, config, [torch.zeros(4, WIDTH)], rank=rank, group="horizontal", autocast=nullcontext)
+    return arrange(module, config, [torch.zeros(4, WIDTH)], rank=rank, group="tensor", autocast=nullcontext)
 
 
 @pytest.mark.parametrize(
     ("hidden", "parallel"),
     [
-        ([65, 16, 32, 64, 50, 17, 16, 17], {"horizontal": 2, "pipeline": 2}),
-        ([65, 16, 64, 64], {"horizontal": 2, "units": 3}),
-        ([7, 7, 7, 7, 9, 9, 9], {"horizontal": 3, "pipeline": 2, "units": 2}),
+        ([65, 16, 32, 64, 50, 17, 16, 17], {"tensor": 2, "pipeline": 2}),
+        ([65, 16, 64, 64], {"tensor": 2, "units": 3}),
+        ([7, 7, 7, 7, 9, 9, 9], {"tensor": 3, "pipeline": 2, "units": 2}),
     ],
 )
 def test_ranks_with_unequal_shares_cut_alike(hidden: list[int], parallel: dict[str, Any]) -> None:
-    ranks = [arranged(hidden, rank, configured(parallel=parallel)) for rank in range(parallel["horizontal"])]
+    ranks = [arranged(hidden, rank, configured(parallel=parallel)) for rank in range(parallel["tensor"])]
     sizes = [[weight.placement.numel for weight in rank.weights(rank.stages, HERE)] for rank in ranks]
     assert sizes[0] != sizes[-1], "the shares are unequal, or nothing is tried here"
     assert max(sizes) == sizes[-1], "the last has the largest"
@@ -51,9 +51,7 @@ def test_ranks_with_unequal_shares_recompute_the_same_units_for_the_same_memory(
     hidden = [65, 33, 17, 65, 33]
     found = set()
     for kib in range(24, 60, 2):
-        config = configured(
-            parallel={"horizontal": 2, "units": 5, "memory_gib": kib / 2**20}, recompute={"mode": "whole"}
-        )
+        config = configured(parallel={"tensor": 2, "units": 5, "memory_gib": kib / 2**20}, recompute={"mode": "whole"})
         chosen = []
         for rank in range(2):
             whole = arranged(hidden, rank, config)
@@ -67,10 +65,10 @@ def test_ranks_with_unequal_shares_recompute_the_same_units_for_the_same_memory(
 
 
 def test_a_graph_of_which_nothing_can_be_divided_is_refused_with_the_reasons() -> None:
-    config = configured(parallel={"horizontal": 2, "vocabulary": False})
+    config = configured(parallel={"tensor": 2, "vocabulary": False})
     module = to_module(graphs.residual_mlps(width=WIDTH))
     trainable(module)
     with pytest.raises(
-        ConfigError, match=r"nothing of this graph .* parallel\.horizontal = 2 ranks \(head: .*use parallel.data"
+        ConfigError, match=r"nothing of this graph .* parallel\.tensor = 2 ranks \(head: .*use parallel.data"
     ):
-        arrange(module, config, [torch.zeros(4, WIDTH)], rank=0, group="horizontal", autocast=nullcontext)
+        arrange(module, config, [torch.zeros(4, WIDTH)], rank=0, group="tensor", autocast=nullcontext)

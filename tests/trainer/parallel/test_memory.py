@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+
 from onward.trainer.config.sections import ModelConfig, ParallelConfig
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_import.module import to_module, trainable
@@ -16,9 +19,6 @@ from onward.trainer.parallel.memory import Alive, order, rehearse
 from onward.trainer.parallel.pipeline import partition as cut
 from onward.trainer.parallel.pipeline.partition import Stage
 from onward.trainer.parallel.recompute import Mode, recompute
-from torch import Tensor
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
-
 from tests.support import graphs
 from tests.support.graphs import feed
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from onward.trainer.config.sections import RunConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
@@ -15,8 +17,6 @@ from onward.trainer.onnx_graph.reference_models import build_gpt2
 from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.parallel.planner import divisions, plan
 from onward.trainer.run.directory import RunDir, read_config
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from tests.equivalence.layouts import MODELS, Case, make_case
 from tests.support.ranks import run_ranks
 from tests.support.runs import make_run, tiny_text
@@ -55,19 +55,19 @@ def test_stages_share_the_work_and_hold_every_weight(tmp_path: Path) -> None:
     )
 
 
-def test_a_horizontal_plan_has_megatrons_regions_and_collectives(tmp_path: Path) -> None:
-    found = plan(gpt2(tmp_path, parallel={"horizontal": 2}))
+def test_a_tensor_parallel_plan_has_megatrons_regions_and_collectives(tmp_path: Path) -> None:
+    found = plan(gpt2(tmp_path, parallel={"tensor": 2}))
     assert Counter(region.kind for region in found.regions) == {"attention": LAYERS, "mlp": LAYERS, "vocabulary": 1}
     reasons = dict(found.whole)
     assert list(reasons) == ["transformer.wpe.weight"]
     assert "positions" in reasons["transformer.wpe.weight"]
     # 2 forward and 2 backward in a layer; the table forward, the head backward, 2 for the loss
-    count, _ = sent(found, "horizontal")["all-reduce of activations"]
+    count, _ = sent(found, "tensor")["all-reduce of activations"]
     assert count == MICRO_BATCHES * (4 * LAYERS + 4)
 
 
 def counted(mpi: MPIContext, root: str) -> int:
-    """On a rank: train one step; the horizontal collectives that were made in forward and backward passes."""
+    """On a rank: train one step; the tensor-parallel collectives that were made in forward and backward passes."""
     from onward.trainer.events import Heartbeat
     from onward.trainer.loop import train
 
@@ -105,8 +105,8 @@ def counted(mpi: MPIContext, root: str) -> int:
 @pytest.mark.mpi
 @pytest.mark.parametrize("model", [GPT, *(pytest.param(model, marks=pytest.mark.slow) for model in (BERT, LLAMA))])
 def test_a_run_makes_as_many_collectives_as_its_plan_says(tmp_path: Path, model: str) -> None:
-    run = make_case(Case(model, "hp2", sections={"train": {"num_steps": 1}}), tmp_path)
-    wanted, _ = sent(plan(read_config(run)), "horizontal")["all-reduce of activations"]
+    run = make_case(Case(model, "tp2", sections={"train": {"num_steps": 1}}), tmp_path)
+    wanted, _ = sent(plan(read_config(run)), "tensor")["all-reduce of activations"]
     assert run_ranks(2, "tests.trainer.parallel.test_planner:counted", str(run.root), timeout_s=120) == [wanted, wanted]
 
 
@@ -157,7 +157,7 @@ LONG = {"global_batch_size": 16, "gradient_accumulation_steps": 1, "num_steps": 
 def test_divisions_are_all_products() -> None:
     found = [tuple(sizes.values()) for sizes in divisions(8)]
     assert len({*found}) == len(found) == 10
-    assert all(data * horizontal * pipeline == 8 for data, horizontal, pipeline in found)
+    assert all(data * tensor * pipeline == 8 for data, tensor, pipeline in found)
 
 
 def automatic(folder: Path, gib: float, num_ranks: int = 4) -> Plan:
@@ -181,12 +181,12 @@ def test_auto_refuses_what_fits_nowhere_with_the_numbers(tmp_path: Path) -> None
         automatic(tmp_path, 1e-4)
     assert "no division of 4 ranks fits into 0.0001 GiB a rank" in error.value.problems[0]
     assert len(error.value.problems) == 1 + len(divisions(4))
-    assert "data 4 x horizontal 1 x pipeline 1: takes 0.00" in error.value.problems[1]
+    assert "data 4 x tensor 1 x pipeline 1: takes 0.00" in error.value.problems[1]
 
 
 def test_auto_leaves_out_what_the_graph_or_the_batch_does_not_allow(tmp_path: Path) -> None:
     found = automatic(tmp_path, 1.0, num_ranks=7)
     assert found.num_ranks == 7
-    assert "data 7 x horizontal 1 x pipeline 1: 16 samples (train.global_batch_size) do not divide like that" in (
+    assert "data 7 x tensor 1 x pipeline 1: 16 samples (train.global_batch_size) do not divide like that" in (
         found.considered
     )

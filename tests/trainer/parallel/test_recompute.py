@@ -14,6 +14,10 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import build_gpt2
@@ -34,10 +38,6 @@ from onward.trainer.parallel.recompute import (
     recompute,
     unit_costs,
 )
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
-
 from tests.support.graphs import MODELS, feed, tiny_transformer
 from tests.support.ranks import run_ranks
 
@@ -468,6 +468,7 @@ class Region(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
         import torch.distributed as dist
+
         from onward.trainer.distributed.collectives import enter, leave
 
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
@@ -487,7 +488,7 @@ def divided(mode: Mode) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.mpi
-def test_under_sharding_pipelines_and_horizontal_division_the_bits_are_the_same() -> None:
+def test_under_sharding_pipelines_and_tensor_parallelism_the_bits_are_the_same() -> None:
     for found in run_ranks(2, "tests.trainer.parallel.test_recompute:on_two_ranks"):
         sums = {mode: found.pop(f"sums {mode}") for mode in ("none", *MODES)}
         assert all(found.values()), found

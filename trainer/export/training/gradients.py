@@ -18,6 +18,11 @@ from typing import Any
 import onnx
 import torch
 from onnx import helper, numpy_helper
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.export.training.decompositions import DECOMPOSITIONS, Plain
@@ -26,10 +31,6 @@ from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.element_types import torch_dtype
 from onward.trainer.onnx_import.driver import plans
 from onward.trainer.onnx_import.module import ImportedGraph
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 OPSET = 20
 """Of the training graph: 18 has the scatters that add, 20 Gelu as one node."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
+
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.builder import Extension

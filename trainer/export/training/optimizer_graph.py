@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto, helper
+from torch import Tensor
+
 from onward.trainer.config.sections import OptimizerConfig
 from onward.trainer.onnx_graph.builder import Extension
 from onward.trainer.optim.optimizers import build_optimizer, optimizer_tensors
-from torch import Tensor
 
 OPSET = 20
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from onward.trainer.onnx_graph.element_types import Value
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.registry import Call, lower

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from onnx import TensorProto
+from torch import fx
+
 from onward.trainer.onnx_graph.element_types import PACKED, Unsupported, Value, element_type_name, torch_dtype
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.tracing import Traced
-from torch import fx
 
 INT_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
 HALVES: dict[int, torch.dtype] = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}

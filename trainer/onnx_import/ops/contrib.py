@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import onnx
 import torch
 import torch.nn.functional as F
+
 from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value
 from onward.trainer.onnx_import.ops.attention import allowed, attend, both, join_heads, rotate, spelled, split_heads
 from onward.trainer.onnx_import.ops.conv import conv

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import onnx
 import torch
+
 from onward.trainer.onnx_graph.element_types import RunTime, Value
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.tracing import Traced

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from onward.trainer.onnx_graph.element_types import Unsupported, Value
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.tracing import Traced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from onward.trainer.onnx_graph.element_types import RunTime, Value
 from onward.trainer.onnx_import.registry import Call, lower
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+
 from onward.trainer.onnx_graph.element_types import Value
 from onward.trainer.onnx_import.registry import Call, Rule, lower
 from onward.trainer.onnx_import.tracing import Traced

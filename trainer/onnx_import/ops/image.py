@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
 from onward.trainer.onnx_graph.element_types import Value
 from onward.trainer.onnx_import.registry import Call, lower
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
 from onward.trainer.onnx_graph.element_types import Value
 from onward.trainer.onnx_import.registry import Call, lower
 

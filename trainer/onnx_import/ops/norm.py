@@ -8,10 +8,11 @@ import operator
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from onward.trainer.onnx_graph.element_types import Unsupported, Value
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.tracing import Traced
-from torch import nn
 
 
 class BatchNorm(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from onward.trainer.onnx_graph.element_types import Value
 from onward.trainer.onnx_import.ops.conv import CONV, of_rank, pad_spatial, pads_of, same_pads
 from onward.trainer.onnx_import.registry import Call, lower

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import nn
+
 from onward.trainer.onnx_graph.element_types import Value, element_type
 from onward.trainer.onnx_graph.stochastic_depth import DOMAIN, OPERATOR
 from onward.trainer.onnx_import.registry import Call, lower
-from torch import nn
 
 Distribution = Literal["normal", "uniform", "bernoulli", "multinomial"]
 

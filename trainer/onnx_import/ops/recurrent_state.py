@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+
 from onward.trainer.onnx_graph.element_types import Unsupported, Value
 from onward.trainer.onnx_import.registry import Call, lower
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
 from onward.trainer.onnx_graph.element_types import RunTime, Value
 from onward.trainer.onnx_import.registry import Call, Rule, lower
 

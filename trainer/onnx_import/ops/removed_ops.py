@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from onnx import TensorProto
+
 from onward.trainer.onnx_graph.element_types import Value
 from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout
 from onward.trainer.onnx_import.registry import RULES, Call, Rule, lower

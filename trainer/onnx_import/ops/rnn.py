@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from onward.trainer.onnx_graph.element_types import Unsupported, Value
 from onward.trainer.onnx_import.registry import Call, lower
-from torch import nn
 
 Tensor = torch.Tensor
 Activation = tuple[str, float, float]

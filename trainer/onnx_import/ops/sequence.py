@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from onward.trainer.onnx_graph.element_types import RunTime, Value
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.tracing import Traced

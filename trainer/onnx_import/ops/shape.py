@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+
 from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value, read_tensor
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.tracing import Traced

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 from onnx import TensorProto
+from torch import fx
+
 from onward.trainer.onnx_graph.element_types import HostInts, RunTime, Value
 from onward.trainer.onnx_import.registry import Call, Rule, lower, on_host
 from onward.trainer.onnx_import.tracing import Traced
-from torch import fx
 
 SHAPE_VERSIONS = (1, 13, 15, 19, 21, 23, 24, 25)
 

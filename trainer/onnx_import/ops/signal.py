@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+
 from onward.trainer.onnx_graph.element_types import Value
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.tracing import Traced

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
 from torch import fx
+
+from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
 
 CUBIC = 0.044715
 """The coefficient of x^3 in the approximation by tanh."""

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx, nn
+
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.shape import expand
 from onward.trainer.onnx_import.passes.attention_masks import MASKED, is_causal, magnitude, triangle
 from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
-from torch import fx, nn
 
 LEAST = -1e30
 """Stands for every lower finite number of a mask: it leaves no weight either, and bf16 has it."""

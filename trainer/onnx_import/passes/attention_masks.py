@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
+
 from onward.trainer.onnx_import.ops.gather import gather_rows, strided
 from onward.trainer.onnx_import.ops.shape import arange, expand, full
 from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls
-from torch import fx
 
 MASKED = -1e9
 """Scores at or below this have no weight after softmax beside one that is not masked."""

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx, nn
+
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.passes.attention import Attention
 from onward.trainer.onnx_import.passes.rewriter import calls
-from torch import fx, nn
 
 VIEWS = ("reshape", "view", "permute", "transpose", "flatten")
 

@@ -16,6 +16,8 @@ away. In this order, which matters:
 
 from __future__ import annotations
 
+from torch import fx, nn
+
 from onward.trainer.onnx_import.passes.activations import gelus, silus
 from onward.trainer.onnx_import.passes.attention import attentions
 from onward.trainer.onnx_import.passes.norms import layer_norms, rms_norms
@@ -23,7 +25,6 @@ from onward.trainer.onnx_import.passes.rewriter import Rewriter
 from onward.trainer.onnx_import.passes.sharing import linears, share
 from onward.trainer.onnx_import.passes.views import cuts
 from onward.trainer.onnx_import.shape_assumptions import is_kept
-from torch import fx, nn
 
 PASSES = (
     ("cse", share),

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
+
 from onward.trainer.onnx_import.ops.reduce import reduce_mean
 from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
-from torch import fx
 
 
 def layer_norms(r: Rewriter) -> int:

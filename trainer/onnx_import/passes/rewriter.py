@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from onward.trainer.onnx_import.tracing import REFUSALS
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+
+from onward.trainer.onnx_import.tracing import REFUSALS
 
 Rewrite = Callable[["Rewriter", fx.Node], fx.Node]
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
 
 RANDOM = frozenset(
     {"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "bernoulli", "rrelu",

@@ -10,9 +10,10 @@ import operator
 from typing import Any
 
 import torch
+from torch import fx
+
 from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.passes.rewriter import Rewriter, calls
-from torch import fx
 
 Parts = list[tuple[int, int, fx.Node]]
 """From where to where, and the node that is this part."""

@@ -15,6 +15,9 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
 from onward.trainer.distributed.processes import lost_a_peer, new_group
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.model.loss import Totals
@@ -29,8 +32,6 @@ from onward.trainer.parallel.pipeline.schedules import (
     trained,
     unchanged,
 )
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 
 class BatchLoss(Protocol):
@@ -120,7 +121,7 @@ class Pipeline:
         """Metrics over the batches of all ranks, each sample once. Collective: every rank, with as many batches."""
 
         def finish(batch: MicroBatch, outputs: Sequence[Tensor]) -> None:
-            # the ranks of one horizontal group all add the same numbers: a mean over them is the mean
+            # the ranks of one tensor-parallel group all add the same numbers: a mean over them is the mean
             if not batch.idle:
                 totals.update(outputs, batch.labels, batch.size)
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+from torch import Tensor, fx, nn
+
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.module import ImportedGraph, hold_constants_back
 from onward.trainer.onnx_import.shape_assumptions import is_kept
 from onward.trainer.parallel.cost import NodeCost
-from torch import Tensor, fx, nn
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def _last_uses(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 def _may_cross(node: fx.Node, costs: Mapping[str, NodeCost]) -> bool:
     tensors = costs[node.name].outputs
     is_tensor = len(tensors) == 1 and not any(user.target is operator.getitem for user in node.users)
-    return is_tensor and "horizontal" not in node.meta
+    return is_tensor and "tensor_parallel" not in node.meta
 
 
 def work(graph: fx.Graph, costs: Mapping[str, NodeCost]) -> list[int]:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.loss import Batch
 from onward.trainer.parallel.pipeline.partition import Stage
-from torch import Tensor, nn
-from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

@@ -30,6 +30,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
 from onward.trainer.distributed.placement import share
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.parallel.replicas.transport import (
@@ -42,8 +45,6 @@ from onward.trainer.parallel.replicas.transport import (
     open_channel,
     to_halves,
 )
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 SMALLEST_SQUARE = math.sqrt(sys.float_info.min)
 CHUNK = 1 << 20
@@ -68,7 +69,7 @@ class Adasum:
         timeout_s: float,
         ranks_per_host: int = 0,
     ) -> None:
-        ranks = mesh.mesh.flatten(1, 2).tolist()  # [pipeline][data][horizontal]
+        ranks = mesh.mesh.flatten(1, 2).tolist()  # [pipeline][data][tensor]
         self._hosts = _replicas_by_host([row[0] for row in ranks[0]], _hosts(mpi, ranks_per_host))
         self._num_owners = min(len(replicas) for replicas in self._hosts)
         stages, parts = range(len(ranks)), range(len(ranks[0][0]))

@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext, new_group
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.replicas.adasum import Adasum
 from onward.trainer.parallel.replicas.transport import Carrier, Direct, Job, Summed, check_device, open_channel
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 BUCKET_BYTES = 4 << 20
 """Large enough that latency does not count, small enough that the first leaves early."""
@@ -67,7 +68,7 @@ class Reducer:
         self._carrier = _carrier(config, mesh, mpi, timeout_s=timeout_s)
 
         # ranks that divide weights pack them alike, so it is the size of the whole that counts
-        most = BUCKET_BYTES * mesh.get_group("horizontal").size()
+        most = BUCKET_BYTES * mesh.get_group("tensor").size()
         own = [weight for weight in self._trained if weight.name not in shared]
         led = [weight for weight in self._trained if self._tied.leads(weight)]
         early, late = ([_Bucket(members) for members in _pack(group[::-1], most)] for group in (own, led))
@@ -195,7 +196,7 @@ class TiedGradients:
     def __init__(
         self, weights: Iterable[Weight], *, shared: Mapping[str, Sequence[int]], mesh: DeviceMesh, timeout_s: float
     ) -> None:
-        ranks = mesh.mesh.flatten(1, 2)  # [pipeline, data, horizontal]
+        ranks = mesh.mesh.flatten(1, 2)  # [pipeline, data, tensor]
         groups = {}
         for holders in sorted({tuple(sorted(holders)) for holders in shared.values()}):
             columns = ranks[list(holders)].flatten(1).T.tolist() if len(holders) > 1 else []
@@ -235,14 +236,14 @@ class TiedGradients:
 
 
 class CommonTensors:
-    """Weights of which the ranks of a horizontal group all hold the same part: these must stay the same, bit by bit.
+    """Weights of which all tensor-parallel ranks hold the same part: these must stay the same, bit by bit.
 
     Their gradients are equal in exact arithmetic. But a sum over replicas adds in an order that depends on where in
-    a buffer a number lies, and neighbours may differ in that. Collective: the horizontal axis.
+    a buffer a number lies, and neighbours may differ in that. Collective: the tensor axis.
     """
 
     def __init__(self, weights: Sequence[Weight], mesh: DeviceMesh) -> None:
-        self._group = mesh.get_group("horizontal")
+        self._group = mesh.get_group("tensor")
         self.weights: list[Weight] = []
         if self._group.size() > 1 and weights:
             places = [zlib.crc32(repr((weight.name, weight.placement)).encode()) for weight in weights]
@@ -329,7 +330,7 @@ def _carrier(config: ParallelConfig, mesh: DeviceMesh, mpi: MPIContext, *, timeo
             ranks_per_host=config.adasum_ranks,
         )
     # a channel of its own: statistics are summed by the main thread at the same time, in the mesh's group
-    columns = mesh.mesh.flatten(1, 2).transpose(1, 2).flatten(0, 1).tolist()  # [pipeline x horizontal, data]
+    columns = mesh.mesh.flatten(1, 2).transpose(1, 2).flatten(0, 1).tolist()  # [pipeline x tensor, data]
     channel = open_channel(transport, columns, timeout_s=timeout_s)
     assert channel is not None
     return Summed(channel, compression=compression, device=mpi.device, timeout_s=timeout_s)

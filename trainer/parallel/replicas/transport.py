@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from onward.trainer.distributed.processes import new_group
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
-from torch import Tensor
 
 if TYPE_CHECKING:
     from mpi4py import MPI

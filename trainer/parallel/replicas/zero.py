@@ -23,6 +23,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, register_multi_grad_hook, saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Weight
@@ -35,11 +41,6 @@ from onward.trainer.parallel.replicas.reducer import (
     gradient,
     sum_over_world,
 )
-from torch import Tensor, nn
-from torch.autograd.graph import Node, register_multi_grad_hook, saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 # graphs have no operators in place, of which it warns; and a unit may well end with a Reshape
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
@@ -280,7 +281,7 @@ def _shard(chain: Chain, divided: Set[int], mesh: DeviceMesh, *, regather: bool)
     common = {parameter for parameter, times in uses.items() if times > 1}
     others = {parameter for parameter in chain.parameters() if id(parameter) not in divided}
     for parameter in uses:
-        parameter.data = parameter.data.contiguous()  # a horizontal part may be a view of columns
+        parameter.data = parameter.data.contiguous()  # a tensor-parallel part may be a view of columns
     for place, parameter in enumerate(parameter for parameter in uses if parameter in common):
         chain.register_parameter(f"common_{place}", parameter)  # FSDP finds the units' uses of it by itself
 

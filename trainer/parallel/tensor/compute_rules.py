@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
+
 from onward.trainer.onnx_import.ops.attention import rotate
 from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid, scaled_elu, shrink, swish
 from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout, instance_norm, rms_norm
@@ -32,7 +34,6 @@ from onward.trainer.onnx_import.ops.reduce import (
 from onward.trainer.onnx_import.passes.attention import Attention, nan_where_empty, without_empty_rows
 from onward.trainer.parallel.tensor.facts import CONVOLUTIONS, TRANSPOSED, Division, Product, Whole
 from onward.trainer.parallel.tensor.propagation import Attempt, called, rule
-from torch import fx
 
 # -- element by element
 

@@ -1,4 +1,4 @@
-"""What horizontal parallelism knows of a graph: how a dimension is divided, its weights, its products."""
+"""what tensor parallelism knows of a graph: how a dimension is divided, its weights, its products."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx, nn
+
 from onward.trainer.distributed.placement import Interval, Placement, share
 from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter
-from torch import fx, nn
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from onward.trainer.parallel.tensor.facts import Division, Facts, Joined, Product, Whole, low_rank
 from torch import fx
+
+from onward.trainer.parallel.tensor.facts import Division, Facts, Joined, Product, Whole, low_rank
 
 
 @dataclass(frozen=True)

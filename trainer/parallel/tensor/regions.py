@@ -1,4 +1,4 @@
-"""Horizontal parallelism: pairs of products divided over the ranks of one group, column by column, then row by row.
+"""Tensor parallelism: pairs of products divided over the ranks of one group, column by column, then row by row.
 
     x -- enter -- x W1 (columns) -- ... heads or channels, each rank its own ... -- h W2 (rows) -- leave -- + bias
 
@@ -16,9 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import is_fake
+
 import onward.trainer.parallel.tensor.compute_rules
 import onward.trainer.parallel.tensor.view_rules  # noqa: F401  both file the rules
-import torch
 from onward.trainer.distributed.collectives import enter, leave
 from onward.trainer.distributed.placement import Interval, Placement
 from onward.trainer.onnx_import.module import ImportedGraph
@@ -34,8 +37,6 @@ from onward.trainer.parallel.tensor.facts import (
     low_rank,
 )
 from onward.trainer.parallel.tensor.propagation import Attempt, Length, Work
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import is_fake
 
 FLOPS_PER_BYTE = 250
 """A division by channels must save so much arithmetic for each byte it sends: about what a device computes in the time
@@ -56,7 +57,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class HorizontalPlan:
+class TensorPlan:
     """What is divided over `size` ranks, and what is not."""
 
     size: int
@@ -70,13 +71,13 @@ class HorizontalPlan:
 MEETS = "its result meets that of"
 
 
-def plan_regions(module: ImportedGraph, size: int, *, convolutions: str = "auto") -> HorizontalPlan:
+def plan_regions(module: ImportedGraph, size: int, *, convolutions: str = "auto") -> TensorPlan:
     """Find the regions of a graph for `size` ranks. Changes nothing, and needs no ranks.
 
     convolutions: "never", "always", or "auto": where they save more arithmetic than what they send costs.
     """
     if size == 1:
-        return HorizontalPlan(1, (), ())
+        return TensorPlan(1, (), ())
     return _Planner(module, size, convolutions).plan()
 
 
@@ -87,7 +88,7 @@ class _Planner:
         self.taken: set[fx.Node] = set()
         self.reasons: dict[fx.Node, str] = {}
 
-    def plan(self) -> HorizontalPlan:
+    def plan(self) -> TensorPlan:
         found = []
         for node in self.facts.products:
             if node in self.taken or node in self.reasons:
@@ -103,7 +104,7 @@ class _Planner:
         }
         for name, node in self.facts.computed_matrices():
             whole.setdefault(name, f"the matrix of {node.name} is computed from it")
-        return HorizontalPlan(self.size, tuple(regions), tuple(whole.items()))
+        return TensorPlan(self.size, tuple(regions), tuple(whole.items()))
 
     def _region(self, seed: fx.Node) -> Region | None:
         """The region that begins with a product, and those it meets; None, and the reason noted, if there is none."""
@@ -251,12 +252,12 @@ class Apart(nn.Module):
 # -- the rewriting
 
 
-def divide(module: ImportedGraph, plan: HorizontalPlan, *, rank: int, group: str) -> dict[str, Placement]:
-    """Rewrite the graph, in place, to what one rank of the horizontal axis computes of it.
+def divide(module: ImportedGraph, plan: TensorPlan, *, rank: int, group: str) -> dict[str, Placement]:
+    """Rewrite the graph, in place, to what one rank of the tensor axis computes of it.
 
     rank: this rank's coordinate; group: the name of the axis's process group. Divided weights and running statistics
     become this rank's parts; returns which part each is, by name in the file. Every node whose value is divided, a part
-    of a sum or on its way in gets the number of its region as `meta["horizontal"]`: no cut may go through it.
+    of a sum or on its way in gets the number of its region as `meta["tensor_parallel"]`: no cut may go through it.
     """
     rewritings = [_Rewriting(module, r.work, n, (rank, plan.size), group) for n, r in enumerate(plan.regions)]
     for rewriting in rewritings:
@@ -299,7 +300,7 @@ class _Rewriting:
     def apply(self) -> None:
         """Arguments first: what goes in and comes out changes who reads what."""
         for name in (*self.work.inside, *self.work.rows):
-            self.nodes[name].meta["horizontal"] = self.number
+            self.nodes[name].meta["tensor_parallel"] = self.number
         for length in self.work.lengths:
             self._shorten(length)
         for name, division in self.work.measured:
@@ -318,7 +319,7 @@ class _Rewriting:
 
     def _call(self, function: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(function, args)
-        node.meta["horizontal"] = self.number
+        node.meta["tensor_parallel"] = self.number
         return node
 
     def _shorten(self, length: Length) -> None:
@@ -375,7 +376,7 @@ class _Rewriting:
         """The sum of a product by rows; its bias is added once, to the sum."""
         if low_rank(node):
             node.target, node.args = low_rank_by_rows, (*node.args, self.group)
-            node.meta.pop("horizontal")
+            node.meta.pop("tensor_parallel")
             return
         bias, alpha, beta = _take_bias(node)
         readers = [*node.users]
@@ -388,7 +389,7 @@ class _Rewriting:
             convolutions = [*CONVOLUTIONS, *TRANSPOSED]
             dims = 1 + convolutions.index(node.target) % 3 if node.target in convolutions else 0
             result = self._add(result, bias, beta, dims)
-        result.meta.update({key: value for key, value in node.meta.items() if key != "horizontal"})
+        result.meta.update({key: value for key, value in node.meta.items() if key != "tensor_parallel"})
         for reader in readers:
             reader.replace_input_with(node, result)
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
+
 from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.ops.shape import expand
 from onward.trainer.parallel.tensor.facts import Division, Whole
 from onward.trainer.parallel.tensor.propagation import Attempt, called, rule
-from torch import fx
 
 # -- moving dimensions
 

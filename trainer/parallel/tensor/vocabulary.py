@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.distributed.collectives import enter, leave
 from onward.trainer.distributed.placement import Interval, Placement, share
@@ -23,10 +25,9 @@ from onward.trainer.model.loss import Slice, output_index
 from onward.trainer.onnx_import.module import ImportedGraph, weights
 from onward.trainer.onnx_import.ops.gather import from_front, gather_rows
 from onward.trainer.parallel.tensor.facts import Facts, Product, Whole, transposes
-from torch import Tensor, fx, nn
 
 FIRST_REGION = 1_000_000
-"""`meta["horizontal"]` of nodes inside: other numbers than those of the regions of regions.py."""
+"""`meta["tensor_parallel"]` of nodes inside: other numbers than those of the regions of regions.py."""
 ELEMENTWISE = ("to", "float", torch.add, torch.sub, torch.mul, torch.div, torch.tanh)
 """What may stand between the head's product and the output: it works on each logit by itself."""
 
@@ -273,7 +274,7 @@ def own_rows(table: Tensor, indices: Tensor, start: int, total: int) -> Tensor:
 
 
 def divide_vocabulary(module: ImportedGraph, plan: VocabularyPlan, *, rank: int, group: str) -> dict[str, Placement]:
-    """Rewrite the graph, in place, to what one rank of the horizontal axis computes of tables and head.
+    """Rewrite the graph, in place, to what one rank of the tensor axis computes of tables and head.
 
     rank: this rank's coordinate; group: the name of the axis's process group. Divided weights become this rank's
     parts; returns which part each is, by name in the file. The output that the loss reads becomes [..., this rank's
@@ -298,10 +299,10 @@ def divide_vocabulary(module: ImportedGraph, plan: VocabularyPlan, *, rank: int,
 def _divide_lookup(node: fx.Node, start: int, words: int, number: int, group: str) -> None:
     table, indices = node.args
     node.target, node.args = own_rows, (table, indices, start, words)
-    node.meta["horizontal"] = number
+    node.meta["tensor_parallel"] = number
     with node.graph.inserting_after(node):
         result = node.graph.call_function(leave, (node, group))
-    result.meta.update({key: value for key, value in node.meta.items() if key != "horizontal"})
+    result.meta.update({key: value for key, value in node.meta.items() if key != "tensor_parallel"})
     node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
@@ -311,7 +312,9 @@ def _divide_head(nodes: dict[str, fx.Node], head: Head, own: Interval, number: i
     assert isinstance(x, fx.Node)
     with graph.inserting_before(product):
         entered = graph.call_function(enter, (x, group))
-    entered.meta.update({key: value for key, value in x.meta.items() if key != "horizontal"}, horizontal=number)
+    entered.meta.update(
+        {key: value for key, value in x.meta.items() if key != "tensor_parallel"}, tensor_parallel=number
+    )
     product.replace_input_with(x, entered)
     start, stop = own
     for name, operand in head.constants:
@@ -319,7 +322,7 @@ def _divide_head(nodes: dict[str, fx.Node], head: Head, own: Interval, number: i
             part = graph.call_method("narrow", (nodes[operand], -1, start, stop - start))
         nodes[name].replace_input_with(nodes[operand], part)
     for name in head.chain:
-        nodes[name].meta["horizontal"] = number
+        nodes[name].meta["tensor_parallel"] = number
         nodes[name].meta.pop("probes", None)  # another shape now
 
 

@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.trainer.config.sections import ModelConfig, OptimizerConfig, WeightAttributes, build_config
 from onward.trainer.errors import ConfigError, ExportRefused, UnsupportedModel
 from onward.trainer.export.training import decompositions as backward
@@ -25,7 +26,6 @@ from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
-
 from tests.support.graphs import MODELS, feed
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from onnx.reference import ReferenceEvaluator
+
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.ops import attention
-
 from tests.support.onenode import assert_agrees, one_node
 
 BATCH, HEADS, WIDTH = 2, 4, 8

@@ -12,12 +12,12 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import import converters as foreign
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.registry import RULES
-
 from tests.support import suite
 from tests.support.graphs import MODELS, feed
 

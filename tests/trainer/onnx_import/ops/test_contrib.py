@@ -7,9 +7,9 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_import import module as graph
-
 from tests.support.graphs import MODELS, feed
 from tests.support.onenode import assert_agrees
 

@@ -8,6 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.runtime_node import Leaf

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
+
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.ops import detection
-
 from tests.support.onenode import assert_agrees, one_node
 
 RANDOM = np.random.default_rng(0)

@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper, parser
+
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.registry import RULES
 

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
+
 from onward.trainer.onnx_import.ops import conv, image, pool
 from onward.trainer.onnx_import.ops.image import Reading, Target
-
 from tests.support.onenode import assert_agrees
 
 NOTHING = np.zeros(0, np.float32)

@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto
+
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import import module as graph
 

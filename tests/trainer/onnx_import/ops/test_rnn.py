@@ -7,6 +7,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto
+
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import import module as graph

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.passes.dropout import add_dropout
-
 from tests.support import graphs
 from tests.support.graphs import feed
 

@@ -11,6 +11,8 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
 from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.ops.norm import Dropout
@@ -18,7 +20,6 @@ from onward.trainer.onnx_import.ops.reduce import reduce_mean
 from onward.trainer.onnx_import.ops.shape import arange, expand, full
 from onward.trainer.onnx_import.passes.fuse import fuse
 from onward.trainer.onnx_import.tracing import Traced, Tracer
-from torch import Tensor, fx, nn
 
 Build = Callable[..., Any]
 TYPES = [(torch.float32, 5e-7), (torch.float64, 1e-12)]

@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, lost_a_peer, make_mesh
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.parallel.pipeline import schedules
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
 from onward.trainer.parallel.pipeline.schedules import Autocast, Scheduled, schedule_class
-from torch import Tensor, nn
-
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -195,7 +195,7 @@ class Place:
         groups = {"group_pipeline": stage_group(mesh, timeout_s=timeout_s), "group_data": self.data}
         self.pipeline = Pipeline(self.stages, schedule=schedule, shapes=shapes, **kind, **groups)
         self.alone = cut(make(), 4)
-        own = mesh.get_group("horizontal")
+        own = mesh.get_group("tensor")
         self.whole = Pipeline(self.alone, schedule="", shapes=lambda _: [], **kind, group_pipeline=own, group_data=own)
 
     def step(self, mine: list[OneBatch], everyone: list[OneBatch]) -> float:

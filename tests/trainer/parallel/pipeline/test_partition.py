@@ -11,14 +11,14 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from torch import Tensor
+
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import.module import ImportedGraph, running_statistics, to_module, trainable, weights
 from onward.trainer.parallel.cost import NodeCost, costs
 from onward.trainer.parallel.pipeline import partition as cut
 from onward.trainer.parallel.pipeline.partition import SLACK, Chain, CutPoint, Stage
-from torch import Tensor
-
 from tests.support import graphs
 
 # -- graphs that the models do not have
@@ -228,7 +228,7 @@ def test_what_is_no_tensor_or_part_of_a_sum_does_not_cross() -> None:
     crossing = {name for point in cut.cut_points(module.graph, found) for name in point.crossing}
     assert not crossing & {"split", "split_1"}, "a tuple"
     node = next(node for node in module.graph.nodes if node.name == "add_6")
-    node.meta["horizontal"] = 1
+    node.meta["tensor_parallel"] = 1
     points = cut.cut_points(module.graph, found)
     assert points
     assert all("add_6" not in point.crossing for point in points)

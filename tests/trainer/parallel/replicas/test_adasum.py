@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
-from onward.trainer.parallel.replicas.adasum import SMALLEST_SQUARE, Layout, _replicas_by_host, factors
 from torch import Tensor
+
+from onward.trainer.parallel.replicas.adasum import SMALLEST_SQUARE, Layout, _replicas_by_host, factors
 
 
 def adasum(a: Tensor, b: Tensor) -> Tensor:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.placement import Placement, share
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.replicas import reducer as reduce
 from onward.trainer.parallel.replicas.reducer import Reducer
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-
 from tests.support.ranks import run_ranks
 
 
@@ -183,20 +183,20 @@ def stages_that_share(mpi: MPIContext) -> dict[str, Any]:
 
 
 def divided_weights(mpi: MPIContext) -> dict[str, Any]:
-    """3 replicas x 2: five rows of seven on the ranks of a horizontal group, 3 and 4; and a vector that both hold."""
+    """3 replicas x 2 tensor-parallel ranks: seven rows, 3 on one rank and 4 on the other, and a vector on both."""
     reduce.BUCKET_BYTES = 1 << 20
-    mesh = mesh_of(mpi, data=3, horizontal=2)
-    replica, horizontal = divmod(mpi.rank, 2)
-    start, stop = share(7, horizontal, 2)
+    mesh = mesh_of(mpi, data=3, tensor=2)
+    replica, tensor = divmod(mpi.rank, 2)
+    start, stop = share(7, tensor, 2)
     part, whole = nn.Parameter(torch.zeros(stop - start, 5)), nn.Parameter(torch.zeros(1001))
     place = Placement.whole([7, 5]).narrow(0, start, stop)
     statistic = weight("statistic", torch.zeros(2), trained=False)
-    weights = [Weight("part", part, place, True), weight("whole", whole, counted=horizontal == 0), statistic]
+    weights = [Weight("part", part, place, True), weight("whole", whole, counted=tensor == 0), statistic]
     reducer = reducer_of(mpi, weights, mesh=mesh)
     reducer.begin(1)
-    (part.sum() * (1 + horizontal) + (whole * drawn(replica)).sum()).backward()
-    whole.grad[0] += horizontal * 1e-3  # as an atomic addition on a GPU might
-    statistic.tensor[0] = 3.0 * replica + horizontal * 1e-3
+    (part.sum() * (1 + tensor) + (whole * drawn(replica)).sum()).backward()
+    whole.grad[0] += tensor * 1e-3  # as an atomic addition on a GPU might
+    statistic.tensor[0] = 3.0 * replica + tensor * 1e-3
     norm = float(reducer.reduce())
     return {"norm": norm, "whole": whole.grad.tolist(), "statistic": statistic.tensor.tolist()}
 

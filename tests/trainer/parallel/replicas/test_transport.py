@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext, lost_a_peer
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
@@ -24,7 +25,6 @@ from onward.trainer.parallel.replicas.transport import (
     open_channel,
     to_halves,
 )
-
 from tests.support.graphs import tiny_conv_net
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_bits, final_tensors, make_run, tiny_images, train_run, train_until

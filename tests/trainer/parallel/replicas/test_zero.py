@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
@@ -22,8 +24,6 @@ from onward.trainer.parallel.cost import costs
 from onward.trainer.parallel.layout import is_trained, what_remains
 from onward.trainer.parallel.pipeline.partition import Stage, cut_points, split, stages, units, work
 from onward.trainer.parallel.replicas.zero import Sharded
-from torch import Tensor, nn
-
 from tests.support import graphs
 from tests.support.ranks import run_ranks
 

@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
@@ -18,11 +23,6 @@ from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
 from onward.trainer.parallel.replicas.reducer import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from tests.support.ranks import run_ranks
 from tests.trainer.parallel.replicas.test_zero import MODELS, Training, accumulate, evaluated, micro_batches
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
@@ -20,8 +22,6 @@ from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
 from onward.trainer.parallel.replicas.reducer import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
-from torch import Tensor, nn
-
 from tests.support.ranks import run_ranks
 
 WORDS, WIDTH, LENGTH, ROWS, MICRO_BATCHES = 11, 6, 4, 3, 4

@@ -11,6 +11,9 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from onward.trainer.config.sections import LoraConfig
 from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
@@ -18,11 +21,8 @@ from onward.trainer.model.adapters import add_adapters
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import.module import ImportedGraph, to_module, weights
 from onward.trainer.parallel.tensor.facts import Division, Finer, Whole
-from onward.trainer.parallel.tensor.regions import Apart, HorizontalPlan, divide, plan_regions, portion
+from onward.trainer.parallel.tensor.regions import Apart, TensorPlan, divide, plan_regions, portion
 from onward.trainer.parallel.tensor.view_rules import regroup
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from tests.support import graphs, zoo
 from tests.support.ranks import run_ranks
 
@@ -262,11 +262,11 @@ STAYS_WHOLE = {
 """What divides otherwise on every rank than its neighbours do -> why it is not divided."""
 
 
-def plan(name: str, size: int = 2, *, fuse: bool = True, convolutions: str = "always") -> HorizontalPlan:
+def plan(name: str, size: int = 2, *, fuse: bool = True, convolutions: str = "always") -> TensorPlan:
     return plan_regions(to_module(GRAPHS[name](), fuse=fuse), size, convolutions=convolutions)
 
 
-def regions(found: HorizontalPlan) -> list[tuple[str, str, str]]:
+def regions(found: TensorPlan) -> list[tuple[str, str, str]]:
     return [(region.kind, " ".join(region.columns), " ".join(region.rows)) for region in found.regions]
 
 
@@ -559,8 +559,8 @@ def compare(whole: ImportedGraph, inputs: list[Tensor], mpi: MPIContext, group: 
 
 
 def group_of(mpi: MPIContext) -> str:
-    mesh = make_mesh(mpi, ParallelDims(horizontal=mpi.world_size), timeout_s=30)
-    return str(mesh.get_group("horizontal").group_name)
+    mesh = make_mesh(mpi, ParallelDims(tensor=mpi.world_size), timeout_s=30)
+    return str(mesh.get_group("tensor").group_name)
 
 
 def parity(mpi: MPIContext, cases: list[list[Any]]) -> dict[str, Any]:

@@ -11,6 +11,11 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
 from onward.trainer.config.sections import LoraConfig, ModelConfig
 from onward.trainer.distributed.placement import Placement, share, slices
 from onward.trainer.distributed.processes import MPIContext, new_group
@@ -26,11 +31,6 @@ from onward.trainer.parallel.tensor.vocabulary import (
     own_rows,
     plan_vocabulary,
 )
-from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
-
 from tests.support import graphs, zoo
 from tests.support.ranks import run_ranks
 
@@ -147,7 +147,7 @@ def test_a_tied_table_stays_whole_at_both_ends_and_the_plan_says_why(case: str) 
     assert found.head is None
     assert name not in found.weights
     assert rule in dict(found.whole)[name]
-    assert found.classes(0, "horizontal") is None
+    assert found.classes(0, "tensor") is None
 
 
 def test_a_table_is_divided_though_the_head_is_not() -> None:
@@ -180,8 +180,8 @@ def test_a_graph_without_words_has_nothing_to_divide() -> None:
 
 def test_nothing_inside_the_divided_stretches_may_be_cut() -> None:
     module = to_module(graphs.tiny_transformer())
-    divide_vocabulary(module, plan_vocabulary(module, 2, config()), rank=1, group="horizontal")
-    inside = {node.name: node.meta["horizontal"] for node in module.graph.nodes if "horizontal" in node.meta}
+    divide_vocabulary(module, plan_vocabulary(module, 2, config()), rank=1, group="tensor")
+    inside = {node.name: node.meta["tensor_parallel"] for node in module.graph.nodes if "tensor_parallel" in node.meta}
     assert inside == {"gather_rows": FIRST_REGION, "enter": FIRST_REGION + 1, "matmul_12": FIRST_REGION + 1}
 
 

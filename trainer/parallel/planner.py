@@ -123,8 +123,8 @@ class _Division:
         """Of the rank that sends most through each axis."""
         steps = self.config.train.gradient_accumulation_steps
         parallel = self.config.parallel
-        per_rank = [[size for found in rank.rehearsals for _, size in found.collectives] for rank in self.ranks]
-        most = max(per_rank, key=sum)
+        collectives = [[size for found in rank.rehearsals for _, size in found.collectives] for rank in self.ranks]
+        most = max(collectives, key=sum)
         if parallel.tensor > 1:
             if most:
                 yield _sent("tensor", "all-reduce of activations", steps * len(most), steps * sum(most))

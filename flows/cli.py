@@ -18,8 +18,9 @@ import typer
 from onward.trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnavailable
 
 if TYPE_CHECKING:
-    from onward.trainer.config.sections import RunConfig
-    from onward.trainer.run.directory import ExportedModel, RunDir
+    from onward.trainer.config.run_config import RunConfig
+    from onward.trainer.run.directory import RunDir
+    from onward.trainer.run.records import ExportedModel
 
 app = typer.Typer(
     help="ONNX in, trained ONNX out, at scale.",
@@ -51,7 +52,7 @@ def run(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) 
 def resume(run: RunName, as_json: Json = False) -> None:
     """Go on with a run that was killed, stopped or failed, from its newest whole checkpoint."""
     from onward.flows.runs import find_run, is_owned
-    from onward.trainer.config.sections import build_config
+    from onward.trainer.config.loading import build_config
     from onward.trainer.diagnostics.config_check import check_sections
     from onward.trainer.run.directory import onward_home, read_config
 
@@ -102,7 +103,7 @@ def runs(as_json: Json = False) -> None:
 def config(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Print the resolved configuration, every setting with its meaning; the output is a config file."""
     from onward.flows.report import config_lines, meanings
-    from onward.trainer.config.sections import load_config
+    from onward.trainer.config.loading import load_config
 
     resolved = load_config(config, overrides or ())
     if as_json:
@@ -271,7 +272,7 @@ def up(as_json: Json = False) -> None:
 def ui(as_json: Json = False) -> None:
     """Print the links to Prefect and MLflow, starting both if need be; `onward down` ends them."""
     from onward.flows.runs import all_runs
-    from onward.trainer.run.directory import RunIdentity, read_record
+    from onward.trainer.run.records import RunIdentity, read_record
 
     links = _serve("prefect", "mlflow")
     if known := all_runs()[:1]:
@@ -330,7 +331,7 @@ def deploy(
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:
     """The configuration, checked against the files it names: all that can be refused is refused here."""
-    from onward.trainer.config.sections import load_config
+    from onward.trainer.config.loading import load_config
     from onward.trainer.diagnostics.config_check import check_sections
 
     return load_config(path, overrides or (), check=check_sections)
@@ -366,7 +367,7 @@ def _facts(config: RunConfig, run: RunDir, exported: ExportedModel) -> dict[str,
     """What is known of a finished run, as JSON-able values."""
     from onward.flows.report import bits_per_byte
     from onward.flows.runs import describe, held_out_text
-    from onward.trainer.run.directory import TrainResult, read_record
+    from onward.trainer.run.records import TrainResult, read_record
 
     trained = read_record(run.train, TrainResult)
     text = held_out_text(run) if config.model.loss == "cross_entropy" else b""
@@ -386,7 +387,7 @@ def _facts(config: RunConfig, run: RunDir, exported: ExportedModel) -> dict[str,
 
 
 def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
-    from onward.trainer.run.directory import sha256, write_durably
+    from onward.trainer.run.durable_files import sha256, write_durably
 
     write_durably(output, model.SerializeToString())
     inputs = [value.name for value in model.graph.input]

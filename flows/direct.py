@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, cast
 
 from onward.flows.runs import close_mlflow, is_owned, run_of
 from onward.infra import keeper, services
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, Stopped
-from onward.trainer.run.directory import ExportedModel, RunDir, onward_home
+from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.records import ExportedModel
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State

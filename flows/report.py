@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from onward.trainer.config.sections import RunConfig, Section
-from onward.trainer.run.directory import ExportedModel
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import Section
+from onward.trainer.run.records import ExportedModel
 
 
 def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> None:

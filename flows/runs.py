@@ -17,16 +17,8 @@ from onward.trainer.data.shards import open_shards
 from onward.trainer.data.sources import locate
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.events import read_events
-from onward.trainer.run.directory import (
-    AttemptResult,
-    ExportedModel,
-    RunDir,
-    RunIdentity,
-    TrainResult,
-    onward_home,
-    read_config,
-    read_record,
-)
+from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.records import AttemptResult, ExportedModel, RunIdentity, TrainResult, read_record
 
 TAIL_BYTES = 1 << 16
 """How much of the event log's end is read for the last values."""

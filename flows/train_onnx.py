@@ -44,7 +44,8 @@ from onward.trainer.config.sections import (
     TrainConfig,
 )
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.directory import ExportedModel, RunDir, TrainResult
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import ExportedModel, TrainResult
 
 log = logging.getLogger(__name__)
 

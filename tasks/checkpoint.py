@@ -30,15 +30,9 @@ from onward.trainer.checkpoint.manifest import (
 )
 from onward.trainer.config.sections import CheckpointConfig
 from onward.trainer.errors import CheckpointError
-from onward.trainer.run.directory import (
-    CheckpointInfo,
-    RunDir,
-    RunIdentity,
-    read_config,
-    read_record,
-    sha256,
-    write_record,
-)
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.records import CheckpointInfo, RunIdentity, read_record, write_record
 
 OUTAGE_PERIOD_S = 5.0
 """Pause before MLflow is tried again."""

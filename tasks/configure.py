@@ -24,22 +24,15 @@ from prefect.cache_policies import NO_CACHE
 from prefect.settings import get_current_settings
 
 from onward.infra import tracking
-from onward.trainer.config.sections import RunConfig, Section, build_config
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import Section
 from onward.trainer.data.signature import model_digest
 from onward.trainer.diagnostics.config_check import check_sections
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.parallel.plan_record import Plan
-from onward.trainer.run.directory import (
-    Refusal,
-    RunDir,
-    RunIdentity,
-    onward_home,
-    own_error,
-    read_config,
-    read_record,
-    refusal_in,
-    write_record,
-)
+from onward.trainer.run.directory import RunDir, onward_home, read_config, refusal_in
+from onward.trainer.run.records import Refusal, RunIdentity, own_error, read_record, write_record
 
 log = logging.getLogger(__name__)
 

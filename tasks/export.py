@@ -21,25 +21,22 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra.tracking import ModelFile, Port, Tracker, TrackingError, TrackingUnavailable
-from onward.trainer.config.sections import ExportConfig, RunConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import ExportConfig
 from onward.trainer.data.signature import TensorInfo, model_digest, read_signature
 from onward.trainer.diagnostics.config_check import in_the_way
 from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
-from onward.trainer.run.directory import (
+from onward.trainer.run.directory import RunDir, example_in, read_config, refusal_in, variant_in
+from onward.trainer.run.durable_files import durable_file
+from onward.trainer.run.records import (
     CheckpointInfo,
     ExportedModel,
     Refusal,
-    RunDir,
     RunIdentity,
     TrainResult,
     Variant,
-    durable_file,
-    example_in,
     own_error,
-    read_config,
     read_record,
-    refusal_in,
-    variant_in,
     write_record,
 )
 

@@ -14,9 +14,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra import mpirun
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable
-from onward.trainer.run.directory import RankReport, RunDir, RuntimeReport, read_config, read_record, write_record
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import RankReport, RuntimeReport, read_record, write_record
 
 MEMORY_FACTOR = 6
 """Memory one rank needs at least, in sizes of the model file: weights, gradients, two moments, the reducer's

@@ -30,16 +30,8 @@ from onward.infra import mpirun
 from onward.infra.tensorboard import TensorBoard
 from onward.infra.tracking import BATCH, Point, Status, Tracker, TrackingError, metric_name
 from onward.trainer.events import Event, read_events
-from onward.trainer.run.directory import (
-    AttemptResult,
-    MetricsSummary,
-    Record,
-    RunDir,
-    RunIdentity,
-    read_config,
-    read_record,
-    write_record,
-)
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import AttemptResult, MetricsSummary, Record, RunIdentity, read_record, write_record
 
 LOG_PERIOD_S = 10.0
 ARTIFACT_PERIOD_S = 5.0

@@ -11,11 +11,12 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra.tracking import Tracker, TrackingError
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.shards import ShardManifest, make_shards
 from onward.trainer.data.signature import misfits, signature_to_train, wanted
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.directory import RunDir, RunIdentity, onward_home, read_config, read_record
+from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.records import RunIdentity, read_record
 
 log = logging.getLogger(__name__)
 

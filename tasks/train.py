@@ -17,17 +17,10 @@ from prefect.states import Cancelled
 
 from onward.infra import mpirun
 from onward.trainer import errors
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable, TrainingFailed
-from onward.trainer.run.directory import (
-    AttemptResult,
-    RankError,
-    RunDir,
-    TrainResult,
-    read_config,
-    read_record,
-    write_record,
-)
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import AttemptResult, RankError, TrainResult, read_record, write_record
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from onward.trainer.config.sections import RunConfig, load_config
+from onward.trainer.config.loading import load_config
+from onward.trainer.config.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flows", "tasks", "trainer", "infra")
@@ -108,7 +109,7 @@ def test_every_setting_has_a_meaning() -> None:
 
 def test_what_crosses_the_process_boundary_imports_no_torch_and_no_mpi() -> None:
     program = (
-        "import onward.trainer.config.sections, onward.trainer.run.directory, onward.trainer.events, "
+        "import onward.trainer.config.loading, onward.trainer.run.directory, onward.trainer.events, "
         "onward.trainer.errors, onward.trainer.data.shards, onward.trainer.data.signature, sys;"
         "assert not {'torch', 'mpi4py', 'mlflow', 'prefect'} & set(sys.modules)"
     )

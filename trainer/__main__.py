@@ -33,7 +33,8 @@ from onward.trainer.distributed.processes import (
 )
 from onward.trainer.errors import Stopped
 from onward.trainer.events import Heartbeat
-from onward.trainer.run.directory import ExportedModel, RunDir, read_config, read_record, variant_in, write_record
+from onward.trainer.run.directory import RunDir, read_config, variant_in
+from onward.trainer.run.records import ExportedModel, read_record, write_record
 
 if TYPE_CHECKING:
     from onward.trainer.export.verification import Evaluator

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from onward.trainer.checkpoint.save_load import TrainState, agree, load, newest_whole, save, shapes
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batches, evaluation_batches
 from onward.trainer.data.shards import open_shards
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
@@ -39,7 +39,8 @@ from onward.trainer.optim.optimizers import (
 )
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.rank_model import assemble
-from onward.trainer.run.directory import AttemptResult, RunDir
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import AttemptResult
 
 
 def train(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from onnx import TensorProto
 
-from onward.trainer.config.sections import RunConfig, build_config
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batch, Batches, evaluation_batches
 from onward.trainer.data.shards import Shards, make_shards, open_shards
 from onward.trainer.data.signature import read_signature, wanted

@@ -20,9 +20,11 @@ import pytest
 
 from onward.infra.tracking import Point, Tracker
 from onward.tasks.monitor import Shipper, monitor, points_of
-from onward.trainer.config.sections import DataConfig, ModelConfig, RunConfig, TrainConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import DataConfig, ModelConfig, TrainConfig
 from onward.trainer.events import EventWriter, read_events
-from onward.trainer.run.directory import AttemptResult, RunDir, RunIdentity, write_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import AttemptResult, RunIdentity, write_record
 from tests.support.stores import Server, client, new_run, points
 
 STEPS = 600

@@ -13,7 +13,8 @@ from onward.tasks.export import copy_to, export_file
 from onward.trainer.config.sections import ExportConfig
 from onward.trainer.data.signature import model_digest
 from onward.trainer.errors import ExportRefused, RuntimeUnavailable
-from onward.trainer.run.directory import ExportedModel, RunDir, read_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import ExportedModel, read_record
 from tests.support import graphs, runs
 
 

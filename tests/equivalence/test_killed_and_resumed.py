@@ -14,7 +14,8 @@ import pytest
 from onward.tasks.train import train
 from onward.trainer.errors import TrainingFailed
 from onward.trainer.events import read_events
-from onward.trainer.run.directory import AttemptResult, RunDir, TrainResult, read_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import AttemptResult, TrainResult, read_record
 from tests.support import graphs
 from tests.support.runs import (
     assert_equal_bits,

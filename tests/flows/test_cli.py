@@ -19,12 +19,14 @@ from onward.flows.report import bits_per_byte, config_lines, meanings, outcome, 
 from onward.flows.runs import all_runs, describe, exclusively, find_run, held_out_text
 from onward.infra import services
 from onward.tasks.configure import plan as make_plan
-from onward.trainer.config.sections import RunConfig, build_config, load_config
+from onward.trainer.config.loading import build_config, load_config
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.shards import make_shards
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import EventWriter
 from onward.trainer.parallel.plan_record import Plan
-from onward.trainer.run.directory import AttemptResult, RankError, RunDir, RunIdentity, write_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import AttemptResult, RankError, RunIdentity, write_record
 from tests.support.graphs import tiny_transformer
 
 CONFIGS = sorted((Path(cli.__file__).parent / "configs").glob("*.toml"))

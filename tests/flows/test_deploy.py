@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from onward.trainer.run.directory import RunDir, RunIdentity, read_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.workshop import Workshop, api, ranks_of, reached, until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]

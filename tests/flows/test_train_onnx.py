@@ -16,7 +16,7 @@ import pytest
 
 from onward.flows.report import meanings
 from onward.flows.train_onnx import MISSED_AFTER, missed, train_onnx
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.directory import RunDir
 from tests.support.workshop import Workshop, finished, ranks_of, reached, until
 

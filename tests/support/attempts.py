@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from onward.trainer.run.directory import AttemptResult, RankError, RunDir, write_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import AttemptResult, RankError, write_record
 
 RANK = int(os.environ.get("PMIX_RANK", "0"))
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.trainer.run.directory import ExportedModel, Refusal, RunDir, example_in, refusal_in, sha256, write_record
+from onward.trainer.run.directory import RunDir, example_in, refusal_in
+from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.records import ExportedModel, Refusal, write_record
 from tests.support.graphs import tiny_mlp
 
 PARITY = 2.5e-7

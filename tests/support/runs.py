@@ -24,10 +24,11 @@ import torch
 from onward.tasks.shard_data import shard_data
 from onward.trainer.checkpoint import manifest
 from onward.trainer.checkpoint import save_load as checkpoint
-from onward.trainer.config.sections import build_config
+from onward.trainer.config.loading import build_config
 from onward.trainer.data.signature import model_digest
 from onward.trainer.events import Event, read_events
-from onward.trainer.run.directory import AttemptResult, RunDir, RunIdentity, read_config, read_record, write_record
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import AttemptResult, RunIdentity, read_record, write_record
 from tests.support.ranks import ROOT, SETTINGS
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -21,7 +21,8 @@ import psutil
 
 from onward.infra.tracking import Tracker
 from onward.trainer.events import read_events
-from onward.trainer.run.directory import RunDir, RunIdentity, read_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.graphs import tiny_conv_net
 
 CONFIG = """

@@ -16,10 +16,13 @@ from onward.infra.tracking import Tracker
 from onward.tasks.checkpoint import checkpoint, judged
 from onward.trainer.checkpoint.manifest import TrainState, announced
 from onward.trainer.checkpoint.save_load import save
-from onward.trainer.config.sections import CheckpointConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
 from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.run.directory import CheckpointInfo, RunDir, RunIdentity, sha256, write_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.records import CheckpointInfo, RunIdentity, write_record
 from tests.support.stores import Server, client, free_port, new_run, points
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))

@@ -22,7 +22,8 @@ from onward.trainer.config.sections import (
     TrainConfig,
 )
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
-from onward.trainer.run.directory import RunDir, RunIdentity, onward_home, read_config, read_record
+from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.graphs import residual_mlps, tiny_conv_net
 
 

@@ -10,16 +10,16 @@ import pytest
 
 from onward.infra.tracking import Tracker
 from onward.tasks import export as task
-from onward.trainer.config.sections import build_config
+from onward.trainer.config.loading import build_config
 from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
-from onward.trainer.run.directory import (
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.records import (
     CheckpointInfo,
     ExportedModel,
-    RunDir,
     RunIdentity,
     TrainResult,
     read_record,
-    sha256,
     write_record,
 )
 from tests.support.exporting import PARITY

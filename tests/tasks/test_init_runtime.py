@@ -10,9 +10,11 @@ import pytest
 
 from onward.infra import mpirun
 from onward.tasks.init_runtime import init_runtime, problems
-from onward.trainer.config.sections import RunConfig, build_config
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable
-from onward.trainer.run.directory import RankReport, RunDir, RuntimeReport, read_record, write_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import RankReport, RuntimeReport, read_record, write_record
 
 MODEL_BYTES = 1_000_000
 PLENTY = 10**12

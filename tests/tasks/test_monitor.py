@@ -17,17 +17,11 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from onward.infra.tracking import Tracker
 from onward.tasks.monitor import Cursor, Progress, Shipper, monitor
-from onward.trainer.config.sections import DataConfig, ModelConfig, RunConfig, TrainConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import DataConfig, ModelConfig, TrainConfig
 from onward.trainer.events import Event, EventWriter
-from onward.trainer.run.directory import (
-    AttemptResult,
-    MetricsSummary,
-    Record,
-    RunDir,
-    RunIdentity,
-    read_record,
-    write_record,
-)
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import AttemptResult, MetricsSummary, Record, RunIdentity, read_record, write_record
 from tests.support.stores import client, free_port, new_run, points
 
 

@@ -11,10 +11,11 @@ import onnx
 import pytest
 
 from onward.tasks.shard_data import shard_data
-from onward.trainer.config.sections import build_config
+from onward.trainer.config.loading import build_config
 from onward.trainer.data.shards import check_shards, open_shards
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.run.directory import RunDir, RunIdentity, write_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import RunIdentity, write_record
 from tests.support import graphs
 from tests.support.stores import client, new_run
 

@@ -13,9 +13,10 @@ from prefect.states import Failed
 
 from onward.infra import mpirun
 from onward.tasks.train import train, worth_retrying
-from onward.trainer.config.sections import build_config
+from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError, DataError, Diverged, OnwardError, RuntimeUnavailable, TrainingFailed
-from onward.trainer.run.directory import RunDir, TrainResult, read_record, write_record
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import TrainResult, read_record, write_record
 
 pytestmark = pytest.mark.mpi
 

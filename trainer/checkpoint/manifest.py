@@ -38,7 +38,9 @@ from pydantic import Field, ValidationError
 
 from onward.trainer.distributed.placement import Box, overlap
 from onward.trainer.errors import CheckpointError, OnwardError
-from onward.trainer.run.directory import CheckpointInfo, Record, RunDir, fsync, read_record, sha256
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.durable_files import fsync, sha256
+from onward.trainer.run.records import CheckpointInfo, Record, read_record
 
 log = logging.getLogger(__name__)
 

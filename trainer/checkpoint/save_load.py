@@ -28,7 +28,8 @@ from onward.trainer.checkpoint.write_plan import agree as agree  # whoever saves
 from onward.trainer.distributed.placement import Box, Placement, overlap, slices
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, OnwardError
-from onward.trainer.run.directory import RunDir, fsync
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.durable_files import fsync
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.shards import Shards

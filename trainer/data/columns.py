@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.run.directory import Record
+from onward.trainer.run.records import Record
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Cells = Array | Sequence[Any]

@@ -42,7 +42,8 @@ from onward.trainer.data.columns import (
 )
 from onward.trainer.data.tensorproto_files import ProtoReader, ProtoWriter
 from onward.trainer.errors import DataError, OnwardError
-from onward.trainer.run.directory import Record, fsync, read_record, sha256, write_record
+from onward.trainer.run.durable_files import fsync, sha256
+from onward.trainer.run.records import Record, read_record, write_record
 
 FORMAT = 1
 """Changes when the same source would give other shards, so that old ones are not taken for new."""

@@ -13,12 +13,13 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from onward.trainer.config.sections import ModelConfig, RunConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import ModelConfig
 from onward.trainer.data.columns import TEXT, Column, Schema, Want
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.surgery import cut, is_cut, operate
-from onward.trainer.run.directory import sha256
+from onward.trainer.run.durable_files import sha256
 
 Dims = tuple[int | None, ...]
 NUMBERS = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {

@@ -12,7 +12,10 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from onward.trainer.config.sections import BUNDLED_SOURCES, DataConfig, ExportConfig, ModelConfig, RunConfig, Sections
+from onward.trainer.config.loading import BUNDLED_SOURCES
+from onward.trainer.config.rules import Sections
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
 from onward.trainer.data.shards import peek
 from onward.trainer.data.signature import misfits
 from onward.trainer.errors import Refused

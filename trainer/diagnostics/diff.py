@@ -18,7 +18,7 @@ from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import RAW, external_problems, is_external, pieces, place
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import slots
-from onward.trainer.run.directory import Record
+from onward.trainer.run.records import Record
 
 
 class TensorChange(Record):

@@ -23,7 +23,7 @@ from onward.trainer.onnx_import.lowering import operators
 from onward.trainer.onnx_import.roles import roles
 from onward.trainer.onnx_import.runtime_node import Leaf
 from onward.trainer.onnx_import.ties import copy_roles, find_copies
-from onward.trainer.run.directory import Record
+from onward.trainer.run.records import Record
 
 
 class Weight(Record):

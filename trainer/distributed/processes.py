@@ -36,7 +36,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.errors import Fenced, Refused, RuntimeUnavailable, Stopped
-from onward.trainer.run.directory import RankError, RankReport, RunDir, read_config, write_record
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import RankError, RankReport, write_record
 
 if TYPE_CHECKING:
     from mpi4py import MPI

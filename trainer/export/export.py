@@ -38,19 +38,9 @@ from onward.trainer.onnx_graph.stochastic_depth import random_nodes
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery import is_cut
 from onward.trainer.onnx_import import module as graph
-from onward.trainer.run.directory import (
-    ExportedModel,
-    Refusal,
-    RunDir,
-    RunIdentity,
-    example_in,
-    fsync,
-    read_config,
-    read_record,
-    refusal_in,
-    write_durably,
-    write_record,
-)
+from onward.trainer.run.directory import RunDir, example_in, read_config, refusal_in
+from onward.trainer.run.durable_files import fsync, write_durably
+from onward.trainer.run.records import ExportedModel, Refusal, RunIdentity, read_record, write_record
 
 log = logging.getLogger(__name__)
 

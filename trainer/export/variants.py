@@ -31,7 +31,8 @@ from onward.trainer.errors import ExportRefused
 from onward.trainer.export.verification import Array, Evaluator, Judge, open_session
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import slots
-from onward.trainer.run.directory import Variant, durable_file
+from onward.trainer.run.durable_files import durable_file
+from onward.trainer.run.records import Variant
 
 log = logging.getLogger(__name__)
 

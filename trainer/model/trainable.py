@@ -14,7 +14,8 @@ from pathlib import Path
 import onnx
 from torch import fx
 
-from onward.trainer.config.sections import ModelConfig, RunConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merged
 from onward.trainer.onnx_graph import surgery

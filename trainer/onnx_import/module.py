@@ -48,7 +48,7 @@ from onward.trainer.onnx_import.roles import Role, promoted, roles
 from onward.trainer.onnx_import.shape_assumptions import is_kept
 from onward.trainer.onnx_import.ties import Copies, copy_roles, find_copies
 from onward.trainer.onnx_import.ties import tie as tie_copies
-from onward.trainer.run.directory import durable_file
+from onward.trainer.run.durable_files import durable_file
 
 
 class ImportedGraph(fx.GraphModule):

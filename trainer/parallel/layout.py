@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import Coordinate
 from onward.trainer.distributed.weights import Weight, shape_of

@@ -24,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onward.trainer.config.sections import OptimizerConfig, ParallelConfig, RunConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import OptimizerConfig, ParallelConfig
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.cost import Autocast
 from onward.trainer.parallel.pipeline.partition import Stage

@@ -6,7 +6,7 @@ Made by trainer/parallel/planner.py in a process of its own; read by the flow, w
 from __future__ import annotations
 
 from onward.trainer.config.sections import ParallelConfig, RecomputeConfig
-from onward.trainer.run.directory import Record
+from onward.trainer.run.records import Record
 
 
 class Memory(Record):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.shards import peek
 from onward.trainer.data.signature import Use, signature_to_train, uses
 from onward.trainer.distributed.processes import Coordinate, free_memory

@@ -36,7 +36,8 @@ from onward.trainer.checkpoint.write_plan import Piece, partition
 from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, TrainingFailed
-from onward.trainer.run.directory import CheckpointInfo, RunDir
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import CheckpointInfo
 from tests.support.ranks import run_ranks
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from onward.trainer.config.sections import ParallelConfig, RunConfig, build_config, load_config
+from onward.trainer.config.loading import build_config, load_config
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.errors import ConfigError
 
 GOOD: dict[str, dict[str, Any]] = {"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 5}}

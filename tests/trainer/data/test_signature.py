@@ -9,7 +9,8 @@ from typing import Any
 import onnx
 import pytest
 
-from onward.trainer.config.sections import DataConfig, ModelConfig, RunConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import DataConfig, ModelConfig
 from onward.trainer.data.columns import Column, Schema, Want
 from onward.trainer.data.signature import misfits, read_signature, wanted
 from onward.trainer.errors import UnsupportedModel

@@ -8,14 +8,8 @@ from typing import Any
 import onnx
 import pytest
 
-from onward.trainer.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    ExportConfig,
-    LaunchConfig,
-    ModelConfig,
-    build_config,
-)
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.sections import CheckpointConfig, DataConfig, ExportConfig, LaunchConfig, ModelConfig
 from onward.trainer.diagnostics.config_check import check_sections, in_the_way
 from onward.trainer.errors import ConfigError
 from tests.support import graphs

@@ -17,7 +17,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from onward.trainer.config.sections import ExportConfig, ModelConfig, build_config
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.sections import ExportConfig, ModelConfig
 from onward.trainer.data.signature import model_digest
 from onward.trainer.errors import CheckpointError, ExportRefused
 from onward.trainer.export import export
@@ -28,17 +29,9 @@ from onward.trainer.model.trainable import judged
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import import module as graph
-from onward.trainer.run.directory import (
-    ExportedModel,
-    Refusal,
-    RunDir,
-    RunIdentity,
-    example_in,
-    read_record,
-    refusal_in,
-    write_record,
-)
-from onward.trainer.run.directory import sha256 as digest
+from onward.trainer.run.directory import RunDir, example_in, refusal_in
+from onward.trainer.run.durable_files import sha256 as digest
+from onward.trainer.run.records import ExportedModel, Refusal, RunIdentity, read_record, write_record
 from tests.support import graphs
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor, nn
 
-from onward.trainer.config.sections import RunConfig, build_config
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.export.verification import open_session
 from onward.trainer.model.trainable import Trainee, finished, open_trainee

@@ -12,7 +12,8 @@ import torch
 from onnx import numpy_helper
 
 from onward.tasks.export import export_file
-from onward.trainer.config.sections import RunConfig, build_config
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.export.verification import open_session
 from onward.trainer.model.trainable import finished, judged, open_trainee
 from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from onward.trainer.config.sections import RunConfig, build_config
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.processes import Coordinate
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.module import to_module, trainable

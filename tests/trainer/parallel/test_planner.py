@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.reference_models import build_gpt2

@@ -30,14 +30,15 @@ from onnx.external_data_helper import load_external_data_for_model
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from onward.trainer.config.sections import RunConfig
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.training.gradients import gradient_of, training_model, updated
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
 from onward.trainer.export.training.optimizer_graph import optimizer_model
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_import import module as graph
-from onward.trainer.run.directory import durable_file, sha256, write_durably, write_record
+from onward.trainer.run.durable_files import durable_file, sha256, write_durably
+from onward.trainer.run.records import write_record
 
 MOST_BYTES = 2**31 - 2**20
 """What one ONNX file holds, less a margin for names."""

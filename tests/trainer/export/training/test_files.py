@@ -15,7 +15,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.trainer.config.sections import ModelConfig, OptimizerConfig, WeightAttributes, build_config
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.sections import ModelConfig, OptimizerConfig, WeightAttributes
 from onward.trainer.errors import ConfigError, ExportRefused, UnsupportedModel
 from onward.trainer.export.training import decompositions as backward
 from onward.trainer.export.training.files import TrainingArtifacts, write_artifacts

@@ -1,0 +1,153 @@
+"""Loading: defaults, then a TOML file, then `section.key=value` lines, validated together."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from onward.trainer.config.rules import Sections, broken_laws
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import Section
+from onward.trainer.errors import ConfigError
+
+Check = Callable[[Sections], Iterable[str]]
+"""A further source of problems, asked together with the laws: of the sections that could be read."""
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, check: Check = lambda sections: ()) -> RunConfig:
+    """Read a TOML file, apply `section.key=value` lines (each value is TOML), validate everything.
+
+    Paths in the file become absolute against the file's directory, those of overrides against the
+    working directory. Raises ConfigError with every problem found, those of `check` included.
+    """
+    try:
+        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}; the examples are in flows/configs/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    _anchor(raw, path.resolve().parent)
+    layout = raw.get("parallel")
+    if isinstance(layout, dict) and "horizontal" in layout and "tensor" not in layout:
+        layout["tensor"] = layout.pop("horizontal")  # so that an override under either name replaces it
+    raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
+    problems: list[str] = []
+    for line in overrides:
+        try:
+            _override(raw, line)
+        except ConfigError as error:
+            problems += error.problems
+    return build_config(raw, problems, check=check)
+
+
+def build_config(
+    raw: Mapping[str, Any], problems: Iterable[str] = (), *, check: Check = lambda sections: ()
+) -> RunConfig:
+    """Validate a nested mapping of settings; raises ConfigError with `problems` and all found here."""
+    found = list(problems)
+    read: dict[str, Any] = {}
+    for key in raw:
+        if key not in RunConfig.model_fields:
+            found.append(_unknown(key, RunConfig.model_fields, "section"))
+    for name, field in RunConfig.model_fields.items():
+        section = field.annotation
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            continue
+        value = raw.get(name, {})
+        if name == "parallel" and value == "auto":
+            value = {"sizes": "auto"}
+        if isinstance(value, section):
+            read[name] = value
+        elif not isinstance(value, Mapping):
+            found.append(f"[{name}] must be a table, not {value!r}")
+        else:
+            try:
+                read[name] = section.model_validate(dict(value))
+            except ValidationError as error:
+                found += _explain(error, name, section)
+    found += [*broken_laws(read), *check(read)]
+    if found:
+        raise ConfigError(found)
+    try:
+        return RunConfig(**({"name": raw["name"]} if "name" in raw else {}), **read)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, "", RunConfig)) from None
+
+
+def _anchor(raw: dict[str, Any], base: Path) -> None:
+    """Make the paths of a settings mapping absolute, in place."""
+    for section, key in (
+        ("model", "path"),
+        ("model", "converters"),
+        ("data", "source"),
+        ("data", "evaluation_source"),
+        ("launch", "hostfile"),
+        ("checkpoint", "load"),
+        ("export", "path"),
+    ):
+        table = raw.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            table[key] = [str(base / Path(item).expanduser()) for item in value]  # type: ignore[index]
+        if isinstance(value, str) and value and not (section == "data" and value in BUNDLED_SOURCES):
+            table[key] = str(base / Path(value).expanduser())  # type: ignore[index]
+
+
+BUNDLED_SOURCES = ("digits", "stdlib")
+"""Data sources that every machine has: names, not paths."""
+
+
+def _override(raw: dict[str, Any], line: str) -> None:
+    key, equals, text = line.partition("=")
+    parts = key.strip().split(".")
+    if parts == ["parallel", "horizontal"]:
+        parts[-1] = "tensor"
+    if not equals or not all(parts):
+        raise ConfigError(f"override {line!r} is not section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string: model.loss=mse
+    patch: dict[str, Any] = {parts[-1]: value}
+    for part in reversed(parts[:-1]):
+        patch = {part: patch}
+    _anchor(patch, Path.cwd())
+    target = raw
+    for part in parts[:-1]:
+        if (part, target.get(part)) == ("parallel", "auto"):
+            target[part] = {"sizes": "auto"}
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"override {line!r}: {part} is not a table")
+        patch = patch[part]
+    target[parts[-1]] = patch[parts[-1]]
+
+
+def _explain(error: ValidationError, section: str, model: type[Section]) -> list[str]:
+    """Pydantic's findings as sentences: where, what, and the nearest known key for an unknown one."""
+    sentences = []
+    for finding in error.errors():
+        where = ".".join(str(part) for part in (section, *finding["loc"]) if part != "")
+        if finding["type"] == "extra_forbidden" and len(finding["loc"]) == 1:
+            sentences.append(_unknown(where, [f"{section}.{name}" for name in model.model_fields], "key"))
+        elif finding["type"] == "missing":
+            sentences.append(f"{where} is missing; set it")
+        else:
+            message = finding["msg"].removeprefix("Value error, ")
+            given = finding.get("input")
+            shown = f", not {given!r}" if isinstance(given, str | int | float | bool) else ""
+            sentences.append(f"{where}: {message}{shown}" if where else message)
+    return sentences
+
+
+def _unknown(key: str, known: Iterable[str], kind: str) -> str:
+    near = difflib.get_close_matches(key, list(known), n=1)
+    return f"unknown {kind} {key}" + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}")

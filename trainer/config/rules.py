@@ -1,0 +1,214 @@
+"""Cross-section rules: settings that contradict each other, each rule with the sections it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from onward.trainer.config.sections import (
+    GraphConfig,
+    LaunchConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+Sections = Mapping[str, Any]
+
+
+def _world_size(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
+    if parallel.sizes == "auto" and not launch.num_ranks:
+        yield "parallel = 'auto' divides the work over launch.num_ranks ranks, but that is 0; set how many there are"
+    needed = parallel.data * parallel.tensor * parallel.pipeline
+    if parallel.sizes == "given" and launch.num_ranks not in (0, needed):
+        yield (
+            f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline} needs {needed} "
+            f"ranks, but launch.num_ranks is {launch.num_ranks}; change [parallel] or launch.num_ranks (0 = as many as "
+            "needed)"
+        )
+
+
+def _pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
+    stages, steps = parallel.pipeline * parallel.stages_per_rank, train.gradient_accumulation_steps
+    looped = parallel.schedule in ("interleaved", "zero_bubble")
+    if parallel.stages_per_rank > 1 and not looped:
+        yield (
+            f"parallel.stages_per_rank {parallel.stages_per_rank} needs schedule 'interleaved' or 'zero_bubble', "
+            f"not {parallel.schedule!r}"
+        )
+    if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
+        yield f"parallel.stages_per_rank {parallel.stages_per_rank} needs parallel.pipeline above 1"
+    if parallel.cuts and len(parallel.cuts) != stages - 1:
+        yield f"parallel.cuts has {len(parallel.cuts)} entries, but {stages} stages have {stages - 1} cuts between them"
+    if parallel.pipeline > 1 and steps < parallel.pipeline:
+        yield (
+            f"a pipeline of {parallel.pipeline} ranks needs at least {parallel.pipeline} micro-batches in a step, but "
+            f"train.gradient_accumulation_steps is {steps}; 4 x {parallel.pipeline} keeps it busy"
+        )
+    if looped and steps >= parallel.pipeline and steps % max(1, steps // parallel.pipeline):
+        yield (
+            f"schedule {parallel.schedule!r} needs micro-batches in whole rounds: train.gradient_accumulation_steps "
+            f"{steps} is no multiple of {steps // parallel.pipeline}; take a multiple of {parallel.pipeline}"
+        )
+
+
+def _replicas(parallel: ParallelConfig) -> Iterable[str]:
+    if parallel.zero:
+        for name, value, default in (
+            ("reduction", parallel.reduction, "sum"),
+            ("transport", parallel.transport, "torch"),
+            ("compression", parallel.compression, "none"),
+        ):
+            if value != default:
+                yield f"parallel.{name} {value!r} needs parallel.zero 0, not {parallel.zero}"
+    elif parallel.shard:
+        yield f"parallel.shard {parallel.shard} needs parallel.zero 1, 2 or 3: ZeRO 0 divides nothing"
+    if parallel.adasum_ranks and parallel.reduction != "adasum":
+        yield f"parallel.adasum_ranks {parallel.adasum_ranks} needs parallel.reduction 'adasum'"
+    if parallel.shard and parallel.data % parallel.shard:
+        yield f"parallel.shard {parallel.shard} does not divide parallel.data {parallel.data} into whole groups"
+
+
+def _zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
+    obstacles = [f"parallel.zero {parallel.zero}"] if parallel.zero else []
+    obstacles += ["graph.compile"] if graph.compile else []
+    if parallel.schedule == "zero_bubble" and obstacles:
+        yield (
+            "parallel.schedule 'zero_bubble' takes backward passes apart and does not go with "
+            f"{' and '.join(obstacles)}; use '1f1b'"
+        )
+
+
+def _recomputation(recompute: RecomputeConfig) -> Iterable[str]:
+    if recompute.units and recompute.mode == "none":
+        yield f"recompute.units {list(recompute.units)} needs recompute.mode 'whole' or 'selective'"
+
+
+def _device(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
+    if parallel.transport == "mpi" and launch.device == "cuda":
+        yield "parallel.transport 'mpi' carries gradients of CPU ranks; on GPUs use 'torch' (NCCL)"
+
+
+def _accumulation(train: TrainConfig, parallel: ParallelConfig) -> Iterable[str]:
+    share = parallel.data * train.gradient_accumulation_steps
+    if train.global_batch_size % share:
+        below = train.global_batch_size // share * share
+        near = [size for size in (below, below + share) if size]
+        yield (
+            f"train.global_batch_size {train.global_batch_size} does not divide over {parallel.data} replicas x "
+            f"{train.gradient_accumulation_steps} micro-batches = {share}; the nearest that do: "
+            + " and ".join(map(str, near))
+        )
+
+
+def _length(train: TrainConfig) -> Iterable[str]:
+    if bool(train.num_steps) == bool(train.num_epochs):
+        yield (
+            f"train.num_steps is {train.num_steps} and train.num_epochs is {train.num_epochs:g}; "
+            "set exactly one of them above 0"
+        )
+
+
+def _loss_scale(precision: PrecisionConfig) -> Iterable[str]:
+    if precision.loss_scale and precision.compute != "fp16":
+        yield (
+            f"precision.loss_scale {precision.loss_scale:g} has no meaning in {precision.compute}; "
+            "only fp16 gradients underflow: set precision.compute = 'fp16' or remove it"
+        )
+    if precision.initial_scale > precision.max_scale:
+        scale, most = precision.initial_scale, precision.max_scale
+        yield f"precision.initial_scale {scale:g} is above precision.max_scale {most:g}"
+
+
+def _optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
+    if optimizer.ratio_min > optimizer.ratio_max:
+        yield f"optimizer.ratio_min {optimizer.ratio_min:g} is above optimizer.ratio_max {optimizer.ratio_max:g}"
+    if optimizer.nesterov and not optimizer.momentum:
+        yield "optimizer.nesterov needs optimizer.momentum above 0"
+    if optimizer.momentum and optimizer.name != "sgd":
+        yield f"optimizer.momentum {optimizer.momentum:g} is for sgd; {optimizer.name} has alpha and beta"
+    if optimizer.moments != "fp32" and optimizer.name == "sgd":
+        yield f"optimizer.moments {optimizer.moments!r} is for adam, adamw and lamb"
+    if optimizer.weight_decay_mode == "huggingface" and optimizer.name != "adam":
+        yield f"optimizer.weight_decay_mode 'huggingface' is for adam, not {optimizer.name}"
+
+
+def _schedule(schedule: ScheduleConfig) -> Iterable[str]:
+    if schedule.floor and schedule.shape == "compatible":
+        yield f"schedule.floor {schedule.floor:g} needs schedule.shape = 'continuous'; the predecessor ends at 0"
+    if schedule.mode == "none" and schedule.warmup_ratio:
+        yield f"schedule.warmup_ratio {schedule.warmup_ratio:g} has no effect with mode 'none'; use mode 'constant'"
+
+
+def _timeouts(launch: LaunchConfig) -> Iterable[str]:
+    if launch.collective_timeout_s >= launch.heartbeat_timeout_s:
+        yield (
+            f"launch.collective_timeout_s {launch.collective_timeout_s:g} must be below "
+            f"launch.heartbeat_timeout_s {launch.heartbeat_timeout_s:g}, so that a rank can say who was silent"
+        )
+
+
+def _weights(model: ModelConfig) -> Iterable[str]:
+    if not model.train:
+        yield "model.train is empty: nothing would be trained; ['*'] trains every weight"
+
+
+def _surgery(model: ModelConfig) -> Iterable[str]:
+    if model.head and not model.num_classes:
+        yield f"model.head {model.head!r} says what to replace, but model.num_classes is 0; set how many outputs"
+    if model.num_classes == 1 and model.loss == "cross_entropy":
+        yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
+    if twice := sorted({name for name in model.start if model.start.count(name) > 1}):
+        yield f"model.start names {', '.join(twice)} more than once"
+
+
+def _adapters(lora: LoraConfig, model: ModelConfig) -> Iterable[str]:
+    if not lora.weights:
+        for name in sorted(lora.model_fields_set - {"weights"}):
+            if getattr(lora, name) != LoraConfig.model_fields[name].default:
+                yield f"lora.{name} has no effect without lora.weights; name the weights that get an adapter"
+    elif model.train != ModelConfig.model_fields["train"].default:
+        yield (
+            f"model.train {list(model.train)} and lora.weights contradict each other: with adapters the model's own "
+            "weights are frozen; name those trained whole in lora.also_train"
+        )
+
+
+def _regulariser(graph: GraphConfig) -> Iterable[str]:
+    if graph.dropout and not graph.fuse:
+        yield f"graph.dropout {graph.dropout:g} is put on the fused graph; it needs graph.fuse = true"
+
+
+LAWS: tuple[tuple[tuple[str, ...], Callable[..., Iterable[str]]], ...] = (
+    (("parallel", "launch"), _world_size),
+    (("train", "parallel"), _accumulation),
+    (("parallel", "train"), _pipeline),
+    (("parallel",), _replicas),
+    (("parallel", "launch"), _device),
+    (("parallel", "graph"), _zero_bubble),
+    (("recompute",), _recomputation),
+    (("train",), _length),
+    (("precision",), _loss_scale),
+    (("optimizer",), _optimizer),
+    (("schedule",), _schedule),
+    (("launch",), _timeouts),
+    (("model",), _weights),
+    (("model",), _surgery),
+    (("lora", "model"), _adapters),
+    (("graph",), _regulariser),
+)
+
+
+def broken_laws(sections: Sections) -> list[str]:
+    """One sentence for each contradiction among the sections at hand; absent sections are not judged."""
+    return [
+        problem
+        for needs, law in LAWS
+        if all(name in sections for name in needs)
+        for problem in law(*(sections[name] for name in needs))
+    ]

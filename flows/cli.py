@@ -115,7 +115,7 @@ def config(config: ConfigFile, overrides: Overrides = None, as_json: Json = Fals
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None, everything: All = False, as_json: Json = False) -> None:
     """Say how a run would be divided over its ranks, what each would hold and send; choose sizes if `auto`."""
-    from onward.flows.findings import show_plan
+    from onward.flows.inspection_report import show_plan
     from onward.tasks.configure import plan as make_plan
 
     found = make_plan(_load(config, overrides))
@@ -171,7 +171,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what of an ONNX file is trained and why, how it is imported, and what to look out for."""
-    from onward.flows.findings import show_diagnosis
+    from onward.flows.inspection_report import show_diagnosis
     from onward.trainer.diagnostics.doctor import diagnose
 
     found = diagnose(model, converters=converters or ())
@@ -191,7 +191,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Say what distinguishes two ONNX files. Exit status: 0 nothing, 1 something, 2 one cannot be read."""
-    from onward.flows.findings import show_difference
+    from onward.flows.inspection_report import show_difference
     from onward.trainer.diagnostics.diff import compare
 
     found = compare(a, b)
@@ -253,7 +253,7 @@ def gpt2(
 def up(as_json: Json = False) -> None:
     """Start Prefect, MLflow and the worker that runs deployments, to stay until `onward down`."""
     from onward.infra import services
-    from onward.infra.keeper import POOL
+    from onward.infra.supervisor import POOL
 
     if configured := services.configured_prefect():
         raise RuntimeUnavailable(
@@ -261,7 +261,7 @@ def up(as_json: Json = False) -> None:
             f"with `prefect worker start --pool {POOL} --type process`, or unset PREFECT_API_URL"
         )
     links = _serve("prefect", "mlflow", "worker")
-    from onward.flows.direct import bury_the_dead, prefect_server
+    from onward.flows.local_run import bury_the_dead, prefect_server
 
     with prefect_server():
         bury_the_dead()  # a run that was killed would hold its deployment's only slot
@@ -312,7 +312,7 @@ def deploy(
 ) -> None:
     """Make a Prefect deployment of a configuration, with a schedule; needs `onward up`."""
     resolved = _load(config, overrides)
-    from onward.flows.direct import prefect_server
+    from onward.flows.local_run import prefect_server
 
     with prefect_server(start=False) as url:
         from onward.flows.deploy import deploy as make_deployment
@@ -338,7 +338,7 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
 
 
 def _train(config: RunConfig, *, resume: str = "", as_json: bool) -> None:
-    from onward.flows.direct import announce, prefect_server, readable_log, run_here
+    from onward.flows.local_run import announce, prefect_server, readable_log, run_here
 
     # Prefect stops the job softly, then hands the signal on to whoever was there before: to this
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

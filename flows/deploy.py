@@ -6,7 +6,7 @@ import datetime
 import os
 from typing import Any, cast
 
-from onward.infra.keeper import POOL, QUIET
+from onward.infra.supervisor import POOL, QUIET
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import onward_home

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from onward.infra.keeper import (
+from onward.infra.supervisor import (
     DRAIN_S,
     SERVICES,
     START_S,
@@ -145,7 +145,7 @@ def _ensured(home: Path, name: str) -> str:
             return url
         if keeper is None and not kept(home, name):
             keeper = subprocess.Popen(
-                [sys.executable, "-m", "onward.infra.keeper", str(home), name],
+                [sys.executable, "-m", "onward.infra.supervisor", str(home), name],
                 cwd=home,  # a directory of Onward's own: `-m` looks for modules in the working directory first
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

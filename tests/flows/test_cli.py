@@ -14,7 +14,7 @@ import onnx
 import pytest
 
 from onward.flows import cli
-from onward.flows.direct import prefect_server
+from onward.flows.local_run import prefect_server
 from onward.flows.report import bits_per_byte, config_lines, meanings, outcome, table
 from onward.flows.runs import all_runs, describe, exclusively, find_run, held_out_text
 from onward.infra import services

@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onward.infra import keeper, services
+from onward.infra import services, supervisor
 
 USER = """
 import sys, time
 from pathlib import Path
-from onward.infra import keeper, services
+from onward.infra import services, supervisor
 with services.lease(Path(sys.argv[1])):
     print(services.ensure(Path(sys.argv[1]), ["prefect"])["prefect"], flush=True)
     sys.stdin.read()
@@ -79,7 +79,7 @@ def test_two_users_share_one_server_that_outlives_a_killed_user_and_leaves_with_
             assert first_url == second_url == services.running(shared_home)["prefect"]
             first.send_signal(signal.SIGKILL)
             first.wait()
-        still_there = not until(lambda: "prefect" not in services.running(shared_home), limit_s=2 * keeper.LINGER_S)
+        still_there = not until(lambda: "prefect" not in services.running(shared_home), limit_s=2 * supervisor.LINGER_S)
         assert still_there
     assert until(lambda: not of_home(shared_home), limit_s=15), of_home(shared_home)
 
@@ -87,7 +87,7 @@ def test_two_users_share_one_server_that_outlives_a_killed_user_and_leaves_with_
 @pytest.mark.slow
 def test_a_server_ends_with_its_killed_keeper_and_the_next_user_gets_a_new_one(shared_home: Path) -> None:
     with user(shared_home):
-        its_keeper = psutil.Process(keeper.read_state(shared_home, "prefect")["pid"])
+        its_keeper = psutil.Process(supervisor.read_state(shared_home, "prefect")["pid"])
         (server,) = its_keeper.children()
         its_keeper.kill()
         assert until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, limit_s=10)
@@ -100,7 +100,7 @@ def test_a_taken_port_is_exchanged_for_another() -> None:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
         taken = stranger.getsockname()[1]
-        assert keeper.free_port(taken) != taken
+        assert supervisor.free_port(taken) != taken
 
 
 @pytest.mark.slow
@@ -119,14 +119,14 @@ def test_a_configured_server_that_does_not_answer_is_an_error_that_says_what_to_
 
 
 def test_a_pin_does_not_outlive_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not keeper.pinned(tmp_path)
-    keeper.pin(tmp_path)
-    assert keeper.pinned(tmp_path)
+    assert not supervisor.pinned(tmp_path)
+    supervisor.pin(tmp_path)
+    assert supervisor.pinned(tmp_path)
     with monkeypatch.context() as restarted:
-        restarted.setattr(keeper, "_boot", lambda: "another")
-        assert not keeper.pinned(tmp_path)
-    keeper.unpin(tmp_path)
-    assert not keeper.pinned(tmp_path)
+        restarted.setattr(supervisor, "_boot", lambda: "another")
+        assert not supervisor.pinned(tmp_path)
+    supervisor.unpin(tmp_path)
+    assert not supervisor.pinned(tmp_path)
 
 
 class Answering(BaseHTTPRequestHandler):
@@ -147,7 +147,7 @@ def test_a_proxy_is_not_asked_for_the_servers_of_this_machine(monkeypatch: pytes
         server.timeout = 10
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        assert keeper.answers(f"http://127.0.0.1:{server.server_port}/health")
+        assert supervisor.answers(f"http://127.0.0.1:{server.server_port}/health")
         thread.join()
 
 
@@ -179,7 +179,7 @@ def test_a_stopped_worker_lets_its_run_save_and_starts_no_other(tmp_path: Path) 
     files = [tmp_path / "first", tmp_path / "second"]
     worker = psutil.Popen([sys.executable, "-c", WORKER, RUN, *map(str, files)])
     assert until(lambda: files[0].exists() and files[0].read_text() == "runs", limit_s=20)
-    keeper._stop(worker, drain_s=20.0)
+    supervisor._stop(worker, drain_s=20.0)
     assert not worker.is_running()
     assert files[0].read_text() == "saved"
     assert not files[1].exists()
@@ -208,7 +208,7 @@ def test_the_configured_server_is_the_environments_else_the_active_profiles(
 
 
 def test_servers_hear_no_other_origin_and_send_no_telemetry(tmp_path: Path) -> None:
-    told = keeper.environment(tmp_path, prefect_url="http://127.0.0.1:4200")
+    told = supervisor.environment(tmp_path, prefect_url="http://127.0.0.1:4200")
     assert told["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4200"
     assert told["DO_NOT_TRACK"] == told["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert told["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from onward.flows.runs import close_mlflow, is_owned, run_of
-from onward.infra import keeper, services
+from onward.infra import services, supervisor
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, Stopped
 from onward.trainer.run.directory import RunDir, onward_home
@@ -41,7 +41,7 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
         try:
             if url := services.configured_prefect():
                 services.check_reachable(url)
-                told = {**keeper.QUIET, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
+                told = {**supervisor.QUIET, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
             else:
                 held.enter_context(services.lease(home))
                 if not start and not {"prefect", "worker"} <= services.running(home).keys():
@@ -49,7 +49,7 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
                 if "prefect" not in services.running(home):
                     print("onward: starting a Prefect server of its own", file=sys.stderr)
                 server = services.ensure(home, ["prefect"])["prefect"]
-                told = keeper.environment(home, prefect_url=server)
+                told = supervisor.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None
         os.environ.update(told)

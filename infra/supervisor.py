@@ -125,7 +125,7 @@ QUIET: Mapping[str, str] = {
 def keep(home: Path, name: str) -> int:
     """Run one service until nobody needs it, it dies, or SIGTERM; returns the exit status.
 
-    The body of the keeper process: `python -m infra.keeper HOME NAME`.
+    The body of the keeper process: `python -m infra.supervisor HOME NAME`.
     """
     with opened(home, f"{name}.keeper") as state:
         try:

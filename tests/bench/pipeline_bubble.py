@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
@@ -28,15 +29,6 @@ from tests.support.ranks import run_ranks
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))
 """(schedule, stages of each rank)"""
 STEPS = 3
-
-
-@dataclass(frozen=True)
-class OneBatch:
-    inputs: tuple[Tensor, ...]
-    labels: Tensor | None = None
-    size: int = 4
-    idle: bool = False
-    group: int = 0
 
 
 class Sleep(torch.autograd.Function):
@@ -95,7 +87,7 @@ def step_s(mpi: MPIContext, cases: list[tuple[str, int, int]], forward_s: float)
         stages = [_stage(index, num_stages, forward_s / per_rank) for index in mine]
         kind = {"schedule": schedule, "shapes": lambda _, stages=stages: stages, "autocast": nullcontext}
         pipeline = Pipeline(stages, Sum(), device=mpi.device, **kind, **groups)
-        batches = [OneBatch((torch.ones(4, 8, requires_grad=True),)) for _ in range(num)]
+        batches = [Batch((torch.ones(4, 8, requires_grad=True),), None, 4) for _ in range(num)]
         times: list[float] = []
         for _ in range(STEPS + 1):
             started_at = time.perf_counter()

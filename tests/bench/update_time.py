@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onward.trainer.config.sections import ModelConfig, OptimizerConfig, ParallelConfig
+from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.distributed.weights import Weight
@@ -42,17 +42,6 @@ from tests.support.ranks import run_ranks
 
 UPDATES = 5
 GPT2 = {"vocab_size": 256, "sequence_length": 256, "num_layers": 4, "num_heads": 4, "width": 128, "dropout": 0.0}
-
-
-@dataclass(frozen=True)
-class OneBatch:
-    """A micro-batch as the pipeline takes it."""
-
-    inputs: tuple[Tensor, ...]
-    labels: Tensor
-    size: int
-    idle: bool = False
-    group: int = 0
 
 
 class HandwrittenGPT2(nn.Module):
@@ -92,29 +81,29 @@ class HandwrittenGPT2(nn.Module):
         return self.norm(x) @ self.tokens.weight.T
 
 
-def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, OneBatch]:
+def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     """(imported, hand-written, batch)."""
     import_torchvision()
     from torchvision.models import squeezenet1_1
 
     imported = graph.to_module(build_squeezenet(num_classes=10, image_size=32))
-    batch = OneBatch((torch.randn(batch_size, 3, 32, 32),), torch.randint(0, 10, (batch_size,)), batch_size)
+    batch = Batch((torch.randn(batch_size, 3, 32, 32),), torch.randint(0, 10, (batch_size,)), batch_size)
     return imported, squeezenet1_1(num_classes=10), batch
 
 
-def gpt2(batch_size: int) -> tuple[nn.Module, nn.Module, OneBatch]:
+def gpt2(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     """(imported, hand-written, batch)."""
     imported = graph.to_module(build_gpt2(**GPT2))  # type: ignore[arg-type]
     sizes = {name: int(value) for name, value in GPT2.items() if name != "dropout"}
     shape = (batch_size, sizes["sequence_length"])
-    batch = OneBatch((torch.randint(0, 256, shape),), torch.randint(0, 256, shape), batch_size)
+    batch = Batch((torch.randint(0, 256, shape),), torch.randint(0, 256, shape), batch_size)
     return imported, HandwrittenGPT2(**sizes), batch
 
 
 MODELS = {"squeezenet": (squeezenet, 32), "gpt2": (gpt2, 8)}
 
 
-def onward_update(module: nn.Module, batch: OneBatch, mpi: MPIContext) -> Callable[[], float]:
+def onward_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[[], float]:
     """One update with the nouns of the loop."""
     mesh = make_mesh(mpi, ParallelDims(data=mpi.world_size), timeout_s=60)
     stage = cut.whole(module)
@@ -146,7 +135,7 @@ def onward_update(module: nn.Module, batch: OneBatch, mpi: MPIContext) -> Callab
     return update
 
 
-def handwritten_update(module: nn.Module, batch: OneBatch, mpi: MPIContext) -> Callable[[], float]:
+def handwritten_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[[], float]:
     """One update as one writes it; DDP when there are several ranks."""
     module.train()
     model = DistributedDataParallel(module) if mpi.world_size > 1 else module

@@ -83,7 +83,7 @@ def steps(config: RunConfig, kills: tuple[int, ...] = ()) -> Iterator[list[int]]
 
 def labels(replicas: Iterable[Iterable[Batch]]) -> list[int]:
     """What counts of their batches: an idle one repeats another replica's sample, and its loss counts nothing."""
-    return [int(label) for part in replicas for batch in part if not batch.idle for label in batch.labels]
+    return [int(label) for part in replicas for batch in part if not batch.is_padding for label in batch.labels]
 
 
 @pytest.mark.parametrize("kills", [(), (0, 3, 4, 22)], ids=["never killed", "killed four times"])

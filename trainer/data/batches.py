@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -33,13 +33,14 @@ class Batch:
     """[B, ...]: int64 for cross-entropy, else fp32; None when the graph computes its own loss."""
     size: int
     """B."""
-    rows: Array
-    """int64 [B]: the rows' numbers in the split."""
-    idle: bool = False
-    """Whether it only keeps this replica beside the others, which have one more: a row whose loss counts nothing."""
+    rows: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64 [B]: the numbers of the rows in the split."""
+    is_padding: bool = False
+    """Whether this is a padding micro-batch: its loss counts as zero. A replica that has one micro-batch fewer than
+    another runs one, because collectives need every replica in every pass."""
     group: int = 0
-    """Batches that follow each other with one number go through a pipeline together. In a pipeline they have one
-    shape; and the same batches share a number on every replica, whose ranks therefore act in the same order."""
+    """Consecutive batches with one group number go through the pipeline together. In a pipeline they have one shape,
+    and every replica uses the same group numbers, so that all ranks run the same passes in the same order."""
 
 
 class Batches:
@@ -66,8 +67,8 @@ class Batches:
         """This replica's micro-batches of the `count` samples from `position` on.
 
         As many as `gradient_accumulation_steps`, all of one size. Where `count` is less than a whole global batch
-        there are fewer, as many as the replica with most samples needs; the last may then be smaller, and is idle on
-        a replica that has no samples left. Not collective. Raises DataError for a damaged shard.
+        there are fewer, as many as the replica with most samples needs; the last may then be smaller, and is a
+        padding micro-batch on a replica that has no samples left. Not collective. Raises DataError for a damaged shard.
         """
         if self._next and self._next[0] == (position, count):
             batches = self._next[1].result()
@@ -107,7 +108,7 @@ class Batches:
             return self._collate.several(parts.rows, alike=self._alike)
         # the last by itself: on some replica it is smaller than those before it
         full = self._collate.several(parts.rows[:-1], alike=self._alike)
-        return [*full, self._collate(parts.rows[-1], idle=parts.idle, group=1)]
+        return [*full, self._collate(parts.rows[-1], is_padding=parts.last_is_padding, group=1)]
 
 
 def evaluation_batches(
@@ -115,7 +116,7 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """This replica's part of all rows, each row on exactly one replica; parts may differ by one row.
 
-    Every replica has the same number of batches; the last is idle on one whose rows are at an end. In a pipeline a
+    Every replica has the same number of batches; the last is padding on one that has no rows left. In a pipeline a
     few are made at a time, which go through it together. Not collective.
     """
     collate = _Collate(shards, config, device)
@@ -127,7 +128,7 @@ def evaluation_batches(
         now = parts.rows[first : min(first + together, num_full)]
         yield from collate.several(now, alike=ranks > 1, group=first)
     for rows in parts.rows[num_full:]:
-        yield collate(rows, idle=parts.idle, group=num_full)
+        yield collate(rows, is_padding=parts.last_is_padding, group=num_full)
 
 
 IN_FLIGHT = 4
@@ -140,8 +141,8 @@ class _Parts:
     """One replica's micro-batches, as rows."""
 
     rows: list[Array]
-    idle: bool
-    """Whether the last has no rows of its own, only another's first."""
+    last_is_padding: bool
+    """Whether the last is a padding micro-batch: this replica has no rows left for it."""
     full_everywhere: bool
     """Whether the last is of full size on every replica; all before it always are."""
 
@@ -151,10 +152,10 @@ def _parts(rows: Array, size: int, replica: int, num_replicas: int) -> _Parts:
     mine = _share(rows, replica, num_replicas)
     num = -(-len(rows) // (num_replicas * size))  # as the largest share, of ceil(rows / replicas), needs
     parts = [mine[first : first + size] for first in range(0, num * size, size)]
-    idle = num > 0 and not len(parts[-1])
-    if idle:
-        parts[-1] = rows[:1]
-    return _Parts(parts, idle, len(rows) == num * size * num_replicas)
+    last_is_padding = num > 0 and not len(parts[-1])
+    if last_is_padding:
+        parts[-1] = rows[:1]  # any row has the right shape; its loss does not count
+    return _Parts(parts, last_is_padding, len(rows) == num * size * num_replicas)
 
 
 def _use(device: torch.device) -> None:
@@ -185,8 +186,8 @@ class _Collate:
             self._fill |= dict.fromkeys(self._uses[-1].columns, fill)
         self._fill |= config.data.pad_values
 
-    def __call__(self, rows: Array, *, idle: bool = False, group: int = 0) -> Batch:
-        return self._batch(rows, self._shards.read(rows), {}, idle=idle, group=group)
+    def __call__(self, rows: Array, *, is_padding: bool = False, group: int = 0) -> Batch:
+        return self._batch(rows, self._shards.read(rows), {}, is_padding=is_padding, group=group)
 
     def several(self, parts: Sequence[Array], *, alike: bool, group: int = 0) -> list[Batch]:
         """A batch of each part; `alike`: all padded to the longest row of any."""
@@ -197,11 +198,17 @@ class _Collate:
         return [self._batch(*part, longest, group=group) for part in zip(parts, columns, strict=True)]
 
     def _batch(
-        self, rows: Array, columns: dict[str, Values], longest: Mapping[str, int], *, idle: bool = False, group: int
+        self,
+        rows: Array,
+        columns: dict[str, Values],
+        longest: Mapping[str, int],
+        *,
+        is_padding: bool = False,
+        group: int,
     ) -> Batch:
         tensors = [self._tensor(use, columns, longest) for use in self._uses]
         labels = tensors.pop() if self._labelled else None
-        return Batch(tuple(tensors), labels, len(rows), rows, idle, group)
+        return Batch(tuple(tensors), labels, len(rows), rows, is_padding, group)
 
     def _tensor(self, use: Use, columns: dict[str, Values], longest: Mapping[str, int]) -> Tensor:
         arrays = [_padded(columns[name], self._fill[name], longest.get(name, 0)) for name in use.columns]

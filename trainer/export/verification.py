@@ -29,8 +29,9 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from torch import Tensor, nn
 
+from onward.trainer.data.batches import Batch
 from onward.trainer.errors import ExportRefused
-from onward.trainer.model.loss import Batch, Totals
+from onward.trainer.model.loss import Evaluation
 from onward.trainer.onnx_graph.index import all_tensors, graphs_of
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Evaluator:
 
     batches: Callable[[], Iterable[Batch]]
     """All evaluation data, on the CPU."""
-    totals: Callable[[Sequence[str]], Totals]
+    totals: Callable[[Sequence[str]], Evaluation]
     """Names of the graph's outputs in order -> empty totals."""
 
 

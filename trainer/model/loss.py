@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,24 +26,6 @@ from onward.trainer.onnx_import.torchvision_import import import_torchvision
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-
-class Batch(Protocol):
-    """What a loss is taken over: the graph's inputs in order, the labels, and the number of samples."""
-
-    @property
-    def inputs(self) -> Sequence[Tensor]: ...
-    @property
-    def labels(self) -> Tensor | None: ...
-    @property
-    def size(self) -> int: ...
-
-
-class Totals(Protocol):
-    """Who adds up an evaluation: `Evaluation` below."""
-
-    def update(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None: ...
-    def compute(self) -> dict[str, float]: ...
 
 
 def _cross_entropy(output: Tensor, labels: Tensor, ignore_index: int) -> Tensor:

@@ -175,7 +175,7 @@ def test_evaluation_batches_end_with_a_smaller_one(images: Callable[..., Prepare
 
 def shares(batches: list[list[Any]]) -> list[list[tuple[int, bool, int]]]:
     """For each replica, (samples, idle, group) of each micro-batch."""
-    return [[(batch.size, batch.idle, batch.group) for batch in mine] for mine in batches]
+    return [[(batch.size, batch.is_padding, batch.group) for batch in mine] for mine in batches]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_every_replica_has_as_many_micro_batches_whatever_is_left(
     prepared = images(train={"global_batch_size": 12, "gradient_accumulation_steps": 2}, parallel={"data": 3})
     taken = [prepared.batches(replica=replica, num_replicas=3).take(0, count) for replica in range(3)]
     assert shares(taken) == expected
-    rows = [row for mine in taken for batch in mine if not batch.idle for row in batch.rows.tolist()]
+    rows = [row for mine in taken for batch in mine if not batch.is_padding for row in batch.rows.tolist()]
     assert rows == prepared.batches().rows(0, count).tolist()
 
 
@@ -206,7 +206,9 @@ def test_every_replica_has_as_many_evaluation_batches(images: Callable[..., Prep
         [(3, False, 0), (1, True, 1)],
         [(3, False, 0), (1, False, 1)],
     ]
-    assert sorted(row for mine in split for batch in mine if not batch.idle for row in batch.rows) == list(range(10))
+    assert sorted(row for mine in split for batch in mine if not batch.is_padding for row in batch.rows) == list(
+        range(10)
+    )
 
 
 def texts(folder: Path, lengths: list[int], **sections: Any) -> Prepared:

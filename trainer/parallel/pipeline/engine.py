@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.processes import lost_a_peer, new_group
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.model.loss import Totals
+from onward.trainer.model.loss import Evaluation
 from onward.trainer.parallel.pipeline.partition import Stage
 from onward.trainer.parallel.pipeline.schedules import (
     Autocast,
     Finish,
-    MicroBatch,
     Scheduled,
     Shapes,
     gradients_of,
@@ -83,7 +83,7 @@ class Pipeline:
 
     def run(
         self,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[Batch],
         engine: Engine,
         *,
         scale: float,
@@ -99,12 +99,12 @@ class Pipeline:
         groups = [list(group) for group in _groups(micro_batches)]
         if self._unproved and self._scheduled.takes_apart(len(groups[0])):
             self._prove(groups[0], engine, beat)
-        mine = sum(self._loss.count(batch.labels, batch.size) for batch in micro_batches if not batch.idle)
-        engine.begin(len(micro_batches), mine, sum(not batch.idle for batch in micro_batches))
+        mine = sum(self._loss.count(batch.labels, batch.size) for batch in micro_batches if not batch.is_padding)
+        engine.begin(len(micro_batches), mine, sum(not batch.is_padding for batch in micro_batches))
         total, counted = self._over_replicas(mine)
         share = torch.zeros((), device=self._device)
 
-        def finish(batch: MicroBatch, outputs: Sequence[Tensor]) -> Tensor:
+        def finish(batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
             loss = self._differentiable(batch, outputs)
             counted()
             if self._counted:
@@ -112,24 +112,24 @@ class Pipeline:
             return loss * (scale / total.clamp(min=1))
 
         for group in groups:
-            self._through(group, finish, beat, training=not group[0].idle)
+            self._through(group, finish, beat, training=not group[0].is_padding)
         counted()
         return share / total.clamp(min=1)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch], totals: Totals, beat: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, batches: Iterable[Batch], totals: Evaluation, beat: Callable[[], None]) -> dict[str, float]:
         """Metrics over the batches of all ranks, each sample once. Collective: every rank, with as many batches."""
 
-        def finish(batch: MicroBatch, outputs: Sequence[Tensor]) -> None:
+        def finish(batch: Batch, outputs: Sequence[Tensor]) -> None:
             # the ranks of one tensor-parallel group all add the same numbers: a mean over them is the mean
-            if not batch.idle:
+            if not batch.is_padding:
                 totals.update(outputs, batch.labels, batch.size)
 
         for group in _groups(batches):
             self._through(list(group), finish, beat, training=False)
         return totals.compute()
 
-    def _through(self, batches: list[MicroBatch], finish: Finish, beat: Callable[[], None], *, training: bool) -> None:
+    def _through(self, batches: list[Batch], finish: Finish, beat: Callable[[], None], *, training: bool) -> None:
         for stage in self._stages:
             stage.chain.train(training)
         if self._alone:
@@ -137,7 +137,7 @@ class Pipeline:
         else:
             self._scheduled.run(batches, finish, beat)
 
-    def _one_by_one(self, batches: Iterable[MicroBatch], finish: Finish, beat: Callable[[], None]) -> None:
+    def _one_by_one(self, batches: Iterable[Batch], finish: Finish, beat: Callable[[], None]) -> None:
         for batch in batches:
             values: tuple[Tensor, ...] = ()
             with self._autocast():
@@ -148,9 +148,9 @@ class Pipeline:
                 loss.backward()  # type: ignore[no-untyped-call]
             beat()
 
-    def _differentiable(self, batch: MicroBatch, outputs: Sequence[Tensor]) -> Tensor:
+    def _differentiable(self, batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
         loss = self._loss(outputs, batch.labels, batch.size)
-        if not batch.idle:
+        if not batch.is_padding:
             return loss
         # every gradient is 0 but there, as collectives and counts of backward passes expect; 0 x inf would be NaN
         return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
@@ -166,7 +166,7 @@ class Pipeline:
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return total, work.wait
 
-    def _prove(self, batches: list[MicroBatch], engine: Engine, beat: Callable[[], None]) -> None:
+    def _prove(self, batches: list[Batch], engine: Engine, beat: Callable[[], None]) -> None:
         """Compare every gradient that `zero_bubble` makes of these micro-batches with that of plain backward passes."""
         gradients = []
         for schedule in ("interleaved", "zero_bubble"):
@@ -208,6 +208,6 @@ PARITY = 1e-3
 """Relative error of a gradient that rounding explains, in bf16 as well; wrong ones were 0.2 and more off."""
 
 
-def _groups(batches: Iterable[MicroBatch]) -> Iterator[Iterator[MicroBatch]]:
-    """Those that go through together: idle ones apart, in a mode of their own."""
-    return (members for _, members in itertools.groupby(batches, key=lambda batch: (batch.group, batch.idle)))
+def _groups(batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+    """Split into the batches that go through together; padding micro-batches run apart, in evaluation mode."""
+    return (members for _, members in itertools.groupby(batches, key=lambda batch: (batch.group, batch.is_padding)))

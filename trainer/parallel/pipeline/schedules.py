@@ -10,15 +10,15 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from onward.trainer.data.batches import Batch
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.loss import Batch
 from onward.trainer.parallel.pipeline.partition import Stage
 
 if TYPE_CHECKING:
@@ -33,16 +33,7 @@ Shapes = Callable[[Sequence[Tensor]], Sequence[Stage]]
 under the autocast of the forward pass. Only shapes and types are read; asked once for each combination of them."""
 
 
-class MicroBatch(Batch, Protocol):
-    """As trainer/data/batches.py makes them."""
-
-    @property
-    def idle(self) -> bool: ...
-    @property
-    def group(self) -> int: ...
-
-
-Finish = Callable[[MicroBatch, Sequence[Tensor]], Tensor | None]
+Finish = Callable[[Batch, Sequence[Tensor]], Tensor | None]
 """What the last stage does with the graph's outputs: in training it gives the scalar to differentiate."""
 
 
@@ -92,7 +83,7 @@ class Scheduled:
         """Whether so many micro-batches have the gradients of their weights computed apart from the others."""
         return schedule_class("zero_bubble", num, self._group.size(), len(self._shells)) == ZERO_BUBBLE
 
-    def run(self, batches: Sequence[MicroBatch], finish: Finish, beat: Callable[[], None]) -> None:
+    def run(self, batches: Sequence[Batch], finish: Finish, beat: Callable[[], None]) -> None:
         """Forward, and backward unless gradients are off. Collective: every rank of the pipeline axis.
 
         batches: of one shape.
@@ -170,7 +161,7 @@ class _Shell(nn.Module):
         self._fresh = fresh
         self.crossing: Sequence[Tensor] = ()
         """Types of what it receives."""
-        self.batches: Sequence[MicroBatch] = ()
+        self.batches: Sequence[Batch] = ()
         self.finish: Finish
         self.beat: Callable[[], None]
 

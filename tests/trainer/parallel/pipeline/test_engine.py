@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, lost_a_peer, make_mesh
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.parallel.pipeline import schedules
@@ -30,15 +31,6 @@ from tests.support.ranks import run_ranks
 CPU = torch.device("cpu")
 CLASSES = 5
 INPUTS = ("x", "ids")  # [B, 6] float; [B, L] int64
-
-
-@dataclass(frozen=True)
-class OneBatch:
-    inputs: tuple[Tensor, ...]
-    labels: Tensor
-    size: int
-    idle: bool = False
-    group: int = 0
 
 
 # -- a graph in four parts with everything that may cross a cut
@@ -159,11 +151,11 @@ class Gradients:
                 weight.grad = torch.zeros_like(weight)
 
 
-def batch(seed: int, size: int = 3, length: int = 4, **how: Any) -> OneBatch:
+def batch(seed: int, size: int = 3, length: int = 4, **how: Any) -> Batch:
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(size, 6, generator=random)
     ids = torch.randint(0, 9, (size, length), generator=random)
-    return OneBatch((x, ids), torch.randint(0, CLASSES, (size,), generator=random), size, **how)
+    return Batch((x, ids), torch.randint(0, CLASSES, (size,), generator=random), size, **how)
 
 
 class Place:
@@ -198,7 +190,7 @@ class Place:
         own = mesh.get_group("tensor")
         self.whole = Pipeline(self.alone, schedule="", shapes=lambda _: [], **kind, group_pipeline=own, group_data=own)
 
-    def step(self, mine: list[OneBatch], everyone: list[OneBatch]) -> float:
+    def step(self, mine: list[Batch], everyone: list[Batch]) -> float:
         """One step in the pipeline and alone; the largest difference in loss, gradients and buffers of this rank.
 
         Buffers of replicas are not compared: they see different batches.
@@ -304,7 +296,7 @@ def test_a_schedule_that_does_not_take_so_many_micro_batches_gives_way_to_the_ne
 def replicas(mpi: MPIContext) -> dict[str, float]:
     """2 x 2: the second replica has nothing in the end."""
     place = Place(mpi, data=2)
-    row = batch(9, size=1, length=2, idle=True, group=1)
+    row = batch(9, size=1, length=2, is_padding=True, group=1)
     wild = replace(row, inputs=(row.inputs[0] * 1e30, row.inputs[1]))  # its loss is infinite
     found = {}
     for name, idle in {"idle": row, "infinite": wild}.items():
@@ -338,7 +330,7 @@ def evaluated(mpi: MPIContext) -> dict[str, dict[str, float]]:
     """Over 2 x 2 ranks, the second replica's last batch idle; and by hand."""
     found = {}
     full = [[batch(seed) for seed in seeds] for seeds in (range(4), range(4, 8))]
-    last = [batch(8, size=2, group=1), batch(9, size=1, idle=True, group=1)]
+    last = [batch(8, size=2, group=1), batch(9, size=1, is_padding=True, group=1)]
     for per_rank in (1, 2):
         place = Place(mpi, data=2, schedule="interleaved", per_rank=per_rank)
         mine = [*full[place.replica], last[place.replica]]

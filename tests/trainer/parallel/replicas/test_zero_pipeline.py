@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.distributed.weights import Weight
@@ -93,20 +94,11 @@ def stages(num: int) -> list[tuple[Stage, list[Weight]]]:
     return found
 
 
-@dataclass(frozen=True)
-class OneBatch:
-    inputs: tuple[Tensor, ...]
-    labels: Tensor
-    size: int
-    idle: bool = False
-    group: int = 0
-
-
-def batches(replica: int) -> list[OneBatch]:
+def batches(replica: int) -> list[Batch]:
     random = torch.Generator().manual_seed(replica)
     ids = torch.randint(0, WORDS, (MICRO_BATCHES, ROWS, LENGTH + 1), generator=random)
-    found = [OneBatch((each[:, :-1],), each[:, 1:], ROWS) for each in ids]
-    return [*found, replace(found[0], idle=True)]  # gone through apart, in a mode of its own
+    found = [Batch((each[:, :-1],), each[:, 1:], ROWS) for each in ids]
+    return [*found, replace(found[0], is_padding=True)]  # gone through apart, in a mode of its own
 
 
 class CrossEntropy:
@@ -125,7 +117,7 @@ def alone(num_replicas: int) -> dict[str, Tensor]:
     named = parts()
     named[-1][1].module.weight = named[0][1].module.weight
     chain = Chain([part for _, part in named], reads=("ids",), gives=("logits",))
-    every = [batch for replica in range(num_replicas) for batch in batches(replica) if not batch.idle]
+    every = [batch for replica in range(num_replicas) for batch in batches(replica) if not batch.is_padding]
     for batch in every:
         loss = CrossEntropy()(chain(*batch.inputs), batch.labels, batch.size)
         (loss / len(every) / batch.labels.numel()).backward()

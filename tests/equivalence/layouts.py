@@ -147,13 +147,13 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
                 made[step] = len(calls)
             super().beat(step)
 
-    def reduced(x: torch.Tensor, group: str, how: Any) -> torch.Tensor:
+    def counted_all_reduce(x: torch.Tensor, group: str, how: Any) -> torch.Tensor:
         if not is_fake(x):  # stages are priced on such
             calls.append(how)
         return collective(x, group, how)
 
-    collective, calls = collectives.reduced, list[str]()
-    collectives.reduced = loss.reduced = reduced
+    collective, calls = collectives.all_reduce, list[str]()
+    collectives.all_reduce = loss.all_reduce = counted_all_reduce
     for root in roots:
         run, made = RunDir(Path(root)), dict[int, int]()
         if mpi.rank == 0:
@@ -163,7 +163,7 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
         train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
         if {1, 2} <= made.keys():  # not where it began with a checkpoint of the first step
             (run.root / f"collectives-{mpi.rank}").write_text(str(made[2] - made[1]))
-    collectives.reduced = loss.reduced = collective
+    collectives.all_reduce = loss.all_reduce = collective
 
 
 def num_collectives(run: RunDir) -> list[int]:

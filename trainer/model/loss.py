@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.sections import ModelConfig
-from onward.trainer.distributed.collectives import reduced
+from onward.trainer.distributed.collectives import all_reduce
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
 
@@ -67,7 +67,7 @@ class Slice:
         """[..., stop - start] -> [..., total], without a gradient. Collective: every rank of the group."""
         whole = logits.new_zeros(*logits.shape[:-1], self.total)
         whole[..., self.start : self.stop] = logits
-        return reduced(whole, self.group, "sum")
+        return all_reduce(whole, self.group, "sum")
 
     def likeliest(self, logits: Tensor) -> Tensor:
         """[..., stop - start] -> [...]: of all classes the one of the greatest logit, the first if there are several.
@@ -76,8 +76,8 @@ class Slice:
         """
         value, place = logits.detach().float().max(-1)
         value = value.nan_to_num(math.inf, math.inf, -math.inf)  # a NaN is the greatest of all, as for argmax
-        chosen = torch.where(value == reduced(value, self.group, "max"), place + self.start, self.total)
-        return reduced(chosen, self.group, "min")
+        chosen = torch.where(value == all_reduce(value, self.group, "max"), place + self.start, self.total)
+        return all_reduce(chosen, self.group, "min")
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         """The same sum as `_cross_entropy` of the gathered logits, on every rank; its gradient is of this slice.
@@ -100,11 +100,11 @@ class _DividedCrossEntropy(torch.autograd.Function):
         # a label that is no class of any rank is left in, for the first or the last rank to fall over, as torch does
         own = counted & ((place >= 0) | (classes.start == 0)) & ((place < logits.shape[-1]) | _is_last(classes))
         place = torch.where(own, place, 0)[:, None]
-        greatest = reduced(logits.amax(-1).float(), classes.group, "max")
+        greatest = all_reduce(logits.amax(-1).float(), classes.group, "max")
         shifted = (logits - greatest[:, None]).float()  # half precision is fp32 already, because `greatest` is
         target = torch.where(own, shifted.gather(1, place)[:, 0], 0.0)
         exponentials = shifted.exp_()
-        total, target = reduced(torch.stack((exponentials.sum(-1), target)), classes.group, "sum")
+        total, target = all_reduce(torch.stack((exponentials.sum(-1), target)), classes.group, "sum")
         context.save_for_backward(exponentials, total, place, own, counted)
         context.dtype = logits.dtype
         return torch.where(counted, total.log() - target, 0.0).sum()

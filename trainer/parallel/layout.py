@@ -28,8 +28,9 @@ from onward.trainer.parallel.memory import budget
 from onward.trainer.parallel.pipeline import partition as cut
 from onward.trainer.parallel.pipeline.partition import CutPoint, Stage
 from onward.trainer.parallel.recompute import by_budget, by_name, recompute, unit_costs
-from onward.trainer.parallel.tensor.regions import TensorPlan, divide, plan_regions
-from onward.trainer.parallel.tensor.vocabulary import VocabularyPlan, divide_vocabulary, plan_vocabulary
+from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
+from onward.trainer.parallel.tensor.rewrite import shard_regions
+from onward.trainer.parallel.tensor.vocabulary import VocabularySharding, find_vocabulary_sharding, shard_vocabulary
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Arrangement:
     stages: tuple[Stage, ...]
     """All of them. Weights, buffers and modules are those of the imported graph."""
     cuts: Cuts
-    regions: TensorPlan
-    words: VocabularyPlan
+    regions: TensorSharding
+    words: VocabularySharding
     placements: Mapping[str, Placement]
     """Which part of each divided weight the rank has."""
     classes: Slice | None
@@ -96,13 +97,13 @@ def arrange(
             autocast=autocast,
             price=price,
         )
-    regions = plan_regions(module, parallel.tensor, convolutions=parallel.convolutions)
+    regions = find_regions(module, parallel.tensor, convolutions=parallel.convolutions)
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
-    words = plan_vocabulary(module, parallel.tensor if parallel.vocabulary else 1, config.model, taken=taken)
-    placements = divide(module, regions, rank=rank, group=group)
-    placements |= divide_vocabulary(module, words, rank=rank, group=group)
+    words = find_vocabulary_sharding(module, parallel.tensor if parallel.vocabulary else 1, config.model, taken=taken)
+    placements = shard_regions(module, regions, rank=rank, group=group)
+    placements |= shard_vocabulary(module, words, rank=rank, group=group)
     if parallel.tensor > 1 and not placements:
-        reasons = "; ".join(f"{name}: {why}" for name, why in [*regions.whole, *words.whole][:3])
+        reasons = "; ".join(f"{name}: {why}" for name, why in [*regions.replicated, *words.replicated][:3])
         raise ConfigError(
             f"nothing of this graph can be divided over parallel.tensor = {parallel.tensor} ranks"
             + (f" ({reasons})" if reasons else "")

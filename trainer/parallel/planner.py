@@ -181,7 +181,7 @@ class _Division:
         divided = [PlannedRegion(kind=each.kind, weights=(*each.columns, *each.rows)) for each in regions.regions]
         if words.weights:
             divided.append(PlannedRegion(kind="vocabulary", weights=words.weights))
-        reasons = {**dict(regions.whole), **dict(words.whole)}
+        reasons = {**dict(regions.replicated), **dict(words.replicated)}
         return Plan(
             parallel=parallel,
             recompute=config.recompute,

@@ -469,10 +469,10 @@ class Region(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor]:
         import torch.distributed as dist
 
-        from onward.trainer.distributed.collectives import enter, leave
+        from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        h = leave(F.gelu(enter(x, group) @ self.columns) @ self.rows, group)
+        h = reduce_from_region(F.gelu(copy_to_region(x, group) @ self.columns) @ self.rows, group)
         return (F.dropout(h, 0.2).tanh() + x,)
 
 

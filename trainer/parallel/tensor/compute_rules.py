@@ -32,7 +32,7 @@ from onward.trainer.onnx_import.ops.reduce import (
     reduce_sum_square,
 )
 from onward.trainer.onnx_import.passes.attention import Attention, nan_where_empty, without_empty_rows
-from onward.trainer.parallel.tensor.facts import CONVOLUTIONS, TRANSPOSED, Division, Product, Whole
+from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, Division, Product, Whole
 from onward.trainer.parallel.tensor.propagation import Attempt, called, rule
 
 # -- element by element

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from onward.trainer.parallel.tensor.facts import Division, Facts, Joined, Product, Whole, low_rank
+from onward.trainer.parallel.tensor.graph_analysis import Division, Facts, Joined, Product, Whole, low_rank
 
 
 @dataclass(frozen=True)

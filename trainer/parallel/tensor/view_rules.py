@@ -15,7 +15,7 @@ from torch import fx
 
 from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.ops.shape import expand
-from onward.trainer.parallel.tensor.facts import Division, Whole
+from onward.trainer.parallel.tensor.graph_analysis import Division, Whole
 from onward.trainer.parallel.tensor.propagation import Attempt, called, rule
 
 # -- moving dimensions

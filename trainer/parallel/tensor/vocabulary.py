@@ -1,6 +1,6 @@
 """Vocabulary parallelism: embeddings, heads and their cross-entropy, divided by words over the ranks of one group.
 
-    ids -- own_rows (this rank's words, 0 for others) -- leave -- x ... h -- enter -- head (this rank's words) -- logits
+    ids -- lookup_local_rows -- reduce_from_region -- x ... h -- copy_to_region -- head -- logits of this rank's words
 
 The logits stay divided: the cross-entropy is computed from the parts (`loss.Slice`), so a head is divided only if
 that loss, and nothing else, reads what it gives. A table that is the head, too, is divided at both ends alike, or at
@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from onward.trainer.config.sections import ModelConfig
-from onward.trainer.distributed.collectives import enter, leave
+from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.placement import Interval, Placement, share
 from onward.trainer.model.loss import Slice, output_index
 from onward.trainer.onnx_import.module import ImportedGraph, weights
 from onward.trainer.onnx_import.ops.gather import from_front, gather_rows
-from onward.trainer.parallel.tensor.facts import Facts, Product, Whole, transposes
+from onward.trainer.parallel.tensor.graph_analysis import Facts, Product, Whole, transposes
 
 FIRST_REGION = 1_000_000
 """`meta["tensor_parallel"]` of nodes inside: other numbers than those of the regions of regions.py."""
@@ -48,7 +48,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class VocabularyPlan:
+class VocabularySharding:
     """What is divided by words over `size` ranks, and what is not."""
 
     size: int
@@ -56,7 +56,7 @@ class VocabularyPlan:
     """Tables, the head's matrix and its bias, by name in the file."""
     lookups: tuple[str, ...] = ()
     """Nodes that look rows up in a divided table: each all-reduces its result."""
-    whole: tuple[tuple[str, str], ...] = ()
+    replicated: tuple[tuple[str, str], ...] = ()
     """(table or matrix of the head that every rank holds whole, the rule that keeps it so)"""
     head: Head | None = field(default=None, repr=False)
     parts: dict[str, int] = field(default_factory=dict, repr=False)
@@ -72,16 +72,16 @@ class VocabularyPlan:
 # -- the plan
 
 
-def plan_vocabulary(
+def find_vocabulary_sharding(
     module: ImportedGraph, size: int, config: ModelConfig, *, taken: Collection[str] = ()
-) -> VocabularyPlan:
+) -> VocabularySharding:
     """Find what of a graph can be divided by words for `size` ranks. Changes nothing, and needs no ranks.
 
     config: says which loss reads which output. taken: names of weights that are divided in another way already.
     Raises ConfigError when `model.output` is no output of the graph.
     """
     if size == 1:
-        return VocabularyPlan(1)
+        return VocabularySharding(1)
     return _Planner(module, size, config, taken).plan()
 
 
@@ -94,7 +94,7 @@ class _Planner:
         self.outputs: Sequence[Any] = value if isinstance(value, tuple | list) else (value,)
         self.chain, self.product = self._chain(self.outputs[output_index(config, module.output_names)])
 
-    def plan(self) -> VocabularyPlan:
+    def plan(self) -> VocabularySharding:
         whole, parts, lookups, head = dict[str, str](), dict[str, int](), list[str](), None
         if self.product is not None:
             try:
@@ -117,7 +117,7 @@ class _Planner:
             except Whole as reason:
                 whole[name] = str(reason)
         names = tuple(self.facts.names[path] for path in parts)
-        return VocabularyPlan(self.size, names, tuple(lookups), tuple(whole.items()), head, parts)
+        return VocabularySharding(self.size, names, tuple(lookups), tuple(whole.items()), head, parts)
 
     # -- what there is
 
@@ -261,7 +261,7 @@ def _dim_of_rows(table: Any) -> int:
 # -- the rewriting
 
 
-def own_rows(table: Tensor, indices: Tensor, start: int, total: int) -> Tensor:
+def lookup_local_rows(table: Tensor, indices: Tensor, start: int, total: int) -> Tensor:
     """Of the rows of a table of `total` rows those that this rank has, from `start` on; 0 in place of the others.
 
     table [n, width], indices [...] below `total`, negative ones counted from the back -> [..., width]. An index that
@@ -273,7 +273,7 @@ def own_rows(table: Tensor, indices: Tensor, start: int, total: int) -> Tensor:
     return rows.masked_fill(elsewhere[..., None], 0.0)
 
 
-def divide_vocabulary(module: ImportedGraph, plan: VocabularyPlan, *, rank: int, group: str) -> dict[str, Placement]:
+def shard_vocabulary(module: ImportedGraph, plan: VocabularySharding, *, rank: int, group: str) -> dict[str, Placement]:
     """Rewrite the graph, in place, to what one rank of the tensor axis computes of tables and head.
 
     rank: this rank's coordinate; group: the name of the axis's process group. Divided weights become this rank's
@@ -298,10 +298,10 @@ def divide_vocabulary(module: ImportedGraph, plan: VocabularyPlan, *, rank: int,
 
 def _divide_lookup(node: fx.Node, start: int, words: int, number: int, group: str) -> None:
     table, indices = node.args
-    node.target, node.args = own_rows, (table, indices, start, words)
+    node.target, node.args = lookup_local_rows, (table, indices, start, words)
     node.meta["tensor_parallel"] = number
     with node.graph.inserting_after(node):
-        result = node.graph.call_function(leave, (node, group))
+        result = node.graph.call_function(reduce_from_region, (node, group))
     result.meta.update({key: value for key, value in node.meta.items() if key != "tensor_parallel"})
     node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
@@ -311,7 +311,7 @@ def _divide_head(nodes: dict[str, fx.Node], head: Head, own: Interval, number: i
     x = product.args[1 if product.target is torch.addmm else 0]
     assert isinstance(x, fx.Node)
     with graph.inserting_before(product):
-        entered = graph.call_function(enter, (x, group))
+        entered = graph.call_function(copy_to_region, (x, group))
     entered.meta.update(
         {key: value for key, value in x.meta.items() if key != "tensor_parallel"}, tensor_parallel=number
     )

@@ -20,8 +20,9 @@ from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_
 from onward.trainer.model.adapters import add_adapters
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import.module import ImportedGraph, to_module, weights
-from onward.trainer.parallel.tensor.facts import Division, Finer, Whole
-from onward.trainer.parallel.tensor.regions import Apart, TensorPlan, divide, plan_regions, portion
+from onward.trainer.parallel.tensor.graph_analysis import Division, Finer, Whole
+from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
+from onward.trainer.parallel.tensor.rewrite import RankSeeded, local_slice, shard_regions
 from onward.trainer.parallel.tensor.view_rules import regroup
 from tests.support import graphs, zoo
 from tests.support.ranks import run_ranks
@@ -262,11 +263,11 @@ STAYS_WHOLE = {
 """What divides otherwise on every rank than its neighbours do -> why it is not divided."""
 
 
-def plan(name: str, size: int = 2, *, fuse: bool = True, convolutions: str = "always") -> TensorPlan:
-    return plan_regions(to_module(GRAPHS[name](), fuse=fuse), size, convolutions=convolutions)
+def plan(name: str, size: int = 2, *, fuse: bool = True, convolutions: str = "always") -> TensorSharding:
+    return find_regions(to_module(GRAPHS[name](), fuse=fuse), size, convolutions=convolutions)
 
 
-def regions(found: TensorPlan) -> list[tuple[str, str, str]]:
+def regions(found: TensorSharding) -> list[tuple[str, str, str]]:
     return [(region.kind, " ".join(region.columns), " ".join(region.rows)) for region in found.regions]
 
 
@@ -309,7 +310,7 @@ def test_each_layer_of_a_transformer_is_two_regions(name: str, fuse: bool) -> No
     found = plan(name, fuse=fuse)
     expected = [tuple(part.format(layer) for part in region) for layer in range(2) for region in LAYERS[name]]
     assert regions(found) == expected + LAST.get(name, [])
-    assert dict(found.whole) == WHOLE[name]
+    assert dict(found.replicated) == WHOLE[name]
 
 
 def test_convolutions_are_divided_in_pairs_and_skips_stay_whole() -> None:
@@ -318,7 +319,7 @@ def test_convolutions_are_divided_in_pairs_and_skips_stay_whole() -> None:
         ("convolutions", "layer1.0.conv1.weight", "layer1.0.conv2.weight"),
         ("convolutions", "layer2.0.conv1.weight", "layer2.0.conv2.weight"),
     ]
-    assert dict(found.whole) == {
+    assert dict(found.replicated) == {
         "conv1.weight": "layer1.0.conv2.weight reads what the same division gives, 8 columns for 8",
         "layer2.0.downsample.0.weight": "its result meets that of layer2.0.conv2.weight, which is whole",
         "classifier.weight": "it is an output of the graph",
@@ -327,7 +328,7 @@ def test_convolutions_are_divided_in_pairs_and_skips_stay_whole() -> None:
 
 def test_convolutions_are_divided_where_it_pays() -> None:
     assert plan("tiny_resnet", convolutions="never").regions == ()
-    reasons = dict(plan("tiny_resnet", convolutions="auto").whole)
+    reasons = dict(plan("tiny_resnet", convolutions="auto").replicated)
     assert reasons["layer1.0.conv1.weight"] == (
         "convolutions: auto; divided with layer1.0.conv2.weight it would save 54 operations for each byte sent, "
         "less than 250"
@@ -336,13 +337,13 @@ def test_convolutions_are_divided_where_it_pays() -> None:
     x = g.op("Conv", g.input("x", ("batch", 64, 8, 8)), g.weight("a", g.normal(0.1, 64, 64, 3, 3)), pads=[1] * 4)
     g.op("Conv", g.op("Relu", x), g.weight("b", g.normal(0.1, 64, 64, 3, 3)), pads=[1] * 4, outputs="y")
     g.output("y", ("batch", 64, 8, 8))
-    assert regions(plan_regions(to_module(g.model()), 2, convolutions="auto")) == [("convolutions", "a", "b")]
+    assert regions(find_regions(to_module(g.model()), 2, convolutions="auto")) == [("convolutions", "a", "b")]
 
 
 def test_heads_that_do_not_divide_stay_whole_and_uneven_widths_do_not() -> None:
     found = plan("tiny_transformer", 3)
     assert [kind for kind, _, _ in regions(found)] == ["mlp", "mlp"]
-    assert dict(found.whole)["transformer.h.0.attn.c_attn.weight"] == (
+    assert dict(found.replicated)["transformer.h.0.attn.c_attn.weight"] == (
         "reshape makes 2 heads of 16 each; 2 do not divide evenly over 3 ranks"
     )
     shapes = [part.placement((128, 32), rank, 3).local_shape for rank in range(3) for part in [Division(0, (128,))]]
@@ -350,7 +351,7 @@ def test_heads_that_do_not_divide_stay_whole_and_uneven_widths_do_not() -> None:
 
 
 def test_heads_of_keys_must_divide_too() -> None:
-    reasons = dict(plan("tiny_llama", 4).whole)
+    reasons = dict(plan("tiny_llama", 4).replicated)
     assert reasons["layers.0.q_proj.weight"] == (
         "attention_0: 4 heads of the query share 2, which do not divide evenly over 4 ranks"
     )
@@ -359,19 +360,19 @@ def test_heads_of_keys_must_divide_too() -> None:
 def test_a_weight_that_is_read_whole_elsewhere_stays_whole() -> None:
     found = plan("tied")
     assert found.regions == ()
-    assert dict(found.whole)["first.weight"] == "table is also read by gather_rows, where it is whole"
+    assert dict(found.replicated)["first.weight"] == "table is also read by gather_rows, where it is whole"
 
 
 @pytest.mark.parametrize("name", STAYS_WHOLE)
 def test_what_would_be_divided_otherwise_than_its_neighbours_stays_whole(name: str) -> None:
     found = plan(name)
     assert found.regions == ()
-    assert any(STAYS_WHOLE[name] in why for _, why in found.whole), found.whole
+    assert any(STAYS_WHOLE[name] in why for _, why in found.replicated), found.replicated
 
 
 def test_fewer_columns_than_ranks_stay_whole() -> None:
     module = to_module(graphs.tiny_mlp(hidden=3))
-    assert dict(plan_regions(module, 4).whole) == {
+    assert dict(find_regions(module, 4).replicated) == {
         "fc1.weight": "its 3 columns are fewer than 4 ranks",
         "fc2.weight": "its 1 columns are fewer than 4 ranks",
     }
@@ -380,8 +381,8 @@ def test_fewer_columns_than_ranks_stay_whole() -> None:
 def test_one_rank_divides_nothing_and_a_plan_changes_nothing() -> None:
     module = to_module(graphs.tiny_llama())
     code = module.code
-    assert plan_regions(module, 1).regions == ()
-    assert plan_regions(module, 2) == plan_regions(module, 2)
+    assert find_regions(module, 1).regions == ()
+    assert find_regions(module, 2) == find_regions(module, 2)
     assert module.code == code
 
 
@@ -389,7 +390,7 @@ def test_adapters_are_divided_with_their_weights() -> None:
     module = to_module(graphs.tiny_transformer())
     add_adapters(module, LoraConfig(weights=("*.h.*",), rank=2, alpha=4.0), seed=0)
     layer = "transformer.h.0.mlp"
-    assert regions(plan_regions(module, 2))[1] == (
+    assert regions(find_regions(module, 2))[1] == (
         "mlp",
         f"{layer}.c_fc.weight {layer}.c_fc.weight.lora_b",
         f"{layer}.c_proj.weight {layer}.c_proj.weight.lora_a",
@@ -402,9 +403,9 @@ def test_a_plan_names_every_matrix_once(name: str) -> None:
     matrices = {module.onnx_names[path] for path, weight in module.named_parameters() if weight.ndim > 1}
     tables = {f"{name}.weight" for name in ("transformer.wpe", "embeddings.word", "embeddings.position", "embed")}
     for size in (2, 3, 8):
-        found = plan_regions(module, size, convolutions="always")
+        found = find_regions(module, size, convolutions="always")
         named = [name for region in found.regions for name in (*region.columns, *region.rows)]
-        named += [name for name, _ in found.whole]
+        named += [name for name, _ in found.replicated]
         assert sorted(named) == sorted(matrices - tables - {"slopes", "keys", "values"})
 
 
@@ -459,8 +460,8 @@ def test_three_parts_in_front_of_the_heads_are_asked_to_be_blocks() -> None:
 
 def test_a_portion_of_merged_heads_is_that_of_each_sample() -> None:
     x = torch.arange(12.0).reshape(1, 12)  # 2 samples of 3 heads of 2
-    assert portion(x, 1, 6, [(0, 2), (4, 6)]).tolist() == [[0, 1, 4, 5, 6, 7, 10, 11]]
-    assert portion(x, 1, 12, [(3, 5)]).tolist() == [[3, 4]]
+    assert local_slice(x, 1, 6, [(0, 2), (4, 6)]).tolist() == [[0, 1, 4, 5, 6, 7, 10, 11]]
+    assert local_slice(x, 1, 12, [(3, 5)]).tolist() == [[3, 4]]
 
 
 # -- real ranks
@@ -539,8 +540,8 @@ def compare(whole: ImportedGraph, inputs: list[Tensor], mpi: MPIContext, group: 
     """The greatest difference of this rank's part from one rank alone, relative to the whole tensor's greatest."""
     without_dropout(whole)
     divided = copy.deepcopy(whole)
-    found = plan_regions(divided, mpi.world_size, convolutions="always")
-    placements = divide(divided, found, rank=mpi.rank, group=group)
+    found = find_regions(divided, mpi.world_size, convolutions="always")
+    placements = shard_regions(divided, found, rank=mpi.rank, group=group)
     assert placements or not found.regions
     expected, none = train(whole, inputs)
     own, counts = train(divided, inputs)
@@ -591,9 +592,9 @@ def adapters(mpi: MPIContext, group: str, name: str, pattern: str) -> dict[str, 
 def dropout(mpi: MPIContext, group: str) -> dict[str, Any]:
     """Masks inside and outside, of two steps and of one done again."""
     module = to_module(dropped()).train()
-    divide(module, plan_regions(module, mpi.world_size), rank=mpi.rank, group=group)
+    shard_regions(module, find_regions(module, mpi.world_size), rank=mpi.rank, group=group)
     inside: list[Tensor] = []
-    [drawing] = [child for child in module.modules() if isinstance(child, Apart)]
+    [drawing] = [child for child in module.modules() if isinstance(child, RankSeeded)]
     drawing.register_forward_hook(lambda _, args, result: inside.append((result == 0).sum(0)))
     torch.manual_seed(7)
     x, outputs = torch.randn(64, 8), []

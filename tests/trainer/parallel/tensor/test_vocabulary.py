@@ -26,10 +26,10 @@ from onward.trainer.onnx_import.module import ImportedGraph, to_module, trainabl
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.parallel.tensor.vocabulary import (
     FIRST_REGION,
-    VocabularyPlan,
-    divide_vocabulary,
-    own_rows,
-    plan_vocabulary,
+    VocabularySharding,
+    find_vocabulary_sharding,
+    lookup_local_rows,
+    shard_vocabulary,
 )
 from tests.support import graphs, zoo
 from tests.support.ranks import run_ranks
@@ -91,8 +91,8 @@ def config(**settings: Any) -> ModelConfig:
     return ModelConfig.model_validate({"path": "-", **settings})
 
 
-def plan(model: onnx.ModelProto, size: int = 2, **settings: Any) -> VocabularyPlan:
-    return plan_vocabulary(to_module(model), size, config(**settings))
+def plan(model: onnx.ModelProto, size: int = 2, **settings: Any) -> VocabularySharding:
+    return find_vocabulary_sharding(to_module(model), size, config(**settings))
 
 
 # -- the plan
@@ -105,7 +105,7 @@ def test_a_tied_table_is_divided_at_both_ends_and_positions_stay_whole() -> None
     assert found.head is not None
     assert found.head.product == "matmul_12"
     rule = "gather_rows_1 looks up positions in it, not words: every rank needs the same few rows"
-    assert found.whole == (("transformer.wpe.weight", rule),)
+    assert found.replicated == (("transformer.wpe.weight", rule),)
 
 
 def test_a_head_of_its_own_is_divided_with_its_bias_beside_the_table() -> None:
@@ -116,7 +116,7 @@ def test_a_head_of_its_own_is_divided_with_its_bias_beside_the_table() -> None:
 @pytest.mark.parametrize("fuse", [True, False])
 def test_the_same_is_found_whether_the_graph_is_fused_or_not(fuse: bool) -> None:
     module = to_module(language_model(head="own"), fuse=fuse)
-    assert plan_vocabulary(module, 3, config()).weights == ("head.weight", "head.bias", "wte")
+    assert find_vocabulary_sharding(module, 3, config()).weights == ("head.weight", "head.bias", "wte")
 
 
 def test_what_works_on_each_logit_by_itself_may_follow_the_head() -> None:
@@ -146,43 +146,43 @@ def test_a_tied_table_stays_whole_at_both_ends_and_the_plan_says_why(case: str) 
     found = plan(language_model(**made), **settings)
     assert found.head is None
     assert name not in found.weights
-    assert rule in dict(found.whole)[name]
+    assert rule in dict(found.replicated)[name]
     assert found.classes(0, "tensor") is None
 
 
 def test_a_table_is_divided_though_the_head_is_not() -> None:
     found = plan(language_model(head="own"), loss="mse")
     assert found.weights == ("wte",)
-    assert dict(found.whole)["head.weight"].startswith("the loss is mse")
+    assert dict(found.replicated)["head.weight"].startswith("the loss is mse")
 
 
 def test_what_another_division_has_taken_is_left_to_it() -> None:
-    found = plan_vocabulary(to_module(language_model(head="own")), 2, config(), taken=("head.weight",))
+    found = find_vocabulary_sharding(to_module(language_model(head="own")), 2, config(), taken=("head.weight",))
     assert found.weights == ("wte",)
-    assert dict(found.whole)["head.weight"] == "head.weight is divided with other layers already"
+    assert dict(found.replicated)["head.weight"] == "head.weight is divided with other layers already"
 
 
 def test_a_head_with_an_adapter_stays_whole() -> None:
     module = to_module(language_model(head="own"))
     add_adapters(module, LoraConfig(weights=("head.weight",), rank=2), seed=0)
-    found = plan_vocabulary(module, 2, config())
+    found = find_vocabulary_sharding(module, 2, config())
     assert found.head is None
     assert found.weights == ("wte",)
 
 
 def test_a_graph_without_words_has_nothing_to_divide() -> None:
     assert plan(graphs.tiny_mlp(), loss="mse").weights == ()
-    assert plan(graphs.tiny_transformer(), 1) == VocabularyPlan(1)
-    assert dict(plan(language_model(), 34).whole)["wte"] == "its 33 words are fewer than 34 ranks"
-    classes = dict(plan(graphs.tiny_conv_net()).whole)["classifier.weight"]
+    assert plan(graphs.tiny_transformer(), 1) == VocabularySharding(1)
+    assert dict(plan(language_model(), 34).replicated)["wte"] == "its 33 words are fewer than 34 ranks"
+    classes = dict(plan(graphs.tiny_conv_net()).replicated)["classifier.weight"]
     assert classes == "its 4 words are fewer than its width of 128: it would send more than it saves"
 
 
 def test_nothing_inside_the_divided_stretches_may_be_cut() -> None:
     module = to_module(graphs.tiny_transformer())
-    divide_vocabulary(module, plan_vocabulary(module, 2, config()), rank=1, group="tensor")
+    shard_vocabulary(module, find_vocabulary_sharding(module, 2, config()), rank=1, group="tensor")
     inside = {node.name: node.meta["tensor_parallel"] for node in module.graph.nodes if "tensor_parallel" in node.meta}
-    assert inside == {"gather_rows": FIRST_REGION, "enter": FIRST_REGION + 1, "matmul_12": FIRST_REGION + 1}
+    assert inside == {"gather_rows": FIRST_REGION, "copy_to_region": FIRST_REGION + 1, "matmul_12": FIRST_REGION + 1}
 
 
 # -- looking rows up
@@ -194,7 +194,7 @@ def test_the_rows_of_all_ranks_add_up_to_the_tables_at_any_size(size: int) -> No
     indices = torch.cat((torch.randint(-50257, 50257, (2, 50)), torch.tensor([[0, -1], [50256, -50257]])), 1)
     total = torch.zeros(2, 52, 3)
     for start, stop in (share(50257, rank, size) for rank in range(size)):
-        total += own_rows(table[start:stop], indices, start, 50257)
+        total += lookup_local_rows(table[start:stop], indices, start, 50257)
     torch.testing.assert_close(total, gather_rows(table, indices), rtol=0, atol=0)
 
 
@@ -205,7 +205,7 @@ def test_an_index_that_is_no_word_is_an_error_on_the_rank_at_that_end() -> None:
         with pytest.raises(IndexError):
             gather_rows(table, indices)
         with pytest.raises(IndexError):
-            own_rows(table[5:] if last else table[:5], indices, 5 if last else 0, 10)
+            lookup_local_rows(table[5:] if last else table[:5], indices, 5 if last else 0, 10)
 
 
 # -- real ranks
@@ -278,8 +278,8 @@ def _both(
     whole = to_module(language_model(words=WORDS, **case), fuse=fuse)
     trainable(whole, freeze=freeze)
     mine = copy.deepcopy(whole)
-    found = plan_vocabulary(mine, size, settings)
-    placements = divide_vocabulary(mine, found, rank=rank, group=group)
+    found = find_vocabulary_sharding(mine, size, settings)
+    placements = shard_vocabulary(mine, found, rank=rank, group=group)
     assert "wte" in placements
     losses = [Loss(settings, whole.output_names, classes=part) for part in (None, found.classes(rank, group))]
     return whole, mine, losses, placements
@@ -414,8 +414,8 @@ def _export_alike(name: str, exporter: str, how: tuple[bool, bool], place: tuple
     rank, size, group = place
     whole = to_module(zoo.export(name, exporter, folded=how[0]), fuse=how[1]).eval()
     mine = copy.deepcopy(whole)
-    found = plan_vocabulary(mine, size, config())
-    placements = divide_vocabulary(mine, found, rank=rank, group=group)
+    found = find_vocabulary_sharding(mine, size, config())
+    placements = shard_vocabulary(mine, found, rank=rank, group=group)
     assert placements, name
     losses = [Loss(config(), whole.output_names, classes=part) for part in (None, found.classes(rank, group))]
     inputs = [*zoo.feed(name, 3).values()]

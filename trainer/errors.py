@@ -1,18 +1,18 @@
-"""Every error Onward raises on purpose, with the exit code a shell sees.
+"""The errors that Onward raises on purpose, with the exit status of the command line.
 
     OnwardError                  1
     ├── ConfigError              2   the configuration contradicts itself or the files it names
     ├── DataError                2   a row, a column or a file of the data cannot be used
-    ├── UnsupportedModel         2   the ONNX file holds something that cannot be trained
-    ├── RuntimeUnavailable       3   no MPI, wrong world, no device, not enough memory or disk
+    ├── UnsupportedModel         2   the ONNX file contains something that cannot be trained
+    ├── RuntimeUnavailable       3   no MPI, wrong world size, no device, not enough memory or disk
     ├── CheckpointError          4   a checkpoint is damaged, absent or of another model
     ├── ExportRefused            5   the trained file failed one of its checks
-    ├── Diverged                 6   the loss or a gradient is not finite; a retry would do the same again
-    ├── TrainingFailed          70   the job died; a retry resumes from the newest checkpoint
-    ├── Fenced                  72   a newer attempt owns the run directory
-    └── Stopped                 75   asked to stop; a checkpoint was kept (EX_TEMPFAIL)
+    ├── Diverged                 6   the loss or a gradient is not finite; a retry would repeat it
+    ├── TrainingFailed          70   the job failed; a retry resumes from the newest checkpoint
+    ├── Fenced                  72   a newer attempt of the run has begun
+    └── Stopped                 75   stopped on request, with a checkpoint (EX_TEMPFAIL)
 
-Each carries a sentence that says what, with the numbers, and what to do about it.
+Each message says what happened, with the numbers, and what to do.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Iterable
 
 
 class OnwardError(Exception):
-    """The root: catch this to catch everything Onward refuses or gives up on."""
+    """The base of all errors that Onward raises on purpose."""
 
     exit_code = 1
 
 
 class Refused(OnwardError):
-    """Several things wrong at once; `problems` has one sentence for each."""
+    """Input was refused; `problems` has one sentence for each thing that is wrong."""
 
     exit_code = 2
 
@@ -45,11 +45,11 @@ class DataError(Refused):
 
 
 class UnsupportedModel(Refused):
-    """The ONNX file holds nodes or weights that cannot be imported; every one is listed."""
+    """The ONNX file has nodes or weights that cannot be imported; all are listed."""
 
 
 class RuntimeUnavailable(Refused):
-    """The machine cannot run the job: launcher, world, device, memory or disk."""
+    """The machine cannot run the job: launcher, world size, device, memory or disk."""
 
     exit_code = 3
 
@@ -61,30 +61,30 @@ class CheckpointError(OnwardError):
 
 
 class ExportRefused(Refused):
-    """The trained file failed a check; each problem says which, and by how much."""
+    """The exported file failed a check; each problem says which check, and by how much."""
 
     exit_code = 5
 
 
 class Diverged(OnwardError):
-    """The loss or a gradient is not finite and no loss scale can mend it; retrying would repeat it."""
+    """The loss or a gradient is not finite and a smaller loss scale does not help; a retry would repeat it."""
 
     exit_code = 6
 
 
 class TrainingFailed(OnwardError):
-    """The job died before its result was written. Retrying resumes from the newest checkpoint."""
+    """The job failed before its result was written. A retry resumes from the newest checkpoint."""
 
     exit_code = 70
 
 
 class Fenced(OnwardError):
-    """Another, newer attempt owns the run directory; this one must not write to it."""
+    """A newer attempt of the run has begun; this one must not write to the run directory."""
 
     exit_code = 72
 
 
 class Stopped(OnwardError):
-    """The job was asked to stop and did so after writing a checkpoint."""
+    """The job stopped on request, after it had saved a checkpoint."""
 
     exit_code = 75

@@ -1,13 +1,13 @@
-"""The event log: one JSON line for each thing that happened, appended by rank 0, followed by anybody.
+"""The event log: one JSON line per event, appended by rank 0; and the heartbeat that shows a job's progress.
 
-The log is the truth; MLflow, TensorBoard and the progress bar are views of it. A line is
+MLflow, TensorBoard and the progress bar are filled from the log. A line is
 
     {"at_ms": 1767225600000, "attempt": 1, "step": 12, "kind": "scalars", "values": {"train/loss": 0.5}}
 
 Kinds: `start` (an attempt begins at `step`; `num_steps`, `num_samples`, `num_parameters`), `scalars` (`values`),
 `evaluation` (`values`), `histogram` (`name`, `counts`, `edges`), `checkpoint` (`path`), `end` (`status`).
-A resumed attempt repeats the steps after its checkpoint: readers keep the first line of each
-(key, step). A line cut off by a crash is removed when the next attempt opens the log.
+A resumed attempt repeats the steps after its checkpoint; readers keep the first line of each (key, step). A line that a
+crash cut off is removed when the next attempt opens the log.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Event:
 
 
 class EventWriter:
-    """Appends to the log on rank 0; on every other rank the same calls do nothing."""
+    """Appends events to the log on rank 0; on the other ranks its methods do nothing."""
 
     def __init__(self, path: Path, *, attempt: int, rank: int) -> None:
         self._attempt = attempt
-        self._file: IO[bytes] | None = _open_whole(path) if rank == 0 else None
+        self._file: IO[bytes] | None = _open_for_appending(path) if rank == 0 else None
 
     def emit(self, kind: str, step: int, **fields: Any) -> None:
-        """Append one event; the line is handed to the kernel before this returns."""
+        """Append one event and flush it to the operating system."""
         if self._file is not None:
             at_ms = time.time_ns() // 1_000_000
             line = {"at_ms": at_ms, "attempt": self._attempt, "step": step, "kind": kind, **fields}
@@ -59,25 +59,25 @@ class EventWriter:
         self.emit("histogram", step, name=name, counts=list(counts), edges=list(edges))
 
     def sync(self) -> None:
-        """Put what was emitted on the disk: before a checkpoint, after which no run tells it again."""
+        """Fsync the log. Call before a checkpoint: a run resumed from it does not repeat the events before it."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Put it on the disk and close."""
+        """Fsync and close the log."""
         self.sync()
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
-def _open_whole(path: Path) -> IO[bytes]:
-    """Open for appending, after cutting off a last line that a crash left unfinished."""
+def _open_for_appending(path: Path) -> IO[bytes]:
+    """Open the log for appending, without a last line that a crash left unfinished."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab+")
     size = file.seek(0, os.SEEK_END)
     position = size
-    while position:  # look for the last newline, from the end
+    while position:  # search the last newline, backwards in blocks of 64 KiB
         start = max(0, position - 65536)
         file.seek(start)
         found = file.read(position - start).rfind(b"\n")
@@ -91,9 +91,9 @@ def _open_whole(path: Path) -> IO[bytes]:
 
 
 def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
-    """Yield each whole line from byte `offset` on, with the offset after it; ends at the last whole line.
+    """Yield each complete line from byte `offset` on, with the byte offset after it.
 
-    Call again with the last offset to follow a growing log. A line that is not an event is skipped.
+    Call again with the last offset to follow a growing log. Lines that are not events are skipped.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(offset)
@@ -108,15 +108,15 @@ def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
 
 
 class Heartbeat:
-    """Says "still moving": touches a file (rank 0) and puts this rank's watchdog off (all ranks).
+    """Shows that the job makes progress: touches a file (rank 0) and re-arms this rank's watchdog (all ranks).
 
-    When no beat comes for `timeout_s`, the watchdog writes every thread's traceback to stderr and ends
-    the process, even one that is stuck inside a C call holding the interpreter's lock.
+    If `beat` is not called for `timeout_s`, the watchdog writes the traceback of every thread to stderr and ends the
+    process, even if it is inside a C call that holds the GIL.
     """
 
     def __init__(self, path: Path) -> None:
         self.step = 0
-        """The step this rank is in, for its error record."""
+        """The current step, for the error record."""
         self._path = path
         self._writes = False
         self._timeout_s = 0.0

@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from onward.trainer.config.rules import Sections, broken_laws
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.rules import Sections, check_cross_section_rules
+from onward.trainer.config.run_config import SECTIONS, RunConfig
 from onward.trainer.config.sections import Section
 from onward.trainer.errors import ConfigError
 
 Check = Callable[[Sections], Iterable[str]]
-"""A further source of problems, asked together with the laws: of the sections that could be read."""
+"""Returns further problems of the sections that could be read, such as a model file that does not exist."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, check: Check = lambda sections: ()) -> RunConfig:
@@ -51,16 +51,12 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check: Check = lam
 def build_config(
     raw: Mapping[str, Any], problems: Iterable[str] = (), *, check: Check = lambda sections: ()
 ) -> RunConfig:
-    """Validate a nested mapping of settings; raises ConfigError with `problems` and all found here."""
+    """Validate a nested mapping of settings; raises ConfigError with `problems` and everything wrong that is found
+    here."""
     found = list(problems)
+    found += [_unknown(key, RunConfig.model_fields, "section") for key in raw if key not in RunConfig.model_fields]
     read: dict[str, Any] = {}
-    for key in raw:
-        if key not in RunConfig.model_fields:
-            found.append(_unknown(key, RunConfig.model_fields, "section"))
-    for name, field in RunConfig.model_fields.items():
-        section = field.annotation
-        if not (isinstance(section, type) and issubclass(section, Section)):
-            continue
+    for name, section in SECTIONS.items():
         value = raw.get(name, {})
         if name == "parallel" and value == "auto":
             value = {"sizes": "auto"}
@@ -73,13 +69,20 @@ def build_config(
                 read[name] = section.model_validate(dict(value))
             except ValidationError as error:
                 found += _explain(error, name, section)
-    found += [*broken_laws(read), *check(read)]
-    if found:
+    config = None
+    if read.keys() == SECTIONS.keys():
+        try:
+            config = RunConfig(**({"name": raw["name"]} if "name" in raw else {}), **read)  # checks the rules, too
+        except ValidationError as error:
+            found += _explain(error, "", RunConfig)
+            if any(finding["loc"] for finding in error.errors()):  # of the name: pydantic did not reach the rules
+                found += check_cross_section_rules(read)
+    else:
+        found += check_cross_section_rules(read)
+    found += check(read)
+    if found or config is None:
         raise ConfigError(found)
-    try:
-        return RunConfig(**({"name": raw["name"]} if "name" in raw else {}), **read)
-    except ValidationError as error:
-        raise ConfigError(_explain(error, "", RunConfig)) from None
+    return config
 
 
 def _anchor(raw: dict[str, Any], base: Path) -> None:
@@ -144,7 +147,7 @@ def _explain(error: ValidationError, section: str, model: type[Section]) -> list
             message = finding["msg"].removeprefix("Value error, ")
             given = finding.get("input")
             shown = f", not {given!r}" if isinstance(given, str | int | float | bool) else ""
-            sentences.append(f"{where}: {message}{shown}" if where else message)
+            sentences += [f"{where}: {message}{shown}"] if where else message.splitlines()
     return sentences
 
 

@@ -1,7 +1,12 @@
-"""Cross-section rules: settings that contradict each other, each rule with the sections it reads."""
+"""Cross-section rules: which settings contradict each other.
+
+A rule is a function of the sections it reads. It yields one sentence for each contradiction: the settings, their
+values, and what to change.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,7 +28,7 @@ Sections = Mapping[str, Any]
 
 def _world_size(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
     if parallel.sizes == "auto" and not launch.num_ranks:
-        yield "parallel = 'auto' divides the work over launch.num_ranks ranks, but that is 0; set how many there are"
+        yield "parallel = 'auto' needs the number of ranks, but launch.num_ranks is 0; set launch.num_ranks"
     needed = parallel.data * parallel.tensor * parallel.pipeline
     if parallel.sizes == "given" and launch.num_ranks not in (0, needed):
         yield (
@@ -52,7 +57,7 @@ def _pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
         )
     if looped and steps >= parallel.pipeline and steps % max(1, steps // parallel.pipeline):
         yield (
-            f"schedule {parallel.schedule!r} needs micro-batches in whole rounds: train.gradient_accumulation_steps "
+            f"schedule {parallel.schedule!r} needs complete rounds of micro-batches: train.gradient_accumulation_steps "
             f"{steps} is no multiple of {steps // parallel.pipeline}; take a multiple of {parallel.pipeline}"
         )
 
@@ -71,7 +76,7 @@ def _replicas(parallel: ParallelConfig) -> Iterable[str]:
     if parallel.adasum_ranks and parallel.reduction != "adasum":
         yield f"parallel.adasum_ranks {parallel.adasum_ranks} needs parallel.reduction 'adasum'"
     if parallel.shard and parallel.data % parallel.shard:
-        yield f"parallel.shard {parallel.shard} does not divide parallel.data {parallel.data} into whole groups"
+        yield f"parallel.shard {parallel.shard} does not divide parallel.data {parallel.data}; choose a divisor of it"
 
 
 def _zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
@@ -79,7 +84,7 @@ def _zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
     obstacles += ["graph.compile"] if graph.compile else []
     if parallel.schedule == "zero_bubble" and obstacles:
         yield (
-            "parallel.schedule 'zero_bubble' takes backward passes apart and does not go with "
+            "parallel.schedule 'zero_bubble' splits backward passes in two and cannot be combined with "
             f"{' and '.join(obstacles)}; use '1f1b'"
         )
 
@@ -91,7 +96,7 @@ def _recomputation(recompute: RecomputeConfig) -> Iterable[str]:
 
 def _device(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
     if parallel.transport == "mpi" and launch.device == "cuda":
-        yield "parallel.transport 'mpi' carries gradients of CPU ranks; on GPUs use 'torch' (NCCL)"
+        yield "parallel.transport 'mpi' sends gradients of CPU ranks only; on GPUs use 'torch' (NCCL)"
 
 
 def _accumulation(train: TrainConfig, parallel: ParallelConfig) -> Iterable[str]:
@@ -140,7 +145,7 @@ def _optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
 
 def _schedule(schedule: ScheduleConfig) -> Iterable[str]:
     if schedule.floor and schedule.shape == "compatible":
-        yield f"schedule.floor {schedule.floor:g} needs schedule.shape = 'continuous'; the predecessor ends at 0"
+        yield f"schedule.floor {schedule.floor:g} needs schedule.shape = 'continuous'; 'compatible' ends at 0"
     if schedule.mode == "none" and schedule.warmup_ratio:
         yield f"schedule.warmup_ratio {schedule.warmup_ratio:g} has no effect with mode 'none'; use mode 'constant'"
 
@@ -149,7 +154,7 @@ def _timeouts(launch: LaunchConfig) -> Iterable[str]:
     if launch.collective_timeout_s >= launch.heartbeat_timeout_s:
         yield (
             f"launch.collective_timeout_s {launch.collective_timeout_s:g} must be below "
-            f"launch.heartbeat_timeout_s {launch.heartbeat_timeout_s:g}, so that a rank can say who was silent"
+            f"launch.heartbeat_timeout_s {launch.heartbeat_timeout_s:g}, so that a rank can name the missing one"
         )
 
 
@@ -160,7 +165,7 @@ def _weights(model: ModelConfig) -> Iterable[str]:
 
 def _surgery(model: ModelConfig) -> Iterable[str]:
     if model.head and not model.num_classes:
-        yield f"model.head {model.head!r} says what to replace, but model.num_classes is 0; set how many outputs"
+        yield f"model.head {model.head!r} names the layer to replace, but model.num_classes is 0; set it"
     if model.num_classes == 1 and model.loss == "cross_entropy":
         yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
     if twice := sorted({name for name in model.start if model.start.count(name) > 1}):
@@ -179,36 +184,37 @@ def _adapters(lora: LoraConfig, model: ModelConfig) -> Iterable[str]:
         )
 
 
-def _regulariser(graph: GraphConfig) -> Iterable[str]:
+def _dropout(graph: GraphConfig) -> Iterable[str]:
     if graph.dropout and not graph.fuse:
-        yield f"graph.dropout {graph.dropout:g} is put on the fused graph; it needs graph.fuse = true"
+        yield f"graph.dropout {graph.dropout:g} needs graph.fuse = true: it is added to the fused graph"
 
 
-LAWS: tuple[tuple[tuple[str, ...], Callable[..., Iterable[str]]], ...] = (
-    (("parallel", "launch"), _world_size),
-    (("train", "parallel"), _accumulation),
-    (("parallel", "train"), _pipeline),
-    (("parallel",), _replicas),
-    (("parallel", "launch"), _device),
-    (("parallel", "graph"), _zero_bubble),
-    (("recompute",), _recomputation),
-    (("train",), _length),
-    (("precision",), _loss_scale),
-    (("optimizer",), _optimizer),
-    (("schedule",), _schedule),
-    (("launch",), _timeouts),
-    (("model",), _weights),
-    (("model",), _surgery),
-    (("lora", "model"), _adapters),
-    (("graph",), _regulariser),
+CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
+    _world_size,
+    _accumulation,
+    _pipeline,
+    _replicas,
+    _device,
+    _zero_bubble,
+    _recomputation,
+    _length,
+    _loss_scale,
+    _optimizer,
+    _schedule,
+    _timeouts,
+    _weights,
+    _surgery,
+    _adapters,
+    _dropout,
 )
+"""Each rule names the sections it reads as its parameters."""
 
 
-def broken_laws(sections: Sections) -> list[str]:
-    """One sentence for each contradiction among the sections at hand; absent sections are not judged."""
-    return [
-        problem
-        for needs, law in LAWS
-        if all(name in sections for name in needs)
-        for problem in law(*(sections[name] for name in needs))
-    ]
+def check_cross_section_rules(sections: Sections) -> list[str]:
+    """Return one sentence for each contradiction; a rule is skipped if a section that it reads is absent."""
+    problems: list[str] = []
+    for rule in CROSS_SECTION_RULES:
+        reads = inspect.signature(rule).parameters
+        if reads.keys() <= sections.keys():
+            problems += rule(**{name: sections[name] for name in reads})
+    return problems

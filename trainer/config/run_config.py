@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from onward.trainer.config.rules import broken_laws
+from onward.trainer.config.rules import check_cross_section_rules
 from onward.trainer.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -28,7 +29,7 @@ from onward.trainer.config.sections import (
 
 
 class RunConfig(Section):
-    """One run, whole: what the ranks read, and all they read."""
+    """Every setting of one run. The ranks read this and nothing else."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "onward"
     """The run's name in Prefect, MLflow and the run list."""
@@ -48,14 +49,14 @@ class RunConfig(Section):
     export: ExportConfig = ExportConfig()
 
     @model_validator(mode="after")
-    def _obeys_the_laws(self) -> RunConfig:
-        if problems := broken_laws(dict(self)):
+    def _follows_the_cross_section_rules(self) -> RunConfig:
+        if problems := check_cross_section_rules(dict(self)):
             raise ValueError("\n".join(problems))
         return self
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job: the product of the parallel sizes."""
+        """Ranks of the job: data x tensor x pipeline."""
         return self.parallel.data * self.parallel.tensor * self.parallel.pipeline
 
     @property
@@ -69,11 +70,20 @@ class RunConfig(Section):
         return self.train.evaluation_batch_size or self.micro_batch_size
 
     def total_samples(self, num_rows: int) -> int:
-        """Samples the run learns from, given the rows of the training data."""
+        """Return the samples of the whole run, counted with repetition, for training data of `num_rows` rows."""
         if self.train.num_steps:
             return self.train.num_steps * self.train.global_batch_size
         return round(self.train.num_epochs * num_rows)
 
     def num_steps(self, num_rows: int) -> int:
-        """Weight updates of the run; with epochs, the last one may be smaller than a whole batch."""
+        """Return the weight updates of the whole run; with `num_epochs`, the last batch may be smaller than the
+        others."""
         return math.ceil(self.total_samples(num_rows) / self.train.global_batch_size)
+
+
+SECTIONS: Mapping[str, type[Section]] = {
+    name: field.annotation
+    for name, field in RunConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}
+"""Section name -> its type, in the order of the settings reference: the one list of sections."""

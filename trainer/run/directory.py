@@ -1,32 +1,33 @@
-"""RunDir: every path of a run has a name here, and every record that one task leaves for the next.
+"""RunDir: the paths of one run directory, and which attempt may write to it.
 
-Flow, tasks and ranks meet in this directory and nowhere else:
+Flow, tasks and ranks exchange files in this directory and nothing else. After each file: its content, and who writes
+it.
 
     RUN_DIR/
         config.json             RunConfig                      configure
         identity.json           RunIdentity                    configure
         runtime.json            RuntimeReport                  init runtime
-        preflight/              preflight.log, a RankReport of each rank        init runtime
-        job.json                the job started last: its tag, command and start (infra/mpirun.py)
+        preflight/              preflight.log, one RankReport per rank          init runtime
+        job.json                the newest job: its tag, command and start time (infra/mpirun.py)
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
         attempt                 the number of the attempt that owns the directory (the fence)   train
         attempts/001/           train.log, result.json (AttemptResult)          train, rank 0
-        errors/001-rank-00003.json   RankError                 a rank that failed
-        heartbeat               touched by rank 0 as long as the job moves
+        errors/001-rank-00003.json   RankError                 the rank that failed
+        heartbeat               touched by rank 0 while the job makes progress
         events.jsonl            the append-only event log      rank 0
-        closed                  there while nothing more will be written to it  the flow
+        closed                  exists once nothing more is written to the log  the flow
         checkpoints/step-000000100/   manifest.json, rank-00000.safetensors     all ranks
-        checkpoints/announced.json    CheckpointInfo of each verified one       checkpoint
+        checkpoints/announced.json    CheckpointInfo of each verified checkpoint     checkpoint
         train.json              TrainResult                    train
         metrics.json            MetricsSummary                 monitor
-        cursor.json             how far the event log is shipped                monitor
+        cursor.json             how much of the event log is in MLflow          monitor
         tensorboard/            a view of the event log        monitor
         export/                 the trained ONNX file, model.json (ExportedModel), example.npz, export.log; or
                                 refused.json (Refusal)         export
         export/variant-int8_static.json   Variant, beside its file     export
-        export/training/        what trains the model without torch    export
+        export/training/        the files that continue training without torch    export
 
-Durable files are written under a temporary name, fsynced and renamed: they are whole or absent.
+Durable files are written under a temporary name, fsynced and renamed: they are complete or absent.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from onward.trainer.run.records import RankError, read_record
 
 
 def onward_home() -> Path:
-    """Where runs, caches and local servers live: ONWARD_HOME, else ~/.onward."""
+    """Return the directory of runs, caches and local servers: ONWARD_HOME, else ~/.onward."""
     return Path(os.environ.get("ONWARD_HOME") or "~/.onward").expanduser().resolve()
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """A run directory: the paths of one run, and nothing else."""
+    """The paths of one run directory."""
 
     root: Path
 
@@ -145,64 +146,67 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:09d}"
 
-    # -- the log: those who follow it must know when nothing more will come
+    # -- the event log: `closed` tells its readers when it is complete
 
     def open_log(self) -> None:
-        """Before training: more will be written, follow."""
+        """Mark the event log as growing. Call before training."""
         self.closed.unlink(missing_ok=True)
 
     def close_log(self) -> None:
-        """After training, however it ended: nothing more will be written."""
+        """Mark the event log as complete. Call after training, however it ended."""
         self.closed.touch()
 
-    # -- the fence: one attempt owns the directory
+    # -- the fence: an attempt that was replaced must not write any more
 
     @property
     def current_attempt(self) -> int:
-        """The attempt that owns the directory; 0 before the first."""
+        """The number of the newest attempt, which alone may write; 0 before the first."""
         try:
             return int(self.fence.read_text())
         except FileNotFoundError:
             return 0
 
     def begin_attempt(self) -> int:
-        """Take the directory over from the attempt before; returns this attempt's number, from 1."""
+        """Make the next attempt the one that may write; returns its number, from 1."""
         number = self.current_attempt + 1
         self.attempt(number).mkdir(parents=True, exist_ok=True)
         write_durably(self.fence, str(number).encode())
         return number
 
     def check_fence(self, attempt: int) -> None:
-        """Raises Fenced when a newer attempt owns the directory. Call before every commit."""
+        """Raise Fenced when a newer attempt has begun. Call before every rename of a durable file."""
         if (current := self.current_attempt) != attempt:
-            raise Fenced(f"attempt {attempt} found attempt {current} in {self.fence}; leaving {self.root} to it")
+            raise Fenced(
+                f"attempt {attempt} found attempt {current} in {self.fence}: the newer one writes to {self.root} now, "
+                "so this one stops"
+            )
 
     def first_error(self, attempt: int) -> RankError | None:
-        """The root cause of a failed attempt: its earliest error that is not an echo of another rank's."""
+        """Return the earliest error of an attempt that no other rank's failure caused; None without errors."""
         errors = [read_record(path, RankError) for path in sorted(self.errors.glob(f"{attempt:03d}-rank-*.json"))]
         return min(errors, key=lambda error: (error.secondary, error.at_ms), default=None)
 
 
-# -- what an exporting process leaves in its folder, besides the file and its model.json
+# -- further files in an export folder
 
 
 def example_in(export: Path) -> Path:
-    """One real evaluation row: input name -> array."""
+    """Return the path of one evaluation row: input name -> array."""
     return export / "example.npz"
 
 
 def variant_in(folder: Path, kind: str) -> Path:
-    """Where the record of a variant goes, beside the exported file."""
+    """Return the path of a variant's record, beside the exported file."""
     return folder / f"variant-{kind}.json"
 
 
 def refusal_in(export: Path) -> Path:
-    """There instead of all else when a check failed."""
+    """Return the path of the record that takes the place of all other files when a check failed."""
     return export / "refused.json"
 
 
 def read_config(run: RunDir) -> RunConfig:
-    """The resolved configuration of a run. Raises ConfigError if it is absent or was edited into nonsense."""
+    """Read the resolved configuration of a run. Raises ConfigError if it is absent or invalid."""
     try:
         return RunConfig.model_validate_json(run.config.read_bytes())
     except FileNotFoundError:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def durable_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; on leaving it is fsynced and renamed to `path`.
+    """Yield a temporary path beside `path`; when the block ends, fsync it and rename it to `path`.
 
-    After an exception nothing is left: neither a partial `path` nor the temporary file.
+    After an exception `path` is as it was before, and the temporary file is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -27,7 +27,7 @@ def durable_file(path: Path) -> Iterator[Path]:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`: whole or not at all, also across a power cut."""
+    """Replace the content of `path`. After a crash or a power cut it has the old content or the new one."""
     with durable_file(path) as partial:
         partial.write_bytes(content)
 
@@ -42,6 +42,6 @@ def fsync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file, read in pieces."""
+    """Return the SHA-256 of a file in hexadecimal, reading it in blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -13,13 +13,13 @@ from onward.trainer.run.durable_files import write_durably
 
 
 class Record(BaseModel):
-    """What one task leaves for the next: frozen, and JSON on disk."""
+    """The base of all records: frozen, no unknown keys, JSON on disk."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
 class RunIdentity(Record):
-    """Who this run is, in every system that shows it."""
+    """The names of this run in Prefect, MLflow and the run list."""
 
     run_id: str
     """Name of the run directory: the Prefect flow run's id, so that a retry finds it."""
@@ -27,7 +27,7 @@ class RunIdentity(Record):
     created_at: str
     """ISO 8601, UTC."""
     model_sha256: str
-    """Digest of the ONNX file that the run began with; a changed file is refused on resume."""
+    """SHA-256 of the ONNX file that the run began with; resuming with a changed file is refused."""
     mlflow_run_id: str = ""
     mlflow_url: str = ""
     prefect_url: str = ""
@@ -35,7 +35,7 @@ class RunIdentity(Record):
 
 
 class RankReport(Record):
-    """What one rank found in the preflight."""
+    """What one rank measured in the preflight."""
 
     rank: int
     world_size: int
@@ -48,12 +48,12 @@ class RankReport(Record):
     memory_bytes: int
     """Memory free on the device (RAM for CPU)."""
     all_reduce: float
-    """Result of summing every rank's number; right when equal to `all_reduce_expected`."""
+    """Sum of all rank numbers by all-reduce; correct if equal to `all_reduce_expected`."""
     all_reduce_expected: float
 
 
 class RuntimeReport(Record):
-    """The machine as the job will find it."""
+    """What the preflight found: the ranks, their devices and the free disk space."""
 
     ranks: tuple[RankReport, ...]
     launch_s: float
@@ -62,12 +62,12 @@ class RuntimeReport(Record):
 
 
 class AttemptResult(Record):
-    """How one attempt ended; written by rank 0 alone. No file, no success, whatever the exit status."""
+    """How one attempt ended, written by rank 0. Without this file the attempt failed, whatever its exit status."""
 
     attempt: int
     status: Literal["done", "stopped"]
     step: int
-    """The last step made; its checkpoint is on disk."""
+    """The last step; its checkpoint is on disk."""
     samples_seen: int
     metrics: dict[str, float]
     """The last evaluation."""
@@ -76,18 +76,18 @@ class AttemptResult(Record):
 
 
 class RankError(Record):
-    """Why a rank failed, as data."""
+    """Why a rank failed."""
 
     attempt: int
     rank: int
     host: str
     step: int
     cause: str
-    """The exception's type and sentence."""
+    """The exception's type and message."""
     traceback: str
     at_ms: int
     secondary: bool = False
-    """True when this rank only noticed that another one was gone."""
+    """Whether this rank failed only because another rank had failed before."""
 
 
 class TrainResult(Record):
@@ -103,7 +103,7 @@ class TrainResult(Record):
 
 
 class CheckpointInfo(Record):
-    """One checkpoint that was read back, verified and announced."""
+    """One checkpoint that was read back and verified."""
 
     step: int
     path: Path
@@ -115,7 +115,7 @@ class CheckpointInfo(Record):
 
 
 class MetricsSummary(Record):
-    """What was shipped, and how it went."""
+    """What the monitor sent to MLflow, and the first and last evaluation."""
 
     status: Literal["FINISHED", "FAILED", "KILLED"]
     step: int
@@ -127,25 +127,25 @@ class MetricsSummary(Record):
 
 
 class Variant(Record):
-    """A further file made of the exported one, and what it gained and lost by it."""
+    """A further file made of the exported one, and its size, speed and metrics beside it."""
 
     kind: str
     """One of `export.variants`."""
     path: Path | None
-    """None: it was refused."""
+    """None if the variant was refused."""
     bytes: int
     size_ratio: float
     """Its size over the exported file's."""
     latency_ratio: float
-    """Its time on an evaluation batch over the exported file's, both on the CPU and measured in turns."""
+    """Its time for an evaluation batch over the exported file's, both on the CPU and measured alternately."""
     metrics: dict[str, float]
-    """Its evaluation, over the whole evaluation data."""
+    """Its metrics on all evaluation data."""
     refused: str = ""
-    """Why there is none."""
+    """The reason if the variant was refused; else empty."""
 
 
 class ExportedModel(Record):
-    """The trained ONNX file, and the proof that it is right."""
+    """The trained ONNX file and the results of its verification."""
 
     path: Path
     sha256: str
@@ -153,37 +153,37 @@ class ExportedModel(Record):
     parity: float
     """Greatest difference of onnxruntime from the trained module, relative to the output's largest value."""
     before: dict[str, float]
-    """Evaluation of the file that came in."""
+    """Metrics of the original file on all evaluation data."""
     after: dict[str, float]
-    """Evaluation of the file that goes out, by onnxruntime, over the whole evaluation data."""
+    """Metrics of the exported file on all evaluation data, under onnxruntime."""
     changed: int
-    """Initializers whose bytes differ from the file that came in."""
+    """Number of initializers whose bytes differ from the original file."""
     removed: dict[str, int] = {}
-    """What only training needs and the file has no more: kind -> number of nodes."""
+    """Nodes that only training needs and that were removed: kind -> number."""
     judged_by: str = "onnxruntime"
-    """Who computed the file's side of parity and evaluation."""
+    """The runtime that evaluated the file."""
     beside: tuple[Path, ...] = ()
-    """Files next to it that it keeps weights in."""
+    """Its external data files."""
     variants: tuple[Variant, ...] = ()
-    """What was made of it for deployment, the refused ones included."""
+    """Its variants for deployment, including the refused ones."""
     training: tuple[Path, ...] = ()
-    """What trains it on without torch: training.json names the files beside it."""
+    """The files that continue training without torch; training.json lists them."""
     training_refused: str = ""
-    """Why there is none of that."""
+    """The reason if those files could not be made; else empty."""
     registered_as: str = ""
     version: str = ""
 
 
 class Refusal(Record):
-    """Why there is no exported file: the error of the exporting process, as data."""
+    """Why there is no exported file: the error of the exporting process."""
 
     kind: str
-    """Its class, one of trainer/errors.py."""
+    """The name of its class in trainer/errors.py."""
     problems: tuple[str, ...]
 
 
 def own_error(refusal: Refusal) -> OnwardError:
-    """The error of another process, to be raised again here."""
+    """Return the error that another process recorded, to raise it in this one."""
     kind: type[OnwardError] = getattr(errors, refusal.kind)
     return kind(refusal.problems) if issubclass(kind, errors.Refused) else kind("\n".join(refusal.problems))
 
@@ -192,12 +192,12 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def write_record(path: Path, record: BaseModel) -> None:
-    """Leave a record on disk, whole or not at all."""
+    """Write a record durably."""
     write_durably(path, record.model_dump_json(indent=2).encode())
 
 
 def read_record(path: Path, kind: type[R]) -> R:
-    """Read a record back. Raises OnwardError, naming the file, when it is absent or of another kind."""
+    """Read a record. Raises OnwardError with the path if the file is absent or holds another kind of record."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""Every law is broken once and says its numbers; everything wrong is said at once; overrides are TOML."""
+"""Every rule is broken once, and its message has the numbers; all problems are reported together; overrides are
+TOML."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from onward.trainer.config import rules
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.config.sections import ParallelConfig, TrainConfig
 from onward.trainer.errors import ConfigError
 
 GOOD: dict[str, dict[str, Any]] = {"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 5}}
@@ -21,7 +23,7 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"parallel": {"data": 4}, "launch": {"num_ranks": 3}},
         ["data 4 x tensor 1 x pipeline 1", "is 3"],
     ),
-    "ranks for auto": ({"parallel": "auto"}, ["parallel = 'auto'", "launch.num_ranks ranks, but that is 0"]),
+    "ranks for auto": ({"parallel": "auto"}, ["parallel = 'auto'", "launch.num_ranks is 0; set launch.num_ranks"]),
     "stages without a loop": (
         {
             "parallel": {"pipeline": 2, "stages_per_rank": 3},
@@ -76,7 +78,7 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "ZeRO and compiled, apart": (
         {"parallel": {"schedule": "zero_bubble", "zero": 2}, "graph": {"compile": True}},
-        ["'zero_bubble'", "does not go with parallel.zero 2 and graph.compile", "'1f1b'"],
+        ["'zero_bubble'", "cannot be combined with parallel.zero 2 and graph.compile", "'1f1b'"],
     ),
     "nothing recomputed": (
         {"recompute": {"units": ["h*", "x"]}},
@@ -119,16 +121,16 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_law_says_what_with_its_numbers(broken: str) -> None:
-    change, said = BROKEN[broken]
+def test_a_contradiction_is_reported_with_its_numbers(broken: str) -> None:
+    change, expected = BROKEN[broken]
     with pytest.raises(ConfigError) as raised:
         build_config(GOOD | change)
     (problem,) = raised.value.problems
-    for words in said:
+    for words in expected:
         assert words in problem
 
 
-def test_everything_wrong_is_said_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     every: dict[str, Any] = GOOD | {
         "parallel": {"data": 2},
         "launch": {"num_ranks": 3},
@@ -141,7 +143,7 @@ def test_everything_wrong_is_said_at_once() -> None:
     assert len(raised.value.problems) == 5
 
 
-def test_all_that_is_wrong_with_a_layout_is_said_at_once() -> None:
+def test_all_problems_of_a_layout_are_reported_together() -> None:
     layout = {"data": 6, "pipeline": 3, "stages_per_rank": 2, "cuts": ["a"], "zero": 3, "shard": 4, "transport": "mpi"}
     change = {
         "parallel": layout | {"reduction": "adasum", "compression": "fp16"},
@@ -151,7 +153,7 @@ def test_all_that_is_wrong_with_a_layout_is_said_at_once() -> None:
     }
     with pytest.raises(ConfigError) as raised:
         build_config(GOOD | change)
-    said = "\n".join(raised.value.problems)
+    expected = "\n".join(raised.value.problems)
     assert len(raised.value.problems) == 12
     for words in (
         "data 6 x tensor 1 x pipeline 3 needs 18 ranks, but launch.num_ranks is 16",
@@ -167,10 +169,10 @@ def test_all_that_is_wrong_with_a_layout_is_said_at_once() -> None:
         "recompute.units ['a']",
         "optimizer.moments 'bf16'",
     ):
-        assert words in said
+        assert words in expected
 
 
-LAWFUL: dict[str, dict[str, Any]] = {
+CONSISTENT: dict[str, dict[str, Any]] = {
     "a pipeline": {
         "parallel": {"pipeline": 4, "cuts": ["a", "b", ["c", "d"]]},
         "train": IN_FOUR,
@@ -189,12 +191,12 @@ LAWFUL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("lawful", LAWFUL)
-def test_what_breaks_no_law_is_taken(lawful: str) -> None:
-    build_config(GOOD | LAWFUL[lawful])
+@pytest.mark.parametrize("consistent", CONSISTENT)
+def test_consistent_settings_are_accepted(consistent: str) -> None:
+    build_config(GOOD | CONSISTENT[consistent])
 
 
-def test_auto_leaves_the_sizes_to_the_plan(tmp_path: Path) -> None:
+def test_auto_is_short_for_sizes_auto(tmp_path: Path) -> None:
     short = build_config(GOOD | {"parallel": "auto", "launch": {"num_ranks": 6}})
     assert short == build_config(GOOD | {"parallel": {"sizes": "auto"}, "launch": {"num_ranks": 6}})
     assert short.parallel.sizes == "auto"
@@ -203,7 +205,7 @@ def test_auto_leaves_the_sizes_to_the_plan(tmp_path: Path) -> None:
     assert load_config(file, ["parallel=auto", "launch.num_ranks=6"]).parallel == short.parallel
 
 
-def test_a_config_built_from_sections_obeys_the_same_laws() -> None:
+def test_a_config_built_from_sections_follows_the_same_rules() -> None:
     good = build_config(GOOD)
     with pytest.raises(ValidationError, match="needs 1 ranks"):
         RunConfig.model_validate(dict(good) | {"launch": {"num_ranks": 2}})
@@ -224,17 +226,17 @@ def test_overrides_are_toml_and_stronger_than_the_file(tmp_path: Path, monkeypat
     assert config.data.evaluation_source == str(tmp_path / "e.csv"), "one on the command line, to where that was typed"
 
 
-@pytest.mark.parametrize(("line", "said"), [("train.num_steps", "section.key=value"), ("name.x=1", "not a table")])
-def test_an_override_that_is_none_is_refused(tmp_path: Path, line: str, said: str) -> None:
+@pytest.mark.parametrize(("line", "expected"), [("train.num_steps", "section.key=value"), ("name.x=1", "not a table")])
+def test_an_override_that_is_not_an_assignment_is_refused(tmp_path: Path, line: str, expected: str) -> None:
     (tmp_path / "a.toml").write_text('name = "n"\n[model]\npath = "m"\n[data]\nsource = "d"\n[train]\nnum_steps = 5\n')
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=expected):
         load_config(tmp_path / "a.toml", [line])
 
 
-@pytest.mark.parametrize(("content", "said"), [(b"[model\n", "not TOML"), (b"\xff", "cannot read")])
-def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+@pytest.mark.parametrize(("content", "expected"), [(b"[model\n", "not TOML"), (b"\xff", "cannot read")])
+def test_a_file_that_is_not_a_config_is_refused(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "a.toml").write_bytes(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=expected):
         load_config(tmp_path / "a.toml")
     with pytest.raises(ConfigError, match="no config file"):
         load_config(tmp_path / "b.toml")
@@ -256,7 +258,7 @@ def test_an_epoch_is_every_sample_once_and_the_last_step_may_be_smaller(
     assert (config.num_steps(rows), config.total_samples(rows)) == (steps, samples)
 
 
-def test_a_config_survives_the_journey_through_json() -> None:
+def test_a_config_written_as_json_is_read_back_equal() -> None:
     config = build_config(GOOD)
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
@@ -272,3 +274,20 @@ def test_horizontal_is_the_former_name_of_tensor(tmp_path: Path) -> None:
     assert load_config(path).parallel.tensor == 2
     assert load_config(path, ["parallel.tensor=4"]).parallel.tensor == 4
     assert load_config(path, ["parallel.horizontal=4"]).world_size == 4
+
+
+def test_the_rules_are_checked_once_per_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(train: TrainConfig) -> list[str]:
+        calls.append(train.num_steps)
+        return []
+
+    monkeypatch.setattr(rules, "CROSS_SECTION_RULES", (counted,))
+    build_config(GOOD)
+    assert calls == [5]
+    for invalid in ({"name": "not a name"}, {"optimizer": {"learning_rate": -1}}):
+        calls.clear()
+        with pytest.raises(ConfigError):
+            build_config(GOOD | invalid)
+        assert calls == [5], "a problem elsewhere does not hide the rules' problems"

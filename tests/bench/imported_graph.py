@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from onward.trainer.config.sections import GraphConfig
 from onward.trainer.model.compile import accelerate
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
 
 WIDTH, HEADS, LAYERS, LENGTH, VOCABULARY, CLASSES = 128, 4, 3, 64, 512, 10
@@ -219,7 +219,7 @@ def compare(name: str, exporter: str, batch_size: int, *, compiled: bool, device
     torch.manual_seed(0)
     model = MODELS[name]
     native = model.build()
-    imported = graph.to_module(exported(native, model, exporter))
+    imported = to_module(exported(native, model, exporter))
     native.to(device), imported.to(device)
     ours = accelerate(imported, GraphConfig(compile=compiled), device)
     theirs = torch.compile(native, dynamic=True) if compiled else native

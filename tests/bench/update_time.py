@@ -32,7 +32,8 @@ from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor
 from onward.trainer.parallel.pipeline import partition as cut
@@ -86,14 +87,14 @@ def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     import_torchvision()
     from torchvision.models import squeezenet1_1
 
-    imported = graph.to_module(build_squeezenet(num_classes=10, image_size=32))
+    imported = to_module(build_squeezenet(num_classes=10, image_size=32))
     batch = Batch((torch.randn(batch_size, 3, 32, 32),), torch.randint(0, 10, (batch_size,)), batch_size)
     return imported, squeezenet1_1(num_classes=10), batch
 
 
 def gpt2(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     """(imported, hand-written, batch)."""
-    imported = graph.to_module(build_gpt2(**GPT2))  # type: ignore[arg-type]
+    imported = to_module(build_gpt2(**GPT2))  # type: ignore[arg-type]
     sizes = {name: int(value) for name, value in GPT2.items() if name != "dropout"}
     shape = (batch_size, sizes["sequence_length"])
     batch = Batch((torch.randint(0, 256, shape),), torch.randint(0, 256, shape), batch_size)
@@ -119,7 +120,7 @@ def onward_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[
     )
     weights = [
         Weight(name, tensor, Placement.whole(tensor.shape), trained=tensor.requires_grad)
-        for name, tensor in graph.weights(module).items()
+        for name, tensor in named_weights(module).items()
     ]
     reducer = Reducer(weights, mesh=mesh, mpi=mpi, config=ParallelConfig(), shared={}, timeout_s=60)
     optimizer = build_optimizer(OptimizerConfig(), [weight for weight in weights if weight.trained])

@@ -16,8 +16,10 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from onward.trainer.onnx_graph.strip_training import strip_training
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from tests.support import zoo
+from tests.support.trained_models import model_with_weights, running_statistics
 
 Case = tuple[str, str, bool]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -100,7 +102,7 @@ def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
 
 def run(module: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """The outputs; an imported module is given the inputs that its file kept."""
-    names = module.input_names if isinstance(module, graph.ImportedGraph) else list(inputs)
+    names = module.input_names if isinstance(module, ImportedGraph) else list(inputs)
     result = module(*(inputs[name] for name in names))
     return result if isinstance(result, tuple) else (result,)
 
@@ -136,7 +138,7 @@ def gradients(module: nn.Module, name: str) -> dict[str, Tensor]:
     """By name in the file where there is one."""
     module.zero_grad()
     loss_of(module, name).backward()
-    names = module.onnx_names if isinstance(module, graph.ImportedGraph) else {}
+    names = module.onnx_names if isinstance(module, ImportedGraph) else {}
     found = {names.get(path, path): parameter.grad for path, parameter in module.named_parameters()}
     assert [path for path, gradient in found.items() if gradient is None] == []
     return {path: gradient.clone() for path, gradient in found.items() if gradient is not None}
@@ -159,7 +161,7 @@ def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> No
 @pytest.mark.parametrize("case", CASES)
 def test_forward_equals_onnxruntime_and_the_module_that_was_exported(case: Case) -> None:
     tested = subject(case)
-    module, native = graph.to_module(tested.model).eval(), tested.native()
+    module, native = to_module(tested.model).eval(), tested.native()
     for batch in (2, 3):
         inputs = zoo.feed(tested.name, batch)
         results = run(module, inputs)
@@ -172,7 +174,7 @@ def test_forward_equals_onnxruntime_and_the_module_that_was_exported(case: Case)
 @pytest.mark.parametrize("case", PLAIN)
 def test_what_is_trained_is_what_the_module_trains(case: Case) -> None:
     tested = subject(case)
-    module = graph.to_module(tested.model)
+    module = to_module(tested.model)
     trained = {module.onnx_names[path] for path, _ in module.named_parameters()}
     assert trained == set(tested.names.values()) | TABLES.get(tested.name, set())
 
@@ -182,7 +184,7 @@ def test_what_is_trained_is_what_the_module_trains(case: Case) -> None:
 def test_gradients_equal_the_modules(case: Case, training: bool) -> None:
     """In training, too: statistics of the batch in BatchNormalization; dropout is switched off in both."""
     tested = subject(case)
-    module, native = graph.to_module(tested.model).train(training), tested.native().train(training)
+    module, native = to_module(tested.model).train(training), tested.native().train(training)
     for part in (*module.modules(), *native.modules()):
         for setting in ("p", "ratio", "dropout"):
             if isinstance(getattr(part, setting, None), float):
@@ -191,14 +193,14 @@ def test_gradients_equal_the_modules(case: Case, training: bool) -> None:
     for table in TABLES.get(tested.name, ()):
         del found[table]
     assert_same_gradients(found, {tested.names[path]: g for path, g in gradients(native, tested.name).items()})
-    for name, statistic in graph.running_statistics(module).items():
+    for name, statistic in running_statistics(module).items():
         assert_same(statistic, native.get_buffer(name))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_fused_equals_unfused(case: Case) -> None:
     tested = subject(case)
-    fused, plain = graph.to_module(tested.model).eval(), graph.to_module(tested.model, fuse=False).eval()
+    fused, plain = to_module(tested.model).eval(), to_module(tested.model, fuse=False).eval()
     inputs = zoo.feed(tested.name, 3)
     for got, want in zip(run(fused, inputs), run(plain, inputs), strict=True):
         assert_same(got, want)
@@ -208,10 +210,10 @@ def test_fused_equals_unfused(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_zero_steps_give_the_same_bytes_and_twenty_a_better_model_that_onnxruntime_runs(case: Case) -> None:
     tested = subject(case)
-    module = graph.to_module(tested.model)
-    assert graph.to_onnx(module, tested.model).SerializeToString() == tested.model.SerializeToString()
+    module = to_module(tested.model)
+    assert model_with_weights(module, tested.model).SerializeToString() == tested.model.SerializeToString()
 
-    before = {name: tensor.detach().clone() for name, tensor in graph.weights(module).items()}
+    before = {name: tensor.detach().clone() for name, tensor in named_weights(module).items()}
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     torch.manual_seed(0)
     losses = []
@@ -224,9 +226,9 @@ def test_zero_steps_give_the_same_bytes_and_twenty_a_better_model_that_onnxrunti
         optimizer.step()
         losses.append(loss.item())
     assert np.mean(losses[-3:]) < 0.98 * losses[0]
-    assert [name for name, tensor in graph.weights(module).items() if torch.equal(tensor, before[name])] == []
+    assert [name for name, tensor in named_weights(module).items() if torch.equal(tensor, before[name])] == []
 
-    written = graph.to_onnx(module.eval(), tested.model)
+    written = model_with_weights(module.eval(), tested.model)
     runs = session(written)
     for batch in (2, 3):
         inputs = zoo.feed(tested.name, batch, seed=1)

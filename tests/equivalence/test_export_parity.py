@@ -14,9 +14,11 @@ import torch
 
 from onward.tasks.export import export_file
 from onward.trainer.checkpoint import save_load as checkpoint
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import load_weights
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs, runs
+from tests.support.trained_models import running_statistics
 
 Data = Callable[..., dict[str, runs.Array]]
 
@@ -43,11 +45,9 @@ def test_the_exported_file_under_onnxruntime_equals_the_trained_module(tmp_path:
     assert exported.parity < 2e-6
 
     original = onnx.load(read_config(run).model.path)
-    module = graph.to_module(original)
+    module = to_module(original)
     tensors = checkpoint.load(last)[1]
-    graph.load_weights(
-        module, {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
-    )
+    load_weights(module, {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")})
     session = onnxruntime.InferenceSession(str(exported.path), providers=["CPUExecutionProvider"])
     feed = graphs.feed(original, 5, seed=9)
     with torch.no_grad():
@@ -70,6 +70,6 @@ def test_a_weight_that_never_moves_comes_out_byte_for_byte(tmp_path: Path) -> No
         {tensor.name: tensor.SerializeToString() for tensor in onnx.load(path).graph.initializer}
         for path in (read_config(run).model.path, exported.path)
     )
-    statistics = graph.running_statistics(graph.to_module(onnx.load(read_config(run).model.path)))
+    statistics = running_statistics(to_module(onnx.load(read_config(run).model.path)))
     assert exported.changed == len(statistics)
     assert {name for name in after if after[name] != before[name]} == set(statistics)

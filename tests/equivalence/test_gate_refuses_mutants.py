@@ -20,8 +20,10 @@ from onward.trainer.export.export import Expected, prove
 from onward.trainer.export.verification import Evaluator, Judge
 from onward.trainer.model.loss import Evaluation, Loss
 from onward.trainer.onnx_graph.strip_training import strip_training
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from tests.support import graphs
+from tests.support.trained_models import model_with_weights
 
 MODELS = ("tiny_conv_net_with_batch_norm", "tiny_resnet", "tiny_transformer", "tiny_bert")
 
@@ -39,7 +41,7 @@ class Case:
 
     original: onnx.ModelProto
     trained: onnx.ModelProto
-    module: graph.ImportedGraph
+    module: ImportedGraph
     evaluator: Evaluator
 
     def refused(self, model: onnx.ModelProto, folder: Path) -> str:
@@ -47,7 +49,7 @@ class Case:
         file, source = folder / "file.onnx", folder / "source.onnx"
         file.write_bytes(model.SerializeToString())
         source.write_bytes(self.original.SerializeToString())
-        weights = {name: weight.detach() for name, weight in graph.weights(self.module).items()}
+        weights = {name: weight.detach() for name, weight in named_weights(self.module).items()}
         expected = Expected(source, self.original, weights, self.module, ModelConfig(path=source))
         try:
             prove(file, expected, evaluator=self.evaluator, config=ExportConfig())
@@ -60,12 +62,12 @@ class Case:
 def case(name: str) -> Case:
     """A model whose weights were moved as by training."""
     original = graphs.MODELS[name]()
-    module = graph.to_module(original).eval()
+    module = to_module(original).eval()
     torch.manual_seed(0)
     with torch.no_grad():
-        for weight in graph.weights(module).values():
+        for weight in named_weights(module).values():
             weight.add_(0.05 * torch.rand_like(weight))
-    trained = graph.to_onnx(module, original)
+    trained = model_with_weights(module, original)
     strip_training(trained), strip_training(original)
     rows = [Rows(tuple(map(torch.from_numpy, graphs.feed(original, 5, seed).values())), None, 5) for seed in (0, 1)]
 

@@ -8,8 +8,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.imported_graph import load_weights, named_weights
+from onward.trainer.onnx_import.train_selection import select_trained
+from onward.trainer.onnx_import.write_back import write_model
 from tests.support.graphs import MODELS
+from tests.support.trained_models import model_with_weights
 
 MODELS_AS_THEY_COME = {
     **MODELS,
@@ -84,23 +88,23 @@ def test_a_model_that_was_not_trained_comes_back_byte_for_byte(name, form, outsi
     model = copy.deepcopy(MODELS_AS_THEY_COME[name]())
     FORMS[form](model)
     onnx.save(model, path, save_as_external_data=outside, location="model.data", size_threshold=256)
-    model = graph.load_model(path)
-    module = graph.to_module(model, base=tmp_path)
-    graph.trainable(module)
-    for file in graph.write(module, model, path, target):
+    model = load_model(path)
+    module = to_module(model, base=tmp_path)
+    select_trained(module)
+    for file in write_model(module, model, path, target):
         assert file.read_bytes() == (tmp_path / file.name).read_bytes()
     assert bool(module.copies) == (form == "a copy")
     if not outside:
-        assert graph.to_onnx(module, model).SerializeToString() == path.read_bytes()
+        assert model_with_weights(module, model).SerializeToString() == path.read_bytes()
 
 
 @pytest.mark.parametrize("name", MODELS_AS_THEY_COME)
 def test_weights_saved_and_loaded_are_still_the_models_own(name):
     model = MODELS_AS_THEY_COME[name]()
-    module = graph.to_module(model)
-    saved = {key: tensor.detach().clone() for key, tensor in graph.weights(module).items()}
-    fresh = graph.to_module(model)
+    module = to_module(model)
+    saved = {key: tensor.detach().clone() for key, tensor in named_weights(module).items()}
+    fresh = to_module(model)
     for parameter in fresh.parameters():
         parameter.data.zero_()
-    graph.load_weights(fresh, saved)
-    assert graph.to_onnx(fresh, model).SerializeToString() == model.SerializeToString()
+    load_weights(fresh, saved)
+    assert model_with_weights(fresh, model).SerializeToString() == model.SerializeToString()

@@ -11,7 +11,7 @@ import onnxruntime
 import torch
 from onnx import helper, numpy_helper
 
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -57,7 +57,7 @@ def onnxruntime_and_ours(model: onnx.ModelProto, inputs: Mapping[str, Array]) ->
     for output, array in zip(model.graph.output, want, strict=True):
         kind = helper.np_dtype_to_tensor_dtype(array.dtype)
         output.CopyFrom(helper.make_tensor_value_info(output.name, kind, [None] * array.ndim))
-    module = graph.to_module(model).eval()
+    module = to_module(model).eval()
     got = module(*(torch.from_numpy(array.copy()) for array in given.values()))
     return want, [value.detach().numpy() for value in (got if isinstance(got, tuple) else (got,))]
 

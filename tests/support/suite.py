@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph import element_types as values
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
 
@@ -72,7 +72,7 @@ def with_stored_operands(case: Any) -> onnx.ModelProto | None:
 def verdict(model: onnx.ModelProto, inputs: Sequence[Any], wanted: Sequence[Any], **tolerance: float) -> str:
     """ "right", "refused: why", or what is wrong."""
     try:
-        module = graph.to_module(model).eval()
+        module = to_module(model).eval()
     except UnsupportedModel as refusal:
         return f"refused: {refusal}"
     try:

@@ -17,8 +17,8 @@ from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import is_external, place
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import slots, stored_tensors
-from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.converters import load_converters
+from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.lowering import operators
 from onward.trainer.onnx_import.roles import roles
 from onward.trainer.onnx_import.runtime_node import Leaf
@@ -100,10 +100,10 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     Raises ConfigError or UnsupportedModel if it cannot be read.
     """
     load_converters(converters)
-    model = graph.load_model(path)
+    model = load_model(path)
     patient, problems = Patient(model, path.parent), list[str]()
     try:
-        module = graph.to_module(model, base=path.parent)
+        module = to_module(model, base=path.parent)
         patient.leaves = Counter(leaf.node.op_type for leaf in module.modules() if isinstance(leaf, Leaf))
     except UnsupportedModel as error:
         problems = list(error.problems)

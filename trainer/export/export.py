@@ -37,7 +37,8 @@ from onward.trainer.onnx_graph.initializers import slots
 from onward.trainer.onnx_graph.stochastic_depth import random_nodes
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery import is_cut
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, load_weights, named_weights, stored_weights
+from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, example_in, read_config, refusal_in
 from onward.trainer.run.durable_files import fsync, write_durably
 from onward.trainer.run.records import ExportedModel, Refusal, RunIdentity, read_record, write_record
@@ -90,10 +91,10 @@ def export(run: RunDir, checkpoint: Checkpoint, *, evaluator: Evaluator, folder:
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
     with _stage(folder) as stage:
         before = Judge(_beside_its_weights(original, source, stage / "before", config.model), evaluator).evaluate()
-        graph.load_weights(trainee.module, checkpoint.weights)
+        load_weights(trainee.module, checkpoint.weights)
         done = finished(trainee).module
-        file, *beside = graph.write(done, original, source, stage / source.name)
-        weights = {name: tensor.detach() for name, tensor in graph.stored_weights(done).items()}
+        file, *beside = write_model(done, original, source, stage / source.name)
+        weights = {name: tensor.detach() for name, tensor in stored_weights(done).items()}
         module = _as_stored(trainee.module, done, original)
         expected = Expected(source, original, weights, module.eval(), config.model)
         judge = prove(file, expected, evaluator=evaluator, config=config.export)
@@ -126,11 +127,11 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
     config = read_config(run)
     source = _unchanged(config.model.path, read_record(run.identity, RunIdentity))
     trainee = open_trainee(config)
-    graph.load_weights(trainee.module, checkpoint.weights)
+    load_weights(trainee.module, checkpoint.weights)
     done = finished(trainee)
     folder.mkdir(parents=True, exist_ok=True)
     with _stage(folder) as stage:
-        file, *_ = graph.write(done.module, done.model, source, stage / source.name)
+        file, *_ = write_model(done.module, done.model, source, stage / source.name)
         part = judged(onnx.load_model(str(file), load_external_data=False), config.model)
         write_artifacts(folder, part, config, base=stage)
 
@@ -157,7 +158,7 @@ def _moved(path: Path, stage: Path, folder: Path) -> Path:
     return place
 
 
-def _as_stored(trained: graph.ImportedGraph, done: graph.ImportedGraph, model: onnx.ModelProto) -> graph.ImportedGraph:
+def _as_stored(trained: ImportedGraph, done: ImportedGraph, model: onnx.ModelProto) -> ImportedGraph:
     """What was trained, its weights rounded in place as a file in half precision rounds them.
 
     Adapters cannot be rounded as their sum with the weight is: of such a file, what is written is the measure.
@@ -165,7 +166,7 @@ def _as_stored(trained: graph.ImportedGraph, done: graph.ImportedGraph, model: o
     halves = {name: ROUNDED[tensor.data_type] for name, tensor in slots(model.graph) if tensor.data_type in ROUNDED}
     module = done if halves else trained
     with torch.no_grad():
-        for name, weight in graph.weights(module).items():
+        for name, weight in named_weights(module).items():
             weight.copy_(weight.to(halves.get(name, weight.dtype)))
     return module
 

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from onward.trainer.config.sections import LoraConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_import.module import ImportedGraph, weights
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.roles import Role
@@ -127,7 +127,7 @@ def _near(pattern: str, known: Sequence[str]) -> str:
 def _adapt(module: ImportedGraph, name: str, uses: _Uses, config: LoraConfig, seed: int) -> Adapter:
     assert uses.main is not None
     adapter = Adapter(name, config.alpha / config.rank, uses.main.outputs_first)
-    tensors = _fresh(adapter, weights(module)[name], config.rank, seed, conv=uses.main.kind == "conv")
+    tensors = _fresh(adapter, named_weights(module)[name], config.rank, seed, conv=uses.main.kind == "conv")
     nodes = []
     for of, tensor in zip((adapter.a, adapter.b), tensors, strict=True):
         owner, _, leaf = str(uses.read.target).rpartition(".")
@@ -284,7 +284,7 @@ def merged(module: ImportedGraph, plain: fx.Graph, adapters: Sequence[Adapter]) 
         setattr(result, name, getattr(module, name))
     result.onnx_names = {path: name for path, name in module.onnx_names.items() if name not in own}
     result.roles = {name: role for name, role in module.roles.items() if name not in own}
-    tensors = weights(module)
+    tensors = named_weights(module)
     paths = {name: path for path, name in result.onnx_names.items()}
     for adapter in adapters:
         weight, a, b = (tensors[name].detach() for name in (adapter.weight, adapter.a, adapter.b))

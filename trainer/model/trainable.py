@@ -19,9 +19,11 @@ from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merged
 from onward.trainer.onnx_graph import surgery
-from onward.trainer.onnx_import import module as graph
 from onward.trainer.onnx_import.converters import load_converters
+from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.passes.dropout import add_dropout
+from onward.trainer.onnx_import.train_selection import select_trained
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,8 @@ log = logging.getLogger(__name__)
 class Trainee:
     """A module to train, and where its weights belong."""
 
-    module: graph.ImportedGraph
-    """On the CPU; its weights, frozen ones and adapters included: `graph.weights`."""
+    module: ImportedGraph
+    """On the CPU; its weights, frozen ones and adapters included: `named_weights`."""
     model: onnx.ModelProto
     """The whole graph as the user gets it back, with weights not trained yet: the file's own, a new head's."""
     base: Path
@@ -45,9 +47,9 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Finished:
-    """What is written: `graph.write(finished.module, finished.model, source, target)`."""
+    """What is written: `write_model(finished.module, finished.model, source, target)`."""
 
-    module: graph.ImportedGraph
+    module: ImportedGraph
     """Computes what the trainee computes, adapters merged; its weights are those of the file, by name. It shares
     them with the trainee, but for the merged ones."""
     model: onnx.ModelProto
@@ -61,24 +63,24 @@ def open_trainee(config: RunConfig) -> Trainee:
     be trained.
     """
     load_converters(config.model.converters)
-    model, base = graph.load_model(config.model.path), config.model.path.parent
+    model, base = load_model(config.model.path), config.model.path.parent
     surgery.operate(model, config.model, seed=config.train.seed)
     chosen = (*config.model.train, *config.lora.also_train)
-    module = graph.to_module(
+    module = to_module(
         judged(model, config.model), base=base, fuse=config.graph.fuse, tie=config.model.tie, train=chosen
     )
     dropout = _regularise(module, config.graph.dropout)
     plain = copy.deepcopy(module.graph)
     if not config.lora.weights:
-        graph.trainable(module, train=config.model.train, freeze=config.model.freeze)
+        select_trained(module, train=config.model.train, freeze=config.model.freeze)
         return Trainee(module, model, base, (), plain, dropout)
     adapters = add_adapters(module, config.lora, seed=config.train.seed)
     own = tuple(name for adapter in adapters for name in (adapter.a, adapter.b))
-    graph.trainable(module, train=(*own, *config.lora.also_train), freeze=config.model.freeze)
+    select_trained(module, train=(*own, *config.lora.also_train), freeze=config.model.freeze)
     return Trainee(module, model, base, adapters, plain, dropout)
 
 
-def _regularise(module: graph.ImportedGraph, ratio: float) -> tuple[str, ...]:
+def _regularise(module: ImportedGraph, ratio: float) -> tuple[str, ...]:
     if not ratio:
         return ()
     places = tuple(add_dropout(module, ratio))

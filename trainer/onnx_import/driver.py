@@ -1,89 +1,164 @@
-"""The import itself: the sizes a graph is tried at, its inputs, weights and outputs, and the best attempt."""
+"""How an ONNX file becomes a torch module, from the first step to the last.
+
+    model = load_model(path)                       # read and check the file
+    module = to_module(model, base=path.parent)    # import it
+    select_trained(module, freeze=("*.wpe.*",))    # train_selection.py
+    ...                                            # train it like any torch module
+    write_model(module, model, path, target)       # write_back.py: the same file with the module's weights
+
+The steps of `to_module`:
+
+    stored tensors      onnx_graph/initializers.py   read or mapped into memory
+    roles               roles.py                     trained weight, running statistic or constant
+    lowering            lowering.py, ops/            each ONNX node becomes torch calls, recorded by tracing.py
+      at trial sizes    trial_sizes.py               until one attempt needs no assumption about lengths
+    ties                ties.py                      copies of one weight become one parameter
+    passes              passes/fuse.py               attention, norms, activations in torch's fused kernels
+
+The result is an ImportedGraph (imported_graph.py). Its parameters are the initializers themselves: nothing is
+transposed, scaled or folded on import, so writing them back is exact. Half-precision files are computed in fp32 and
+rounded once, when they are written.
+"""
 
 from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
 import torch
-from onnx import TensorProto
+from onnx import TensorProto, inliner
 from torch import fx, nn
 
-from onward.trainer.errors import UnsupportedModel
+import onward.trainer.onnx_import.ops  # noqa: F401  registers the operator rules
+from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.element_types import PACKED, Unsupported, Value, torch_dtype
+from onward.trainer.onnx_graph.external_data import external_problems, with_small_tensors
+from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.shape_inference import inferred
+from onward.trainer.onnx_graph.stochastic_depth import branches, marked
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
 from onward.trainer.onnx_import.lowering import Walk, functions_of, opsets_of, unknown_operators
-from onward.trainer.onnx_import.roles import Role
+from onward.trainer.onnx_import.ops.contrib import OWN_NORMS, check_optimised
+from onward.trainer.onnx_import.passes.fuse import fuse as fuse_graph
+from onward.trainer.onnx_import.roles import Role, promoted, roles
+from onward.trainer.onnx_import.shape_assumptions import is_kept
+from onward.trainer.onnx_import.ties import Copies, copy_roles, find_copies
+from onward.trainer.onnx_import.ties import tie as tie_copies
 from onward.trainer.onnx_import.tracing import Traced, Tracer
-
-# -- the sizes a graph is tried at
-
-Lengths = Mapping[tuple[str, int], tuple[int, int]]
-"""(input, dimension) -> the two lengths it is tried at."""
-
-SMALL = ((3, 5), (7, 11), (13, 19), (17, 29), (23, 41), (31, 47))
-"""Lengths for the batch and the other dynamic dimensions; no two pairs have the same difference or ratio."""
-LARGE = ((3, 5), (224, 320), (256, 416), (288, 512), (352, 640), (384, 736))
-"""The same for images of dynamic size, which a network halves several times."""
-MIXED = ((6, 17), (40, 171), (66, 229), (98, 309), (130, 357), (162, 425))
-"""An even and an odd one, their difference a prime: nor do remainders agree, nor numbers of blocks."""
-SHORT = ((3, 5), (7, 11), (6, 9), (8, 13), (4, 10), (2, 12))
-"""For tables of few rows, such as the positions of a network of short sequences."""
+from onward.trainer.onnx_import.trial_sizes import Lengths, trial_sizes
 
 
-def plans(graph: onnx.GraphProto, stored: set[str]) -> Iterable[tuple[Lengths, int | None]]:
-    """Sets of sizes to try, with the batch size the file declares if it is to be set free."""
-    inputs = [value for value in graph.input if value.name not in stored]
-    leading = {value.type.tensor_type.shape.dim[0].dim_value for value in inputs if value.type.tensor_type.shape.dim}
-    batch = leading.pop() if len(leading) == 1 and 0 not in leading else None
-    for free in [batch, None] if batch else [None]:
-        for table in (SMALL, LARGE, MIXED, SHORT):
-            yield _lengths(inputs, table, free_batch=free is not None), free
-    if any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
-        yield _lengths(inputs, SMALL, free_batch=False, empty=True), None
+def load_model(path: Path) -> onnx.ModelProto:
+    """Read and check an ONNX file. External data stays in its files; `to_module(base=path.parent)` maps it.
+
+    Raises ConfigError when there is no readable file, UnsupportedModel when it is not valid ONNX or when an external
+    data file is absent, too short or outside the model's directory.
+    """
+    try:
+        path.open("rb").close()  # for an OSError with a reason, which the checker does not give
+        model = _checked(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
+    except onnx.checker.ValidationError as error:
+        raise UnsupportedModel(f"{path} is not valid ONNX: {error}") from None
+    if problems := external_problems(model, path.parent):
+        raise UnsupportedModel(problems)
+    return model
 
 
-def _is_empty(dim: onnx.TensorShapeProto.Dimension) -> bool:
-    """Whether a length of 0 is declared: some exporters mean by it that the length is not known."""
-    return dim.HasField("dim_value") and dim.dim_value == 0
+def _checked(path: Path) -> onnx.ModelProto:
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        # onnxruntime's optimiser writes operators into ONNX's own domain that ONNX does not define
+        if not any(f"No Op registered for {name}" in str(error) for name in OWN_NORMS):
+            raise
+        model = onnx.load(str(path), load_external_data=False)
+        check_optimised(model)
+        return model
+    return onnx.load(str(path), load_external_data=False)
 
 
-def _lengths(
-    inputs: Sequence[onnx.ValueInfoProto], table: tuple[tuple[int, int], ...], *, free_batch: bool, empty: bool = False
-) -> Lengths:
-    symbols: dict[str, int] = {"": 0}  # the batch comes first, whatever its name
-    lengths: dict[tuple[str, int], tuple[int, int]] = {}
-    for value in inputs:
-        for position, dim in enumerate(value.type.tensor_type.shape.dim):
-            fixed = dim.dim_value > 0 or (empty and _is_empty(dim))
-            if fixed and not (free_batch and position == 0):
-                lengths[value.name, position] = (dim.dim_value, dim.dim_value)
-                continue
-            unnamed = "" if position == 0 else f"{value.name}[{position}]"
-            if position == 0 and dim.dim_param:
-                symbols.setdefault(dim.dim_param, 0)
-            number = symbols.setdefault(dim.dim_param or unnamed, len(set(symbols.values())))
-            first, second = table[number % len(table)]
-            further = number // len(table)
-            lengths[value.name, position] = (first + 50 * further, second + 90 * further)
-    return lengths
+def to_module(
+    model: onnx.ModelProto, *, base: Path | None = None, fuse: bool = True, tie: bool = True, train: Sequence[str] = ()
+) -> ImportedGraph:
+    """Import a model as a torch module.
+
+    The module takes the graph's inputs in order, without those that have an initializer, and returns the graph's
+    outputs in order: the tensor itself if there is one, else a tuple. Dropout, stochastic depth and
+    BatchNormalization follow train() and eval().
+
+    base: the directory of the model's external data, which is mapped copy-on-write. fuse: rewrite attention, norms and
+    linear layers into single torch calls; results differ by rounding only. tie: make the copies that an exporter stored
+    of one weight one parameter. train: names of stored tensors that are to be weights although the analysis of roles
+    says otherwise. Raises UnsupportedModel with one sentence for every node that cannot be imported.
+    """
+    # before inlining: a tensor stored in a local function has no place of its own to be written back to
+    stored = stored_tensors(model.graph, base)
+    depth = branches(model, base)
+    model = with_small_tensors(model, base)
+    if model.functions:
+        model = inliner.inline_local_functions(model)
+    found = promoted(roles(model.graph, stored), stored, train)
+    attempt, graph = import_graph(marked(model, depth), stored, found, base)
+    copies = find_copies(stored, found) if tie else {}
+    return _finish(attempt, graph, copies, fuse=fuse)
 
 
-# -- the graph
+def _finish(attempt: ImportAttempt, graph: fx.Graph, copies: Copies, *, fuse: bool) -> ImportedGraph:
+    """Tie copies, apply the passes and return the module."""
+    root = attempt.tracer.root
+    tie_copies(graph, root, {name: path for path, name in attempt.onnx_names.items()}, copies)
+    if fuse:
+        fuse_graph(graph, root)
+    graph.eliminate_dead_code(is_impure_node=is_kept)
+    graph.lint()
+    module = ImportedGraph(root, graph, "ImportedGraph")
+    # traced nodes refer to the tracer; through its root every rank would keep all weights of all stages alive
+    attempt.tracer.root = nn.Module()
+    paths = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    module.onnx_names = {path: name for path, name in attempt.onnx_names.items() if path in paths}
+    mark_constants_nonpersistent(module)
+    module.input_names = tuple(value.name for value in attempt.inputs)
+    module.output_names = tuple(value.name for value in attempt.model.graph.output)
+    module.copies = {name: of for name, of in copies.items() if of[0] in module.onnx_names.values()}
+    module.roles = copy_roles(attempt.roles, module.copies)
+    return module
+
+
+def import_graph(
+    model: onnx.ModelProto, stored: Mapping[str, torch.Tensor], roles: Mapping[str, Role], base: Path | None = None
+) -> tuple[ImportAttempt, fx.Graph]:
+    """Trace the graph at several sizes and return the attempt with the lowest cost.
+
+    Raises UnsupportedModel with every problem of the best attempt.
+    """
+    unknown = unknown_operators(model)
+    attempts: list[tuple[ImportAttempt, fx.Graph]] = []
+    for lengths, batch in trial_sizes(model.graph, set(stored)):
+        attempt = ImportAttempt(model, Tracer(), roles, batch, base)
+        attempts.append((attempt, attempt.build(stored, lengths)))
+        if not any(attempt.cost):
+            break
+    best = min(attempts, key=lambda entry: entry[0].cost)
+    if unknown or best[0].problems:
+        raise UnsupportedModel(dict.fromkeys([*unknown, *best[0].problems]))
+    return best
 
 
 @dataclass
-class Importer:
-    """One attempt: the whole graph, at one plan's sizes."""
+class ImportAttempt:
+    """The whole graph, traced at one choice of sizes."""
 
     model: onnx.ModelProto
     tracer: Tracer
     roles: Mapping[str, Role]
     batch: int | None
+    """The batch size that the file declares, if it is treated as dynamic."""
     base: Path | None = None
     """The directory of external data that was not loaded."""
     problems: list[str] = field(default_factory=list)
@@ -91,7 +166,7 @@ class Importer:
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        """How many nodes are refused, how much is assumed of lengths, how many are leaves."""
+        """Number of refused nodes, of assumptions about lengths, of runtime nodes; compared in this order."""
         return len(self.problems), len(self.tracer.assumed), len(self.tracer.leaves)
 
     @property
@@ -100,15 +175,15 @@ class Importer:
         return [value for value in self.model.graph.input if value.name not in stored]
 
     def build(self, stored: Mapping[str, torch.Tensor], lengths: Lengths) -> fx.Graph:
-        """The whole graph on the tracer's fx graph, outputs last."""
+        """Lower all nodes onto the tracer's fx graph and return it."""
         values: dict[str, Value] = {"": None}
         for value in self.inputs:
-            self._input(value, lengths, values)
+            self._add_input(value, lengths, values)
         for name, tensor in stored.items():
-            values[name] = self._stored(name, tensor)
+            values[name] = self._add_stored(name, tensor)
         graph = self.model.graph
         walk = Walk(self.tracer, graph, functions_of(self.model), self.batch, self.base, self.problems)
-        if self.batch is None:  # a batch set free contradicts the shapes that such a file has as constants
+        if self.batch is None:  # a dynamic batch contradicts the shapes that a file of fixed batch has as constants
             walk.shapes = functools.cache(lambda: inferred(self.model, stored, lengths))
         walk.run(graph, values, opsets_of(self.model))
         missing = [value.name for value in graph.output if value.name not in values]
@@ -120,8 +195,9 @@ class Importer:
             self.tracer.graph.output(nodes[0] if len(nodes) == 1 else nodes)
         return self.tracer.graph
 
-    def _input(self, value: onnx.ValueInfoProto, lengths: Lengths, values: dict[str, Value]) -> None:
+    def _add_input(self, value: onnx.ValueInfoProto, lengths: Lengths, values: dict[str, Value]) -> None:
         kind = value.type.tensor_type
+        # fx generates Python code, so the placeholder's name must be a free identifier
         argument = "".join(c if c.isalnum() and c.isascii() else "_" for c in value.name)
         if (
             not argument.isidentifier()
@@ -129,7 +205,7 @@ class Importer:
             or argument in (*fx.graph._custom_builtins, "self")
         ):
             argument = f"input_{argument}"
-        if not value.type.HasField("tensor_type") or not kind.HasField("shape"):  # a sequence, or of any rank
+        if not value.type.HasField("tensor_type") or not kind.HasField("shape"):  # a sequence, or of unknown rank
             values[value.name] = self.tracer.placeholder(argument, None)
             return
         try:
@@ -143,33 +219,17 @@ class Importer:
         values[value.name].packed = kind.elem_type if kind.elem_type in PACKED else None
 
     def _output(self, declared: onnx.ValueInfoProto, value: Value) -> Value:
-        """A result as a tensor; shape arithmetic in int32 was done in ints of any size."""
+        """Return a result as a tensor. Shape arithmetic in int32 was done in Python ints and is cast back here."""
         result = self.tracer.to_tensor(value)
         known = isinstance(result, torch.Tensor) or (isinstance(result, Traced) and result.known)
         narrow = known and result.dtype == torch.int64 and declared.type.tensor_type.elem_type == TensorProto.INT32
         return self.tracer.call("to", result, torch.int32) if narrow else result
 
-    def _stored(self, name: str, tensor: torch.Tensor) -> Value:
+    def _add_stored(self, name: str, tensor: torch.Tensor) -> Value:
+        """Register a weight as a parameter and a running statistic as a buffer; any other tensor stays a constant."""
         role = self.roles.get(name)
         if role is None or role.kind == "frozen":
             return tensor
         traced = self.tracer.tensor(name, nn.Parameter(tensor) if role.kind == "trained" else tensor)
         self.onnx_names[str(traced.node.target)] = name
         return traced
-
-
-def import_graph(
-    model: onnx.ModelProto, stored: Mapping[str, torch.Tensor], roles: Mapping[str, Role], base: Path | None = None
-) -> tuple[Importer, fx.Graph]:
-    """The attempt that costs least. Raises UnsupportedModel with all that is refused in the best one."""
-    unknown = unknown_operators(model)
-    attempts: list[tuple[Importer, fx.Graph]] = []
-    for lengths, batch in plans(model.graph, set(stored)):
-        importer = Importer(model, Tracer(), roles, batch, base)
-        attempts.append((importer, importer.build(stored, lengths)))
-        if not any(importer.cost):
-            break
-    best = min(attempts, key=lambda attempt: attempt[0].cost)
-    if unknown or best[0].problems:
-        raise UnsupportedModel(dict.fromkeys([*unknown, *best[0].problems]))
-    return best

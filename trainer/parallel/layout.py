@@ -21,7 +21,7 @@ from onward.trainer.distributed.processes import Coordinate
 from onward.trainer.distributed.weights import Weight, shape_of
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.loss import Slice
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import BatchNorm
 from onward.trainer.parallel.cost import Autocast, NodeCost, costs
 from onward.trainer.parallel.memory import budget
@@ -70,7 +70,7 @@ class Arrangement:
 
 
 def arrange(
-    module: graph.ImportedGraph,
+    module: ImportedGraph,
     config: RunConfig,
     example: Sequence[Tensor],
     *,
@@ -136,7 +136,7 @@ class Cuts:
 
 
 def _cuts(
-    module: graph.ImportedGraph, config: RunConfig, example: Sequence[Tensor], autocast: Autocast, *, price: bool
+    module: ImportedGraph, config: RunConfig, example: Sequence[Tensor], autocast: Autocast, *, price: bool
 ) -> Cuts:
     parallel = config.parallel
     num_stages = parallel.pipeline * parallel.stages_per_rank
@@ -154,7 +154,7 @@ def _cuts(
     return Cuts(borders, inner, priced)
 
 
-def _stages(module: graph.ImportedGraph, cuts: Cuts) -> list[Stage]:
+def _stages(module: ImportedGraph, cuts: Cuts) -> list[Stage]:
     """All stages of the graph, each in its units."""
     parts = iter(cut.split(module, sorted({*cuts.borders, *cuts.inner}, key=lambda point: point.position)))
     ends = [0, *(point.position for point in cuts.borders), len(cut.order(module.graph))]

@@ -25,7 +25,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model import precision
 from onward.trainer.model.loss import Loss
 from onward.trainer.model.trainable import open_trainee
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.layout import Arrangement, arrange, recompute_units
 from onward.trainer.parallel.memory import Rehearsal, foretell, rehearse, sharding
 from onward.trainer.parallel.pipeline.partition import Stage
@@ -240,7 +240,7 @@ CALL_FLOPS = 1e6
 class _Planner:
     """Divides one graph in many ways."""
 
-    def __init__(self, module: graph.ImportedGraph, device: torch.device) -> None:
+    def __init__(self, module: ImportedGraph, device: torch.device) -> None:
         self.module, self.device = module, device
 
     def plan(self, config: RunConfig) -> _Division:

@@ -28,7 +28,7 @@ from onward.trainer.model import precision
 from onward.trainer.model.compile import accelerate
 from onward.trainer.model.loss import Loss
 from onward.trainer.model.trainable import Trainee
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.cost import Autocast, costs
 from onward.trainer.parallel.layout import arrange, is_trained, recompute_units
 from onward.trainer.parallel.pipeline import partition as cut
@@ -109,7 +109,7 @@ def assemble(
     or UnsupportedModel, on every rank alike, when the graph cannot be divided as configured.
     """
     module, here = trainee.module, ParallelDims.of(config.parallel).coordinate(mpi.rank)
-    stored = graph.weights(module)
+    stored = named_weights(module)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     trained = frozenset(name for name, tensor in stored.items() if is_trained(tensor))
     autocast = partial(precision.autocast, config.precision, mpi.device)
@@ -120,7 +120,7 @@ def assemble(
     for stage in mine:
         stage.chain.to(mpi.device)
         for place, unit in enumerate(stage.chain.units):
-            stage.chain.units[place] = accelerate(cast("graph.ImportedGraph", unit), config.graph, mpi.device)
+            stage.chain.units[place] = accelerate(cast("ImportedGraph", unit), config.graph, mpi.device)
     weights = whole.weights(mine, here)
     recompute_units(whole, mine, config, example, pipeline=here.pipeline)
     _forget_weights(module, [stage for stage in whole.stages if stage not in mine])
@@ -149,7 +149,7 @@ def assemble(
 
 
 def _shapes_of(
-    module: graph.ImportedGraph,
+    module: ImportedGraph,
     mine: Sequence[Stage],
     stages: Sequence[Stage],
     autocast: Autocast,
@@ -163,7 +163,7 @@ def _shapes_of(
     ]
 
 
-def _forget_weights(module: graph.ImportedGraph, others: Sequence[Stage]) -> None:
+def _forget_weights(module: ImportedGraph, others: Sequence[Stage]) -> None:
     """Leave of the whole graph's and of other ranks' weights their shapes: the stages of this rank hold its own."""
     for owner in (owner for whole in (module, *(stage.chain for stage in others)) for owner in whole.modules()):
         for leaf, tensor in owner.named_parameters(recurse=False):

@@ -19,7 +19,7 @@ from onward.trainer.data.batches import Batches, evaluation_batches
 from onward.trainer.data.shards import Shards, make_shards, open_shards
 from onward.trainer.data.signature import read_signature, wanted
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.onnx_import.module import to_module
+from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
 
 CPU = torch.device("cpu")

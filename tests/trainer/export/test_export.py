@@ -28,7 +28,9 @@ from onward.trainer.model.loss import Evaluation, Loss
 from onward.trainer.model.trainable import judged
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_graph.strip_training import strip_training
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
+from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, example_in, refusal_in
 from onward.trainer.run.durable_files import sha256 as digest
 from onward.trainer.run.records import ExportedModel, Refusal, RunIdentity, read_record, write_record
@@ -51,7 +53,7 @@ class Case:
     """A run directory with a model, a trained module, and evaluation data."""
 
     run: RunDir
-    module: graph.ImportedGraph
+    module: ImportedGraph
     batches: list[Rows]
 
     def export(self) -> ExportedModel:
@@ -61,7 +63,7 @@ class Case:
             return Evaluation(Loss(config, list(names)), ignore_index=-100, device=CPU)
 
         evaluator = Evaluator(batches=lambda: self.batches, totals=totals)
-        weights = {name: weight.detach().clone() for name, weight in graph.weights(self.module).items()}
+        weights = {name: weight.detach().clone() for name, weight in named_weights(self.module).items()}
         return export.export(self.run, Checkpoint(7, weights), evaluator=evaluator)
 
     def refused(self) -> tuple[str, ...]:
@@ -88,10 +90,10 @@ def make(tmp_path: Path) -> Make:
         sections = {"train": {"num_steps": 1}, "data": {"source": "digits"}, "model": {"path": path}}
         write_record(run.config, build_config(sections | {"export": settings}))
         write_record(run.identity, RunIdentity(run_id="1", name="n", created_at="", model_sha256=digest(path)))
-        module = graph.to_module(model)
+        module = to_module(model)
         torch.manual_seed(0)
         with torch.no_grad():
-            for weight in graph.weights(module).values():
+            for weight in named_weights(module).values():
                 weight.add_(moved * torch.rand_like(weight))
         batches = [
             Rows(tuple(map(torch.from_numpy, graphs.feed(model, size, seed).values())), None, size)
@@ -110,7 +112,7 @@ def test_the_file_computes_what_the_trained_module_computes(name: str, make: Mak
     case = make(graphs.MODELS[name]())
     exported = case.export()
     assert exported.parity < 1e-5
-    assert exported.changed == len(graph.weights(case.module))
+    assert exported.changed == len(named_weights(case.module))
     assert exported.sha256 == digest(exported.path)
     assert read_record(case.run.exported, ExportedModel) == exported
 
@@ -128,11 +130,11 @@ def test_metrics_are_those_of_the_module_before_and_after_training(make: Make) -
     case = make(graphs.tiny_loss_model())
     exported = case.export()
 
-    def loss(module: graph.ImportedGraph) -> float:
+    def loss(module: ImportedGraph) -> float:
         with torch.no_grad():
             return sum(float(module.eval()(*rows.inputs)) * rows.size for rows in case.batches) / 15
 
-    before = graph.to_module(graphs.tiny_loss_model())
+    before = to_module(graphs.tiny_loss_model())
     assert exported.before == {"evaluation/loss": pytest.approx(loss(before), rel=1e-6)}
     assert exported.after == {"evaluation/loss": pytest.approx(loss(case.module), rel=1e-6)}
     assert exported.before != exported.after
@@ -220,7 +222,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_file(make: Make, monkeypatch: p
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(graph, "write", full)
+    monkeypatch.setattr("onward.trainer.export.export.write_model", full)
     with pytest.raises(SystemExit) as ended, export.refusals(case.run.export):
         case.export()
     assert ended.value.code == 3
@@ -347,16 +349,16 @@ def test_a_file_that_was_written_wrong_is_refused_with_every_number(
     mutate: Mutation, sentences: list[str], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make(graphs.tiny_mlp(inputs=16, hidden=16, outputs=16))
-    right = graph.write
+    right = write_model
 
-    def wrong(module: graph.ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
+    def wrong(module: ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
         files = right(module, model, source, target)
         written = onnx.load(target)
         mutate({tensor.name: tensor for tensor in written.graph.initializer}, written.graph)
         target.write_bytes(written.SerializeToString())
         return files
 
-    monkeypatch.setattr(graph, "write", wrong)
+    monkeypatch.setattr("onward.trainer.export.export.write_model", wrong)
     problems = case.refused()
     assert len(problems) == len(sentences)
     for problem, sentence in zip(problems, sentences, strict=True):
@@ -369,18 +371,18 @@ def test_a_file_that_was_written_wrong_is_refused_with_every_number(
 def test_weights_that_were_not_written_at_all_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(graphs.tiny_mlp())
 
-    def stale(module: graph.ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
+    def stale(module: ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
         target.write_bytes(source.read_bytes())
         return [target]
 
-    monkeypatch.setattr(graph, "write", stale)
+    monkeypatch.setattr("onward.trainer.export.export.write_model", stale)
     assert sum("differs from the checkpoint" in problem for problem in case.refused()) == 4
 
 
 def test_a_module_that_diverged_is_refused(make: Make) -> None:
     case = make(graphs.tiny_mlp())
     with torch.no_grad():
-        graph.weights(case.module)["fc2.bias"].fill_(torch.nan)
+        named_weights(case.module)["fc2.bias"].fill_(torch.nan)
     (problem,) = case.refused()
     assert "nan off the trained module" in problem
 
@@ -396,7 +398,7 @@ def test_another_original_is_refused(make: Make) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(make: Make) -> None:
     case = make(graphs.tiny_mlp())
-    case.module = graph.to_module(graphs.tiny_conv_net())
+    case.module = to_module(graphs.tiny_conv_net())
     with pytest.raises(CheckpointError, match="another model"):
         case.export()
 
@@ -437,11 +439,11 @@ def test_a_cut_model_called_part_is_not_written_over_by_what_is_judged_of_it(tmp
     source.parent.mkdir()
     onnx.save(graphs.tiny_mlp(hidden=64), source, save_as_external_data=True, location="weights.bin", size_threshold=64)
     file.parent.mkdir()
-    model = graph.load_model(source)
+    model = load_model(source)
     inner = next(node.output[0] for node in model.graph.node if node.op_type == "Relu")
     config = ModelConfig(path=source, loss="output", output=inner)
-    module = graph.to_module(judged(model, config), base=source.parent).eval()
-    graph.write(module, model, source, file)
+    module = to_module(judged(model, config), base=source.parent).eval()
+    write_model(module, model, source, file)
     content = file.read_bytes()
     batches = [Rows((torch.randn(3, 4),), None, 3)]
 
@@ -449,7 +451,7 @@ def test_a_cut_model_called_part_is_not_written_over_by_what_is_judged_of_it(tmp
         return Evaluation(Loss(config, list(names)), ignore_index=-100, device=CPU)
 
     evaluator = Evaluator(batches=lambda: batches, totals=totals)
-    weights = {name: tensor.detach() for name, tensor in graph.stored_weights(module).items()}
+    weights = {name: tensor.detach() for name, tensor in stored_weights(module).items()}
     expected = export.Expected(source, model, weights, module, config)
     assert export.prove(file, expected, evaluator=evaluator, config=ExportConfig()).parity < 1e-6
     assert file.read_bytes() == content

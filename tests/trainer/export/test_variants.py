@@ -21,8 +21,9 @@ from onward.trainer.export.variants import make_variant, too_much
 from onward.trainer.export.verification import Evaluator
 from onward.trainer.model.loss import Evaluation, Loss
 from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
+from tests.support.trained_models import model_with_weights
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluator]:
     images = torch.from_numpy(data.images[:, None] / 16).float()
     labels = torch.from_numpy(data.target)
     model = graphs.tiny_conv_net(num_classes=10, channels=1)
-    module = graph.to_module(model)
+    module = to_module(model)
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW(module.parameters(), 5e-3)
     for step in range(120):
@@ -52,7 +53,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluator]:
         torch.nn.functional.cross_entropy(module(images[rows]), labels[rows]).backward()
         optimizer.step()
     path = tmp_path_factory.mktemp("digits") / "digits.onnx"
-    path.write_bytes(graph.to_onnx(module, model).SerializeToString())
+    path.write_bytes(model_with_weights(module, model).SerializeToString())
     held_out = [
         Rows((images[start : start + 64],), labels[start : start + 64], len(labels[start : start + 64]))
         for start in range(1344, len(labels), 64)

@@ -18,7 +18,7 @@ from onward.trainer.errors import ExportRefused
 from onward.trainer.export.verification import Evaluator, Judge, fp32_shadow, in_half_precision
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import import converters as foreign
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
 
 
@@ -48,7 +48,7 @@ def test_a_newer_ir_version_alone_does_not_keep_onnxruntime_from_judging() -> No
     model = one_node("Relu")
     model.ir_version = 14
     judge = Judge(model, data(Rows((torch.randn(3, 4),), None, 3)))
-    assert judge.compare(graph.to_module(model), batches=1, tolerance=1e-6) == []
+    assert judge.compare(to_module(model), batches=1, tolerance=1e-6) == []
     assert judge.by.startswith("onnxruntime, on a copy of IR version 1")
     assert model.ir_version == 14
 
@@ -64,7 +64,7 @@ def test_a_file_in_half_precision_is_judged_as_its_fp32_shadow(half: int, tmp_pa
     path = tmp_path / "half.onnx"
     path.write_bytes(model.SerializeToString())
     judge = Judge(path, data(Rows((torch.randn(6, 4),), None, 6)))
-    assert judge.compare(graph.to_module(model), batches=1, tolerance=1e-5) == []
+    assert judge.compare(to_module(model), batches=1, tolerance=1e-5) == []
     assert judge.by.endswith("fp32 shadow")
     assert in_half_precision(onnx.load(path)), "the file itself is untouched"
 
@@ -140,7 +140,7 @@ def test_an_output_of_any_kind_is_compared(
 ) -> None:
     model = with_ends(node, "batch", *others, end)
     judge = Judge(model, data(Rows((torch.randn(6, 4),), None, 6)))
-    module = graph.to_module(model).eval()
+    module = to_module(model).eval()
     assert judge.compare(module, batches=1, tolerance=1e-6) == []
     with torch.no_grad():
         next(iter(module.parameters())).mul_(-1)
@@ -158,7 +158,7 @@ def test_an_output_of_any_kind_is_compared(
 def test_a_file_with_a_fixed_batch_is_compared_on_the_very_rows_it_takes(node: onnx.NodeProto, dims: list[int]) -> None:
     model = with_ends(node, 4, helper.make_tensor_value_info("z", TensorProto.FLOAT, dims))
     judge = Judge(model, data(*(Rows((torch.randn(size, 4),), None, size) for size in (6, 4, 1))))
-    assert judge.compare(graph.to_module(model).eval(), batches=3, tolerance=1e-6) == []
+    assert judge.compare(to_module(model).eval(), batches=3, tolerance=1e-6) == []
 
 
 def test_a_fixed_batch_is_evaluated_row_for_row_and_repeated_rows_do_not_count() -> None:
@@ -195,7 +195,7 @@ def rotary(width: int = 8) -> onnx.ModelProto:
 def test_rotary_embedding_is_proven_row_by_row_and_as_a_batch_by_the_reference() -> None:
     model = rotary()
     judge = Judge(model, data(Rows((torch.randn(3, 2, 3, 8),), None, 3)))
-    assert judge.compare(graph.to_module(model), batches=1, tolerance=1e-6) == []
+    assert judge.compare(to_module(model), batches=1, tolerance=1e-6) == []
     assert judge.by == "onnxruntime, row by row"
 
 
@@ -213,7 +213,7 @@ def test_what_onnxruntime_loads_but_cannot_run_is_judged_by_the_reference() -> N
     model = masked_attention()
     inputs = (*(torch.randn(2, 2, 3, 4) for _ in range(3)), torch.zeros(2, 1, 1, 3))
     judge = Judge(model, data(Rows(inputs, None, 2)))
-    assert judge.compare(graph.to_module(model), batches=1, tolerance=1e-5) == []
+    assert judge.compare(to_module(model), batches=1, tolerance=1e-5) == []
     assert judge.by == "onnx.reference"
 
 
@@ -255,7 +255,7 @@ def test_an_operator_of_ones_own_is_imported_and_judged_by_the_users_file(tmp_pa
     file.write_text(CONVERTERS)
     foreign.load_converters([file])
     judge = Judge(model, rows)
-    assert judge.compare(graph.to_module(model), batches=1, tolerance=1e-6) == []
+    assert judge.compare(to_module(model), batches=1, tolerance=1e-6) == []
     assert judge.by == "onnx.reference"
     (problem,) = judge.compare(Same(), batches=1, tolerance=1e-6)
     assert problem.startswith("output 'y'")

@@ -19,8 +19,10 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.export.verification import open_session
 from onward.trainer.model.trainable import Trainee, finished, open_trainee
 from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import named_weights
 from tests.support import graphs
+from tests.support.trained_models import model_with_weights
 
 Open = Callable[..., Trainee]
 
@@ -50,7 +52,7 @@ def inputs(model: onnx.ModelProto) -> list[Tensor]:
 def moved(trainee: Trainee) -> None:
     """Adapters as after training."""
     torch.manual_seed(0)
-    for name, tensor in graph.weights(trainee.module).items():
+    for name, tensor in named_weights(trainee.module).items():
         if name.endswith(".lora_b"):
             tensor.normal_(0, 0.3)
 
@@ -63,7 +65,7 @@ def assert_merges(trainee: Trainee, model: onnx.ModelProto) -> None:
     moved(trainee)
     ours = trainee.module(*inputs(model))
     done = finished(trainee)
-    out = graph.to_onnx(done.module, done.model)
+    out = model_with_weights(done.module, done.model)
     assert [node.SerializeToString() for node in out.graph.node] == [n.SerializeToString() for n in model.graph.node]
     assert [tensor.name for tensor in out.graph.initializer] == [tensor.name for tensor in model.graph.initializer]
     theirs = open_session(out).run(None, graphs.feed(model, 3))[0]
@@ -145,8 +147,8 @@ def test_an_adapter_learns_in_the_rank_it_was_given(opened: Open) -> None:
     trainee = opened(graphs.tiny_transformer(), lora={"weights": ["*.c_attn.weight"], "rank": 3, "alpha": 12})
     moved(trainee)
     name = "transformer.h.0.attn.c_attn.weight"
-    own = graph.weights(trainee.module)
-    change = graph.weights(finished(trainee).module)[name] - own[name]
+    own = named_weights(trainee.module)
+    change = named_weights(finished(trainee).module)[name] - own[name]
     assert int(torch.linalg.matrix_rank(change)) == 3
     wanted = 12 / 3 * (own[f"{name}.lora_b"] @ own[f"{name}.lora_a"]).T  # the file's layout is [inputs, outputs]
     assert torch.allclose(change, wanted, atol=1e-6)
@@ -162,10 +164,10 @@ def test_without_training_adapters_change_no_result_and_not_a_byte_of_the_file(o
     weight.raw_data = _with_negative_zero(weight)
     trainee = opened(model, lora={"weights": ["*"]})
     with torch.no_grad():
-        plain, ours = graph.to_module(model).eval()(*inputs(model)), trainee.module.eval()(*inputs(model))
+        plain, ours = to_module(model).eval()(*inputs(model)), trainee.module.eval()(*inputs(model))
     assert torch.equal(plain, ours)
     done = finished(trainee)
-    assert graph.to_onnx(done.module, done.model).SerializeToString() == model.SerializeToString()
+    assert model_with_weights(done.module, done.model).SerializeToString() == model.SerializeToString()
 
 
 def _with_negative_zero(tensor: onnx.TensorProto) -> bytes:
@@ -176,7 +178,7 @@ def _with_negative_zero(tensor: onnx.TensorProto) -> bytes:
 
 def test_adapters_are_a_function_of_the_seed_and_their_name(opened: Open) -> None:
     model, lora = graphs.tiny_transformer(), {"weights": ["*.c_fc.weight"], "rank": 4}
-    first, again, other = (graph.weights(opened(model, lora=lora, train={"seed": s}).module) for s in (1, 1, 2))
+    first, again, other = (named_weights(opened(model, lora=lora, train={"seed": s}).module) for s in (1, 1, 2))
     names = [f"transformer.h.{layer}.mlp.c_fc.weight.lora_a" for layer in (0, 1)]
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first[names[0]], other[names[0]])
@@ -195,15 +197,15 @@ def test_only_adapters_and_what_is_named_are_trained(opened: Open) -> None:
     )
     trained = {
         name
-        for name, tensor in graph.weights(trainee.module).items()
+        for name, tensor in named_weights(trainee.module).items()
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad
     }
     adapter = "encoder.layer.0.query.weight"
     assert trained == {f"{adapter}.lora_a", f"{adapter}.lora_b", "classifier.weight", "classifier.bias"}
     trainee.module(*inputs(model)).square().sum().backward()
-    for name, tensor in graph.weights(trainee.module).items():
+    for name, tensor in named_weights(trainee.module).items():
         assert (tensor.grad is not None) == (name in trained)
-    assert graph.weights(trainee.module)[f"{adapter}.lora_b"].grad.any()
+    assert named_weights(trainee.module)[f"{adapter}.lora_b"].grad.any()
 
 
 def test_dropout_of_the_adapters_input_acts_in_training_only(opened: Open) -> None:

@@ -15,10 +15,11 @@ from onward.trainer.config.sections import GraphConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import compile as accelerate_module
 from onward.trainer.model.compile import accelerate, missing_compiler
-from onward.trainer.onnx_import import module as graph
-from onward.trainer.onnx_import.module import ImportedGraph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from tests.support import graphs, runs
 from tests.support.graphs import feed
+from tests.support.trained_models import model_with_weights
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LSTM = """<ir_version: 8, opset_import: ["" : 17]>
@@ -43,7 +44,7 @@ def summed(outputs: Any) -> torch.Tensor:
 def test_a_graph_is_compiled_as_one_for_every_batch_size(name: str) -> None:
     torch.compiler.reset()
     model = getattr(graphs, name)()
-    module = graph.to_module(model)
+    module = to_module(model)
     graphs_seen: list[int] = []
 
     def count(traced: torch.fx.GraphModule, _: Any) -> Any:
@@ -64,7 +65,7 @@ def test_nodes_computed_by_python_are_named_and_the_rest_is_compiled(
     monkeypatch.setattr(torch, "compile", lambda module, **options: asked.update(options) or module)
     monkeypatch.setattr(accelerate_module, "missing_compiler", lambda: "")
     with caplog.at_level(logging.WARNING):
-        accelerate(graph.to_module(onnx.parser.parse_model(LEAF)), GraphConfig(compile=True), CPU)
+        accelerate(to_module(onnx.parser.parse_model(LEAF)), GraphConfig(compile=True), CPU)
     assert "(NonZero)" in caplog.text
     assert asked == {"fullgraph": False, "dynamic": True}
 
@@ -74,7 +75,7 @@ def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match=r"neither g\+\+ nor clang\+\+.*graph.compile to false"):
-        accelerate(graph.to_module(graphs.tiny_mlp()), GraphConfig(compile=True), CPU)
+        accelerate(to_module(graphs.tiny_mlp()), GraphConfig(compile=True), CPU)
     missing_compiler.cache_clear()
 
 
@@ -86,20 +87,20 @@ def converted(module: ImportedGraph, memory_format: str, device: torch.device) -
 
 def test_images_have_their_channels_last_where_it_is_asked_or_pays() -> None:
     def conv() -> ImportedGraph:
-        return graph.to_module(graphs.tiny_conv_net())
+        return to_module(graphs.tiny_conv_net())
 
     found = [
         converted(conv(), *which)
         for which in (("channels_last", CPU), ("auto", CUDA), ("auto", CPU), ("contiguous", CUDA))
     ]
     assert found == [1, 1, 0, 0]
-    assert converted(graph.to_module(graphs.tiny_transformer()), "channels_last", CPU) == 0
+    assert converted(to_module(graphs.tiny_transformer()), "channels_last", CPU) == 0
 
 
 @pytest.mark.parametrize("name", ["tiny_conv_net", "tiny_resnet", "tiny_conv_net_with_batch_norm"])
 def test_weights_gradients_and_the_file_know_nothing_of_channels_last(name: str) -> None:
     model = getattr(graphs, name)()
-    plain, last = graph.to_module(model), graph.to_module(model)
+    plain, last = to_module(model), to_module(model)
     accelerate(last, GraphConfig(memory_format="channels_last"), CPU)
     x = inputs_of(model, 4)
     losses = [summed(module(*x)) for module in (plain, last)]
@@ -109,10 +110,10 @@ def test_weights_gradients_and_the_file_know_nothing_of_channels_last(name: str)
     for mine, theirs in zip(last.parameters(), plain.parameters(), strict=True):
         assert mine.is_contiguous()
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-    untrained = graph.to_module(model).eval()
+    untrained = to_module(model).eval()
     accelerate(untrained, GraphConfig(memory_format="channels_last"), CPU)
     untrained(*x)
-    assert graph.to_onnx(untrained, model).SerializeToString() == model.SerializeToString()
+    assert model_with_weights(untrained, model).SerializeToString() == model.SerializeToString()
 
 
 @pytest.mark.slow
@@ -123,14 +124,14 @@ def test_compiled_it_trains_as_it_does_eagerly(name: str) -> None:
     model = getattr(graphs, name)()
     trained = []
     for compiles in (False, True):
-        module = graph.to_module(model)
+        module = to_module(model)
         run = accelerate(module, GraphConfig(compile=compiles), CPU)
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
         for batch in (4, 3, 4):
             optimizer.zero_grad()
             (summed(run(*inputs_of(model, batch))) / 100).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        trained.append(graph.weights(module))
+        trained.append(named_weights(module))
     for key, weight in trained[0].items():
         torch.testing.assert_close(trained[1][key], weight, rtol=1e-3, atol=1e-5)
 
@@ -139,7 +140,7 @@ def test_compiled_it_trains_as_it_does_eagerly(name: str) -> None:
 @pytest.mark.filterwarnings("default")
 def test_compiled_an_lstm_is_one_graph() -> None:
     torch.compiler.reset()
-    module = graph.to_module(onnx.parser.parse_model(LSTM), train=("w", "r"))
+    module = to_module(onnx.parser.parse_model(LSTM), train=("w", "r"))
     explained = torch._dynamo.explain(module)(torch.randn(5, 2, 3), torch.randn(1, 16, 3), torch.randn(1, 16, 4))
     assert explained.graph_break_count == 0
 

@@ -17,10 +17,13 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.export.verification import open_session
 from onward.trainer.model.trainable import finished, judged, open_trainee
 from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs
 from tests.support.runs import assert_equal_bits, events, final_tensors, make_run, tiny_images, train_run, train_until
+from tests.support.trained_models import model_with_weights
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -44,15 +47,15 @@ def test_the_trained_part_goes_back_into_the_whole_and_is_judged_as_it_was_train
     config = configuration(tmp_path / "m.onnx", model=part)
     trainee = open_trainee(config)
     with torch.no_grad():
-        for tensor in graph.weights(trainee.module).values():
+        for tensor in named_weights(trainee.module).values():
             tensor.mul_(1.5)
     done = finished(trainee)
     (tmp_path / "out").mkdir()
-    graph.write(done.module, done.model, tmp_path / "m.onnx", tmp_path / "out" / "m.onnx")
+    write_model(done.module, done.model, tmp_path / "m.onnx", tmp_path / "out" / "m.onnx")
     before, after = tensors(tmp_path / "m.onnx"), tensors(tmp_path / "out" / "m.onnx")
     changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
-    assert changed == {n for n, tensor in graph.weights(trainee.module).items() if tensor.any()}
-    assert 0 < len(changed) < len(graph.weights(graph.to_module(model)))
+    assert changed == {n for n, tensor in named_weights(trainee.module).items() if tensor.any()}
+    assert 0 < len(changed) < len(named_weights(to_module(model)))
 
     whole = onnx.load(tmp_path / "out" / "m.onnx")
     cut = judged(whole, config.model)
@@ -83,7 +86,7 @@ def test_dropout_is_put_where_it_is_said_and_the_file_never_has_it(tmp_path: Pat
     assert torch.equal(*evaluated)
     assert not torch.equal(*trained)
     done = finished(trainee)
-    content = graph.to_onnx(done.module, done.model).SerializeToString()
+    content = model_with_weights(done.module, done.model).SerializeToString()
     assert content == onnx.load(tmp_path / "m.onnx").SerializeToString()
 
 

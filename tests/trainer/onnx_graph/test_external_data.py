@@ -14,7 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph import external_data as external
 from onward.trainer.onnx_graph.external_data import external_problems, is_external, place
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
+from onward.trainer.onnx_import.write_back import write_model
 from tests.support.graphs import feed, tiny_bert, tiny_conv_net_with_batch_norm, tiny_mlp
 
 
@@ -25,9 +27,9 @@ def saved(model: onnx.ModelProto, folder: Path, *, smallest: int = 0) -> Path:
     return path
 
 
-def imported(path: Path) -> tuple[onnx.ModelProto, graph.ImportedGraph]:
-    model = graph.load_model(path)
-    return model, graph.to_module(model, base=path.parent)
+def imported(path: Path) -> tuple[onnx.ModelProto, ImportedGraph]:
+    model = load_model(path)
+    return model, to_module(model, base=path.parent)
 
 
 def differing(a: Path, b: Path) -> set[int]:
@@ -41,10 +43,10 @@ def ranges(model: onnx.ModelProto, names: set[str]) -> set[int]:
     return {byte for where in places for byte in range(where.offset, where.end)}
 
 
-def moved(module: graph.ImportedGraph, *names: str) -> None:
+def moved(module: ImportedGraph, *names: str) -> None:
     with torch.no_grad():
         for name in names:
-            graph.weights(module)[name].add_(0.5)
+            named_weights(module)[name].add_(0.5)
 
 
 @pytest.mark.parametrize("smallest", [0, 200])
@@ -52,7 +54,7 @@ def moved(module: graph.ImportedGraph, *names: str) -> None:
 def test_a_model_that_was_not_trained_comes_out_as_the_same_bytes_in_all_its_files(build, smallest, tmp_path):
     path = saved(build(), tmp_path, smallest=smallest)
     model, module = imported(path)
-    written = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+    written = write_model(module, model, path, tmp_path / "out" / "m.onnx")
     assert written == [tmp_path / "out" / "m.onnx", tmp_path / "out" / "m.bin"]
     for file in written:
         assert file.read_bytes() == (tmp_path / file.name).read_bytes()
@@ -68,12 +70,12 @@ def test_only_the_bytes_of_changed_weights_change_whether_inside_or_beside_the_m
     assert changed - inside
     before = path.with_suffix(".bin").read_bytes()
     moved(module, *changed)
-    target, side = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+    target, side = write_model(module, model, path, tmp_path / "out" / "m.onnx")
     assert path.with_suffix(".bin").read_bytes() == before, "the source is mapped copy-on-write"
     assert differing(path.with_suffix(".bin"), side) <= ranges(model, changed)
     after = onnx.load(target)
     tensors = {tensor.name: numpy_helper.to_array(tensor) for tensor in after.graph.initializer}
-    for name, tensor in graph.weights(module).items():
+    for name, tensor in named_weights(module).items():
         assert np.array_equal(tensors[name], tensor.detach().numpy()), name
     feeds = feed(after, 3)
     [want] = onnxruntime.InferenceSession(target).run(None, feeds)
@@ -83,7 +85,7 @@ def test_only_the_bytes_of_changed_weights_change_whether_inside_or_beside_the_m
 
 def test_weights_are_mapped_not_read(tmp_path):
     _, module = imported(saved(tiny_mlp(), tmp_path))
-    assert len(graph.weights(module)) == 4
+    assert len(named_weights(module)) == 4
     assert Path("/proc/self/maps").read_text().count(f"{tmp_path}/m.bin") >= 1
 
 
@@ -94,10 +96,10 @@ def test_halves_beside_the_model_are_rounded_once(tmp_path):
     protos = [numpy_helper.from_array(weight, "w")]
     path = saved(helper.make_model(helper.make_graph([node], "half", ends[:1], ends[1:], protos)), tmp_path)
     model, module = imported(path)
-    _, side = graph.write(module, model, path, tmp_path / "same" / "m.onnx")
+    _, side = write_model(module, model, path, tmp_path / "same" / "m.onnx")
     assert side.read_bytes() == path.with_suffix(".bin").read_bytes()
     moved(module, "w")
-    target, _ = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+    target, _ = write_model(module, model, path, tmp_path / "out" / "m.onnx")
     [stored] = onnx.load(target).graph.initializer
     assert np.array_equal(numpy_helper.to_array(stored), (weight.astype(np.float32) + 0.5).astype(np.float16))
 
@@ -122,12 +124,12 @@ def shared_range(folder: Path) -> Path:
 def test_weights_that_shared_their_bytes_get_bytes_of_their_own_when_they_part(tmp_path):
     path = shared_range(tmp_path)
     model, module = imported(path)
-    _, side = graph.write(module, model, path, tmp_path / "same" / "m.onnx")
+    _, side = write_model(module, model, path, tmp_path / "same" / "m.onnx")
     assert side.read_bytes() == path.with_suffix(".bin").read_bytes()
     moved(module, "b", "c")
-    target, _ = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+    target, _ = write_model(module, model, path, tmp_path / "out" / "m.onnx")
     after = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(target).graph.initializer}
-    for name, tensor in graph.weights(module).items():
+    for name, tensor in named_weights(module).items():
         assert np.array_equal(after[name], tensor.detach().numpy()), name
     onnx.checker.check_model(str(target))
 
@@ -153,7 +155,7 @@ def test_a_place_that_cannot_be_right_is_refused(entries, why, tmp_path):
         model.graph.initializer[0].external_data.add(key=key, value=value)
     path.write_bytes(model.SerializeToString())
     with pytest.raises(UnsupportedModel):
-        graph.load_model(path)
+        load_model(path)
     [problem] = external_problems(model, tmp_path)  # load_model asks onnx first, which says it in its own words
     assert re.search(f"tensor 'a': .*{why}", problem)
 
@@ -163,19 +165,19 @@ def test_what_is_in_the_way_is_never_written_over(tmp_path):
     model, module = imported(path)
     moved(module, "fc1.weight")
     with pytest.raises(ConfigError, match="is the model that was trained"):
-        graph.write(module, model, path, path)
+        write_model(module, model, path, path)
     with pytest.raises(ConfigError, match=r"m\.bin holds the weights of .*m\.onnx; write to another directory"):
-        graph.write(module, model, path, tmp_path / "trained.onnx")
+        write_model(module, model, path, tmp_path / "trained.onnx")
     out = tmp_path / "out"
     out.mkdir()
     (out / "m.bin").write_bytes(b"somebody else's")
     with pytest.raises(ConfigError, match=r"exists and is not a file of trained\.onnx"):
-        graph.write(module, model, path, out / "trained.onnx")
+        write_model(module, model, path, out / "trained.onnx")
     assert (out / "m.bin").read_bytes() == b"somebody else's"
     (out / "m.bin").unlink()
-    graph.write(module, model, path, out / "trained.onnx")
+    write_model(module, model, path, out / "trained.onnx")
     moved(module, "fc2.weight")
-    graph.write(module, model, path, out / "trained.onnx")  # our own, again
+    write_model(module, model, path, out / "trained.onnx")  # our own, again
     assert {file.name for file in out.iterdir()} == {"m.bin", "trained.onnx"}
 
 
@@ -184,8 +186,8 @@ def test_a_tensor_is_written_and_compared_in_pieces(tmp_path, monkeypatch):
     path = saved(tiny_mlp(), tmp_path)
     model, module = imported(path)
     with torch.no_grad():
-        graph.weights(module)["fc1.weight"][3, 1] += 1
-    _, side = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+        named_weights(module)["fc1.weight"][3, 1] += 1
+    _, side = write_model(module, model, path, tmp_path / "out" / "m.onnx")
     [start] = [place(tensor).offset for tensor in model.graph.initializer if tensor.name == "fc1.weight"]
     assert differing(path.with_suffix(".bin"), side) <= set(range(start + 52, start + 56))
     [proto] = [tensor for tensor in tiny_mlp().graph.initializer if tensor.name == "fc1.weight"]
@@ -229,8 +231,8 @@ def test_more_than_two_gigabytes_are_trained_and_written(tmp_path):
     before = own_bytes()
     model, module = imported(path)
     with torch.no_grad():
-        graph.weights(module)["w3"][5] += 1
-    trained = graph.write(module, model, path, tmp_path / "out" / "m.onnx")
+        named_weights(module)["w3"][5] += 1
+    trained = write_model(module, model, path, tmp_path / "out" / "m.onnx")
     assert own_bytes() - before < full / 20
     with (tmp_path / "m.bin").open("rb") as a, trained[1].open("rb") as b:
         for layer in range(NUM_LAYERS):

@@ -20,9 +20,12 @@ from onward.trainer.export.export import Expected, prove
 from onward.trainer.export.verification import Evaluator
 from onward.trainer.onnx_graph.stochastic_depth import branches, random_nodes
 from onward.trainer.onnx_graph.strip_training import strip_training
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.imported_graph import named_weights, stored_weights
 from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
+from onward.trainer.onnx_import.write_back import write_model
+from tests.support.trained_models import model_with_weights
 
 KEEP = 0.75
 
@@ -113,11 +116,11 @@ def initializers(model):
 def test_every_spelling_follows_train_and_eval_and_is_gone_from_the_inference_form(how, opset, dynamic):
     own = Branches(*SPELLINGS)
     model = exported(own, how, opset, dynamic=dynamic)
-    module = graph.to_module(model)
+    module = to_module(model)
     drops = [part for part in module.modules() if isinstance(part, StochasticDepth)]
     assert [(drop.keep, drop.whole) for drop in drops] == [(pytest.approx(KEEP), 1)] * len(SPELLINGS)
     assert not any(isinstance(part, RandomNode) for part in module.modules())
-    assert graph.to_onnx(module, model) == model, "without training, the file that came in"
+    assert model_with_weights(module, model) == model, "without training, the file that came in"
 
     inference = onnx.ModelProto.FromString(model.SerializeToString())
     assert strip_training(inference) == {"stochastic depth": len(SPELLINGS)}
@@ -129,11 +132,11 @@ def test_every_spelling_follows_train_and_eval_and_is_gone_from_the_inference_fo
 
     x = torch.randn(4, 5, 8)
     with torch.no_grad():
-        want, ours, again = own.eval()(x), module.eval()(x), graph.to_module(inference).eval()(x)
+        want, ours, again = own.eval()(x), module.eval()(x), to_module(inference).eval()(x)
     assert torch.equal(ours, again)
     for result in (ours, torch.from_numpy(run(inference, x))):
         torch.testing.assert_close(result, want, rtol=1e-5, atol=1e-6)
-    written = graph.to_onnx(module, inference)
+    written = model_with_weights(module, inference)
     assert written == inference
 
 
@@ -153,13 +156,13 @@ def test_training_drops_whole_samples_at_the_rate_and_scales_up_the_rest_with_th
 
 @pytest.mark.parametrize("how", ["legacy", "plain"])
 def test_a_dropped_sample_trains_nothing_of_its_branch(how):
-    module = graph.to_module(exported(Branches(filled), how)).train()
+    module = to_module(exported(Branches(filled), how)).train()
     torch.manual_seed(0)
     x = torch.randn(64, 5, 8)
     first = module(x)
     assert not torch.equal(first, module(x)), "a new mask each time"
     samples = [module(x[:1]).sum() for _ in range(40)]
-    bias = graph.weights(module)["layers.0.bias"]
+    bias = named_weights(module)["layers.0.bias"]
     moved = [bool(torch.autograd.grad(sample, bias)[0].any()) for sample in samples]
     assert 20 <= sum(moved) < 40
     assert len({round(sample.item(), 4) for sample in samples}) == 2, "with the branch and without"
@@ -194,7 +197,7 @@ def test_a_bernoulli_node_in_any_order_is_found_and_an_output_keeps_its_name(app
     model = drawn(apply)
     [found] = branches(model)
     assert (found.value, found.result, found.keep, found.whole) == ("x", "y", 0.75, 1)
-    module = graph.to_module(model)
+    module = to_module(model)
     assert strip_training(model) == {"stochastic depth": 1}
     assert [node.op_type for node in model.graph.node] == ["Identity"]
     x = torch.randn(3, 4, 6)
@@ -226,7 +229,7 @@ def test_noise_that_is_added_stays_random_and_is_named_by_the_doctor_beside_what
     model = exported(Branches(floored, filled, noise=True), "legacy", 17)
     assert len(branches(model)) == 2
     [noise] = random_nodes(model, branches(model))
-    module = graph.to_module(model).eval()
+    module = to_module(model).eval()
     x = torch.randn(4, 5, 8)
     assert not torch.equal(module(x), module(x)), "this noise is what the model is"
     onnx.save(model, tmp_path / "m.onnx")
@@ -242,13 +245,13 @@ def test_the_gate_passes_what_is_found_and_names_the_random_nodes_that_are_left(
     model = exported(Branches(floored, row, noise=noise), "legacy", 17)
     source, file = tmp_path / "m.onnx", tmp_path / "out.onnx"
     onnx.save(model, source)
-    module = graph.to_module(model)
+    module = to_module(model)
     strip_training(model)
     with torch.no_grad():
-        graph.weights(module)["layers.0.bias"].add_(1.0)
-    graph.write(module, model, source, file)
+        named_weights(module)["layers.0.bias"].add_(1.0)
+    write_model(module, model, source, file)
     config = ModelConfig(path=source)
-    weights = {name: weight.detach() for name, weight in graph.stored_weights(module).items()}
+    weights = {name: weight.detach() for name, weight in stored_weights(module).items()}
     expected = Expected(source, model, weights, module.eval(), config)
     rows = SimpleNamespace(inputs=(torch.randn(4, 5, 8),), labels=None, size=4)
     evaluator = Evaluator(batches=lambda: [rows], totals=lambda names: None)
@@ -266,7 +269,7 @@ def test_dropout_of_channels_written_out_is_driven_too():
     """As dynamo writes F.dropout1d: no Dropout node, a mask for each channel."""
     model = drawn("scaled = Div(mask, keep)  y = Mul(scaled, x)", ones="four, one")
     model.graph.initializer.append(numpy_helper.from_array(np.array([4]), "four"))
-    module = graph.to_module(model).train()
+    module = to_module(model).train()
     torch.manual_seed(0)
     kept = (module(torch.ones(50, 4, 6)) != 0).float()
     assert torch.equal(kept.amin(-1), kept.amax(-1))
@@ -277,8 +280,8 @@ def test_dropout_of_channels_written_out_is_driven_too():
 def test_numbers_of_the_pattern_in_another_file_are_read(tmp_path):
     model = exported(Branches(floored, row), "optimised", dynamic=False)
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
-    model = graph.load_model(tmp_path / "m.onnx")
-    module = graph.to_module(model, base=tmp_path)
+    model = load_model(tmp_path / "m.onnx")
+    module = to_module(model, base=tmp_path)
     assert sum(isinstance(part, StochasticDepth) for part in module.modules()) == 2
     assert strip_training(model, base=tmp_path) == {"stochastic depth": 2}
 
@@ -297,7 +300,7 @@ def test_the_dropout_of_attention_is_driven_by_train_and_eval(how):
 
     own = Attention()
     model = exported(own, how)
-    module, x = graph.to_module(model), torch.randn(4, 5, 8)
+    module, x = to_module(model), torch.randn(4, 5, 8)
     assert not torch.equal(module.train()(x), module(x))
     torch.testing.assert_close(module.eval()(x), own.eval()(x), rtol=1e-5, atol=1e-6)
     assert strip_training(model)["Dropout"] == 1

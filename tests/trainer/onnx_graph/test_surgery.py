@@ -16,7 +16,9 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.export.verification import open_session
 from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
 from onward.trainer.onnx_graph.surgery import cut, operate
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.write_back import write_model
 from tests.support import graphs
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -108,7 +110,7 @@ def test_a_head_gets_the_wanted_number_of_outputs_and_all_else_keeps_its_bytes(c
     declared = [dim.dim_value or dim.dim_param for dim in after.graph.output[0].type.tensor_type.shape.dim]
     original = [dim.dim_value or dim.dim_param for dim in before.graph.output[0].type.tensor_type.shape.dim]
     assert declared == [7 if place == axis else dim for place, dim in enumerate(original)]
-    assert graph.to_module(after).output_names == (before.graph.output[0].name,)
+    assert to_module(after).output_names == (before.graph.output[0].name,)
 
 
 def test_a_new_head_begins_as_torch_begins_and_is_a_function_of_the_seed() -> None:
@@ -214,7 +216,7 @@ def test_an_untied_weight_is_one_for_each_reader_stays_so_and_changes_no_result(
     assert stored(after).keys() - stored(before).keys() == {"transformer.wte.weight.untied.1"}
     feed = graphs.feed(before, 2)
     assert np.array_equal(*(run(model, feed)[0] for model in (before, after)))
-    names = graph.weights(graph.to_module(after, tie=True)).keys()
+    names = named_weights(to_module(after, tie=True)).keys()
     assert {"transformer.wte.weight", "transformer.wte.weight.untied.1"} <= names
 
 
@@ -228,12 +230,12 @@ def test_an_untied_weight_in_another_file_is_written_to_places_of_its_own(tmp_pa
     source, target = tmp_path / "m.onnx", tmp_path / "out" / "m.onnx"
     target.parent.mkdir()
     onnx.save(graphs.tiny_transformer(), source, save_as_external_data=True, location="m.data", size_threshold=512)
-    model = graph.load_model(source)
+    model = load_model(source)
     operate(model, settings(untie=["*.wte.*"]), seed=0)
-    module = graph.to_module(model, base=tmp_path)
-    weights = graph.weights(module)
+    module = to_module(model, base=tmp_path)
+    weights = named_weights(module)
     weights["transformer.wte.weight.untied.1"].data.fill_(0.5)
-    graph.write(module, model, source, target)
+    write_model(module, model, source, target)
     written = stored(onnx.load(target))
     assert (written["transformer.wte.weight.untied.1"] == 0.5).all()
     assert np.array_equal(written["transformer.wte.weight"], weights["transformer.wte.weight"].detach().numpy())

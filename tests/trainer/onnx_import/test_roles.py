@@ -11,8 +11,11 @@ from onnx import numpy_helper
 
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.initializers import stored_tensors
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import named_weights, stored_weights
 from onward.trainer.onnx_import.roles import roles
+from onward.trainer.onnx_import.train_selection import describe_weights, select_trained
+from tests.support.trained_models import model_with_weights
 
 HEADER = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>\n'
 
@@ -92,7 +95,7 @@ def test_a_bias_that_a_mask_is_added_to_is_still_a_weight():
         large=np.array(-1e9, np.float32),
     )
     assert reasons(model)["bias"] == "trained"
-    module = graph.to_module(model)
+    module = to_module(model)
     module(torch.randn(2, 2, 4, 4), torch.ones(2, 4, dtype=torch.int64)).square().sum().backward()
     assert module.bias.grad.abs().sum() > 0
 
@@ -159,11 +162,11 @@ def test_weights_that_are_rounded_as_the_graph_runs_are_trained():
         scale=np.array(0.05, np.float32),
         zero=np.array(0, np.int8),
     )
-    module = graph.to_module(model)
-    assert set(graph.weights(module)) == {"w"}
+    module = to_module(model)
+    assert set(named_weights(module)) == {"w"}
     module(torch.randn(2, 4)).square().sum().backward()
     assert module.w.grad.abs().min() > 0
-    assert graph.to_onnx(module, model).SerializeToString() == model.SerializeToString()
+    assert model_with_weights(module, model).SerializeToString() == model.SerializeToString()
 
 
 def test_values_are_followed_through_branches_and_loops():
@@ -212,12 +215,12 @@ def test_what_looks_like_no_weight_is_trained_if_it_is_named():
         scale=random(4),
         temperature=np.array(2.5, np.float32),
     )
-    module = graph.to_module(model)
-    assert set(graph.weights(module)) == {"scale"}
+    module = to_module(model)
+    assert set(named_weights(module)) == {"scale"}
     with pytest.raises(ConfigError, match="'temperature' is frozen: a single number"):
-        graph.trainable(module, train=["temperature"])
-    module = graph.to_module(model, train=["temperature"])
-    graph.trainable(module, train=["temperature"])
+        select_trained(module, train=["temperature"])
+    module = to_module(model, train=["temperature"])
+    select_trained(module, train=["temperature"])
     assert [name for name, parameter in module.named_parameters() if parameter.requires_grad] == ["temperature"]
 
 
@@ -237,30 +240,30 @@ def tied(**more: np.ndarray) -> onnx.ModelProto:
 
 def test_a_transposed_copy_is_one_parameter_with_its_original_and_both_are_written():
     model = tied()
-    module = graph.to_module(model)
+    module = to_module(model)
     assert module.copies == {"val_9": ("embedding", True)}
-    assert set(graph.weights(module)) == {"embedding", "w"}
-    assert ("val_9", "trained", "a transposed copy of embedding, trained as one with it") in graph.describe(module)
-    assert graph.to_onnx(module, model).SerializeToString() == model.SerializeToString()
+    assert set(named_weights(module)) == {"embedding", "w"}
+    assert ("val_9", "trained", "a transposed copy of embedding, trained as one with it") in describe_weights(module)
+    assert model_with_weights(module, model).SerializeToString() == model.SerializeToString()
     ids = torch.tensor([[1, 2, 3, 4, 5]])
     module(ids).square().sum().backward()
     assert module.embedding.grad[10].abs().sum() > 0, "rows that were not looked up learn from the output layer"
     with torch.no_grad():
         module.embedding -= 0.1 * module.embedding.grad
-    written = graph.to_onnx(module, model)
+    written = model_with_weights(module, model)
     after = {tensor.name: numpy_helper.to_array(tensor) for tensor in written.graph.initializer}
     assert np.array_equal(after["val_9"], after["embedding"].T)
-    assert set(graph.stored_weights(copy.deepcopy(module))) == {"embedding", "w", "val_9"}
+    assert set(stored_weights(copy.deepcopy(module))) == {"embedding", "w", "val_9"}
     [want] = onnxruntime.InferenceSession(written.SerializeToString()).run(None, {"ids": ids.numpy()})
     np.testing.assert_allclose(module(ids).detach().numpy(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_untied_on_request_and_frozen_by_either_name():
-    assert set(graph.weights(graph.to_module(tied(), tie=False))) == {"embedding", "w", "val_9"}
-    module = graph.to_module(tied())
-    graph.trainable(module, freeze=["val_*"])
+    assert set(named_weights(to_module(tied(), tie=False))) == {"embedding", "w", "val_9"}
+    module = to_module(tied())
+    select_trained(module, freeze=["val_*"])
     assert not module.embedding.requires_grad
-    assert {name: kind for name, kind, _ in graph.describe(module)}["val_9"] == "frozen"
+    assert {name: kind for name, kind, _ in describe_weights(module)}["val_9"] == "frozen"
 
 
 def test_an_equal_copy_of_an_embedding_is_tied_whatever_the_order():
@@ -273,9 +276,9 @@ def test_an_equal_copy_of_an_embedding_is_tied_whatever_the_order():
         }""",
         head=table, embedding=table, axis=np.array([1]),
     )  # fmt: skip
-    module = graph.to_module(model)
+    module = to_module(model)
     assert module.copies == {"head": ("embedding", False)}
-    assert graph.to_onnx(module, model).SerializeToString() == model.SerializeToString()
+    assert model_with_weights(module, model).SerializeToString() == model.SerializeToString()
 
 
 def test_what_was_untied_on_request_is_not_tied_again():
@@ -283,7 +286,7 @@ def test_what_was_untied_on_request_is_not_tied_again():
     for tensor in model.graph.initializer:
         if tensor.name == "val_9":
             tensor.name = model.graph.node[-1].input[1] = "embedding.untied.1"
-    assert graph.to_module(model).copies == {}
+    assert to_module(model).copies == {}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,7 @@ def test_what_was_untied_on_request_is_not_tied_again():
 )
 def test_weights_that_are_merely_alike_are_not_tied(first, second):
     model = tied(embedding=first, val_9=second, w=random(first.shape[1], second.shape[0]))
-    assert graph.to_module(model).copies == {}
+    assert to_module(model).copies == {}
 
 
 def test_layers_that_begin_equal_are_not_tied():
@@ -309,4 +312,4 @@ def test_layers_that_begin_equal_are_not_tied():
         }""",
         w0=random(8, 8), w1=random(8, 8),
     )  # fmt: skip
-    assert graph.to_module(model).copies == {}
+    assert to_module(model).copies == {}

@@ -18,8 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import.module import ImportedGraph, to_module, trainable
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import BatchNorm
+from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.cost import Autocast, NodeCost, costs
 from tests.support import graphs
 
@@ -134,7 +136,7 @@ def _numbers(found: dict[str, NodeCost]) -> dict[str, tuple[int, int, int]]:
 
 def test_a_frozen_beginning_keeps_nothing() -> None:
     module, inputs = load("tiny_conv_net")
-    trainable(module, freeze=("features.*",))
+    select_trained(module, freeze=("features.*",))
     found = costs(module, inputs)
     assert {name: cost.kept_bytes for name, cost in found.items() if cost.kept_bytes} == {"linear": 4 * 128 * 4}
     assert found["conv2d"].flops > 0

@@ -12,7 +12,8 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.processes import Coordinate
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_import.module import to_module, trainable
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.layout import Arrangement, arrange, recompute_units
 from tests.support import graphs
 
@@ -27,7 +28,7 @@ def configured(**sections: Any) -> RunConfig:
 
 def arranged(hidden: list[int], rank: int, config: RunConfig) -> Arrangement:
     module = to_module(graphs.residual_mlps(*hidden, width=WIDTH))
-    trainable(module)
+    select_trained(module)
     return arrange(module, config, [torch.zeros(4, WIDTH)], rank=rank, group="tensor", autocast=nullcontext)
 
 
@@ -68,7 +69,7 @@ def test_ranks_with_unequal_shares_recompute_the_same_units_for_the_same_memory(
 def test_a_graph_of_which_nothing_can_be_divided_is_refused_with_the_reasons() -> None:
     config = configured(parallel={"tensor": 2, "vocabulary": False})
     module = to_module(graphs.residual_mlps(width=WIDTH))
-    trainable(module)
+    select_trained(module)
     with pytest.raises(
         ConfigError, match=r"nothing of this graph .* parallel\.tensor = 2 ranks \(head: .*use parallel.data"
     ):

@@ -13,7 +13,8 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from onward.trainer.config.sections import ModelConfig, ParallelConfig
 from onward.trainer.model.loss import Loss
-from onward.trainer.onnx_import.module import to_module, trainable
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.cost import costs
 from onward.trainer.parallel.memory import Alive, order, rehearse
 from onward.trainer.parallel.pipeline import partition as cut
@@ -30,7 +31,7 @@ def in_units(name: str, mode: Mode) -> tuple[Stage, list[Tensor], Loss]:
     """A graph as one stage of three units, all of them recomputed; its inputs; its loss."""
     model = getattr(graphs, name)()
     module = to_module(model)
-    trainable(module, train=("*",), freeze=())
+    select_trained(module, train=("*",), freeze=())
     inputs = [torch.from_numpy(value) for value in feed(model, 6).values()]
     priced = costs(module, inputs)
     narrow = [point for point in cut.cut_points(module.graph, priced) if point.narrow]

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import build_gpt2
-from onward.trainer.onnx_import.module import to_module
+from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout
 from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
 from onward.trainer.onnx_import.passes.attention import Attention

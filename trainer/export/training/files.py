@@ -36,7 +36,9 @@ from onward.trainer.export.training.gradients import gradient_of, training_model
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
 from onward.trainer.export.training.optimizer_graph import optimizer_model
 from onward.trainer.onnx_graph.index import all_tensors
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.run.durable_files import durable_file, sha256, write_durably
 from onward.trainer.run.records import write_record
 
@@ -113,11 +115,11 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     translated, ExportRefused when a file would pass 2 GB or onnx.checker refuses one; nothing is written then.
     """
     model = _whole(model, base)
-    module = graph.to_module(model, fuse=False, tie=config.model.tie, train=config.model.train)
-    graph.trainable(module, train=config.model.train, freeze=config.model.freeze)
+    module = to_module(model, fuse=False, tie=config.model.tie, train=config.model.train)
+    select_trained(module, train=config.model.train, freeze=config.model.freeze)
     names = loss_names(model, config.model)
     training = training_model(module, model, config.model, names=names)
-    tensors = {name: tensor.detach() for name, tensor in graph.weights(module).items()}
+    tensors = {name: tensor.detach() for name, tensor in named_weights(module).items()}
     trained = {name: tensors[name] for name in training.weights}
     update = optimizer_model(
         config.optimizer, trained, clip_norm=config.train.clip_norm, gradient=gradient_of, updated=updated

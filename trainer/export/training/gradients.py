@@ -29,8 +29,8 @@ from onward.trainer.export.training.decompositions import DECOMPOSITIONS, Plain
 from onward.trainer.export.training.loss_graph import LossNames
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.element_types import torch_dtype
-from onward.trainer.onnx_import.driver import plans
-from onward.trainer.onnx_import.module import ImportedGraph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.onnx_import.trial_sizes import trial_sizes
 
 OPSET = 20
 """Of the training graph: 18 has the scatters that add, 20 Gelu as one node."""
@@ -109,7 +109,7 @@ def _examples(model: onnx.ModelProto) -> Iterator[list[Example]]:
     """Inputs of the sizes the importer tries, each set of them once."""
     tried: list[list[tuple[int, ...]]] = []
     stored = {tensor.name for tensor in model.graph.initializer}
-    for lengths, _ in plans(model.graph, stored):
+    for lengths, _ in trial_sizes(model.graph, stored):
         examples = []
         for value in model.graph.input:
             if value.name in stored:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_import.module import ImportedGraph, hold_constants_back
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
 from onward.trainer.onnx_import.shape_assumptions import is_kept
 from onward.trainer.parallel.cost import NodeCost
 
@@ -421,7 +421,7 @@ def _module(whole: ImportedGraph, graph: fx.Graph, reads: Sequence[str], gives: 
     module.onnx_names = {path: name for path, name in whole.onnx_names.items() if path in paths}
     module.input_names, module.output_names = tuple(reads), tuple(gives)
     module.roles, module.copies = {}, {}
-    hold_constants_back(module)
+    mark_constants_nonpersistent(module)
     return module
 
 

@@ -19,7 +19,7 @@ from torch import fx
 
 import onward.trainer.parallel.tensor.compute_rules
 import onward.trainer.parallel.tensor.view_rules  # noqa: F401  both file the rules
-from onward.trainer.onnx_import.module import ImportedGraph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import (
     TRANSPOSED,
     Facts,

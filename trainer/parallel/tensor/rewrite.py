@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.placement import Interval, Placement
-from onward.trainer.onnx_import.module import ImportedGraph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, Division, low_rank
 from onward.trainer.parallel.tensor.propagation import Length, Work
 from onward.trainer.parallel.tensor.regions import TensorSharding

@@ -22,7 +22,7 @@ from onward.trainer.config.sections import ModelConfig
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.placement import Interval, Placement, share
 from onward.trainer.model.loss import Slice, output_index
-from onward.trainer.onnx_import.module import ImportedGraph, weights
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.ops.gather import from_front, gather_rows
 from onward.trainer.parallel.tensor.graph_analysis import Facts, Product, Whole, transposes
 
@@ -280,7 +280,7 @@ def shard_vocabulary(module: ImportedGraph, plan: VocabularySharding, *, rank: i
     parts; returns which part each is, by name in the file. The output that the loss reads becomes [..., this rank's
     classes]: give the loss `plan.classes(rank, group)`.
     """
-    nodes, stored = {node.name: node for node in module.graph.nodes}, weights(module)
+    nodes, stored = {node.name: node for node in module.graph.nodes}, named_weights(module)
     for number, name in enumerate(plan.lookups, FIRST_REGION):
         table = nodes[name].args[0]
         words = stored[module.onnx_names[_source(table).target]].shape[_dim_of_rows(table)]

@@ -25,7 +25,9 @@ from onward.trainer.export.training.loss_graph import evaluation_model, loss_nam
 from onward.trainer.export.training.optimizer_graph import optimizer_model
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, load_weights, named_weights
+from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from tests.support.graphs import MODELS, feed
 
@@ -57,7 +59,7 @@ def labels_for(loss: str, output: torch.Tensor, *, ignored: int = -100) -> Array
     return (labels > 0).astype(np.float32) if loss == "bce_with_logits" else labels
 
 
-def mean_loss(module: graph.ImportedGraph, config: ModelConfig, inputs: list[Array], labels: Array) -> torch.Tensor:
+def mean_loss(module: ImportedGraph, config: ModelConfig, inputs: list[Array], labels: Array) -> torch.Tensor:
     """The loop's: the sum over the targets, divided by how many count."""
     loss, targets = Loss(config, module.output_names), torch.from_numpy(labels)
     given = None if config.loss == "output" else targets
@@ -83,10 +85,10 @@ LOSSES = [
 @pytest.mark.parametrize(("name", "loss"), LOSSES)
 def test_the_loss_in_the_file_is_onwards_own(name: str, loss: str) -> None:
     model, config = MODELS[name](), ModelConfig(path=Path("m.onnx"), loss=loss, ignore_index=2)
-    module, names = graph.to_module(model).eval(), loss_names(model, config)
+    module, names = to_module(model).eval(), loss_names(model, config)
     files = [
         model_with_loss(model, config, names=names).model,
-        evaluation_model(model, config, names=names, weights=graph.weights(module), copies={}).model,
+        evaluation_model(model, config, names=names, weights=named_weights(module), copies={}).model,
     ]
     for batch in (1, 3):
         feeds = feed(model, batch)
@@ -108,7 +110,7 @@ def test_labels_that_are_all_ignored_give_loss_zero() -> None:
 @pytest.mark.parametrize("loss", ["cross_entropy", "bce_with_logits"])
 def test_eval_counts_what_is_right(loss: str) -> None:
     model, config = MODELS["tiny_transformer"](), ModelConfig(path=Path("m.onnx"), loss=loss)
-    module = graph.to_module(model).eval()
+    module = to_module(model).eval()
     file = evaluation_model(model, config, names=loss_names(model, config), weights=[], copies={})
     feeds = feed(model, 4)
     output = module(torch.from_numpy(feeds["input_ids"])).detach()
@@ -128,10 +130,10 @@ def test_eval_takes_trained_weights_and_copies_follow_their_original() -> None:
     g.op("MatMul", x, g.weight("head", table.T.copy()), outputs="logits")
     g.output("logits", ("batch", 8))
     model, config = g.model(), ModelConfig(path=Path("m.onnx"))
-    module = graph.to_module(model)
+    module = to_module(model)
     assert module.copies == {"head": ("table", True)}
     names = loss_names(model, config)
-    file = evaluation_model(model, config, names=names, weights=graph.weights(module), copies=module.copies).model
+    file = evaluation_model(model, config, names=names, weights=named_weights(module), copies=module.copies).model
     feeds = {"ids": np.arange(3), "labels": np.arange(3)}
     np.testing.assert_allclose(run(file, feeds)["logits"], table[:3] @ table.T, rtol=1e-6)
     np.testing.assert_allclose(run(file, feeds | {"table": 2 * table})["logits"], 4 * table[:3] @ table.T, rtol=1e-6)
@@ -244,25 +246,25 @@ def test_the_gradients_of_an_average_pool(
 # -- training.onnx
 
 
-def made(model: onnx.ModelProto, config: ModelConfig) -> tuple[graph.ImportedGraph, TrainingModel]:
-    module = graph.to_module(model, fuse=False)
-    graph.trainable(module, train=config.train, freeze=config.freeze)
+def made(model: onnx.ModelProto, config: ModelConfig) -> tuple[ImportedGraph, TrainingModel]:
+    module = to_module(model, fuse=False)
+    select_trained(module, train=config.train, freeze=config.freeze)
     return module, training_model(module, model, config, names=loss_names(model, config))
 
 
 def assert_gradients(
-    module: graph.ImportedGraph, file: TrainingModel, config: ModelConfig, feeds: Mapping[str, Array]
+    module: ImportedGraph, file: TrainingModel, config: ModelConfig, feeds: Mapping[str, Array]
 ) -> None:
     """Loss, gradients and running statistics are torch's, at the weights the module has; they stay as they are."""
-    before = {name: tensor.detach().clone() for name, tensor in graph.weights(module).items()}
+    before = {name: tensor.detach().clone() for name, tensor in named_weights(module).items()}
     module.train().zero_grad()
     with torch.no_grad():
         output = Loss(config, module.output_names).output(module(*map(torch.from_numpy, feeds.values())))
-    graph.load_weights(module, before)
+    load_weights(module, before)
     labels = labels_for(config.loss, output)
     loss = mean_loss(module, config, list(feeds.values()), labels)
     loss.backward()
-    after = graph.weights(module)
+    after = named_weights(module)
     own = {} if config.loss == "output" else {"labels": labels}
     found = run(file.model, {**feeds, **own, **{n: before[n].numpy() for n in (*file.weights, *file.statistics)}})
     assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
@@ -274,7 +276,7 @@ def assert_gradients(
         np.testing.assert_allclose(found[gradient_of(name)], gradient, rtol=0, atol=atol, err_msg=name)
     for name in file.statistics:
         np.testing.assert_allclose(found[updated(name)], after[name].numpy(), rtol=1e-6, atol=1e-7, err_msg=name)
-    graph.load_weights(module, before)
+    load_weights(module, before)
 
 
 def squeezenet() -> onnx.ModelProto:

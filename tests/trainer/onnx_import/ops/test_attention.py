@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from onnx.reference import ReferenceEvaluator
 
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.ops import attention
 from tests.support.onenode import assert_agrees, one_node
 
@@ -67,7 +67,7 @@ def test_windows_and_lengths_as_onnx_defines_them(left, right):
         given = {name: array for name, array in inputs.items() if not name.startswith("_")}
         want = ReferenceEvaluator(model).run(None, given)[0]
         model.graph.output[0].type.tensor_type.elem_type = 1
-        got = graph.to_module(model)(*(torch.from_numpy(array) for array in given.values()))
+        got = to_module(model)(*(torch.from_numpy(array) for array in given.values()))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_plain_attention_is_one_call_of_torchs_kernel():
     inputs, _ = operands(2, flat=False)
     model = one_node("Attention", inputs, opset=23, is_causal=1)
     model.graph.output[0].type.tensor_type.elem_type = 1
-    calls = [node for node in graph.to_module(model).graph.nodes if node.op == "call_function"]
+    calls = [node for node in to_module(model).graph.nodes if node.op == "call_function"]
     assert [node.target for node in calls] == [F.scaled_dot_product_attention]
     assert calls[0].kwargs["is_causal"]
     assert calls[0].kwargs["attn_mask"] is None
@@ -89,7 +89,7 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros_and_no_gradient(softcap):
     model = one_node("Attention", inputs | {"mask": mask}, opset=23, softcap=softcap)
     model.graph.output[0].type.tensor_type.elem_type = 1
     q, k, v = (torch.from_numpy(inputs[name]).requires_grad_() for name in "qkv")
-    y = graph.to_module(model)(q, k, v, torch.from_numpy(mask))
+    y = to_module(model)(q, k, v, torch.from_numpy(mask))
     y.square().sum().backward()
     assert y[:, :, 1].eq(0).all()
     assert q.grad[:, :, 1].eq(0).all()

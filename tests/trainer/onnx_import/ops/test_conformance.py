@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from onward.trainer.onnx_import import converters as foreign
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.registry import RULES
 from tests.support import suite
 from tests.support.graphs import MODELS, feed
@@ -105,7 +105,7 @@ def test_the_tables_cover_no_more_than_they_say():
 def test_in_training_batch_normalization_normalises_with_the_statistics_of_the_batch(name):
     case = next(case for case in suite.cases() if case.name == name)
     inputs, wanted = case.data_sets[0]
-    module = graph.to_module(case.model).train()
+    module = to_module(case.model).train()
     got = module(*map(suite.as_torch, inputs))
     assert suite.difference(got[0], suite.as_torch(wanted[0]), rtol=1e-4, atol=1e-5) == ""
     assert (
@@ -232,7 +232,7 @@ def test_onnx2torch_with_our_rules_registered_computes_the_same(name, registry):
 
     foreign.register_with_onnx2torch()
     model = MODELS[name]()
-    module = graph.to_module(model).eval()
+    module = to_module(model).eval()
     inputs = [torch.from_numpy(feed(model, 3)[key]) for key in module.input_names]
     ours, theirs = module(*inputs), onnx2torch.convert(model).eval()(*inputs)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -264,12 +264,12 @@ def test_a_converter_registered_by_the_user_comes_first(registry):
     add_converter("Relu", 14)(doubling)
     x = torch.tensor([[-1.0, 1.0, 2.0, 3.0]])
     for model in (one_node("Double", domain="acme"), one_node("Relu")):
-        assert torch.equal(graph.to_module(model)(x), 2 * x)
+        assert torch.equal(to_module(model)(x), 2 * x)
 
 
 def test_an_operator_of_an_unknown_domain_is_refused():
     with pytest.raises(UnsupportedModel, match=r"node 'y': acme\.Double-1: it is not implemented"):
-        graph.to_module(one_node("Double", domain="acme"))
+        to_module(one_node("Double", domain="acme"))
 
 
 def test_operators_onnx_defines_by_simpler_ones_are_imported_through_their_definition():
@@ -278,11 +278,11 @@ def test_operators_onnx_defines_by_simpler_ones_are_imported_through_their_defin
     g.op("SwiGLU", g.input("a", ("batch", 4)), g.input("b", ("batch", 4)), outputs="y")
     g.output("y", ("batch", 4))
     a, b = torch.randn(3, 4), torch.randn(3, 4)
-    torch.testing.assert_close(graph.to_module(g.model())(a, b), torch.nn.functional.silu(a) * b)
+    torch.testing.assert_close(to_module(g.model())(a, b), torch.nn.functional.silu(a) * b)
 
 
 def test_an_attribute_no_rule_read_is_refused():
     model = one_node("Relu")
     model.graph.node[0].attribute.append(helper.make_attribute("ceiling", 6.0))
     with pytest.raises(UnsupportedModel, match="attribute ceiling is not implemented"):
-        graph.to_module(model)
+        to_module(model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import load_model, to_module
 from tests.support.graphs import MODELS, feed
 from tests.support.onenode import assert_agrees
 
@@ -44,8 +44,8 @@ def optimised_for_transformers(source, kind: str):
 
 def assert_imported_whole(path, model) -> set[str]:
     """Equal to onnxruntime, and gradients reach every weight; returns the operators that are not ONNX's."""
-    optimised = graph.load_model(path)
-    module = graph.to_module(optimised).eval()
+    optimised = load_model(path)
+    module = to_module(optimised).eval()
     inputs = feed(model, 3)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -60,7 +60,7 @@ def assert_imported_whole(path, model) -> set[str]:
 
 
 def num_weights(model: onnx.ModelProto) -> int:
-    return sum(weight.numel() for weight in graph.to_module(model).parameters())
+    return sum(weight.numel() for weight in to_module(model).parameters())
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -77,7 +77,7 @@ def test_files_optimised_by_the_runtime(name, tmp_path):
     }
     assert expected.get(name, set()) <= fused
     if not any(node.op_type == "BatchNormalization" for node in model.graph.node):  # which it folds away
-        assert num_weights(graph.load_model(path)) == num_weights(model)
+        assert num_weights(load_model(path)) == num_weights(model)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("tiny_bert", "bert"), ("tiny_transformer", "gpt2")])
@@ -86,16 +86,16 @@ def test_files_optimised_for_transformers(name, kind, tmp_path):
     onnx.save(model, str(tmp_path / "model.onnx"))
     path = optimised_for_transformers(tmp_path / "model.onnx", kind)
     assert "SkipLayerNormalization" in assert_imported_whole(path, model)
-    assert num_weights(graph.load_model(path)) == num_weights(model)
+    assert num_weights(load_model(path)) == num_weights(model)
 
 
 def test_a_file_laid_out_for_one_processor_is_refused_with_the_remedy(tmp_path):
     onnx.save(MODELS["tiny_conv_net"](), str(tmp_path / "model.onnx"))
     path = optimised_by_the_runtime(tmp_path / "model.onnx", "ALL")
-    if all(node.domain != "com.microsoft.nchwc" for node in graph.load_model(path).graph.node):
+    if all(node.domain != "com.microsoft.nchwc" for node in load_model(path).graph.node):
         pytest.skip("onnxruntime has no blocked layout for this processor")
     with pytest.raises(UnsupportedModel, match="ORT_ENABLE_EXTENDED"):
-        graph.to_module(graph.load_model(path))
+        to_module(load_model(path))
 
 
 # -- operator by operator

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.runtime_node import Leaf
+from onward.trainer.onnx_import.train_selection import describe_weights, select_trained
+from tests.support.trained_models import running_statistics
 
 HEADER = '<ir_version: 8, opset_import: ["" : 17, "local" : 1]>\n'
 
@@ -23,13 +26,13 @@ def read(text: str) -> onnx.ModelProto:
     return model
 
 
-def leaves(module: graph.ImportedGraph) -> list[str]:
+def leaves(module: ImportedGraph) -> list[str]:
     """The operators that are run-time leaves."""
     found = (module.get_submodule(str(node.target)) for node in module.graph.nodes if node.op == "call_module")
     return [leaf.node.op_type for leaf in found if isinstance(leaf, Leaf)]
 
 
-def assert_same(module: graph.ImportedGraph, model: onnx.ModelProto, *inputs: torch.Tensor) -> None:
+def assert_same(module: ImportedGraph, model: onnx.ModelProto, *inputs: torch.Tensor) -> None:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(model.SerializeToString(), options)
@@ -52,7 +55,7 @@ TOP_K = """g (float[N,4] x, int64[1] k) => (float[N,K] y) <float[4,6] w = {
 
 def test_a_node_whose_operand_is_known_only_at_run_time_is_computed_then_and_passes_gradients():
     model = read(TOP_K)
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == ["TopK", "Relu"]
     for k in (1, 3):
         assert_same(module, model, torch.randn(5, 4), torch.tensor([k]))
@@ -72,16 +75,16 @@ def test_a_batch_norm_in_a_branch_keeps_its_statistics_while_it_is_frozen():
         else_branch = e () => (float[N,2] q) { q = Neg(h) }>
     }""")
     for freeze, moves in (((), True), (("scale", "bias"), False)):
-        module = graph.to_module(model).train()
-        graph.trainable(module, freeze=freeze)
-        before = {name: tensor.clone() for name, tensor in graph.running_statistics(module).items()}
+        module = to_module(model).train()
+        select_trained(module, freeze=freeze)
+        before = {name: tensor.clone() for name, tensor in running_statistics(module).items()}
         module(torch.randn(5, 2), torch.tensor(True))
-        after = graph.running_statistics(module)
+        after = running_statistics(module)
         assert {name: not torch.equal(after[name], before[name]) for name in before} == dict.fromkeys(before, moves)
 
 
 def test_a_graph_with_leaves_is_copied_and_pickled():
-    module = graph.to_module(read(TOP_K)).eval()
+    module = to_module(read(TOP_K)).eval()
     inputs = (torch.randn(3, 4), torch.tensor([2]))
     wanted = module(*inputs)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -90,7 +93,7 @@ def test_a_graph_with_leaves_is_copied_and_pickled():
 
 
 def test_a_leaf_follows_train_and_eval():
-    module = graph.to_module(
+    module = to_module(
         read("""g (float[N] x, float r) => (float[N] y) { t = Constant<value = bool {1}>() y = Dropout(x, r, t) }""")
     )
     assert leaves(module) == ["Dropout"]
@@ -109,7 +112,7 @@ def test_what_depends_on_data_flows_on():
       picked = GatherND(scaled, places)
       y = Exp(picked)
     }""")
-    module = graph.to_module(model)
+    module = to_module(model)
     assert_same(module, model, torch.randn(4, 3))
     module(torch.eye(3)[:2] - 0.5 * torch.eye(3)[2:]).log().sum().backward()  # the first two of the diagonal
     torch.testing.assert_close(module.w.grad, torch.tensor([[1.0, 0, 0], [0, 1, 0], [-0.5, -0.5, 0]]))
@@ -120,21 +123,21 @@ def test_what_follows_a_leaf_is_clean_again_where_its_shape_is_known():
       h = If(c)<then_branch = t () => (a) { a = Exp(x) }, else_branch = e () => (b) { b = Neg(x) }>
       y = MatMul(h, w)
     }""")
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == ["If"]
     assert_same(module, model, torch.randn(5, 2), torch.tensor(True))
 
 
 def test_a_reshape_that_fits_some_sizes_only_is_computed_at_run_time():
     model = read("""g (float[N,3] x) => (float[a,b] y) <int64[2] s = {-1, 4}> { y = Reshape(x, s) }""")
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == ["Reshape"]
     assert_same(module, model, torch.randn(8, 3))
 
 
 def test_a_dynamic_dimension_is_split_into_equal_parts_at_run_time():
     model = read("g (float[N,4] x) => (float[A,4] a, float[B,4] b) { a, b = Split<axis = 0>(x) }")
-    module = graph.to_module(model)
+    module = to_module(model)
     for size in (2, 6):
         assert_same(module, model, torch.randn(size, 4))
 
@@ -142,7 +145,7 @@ def test_a_dynamic_dimension_is_split_into_equal_parts_at_run_time():
 def test_what_no_size_mends_is_refused_at_import():
     model = read("""g (float[N,4] x) => (float[N,3] y) <float[2,3] w = {1,2,3,4,5,6}> { y = MatMul(x, w) }""")
     with pytest.raises(UnsupportedModel, match="node 'y': MatMul-13: torch refuses it"):
-        graph.to_module(model)
+        to_module(model)
 
 
 def test_an_unknown_operator_in_a_branch_is_refused_at_import():
@@ -153,7 +156,7 @@ def test_an_unknown_operator_in_a_branch_is_refused_at_import():
       else_branch = e () => (float[N] b) { b = Neg(x) }> }"""
     )
     with pytest.raises(UnsupportedModel, match=r"node 'a': local\.Nowhere-1: it is not implemented"):
-        graph.to_module(model)
+        to_module(model)
 
 
 # -- branches
@@ -169,14 +172,14 @@ BRANCH = """g (float[N,2] x%s) => (float[N,2] y) <float[2,2] w = {1,2,3,4}> {
 @pytest.mark.parametrize("taken", [0, 1])
 def test_a_branch_on_a_constant_is_written_out(taken):
     model = read(BRANCH % ("", f"c = Constant<value = bool {{{taken}}}>()"))
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == []
     assert_same(module, model, torch.randn(3, 2))
 
 
 def test_a_branch_on_data_is_taken_at_run_time_with_gradients_of_captured_weights():
     model = read(BRANCH % (", bool c", ""))
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == ["If"]
     for taken in (False, True):
         assert_same(module, model, torch.randn(3, 2), torch.tensor(taken))
@@ -185,7 +188,7 @@ def test_a_branch_on_data_is_taken_at_run_time_with_gradients_of_captured_weight
 
 
 def test_weights_stored_inside_a_branch_are_frozen_and_described():
-    rows = {name: (kind, why) for name, kind, why in graph.describe(graph.to_module(read(BRANCH % (", bool c", ""))))}
+    rows = {name: (kind, why) for name, kind, why in describe_weights(to_module(read(BRANCH % (", bool c", ""))))}
     assert rows["w"][0] == "trained"
     assert [kind for name, (kind, _) in rows.items() if name.endswith("k")] == ["frozen"]
 
@@ -205,7 +208,7 @@ LOOP = """g (float[N,2] x%s) => (float[N,2] y, float[K,N,2] z) <float[2,2] w = {
 
 def test_a_loop_of_few_turns_is_written_out():
     model = read(LOOP % ("", ", int64 turns = {3}"))
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == []
     assert_same(module, model, torch.randn(3, 2))
 
@@ -213,14 +216,14 @@ def test_a_loop_of_few_turns_is_written_out():
 def test_a_loop_of_many_turns_stays_a_loop():
     text = LOOP % ("", ", int64 turns = {100}")
     model = read(text.replace("w = {1,2,3,4}", "w = {0.1,0.2,0.3,0.4}"))
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == ["Loop"]
     assert_same(module, model, torch.randn(3, 2))
 
 
 def test_a_loop_over_data_gives_captured_weights_their_gradients():
     model = read(LOOP % (", int64 turns", ""))
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == ["Loop"]
     for turns in (1, 4):
         assert_same(module, model, torch.randn(3, 2), torch.tensor(turns))
@@ -238,7 +241,7 @@ def test_a_loop_ends_when_its_condition_fails():
         c2 = Less(h2, ten)
       }>
     }""")
-    module = graph.to_module(model)
+    module = to_module(model)
     for start in (1.0, 3.0, 20.0):
         assert_same(module, model, torch.tensor(start))
 
@@ -269,7 +272,7 @@ BRANCHED = """s = ReduceSum<keepdims = 0>(row)
 )
 def test_a_scan_is_written_out_if_its_length_is_known(rows, body, kinds):
     model = read(SCAN % (rows, body))
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == kinds
     assert_same(module, model, torch.randn(4, 3, 2))
     module(torch.randn(4, 3, 2))[0].sum().backward()
@@ -298,7 +301,7 @@ inner (a, m) => (r) { %s  r = Tanh(h) }"""
 )
 def test_functions_with_branches_and_functions_in_them_are_imported(opset, product):
     model = onnx.parser.parse_model(HEADER + FUNCTIONS % (opset, product))
-    module = graph.to_module(model)
+    module = to_module(model)
     x = torch.randn(3, 2)
     torch.testing.assert_close(module(x, torch.tensor(True)), 3 * torch.tanh(x @ module.w))
     torch.testing.assert_close(module(x, torch.tensor(False)), 3 * x)
@@ -318,7 +321,7 @@ def test_sequences_of_known_length_leave_no_trace():
       b = SequenceAt(parts, last)
       y = Concat<axis = 1>(a, b)
     }""")
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == []
     assert_same(module, model, torch.randn(5, 6))
 
@@ -333,7 +336,7 @@ def test_a_sequence_of_as_many_as_the_data_has_is_kept_at_run_time():
       all = ConcatFromSequence<axis = 0>(fewer)
       y = MatMul(all, w)
     }""")
-    module = graph.to_module(model)
+    module = to_module(model)
     assert_same(module, model, torch.randn(3, 2))
     module(torch.ones(3, 2)).sum().backward()
     assert module.w.grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
@@ -355,7 +358,7 @@ def test_sizes_computed_in_floats_are_asked_of_the_input_and_stay_clean():
       shape = Concat<axis = 0>(other, i)
       y = Resize<mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor">(x, , , shape)
     }""")
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == []
     for size in (10, 13):
         assert_same(module, model, torch.randn(2, 3, size, size + 1))
@@ -371,7 +374,7 @@ def test_a_choice_by_size_is_made_at_run_time():
         then_branch = t () => (float[N,3] a) { a = Neg(x) },
         else_branch = e () => (float[N,3] b) { b = Exp(x) }>
     }""")
-    module = graph.to_module(model)
+    module = to_module(model)
     for size in (2, 4, 9):
         assert_same(module, model, torch.randn(size, 3))
 
@@ -391,7 +394,7 @@ PAD_TO_MULTIPLE = """g (float[N,S,4] x) => (float[N,K,4] y) <
 @pytest.mark.parametrize("width", ["2", "4", "7", "16"])
 def test_padding_to_a_multiple_fits_lengths_the_import_did_not_try(width):
     model = read(PAD_TO_MULTIPLE.replace("WIDTH", width))
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == []
     for size in (1, 7, 8, 11, 16, 20):
         assert_same(module, model, torch.randn(2, size, 4))
@@ -405,7 +408,7 @@ def test_the_number_of_blocks_is_asked_at_run_time():
       blocks = Div(more, block)
       y = ConstantOfShape(blocks)
     }""")
-    module = graph.to_module(model)
+    module = to_module(model)
     for size in (1, 16, 17, 100):
         assert_same(module, model, torch.randn(2, size))
 
@@ -420,7 +423,7 @@ def test_a_choice_that_every_size_tried_makes_alike_is_checked_when_the_graph_ru
         else_branch = e () => (float[M,4] b) { b = Exp(x) }>
     }""")
     for fuse in (True, False):
-        module = graph.to_module(model, fuse=fuse)
+        module = to_module(model, fuse=fuse)
         assert_same(module, model, torch.randn(2, 4))
         for same in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             with pytest.raises(RuntimeError, match=r"eq\(size\(x, 0\), 1\) is False, but now it is True"):
@@ -434,7 +437,7 @@ def test_a_comparison_no_length_can_change_is_not_checked():
       to = Where(unknown, ones, sizes)
       y = Expand(x, to)
     }""")
-    assert all("must_be" not in node.name for node in graph.to_module(model).graph.nodes)
+    assert all("must_be" not in node.name for node in to_module(model).graph.nodes)
 
 
 def test_the_greater_of_a_size_and_a_number_is_asked_at_run_time():
@@ -444,7 +447,7 @@ def test_the_greater_of_a_size_and_a_number_is_asked_at_run_time():
       n = Max(sizes, four)
       y = ConstantOfShape<value = float[1] {7}>(n)
     }""")
-    module = graph.to_module(model)
+    module = to_module(model)
     assert leaves(module) == []
     for size in (2, 9):
         assert_same(module, model, torch.randn(size, 3))
@@ -452,8 +455,8 @@ def test_the_greater_of_a_size_and_a_number_is_asked_at_run_time():
 
 def test_sizes_cast_to_int32_come_out_as_int32():
     model = read("g (float[N,3] x) => (int32[2] y) { s = Shape(x)  y = Cast<to = 6>(s) }")
-    assert graph.to_module(model)(torch.randn(5, 3)).tolist() == [5, 3]
-    assert graph.to_module(model)(torch.randn(5, 3)).dtype == torch.int32
+    assert to_module(model)(torch.randn(5, 3)).tolist() == [5, 3]
+    assert to_module(model)(torch.randn(5, 3)).dtype == torch.int32
 
 
 # -- element types
@@ -463,13 +466,13 @@ def test_sizes_cast_to_int32_come_out_as_int32():
 def test_wide_unsigned_integers_wrap_around_as_in_onnx(kind):
     model = read(f"g ({kind}[N] a, {kind}[N] b) => ({kind}[N] y) {{ y = Sub(a, b) }}")
     dtype = getattr(torch, kind)
-    got = graph.to_module(model)(torch.tensor([1, 5]).to(dtype), torch.tensor([2, 3]).to(dtype))
+    got = to_module(model)(torch.tensor([1, 5]).to(dtype), torch.tensor([2, 3]).to(dtype))
     assert got.dtype == dtype
     assert got.tolist() == [2 ** int(kind[4:]) - 1, 2]
 
 
 def test_uint64_values_that_would_come_out_wrong_are_refused():
-    module = graph.to_module(read("g (uint64[N] a, uint64[N] b) => (uint64[N] y) { y = Max(a, b) }"))
+    module = to_module(read("g (uint64[N] a, uint64[N] b) => (uint64[N] y) { y = Max(a, b) }"))
     small, great = torch.tensor([3]).to(torch.uint64), torch.tensor([-1]).to(torch.uint64)
     assert module(small, small).tolist() == [3]
     with pytest.raises(RuntimeError, match=r"uint64 values of 2\^63 and more"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.ops import detection
 from tests.support.onenode import assert_agrees, one_node
 
@@ -54,7 +54,7 @@ def test_regions_are_read(mode):
 
 def test_regions_whose_points_depend_on_them_are_read_when_the_graph_runs():
     inputs = {"x": np.zeros((1, 1, 4, 4), np.float32), "rois": np.zeros((1, 4), np.float32), "at": np.array([0])}
-    module = graph.to_module(one_node("RoiAlign", inputs, opset=16))
+    module = to_module(one_node("RoiAlign", inputs, opset=16))
     x = torch.randn(1, 1, 4, 4, requires_grad=True)
     module(x, torch.tensor([[0.0, 0.0, 3.0, 3.0]]), torch.tensor([0])).sum().backward()
     assert x.grad.abs().sum() > 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper, parser
 
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.registry import RULES
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -340,7 +340,7 @@ SEVERAL: dict[tuple[str, ...], str] = {
 
 
 def check(model: onnx.ModelProto, inputs: list[torch.Tensor], *, training: bool = False) -> None:
-    module = graph.to_module(model).double().train(training)
+    module = to_module(model).double().train(training)
 
     def floats(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = module(*arguments)

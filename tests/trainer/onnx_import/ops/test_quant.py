@@ -10,7 +10,8 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import named_weights
 
 UNSIGNED = {TensorProto.UINT8: np.uint8, TensorProto.UINT16: np.uint16}
 SIGNED = {TensorProto.INT8: np.int8, TensorProto.INT16: np.int16}
@@ -28,7 +29,7 @@ def by_onnxruntime(model, *inputs):
 
 def assert_same(model, *inputs, atol=1e-6):
     """The module on these inputs, and onnxruntime."""
-    got = graph.to_module(model)(*map(torch.from_numpy, inputs))
+    got = to_module(model)(*map(torch.from_numpy, inputs))
     got = got if isinstance(got, tuple) else (got,)
     for one, other in zip(got, by_onnxruntime(model, *inputs), strict=True):
         assert one.detach().numpy().dtype == other.dtype
@@ -105,7 +106,7 @@ def test_8_bit_floats_saturate_as_in_onnxruntime(operator, kind):
 @pytest.mark.parametrize("kind", FLOAT8)
 def test_8_bit_floats_that_do_not_saturate_are_those_of_the_standard(operator, kind):
     """Which ml_dtypes implements; onnxruntime 1.31 makes 448 of 480, and NaN of what is infinite in E5M2."""
-    module = graph.to_module(through_float8(operator, kind, saturate=0))
+    module = to_module(through_float8(operator, kind, saturate=0))
     with np.errstate(all="ignore"):
         wanted = WIDE.astype(FLOAT8[kind]).astype(np.float32)
     np.testing.assert_array_equal(module(torch.from_numpy(WIDE)).numpy(), wanted)
@@ -209,8 +210,8 @@ def fine_tuned():
 
 
 def test_gradients_pass_what_is_quantized_and_back_but_for_what_is_clamped():
-    module = graph.to_module(fine_tuned())
-    assert set(graph.weights(module)) == {"weight", "bias"}
+    module = to_module(fine_tuned())
+    assert set(named_weights(module)) == {"weight", "bias"}
     with torch.no_grad():
         module.weight[1, 2] = 100.0  # far beyond 127 x 0.02
     x = torch.tensor([[0.5, -0.3, 40.0], [1.0, 0.2, 0.1]], requires_grad=True)
@@ -235,10 +236,10 @@ def test_a_model_quantized_for_inference_passes_gradients_to_what_comes_before()
     g.output("y", ("n", 2))
     model = g.model()
     assert_same(model, random(4, 3), atol=1e-5)
-    module = graph.to_module(model)
+    module = to_module(model)
     x = torch.from_numpy(random(4, 3))
     module(x).sum().backward()
-    assert set(graph.weights(module)) == {"first", "bias"}
+    assert set(named_weights(module)) == {"first", "bias"}
     second = torch.from_numpy(integers(np.int8, 5, 2)).float() * 0.01
     torch.testing.assert_close(module.first.grad, x.sum(0)[:, None] * second.sum(1), rtol=1e-4, atol=1e-4)
 
@@ -254,7 +255,7 @@ def test_casts_to_powers_of_two_follow_the_round_mode(round_mode, wanted):
     small = g.op("Cast", g.input("x", ("n",)), to=TensorProto.FLOAT8E8M0, round_mode=round_mode)
     g.op("Cast", small, to=TensorProto.FLOAT, outputs="y")
     g.output("y", ("n",))
-    y = graph.to_module(g.model())(torch.tensor([2.0, 2.9, 3.0, 5.0]))
+    y = to_module(g.model())(torch.tensor([2.0, 2.9, 3.0, 5.0]))
     assert y.tolist() == wanted
 
 
@@ -263,4 +264,4 @@ def test_bits_are_seen_as_another_type():
     g.op("BitCast", g.input("x", ("n",)), to=TensorProto.UINT32, outputs="y")
     g.output("y", ("n",), TensorProto.UINT32)
     x = random(20)
-    assert (graph.to_module(g.model())(torch.from_numpy(x)).numpy() == x.view(np.uint32)).all()
+    assert (to_module(g.model())(torch.from_numpy(x)).numpy() == x.view(np.uint32)).all()

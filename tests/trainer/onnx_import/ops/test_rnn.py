@@ -10,7 +10,7 @@ from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 STATES = {"LSTM": ("initial_h", "initial_c"), "GRU": ("initial_h",), "RNN": ("initial_h",)}
@@ -112,7 +112,7 @@ CASES = {(kind, name): option for kind in GATES for name, option in OPTIONS.item
 def test_every_option_computes_what_onnxruntime_does_at_any_size(case, direction):
     operands, attributes = CASES[case]
     model = recurrent(case[0], direction, operands=operands, **attributes)
-    module = graph.to_module(model)
+    module = to_module(model)
     for steps, batch in ((5, 3), (2, 1)):
         inputs = inputs_of(model, steps=steps, batch=batch)
         assert_same(ours(module, inputs), by_onnxruntime(model, inputs))
@@ -123,7 +123,7 @@ def test_every_option_computes_what_onnxruntime_does_at_any_size(case, direction
 def test_older_versions_mean_the_same(kind, opset):
     model = recurrent(kind, "bidirectional", operands=("B", "sequence_lens", "initial_h"), opset=opset)
     inputs = inputs_of(model, steps=4, batch=3)
-    assert_same(ours(graph.to_module(model), inputs), by_onnxruntime(model, inputs))
+    assert_same(ours(to_module(model), inputs), by_onnxruntime(model, inputs))
 
 
 @pytest.mark.parametrize("clip", [{}, {"clip": 50.0}], ids=["fused", "step by step"])
@@ -133,7 +133,7 @@ def test_layout_1_has_the_batch_first(kind, direction, clip):
     operands = ("B", "sequence_lens", "initial_h", "initial_c")
     first = recurrent(kind, direction, operands=operands, layout=1, **clip)
     inputs = inputs_of(first, steps=5, batch=3)
-    y, *states = ours(graph.to_module(first), inputs)
+    y, *states = ours(to_module(first), inputs)
     swapped = {name: np.swapaxes(a, 0, 1).copy() if a.ndim == 3 else a for name, a in inputs.items()}
     usual = recurrent(kind, direction, operands=operands, **clip)
     assert_same([y.permute(1, 2, 0, 3), *(s.transpose(0, 1) for s in states)], by_onnxruntime(usual, swapped))
@@ -144,7 +144,7 @@ def test_layout_1_has_the_batch_first(kind, direction, clip):
 def test_a_sequence_of_no_steps_gives_zeros(kind, clip):
     model = recurrent(kind, "bidirectional", operands=("B", "sequence_lens", "initial_h", "initial_c"), **clip)
     inputs = inputs_of(model, steps=4, batch=3, lengths=[0, 4, 2])
-    assert_same(ours(graph.to_module(model), inputs), by_onnxruntime(model, inputs))
+    assert_same(ours(to_module(model), inputs), by_onnxruntime(model, inputs))
 
 
 SHAPED = ("Affine", "LeakyRelu", "ThresholdedRelu", "ScaledTanh", "HardSigmoid", "Elu")
@@ -160,25 +160,25 @@ def test_every_activation_at_every_gate_computes_what_onnxruntime_does(kind, nam
         shapes = {"activation_alpha": [0.3, 0.2], "activation_beta": [0.6, 0.1]} if name in SHAPED else {}
         model = recurrent(kind, "bidirectional", activations=names, **shapes)
         inputs = inputs_of(model, steps=3, batch=2)
-        assert_same(ours(graph.to_module(model), inputs), by_onnxruntime(model, inputs))
+        assert_same(ours(to_module(model), inputs), by_onnxruntime(model, inputs))
 
 
 def test_relu_has_a_kernel_and_computes_the_same():
     model = recurrent("RNN", "bidirectional", activations=["Relu", "Relu"], operands=("B", "sequence_lens"))
     inputs = inputs_of(model, steps=4, batch=3)
-    module = graph.to_module(model)
+    module = to_module(model)
     assert "fused" in str(module)
     assert_same(ours(module, inputs), by_onnxruntime(model, inputs))
 
 
 def test_alpha_left_out_is_refused_where_runtimes_disagree():
     with pytest.raises(UnsupportedModel, match="its activation scaledtanh needs alpha and beta said"):
-        graph.to_module(recurrent("RNN", "forward", activations=["ScaledTanh"]))
+        to_module(recurrent("RNN", "forward", activations=["ScaledTanh"]))
 
 
 def test_an_unknown_activation_is_refused():
     with pytest.raises(UnsupportedModel, match="activation swish is not among ONNX's"):
-        graph.to_module(recurrent("RNN", "forward", activations=["Swish"]))
+        to_module(recurrent("RNN", "forward", activations=["Swish"]))
 
 
 # -- training
@@ -209,7 +209,7 @@ def in_torch_order(module, kind, name, of=lambda weight: weight):
 @pytest.mark.parametrize("kind", GATES)
 def test_gradients_are_those_of_torchs_own_layer(kind, direction, training):
     extra = {"linear_before_reset": 1} if kind == "GRU" else {}
-    module = graph.to_module(recurrent(kind, direction, double=True, **extra)).train(training)
+    module = to_module(recurrent(kind, direction, double=True, **extra)).train(training)
     assert {name for name, _ in module.named_parameters()} == {"W", "R", "B"}
     layer = torch_layer(module, kind, direction)
     x = torch.randn(5, 3, FEATURES, dtype=torch.float64)
@@ -223,7 +223,7 @@ def test_gradients_are_those_of_torchs_own_layer(kind, direction, training):
 
 
 def gradients(model, inputs):
-    module = graph.to_module(model)
+    module = to_module(model)
     given = [torch.from_numpy(inputs[name]) for name in module.input_names]
     leaves = [value.requires_grad_() for value in given if value.is_floating_point()]
     sum(output.square().sum() * (i + 1) for i, output in enumerate(module(*given))).backward()
@@ -250,7 +250,7 @@ def test_peepholes_are_trained():
 
 def test_a_copy_computes_the_same_and_shares_nothing():
     model = recurrent("GRU", "bidirectional")
-    module = graph.to_module(model)
+    module = to_module(model)
     twin = copy.deepcopy(module)
     inputs = inputs_of(model, steps=3, batch=2)
     before = ours(module, inputs)

@@ -8,7 +8,8 @@ from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.ops.random import RandomNode
 
 
@@ -20,7 +21,7 @@ def by_onnxruntime(model, *inputs):
 
 
 def assert_same(model, *inputs):
-    got = graph.to_module(model)(*map(torch.from_numpy, inputs))
+    got = to_module(model)(*map(torch.from_numpy, inputs))
     got = got if isinstance(got, tuple) else (got,)
     for one, other in zip(got, by_onnxruntime(model, *inputs), strict=True):
         np.testing.assert_allclose(one.detach().numpy(), other, rtol=1e-4, atol=1e-4)
@@ -59,7 +60,7 @@ def test_the_onesided_inverse_undoes_the_onesided_transform(length):
     g.op("DFT", half, one, outputs="y", onesided=1, inverse=1)
     g.output("y", ("n", length or 8, 1))
     x = torch.from_numpy(random(2, length or 8, 1))
-    torch.testing.assert_close(graph.to_module(g.model())(x), x)
+    torch.testing.assert_close(to_module(g.model())(x), x)
 
 
 @pytest.mark.parametrize("given", ["window", "length", "both"])
@@ -76,7 +77,7 @@ def test_spectrograms_are_those_of_onnxruntime_for_any_length_of_signal(onesided
     g.op("STFT", signal, g.weight("step", np.array(4)), *operands, outputs="y", onesided=onesided)
     g.output("y", ("n", "frames", "frequencies", 2))
     model = g.model()
-    assert "Leaf" not in str(graph.to_module(model))
+    assert "Leaf" not in str(to_module(model))
     for samples in (64, 37):
         assert_same(model, random(2, samples, 1))
 
@@ -108,9 +109,9 @@ def test_gradients_reach_the_signal_and_a_trained_window():
     operands = g.weight("step", np.array(2)), g.weight("window", g.normal(1.0, 8))
     g.op("STFT", g.input("signal", ("n", "samples", 1)), *operands, outputs="y")
     g.output("y", ("n", "frames", 5, 2))
-    module = graph.to_module(g.model()).double()
+    module = to_module(g.model()).double()
     signal = torch.randn(2, 20, 1, dtype=torch.float64, requires_grad=True)
-    assert set(graph.weights(module)) == {"window"}
+    assert set(named_weights(module)) == {"window"}
     assert torch.autograd.gradcheck(lambda x, window: torch.func.functional_call(module, {"window": window}, x),
                                     (signal, module.window.detach().clone().requires_grad_()))  # fmt: skip
 
@@ -147,7 +148,7 @@ def test_linear_attention_runs_over_any_number_of_steps_and_trains(rule):
     g.op("LinearAttention", *inputs, outputs=["y", "state"], update_rule=rule, q_num_heads=queries, kv_num_heads=heads)
     g.output("y", (*shape, queries * values))
     g.output("state", ("n", heads, width, values))
-    module = graph.to_module(g.model())
+    module = to_module(g.model())
     for steps in (4, 7):
         sizes = {"q": 12, "k": 6, "v": 10, "decay": 6, "beta": 2}
         given = {name: torch.from_numpy(random(2, steps, sizes[name], seed=i)) * 0.5
@@ -177,14 +178,14 @@ def test_a_causal_convolution_continues_where_it_stopped():
     g.op("CausalConvWithState", x, weight, bias, past, outputs=["y", "now"], activation="silu")
     g.output("y", ("n", 4, "steps"))
     g.output("now", ("n", 4, 2))
-    module = graph.to_module(g.model())
+    module = to_module(g.model())
     x, nothing = torch.randn(2, 4, 9), torch.zeros(2, 4, 2)
     whole, last = module(x, nothing)
     first, state = module(x[:, :, :5], nothing)
     rest, end = module(x[:, :, 5:], state)
     torch.testing.assert_close(torch.cat((first, rest), 2), whole)
     torch.testing.assert_close(end, last)
-    assert set(graph.weights(module)) == {"weight", "bias"}
+    assert set(named_weights(module)) == {"weight", "bias"}
 
 
 def test_rules_of_linear_attention_without_their_gates_are_refused():
@@ -196,7 +197,7 @@ def test_rules_of_linear_attention_without_their_gates_are_refused():
     model = g.model()
     del model.graph.node[0].input[3:]
     with pytest.raises(UnsupportedModel, match="update_rule='gated' needs decay"):
-        graph.to_module(model)
+        to_module(model)
 
 
 # -- random nodes
@@ -223,7 +224,7 @@ def noisy(opset=22):
 
 @pytest.mark.parametrize("opset", [15, 22])
 def test_random_nodes_draw_from_their_distributions_each_time_in_eval_too(opset):
-    module = graph.to_module(noisy(opset)).eval()
+    module = to_module(noisy(opset)).eval()
     assert sum(isinstance(part, RandomNode) for part in module.modules()) == 6
     torch.manual_seed(0)
     logarithms = torch.full((3, 1000), -20.0)

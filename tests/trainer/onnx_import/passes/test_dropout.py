@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.passes.dropout import add_dropout
 from tests.support import graphs
 from tests.support.graphs import feed
+from tests.support.trained_models import model_with_weights
 
 
 def test_it_goes_on_embeddings_residual_branches_and_attention_and_says_where() -> None:
-    module = graph.to_module(graphs.tiny_bert())
+    module = to_module(graphs.tiny_bert())
     nodes = len(module.graph.nodes)
     layers = [f"encoder.layer.{i}.{part}.weight" for i in (0, 1) for part in ("output", "down")]
     assert add_dropout(module, 0.25) == [
@@ -30,7 +31,7 @@ def test_it_goes_on_embeddings_residual_branches_and_attention_and_says_where() 
 
 
 def test_what_the_file_drops_already_keeps_its_own_ratio() -> None:
-    module = graph.to_module(graphs.tiny_transformer(dropout=0.1))
+    module = to_module(graphs.tiny_transformer(dropout=0.1))
     add_dropout(module, 0.5)
     ratios = {child.ratio for child in module.modules() if isinstance(child, Dropout)}
     assert list(ratios) == [pytest.approx(0.1)]
@@ -39,7 +40,7 @@ def test_what_the_file_drops_already_keeps_its_own_ratio() -> None:
 @pytest.mark.parametrize("name", sorted(graphs.MODELS))
 def test_evaluation_computes_the_same_bits_and_the_file_is_the_same(name: str) -> None:
     model = graphs.MODELS[name]()
-    module = graph.to_module(model).eval()
+    module = to_module(model).eval()
     inputs = [torch.from_numpy(value) for value in feed(model, batch=3).values()]
     before = module(*inputs)
     add_dropout(module, 0.5)
@@ -48,11 +49,11 @@ def test_evaluation_computes_the_same_bits_and_the_file_is_the_same(name: str) -
         zip((before,), (after,), strict=True) if isinstance(before, torch.Tensor) else zip(before, after, strict=True)
     )
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert graph.to_onnx(module, model).SerializeToString() == model.SerializeToString()
+    assert model_with_weights(module, model).SerializeToString() == model.SerializeToString()
 
 
 def test_none_is_none() -> None:
-    module = graph.to_module(graphs.tiny_transformer())
+    module = to_module(graphs.tiny_transformer())
     nodes = len(module.graph.nodes)
     assert add_dropout(module, 0.0) == []
     assert len(module.graph.nodes) == nodes

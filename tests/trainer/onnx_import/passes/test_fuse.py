@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.reduce import reduce_mean
@@ -472,8 +472,8 @@ def test_fuse_false_leaves_every_node() -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 14]> g (float[b, 4] x) => (float[b, 4] y) { s = Sigmoid(x) y = Mul(x, s) }'
     )
-    assert [n.target for n in graph.to_module(model, fuse=False).graph.nodes if n.op.startswith("call")] == [
+    assert [n.target for n in to_module(model, fuse=False).graph.nodes if n.op.startswith("call")] == [
         torch.sigmoid,
         torch.mul,
     ]
-    assert [n.target for n in graph.to_module(model).graph.nodes if n.op.startswith("call")] == [F.silu]
+    assert [n.target for n in to_module(model).graph.nodes if n.op.startswith("call")] == [F.silu]

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import.module import ImportedGraph, running_statistics, to_module, trainable, weights
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
+from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.cost import NodeCost, costs
 from onward.trainer.parallel.pipeline import partition as cut
 from onward.trainer.parallel.pipeline.partition import SLACK, Chain, CutPoint, Stage
 from tests.support import graphs
+from tests.support.trained_models import running_statistics
 
 # -- graphs that the models do not have
 
@@ -150,7 +153,7 @@ def test_a_chain_of_all_units_is_the_graph(name: str) -> None:
 def test_stages_know_their_weights_by_the_files_names() -> None:
     module, _, found = load(graphs.tiny_transformer)
     first, *_, last = cut_in(module, cut.cut_points(module.graph, found), found)
-    names = [list(weights(next(iter(stage.chain.units.children())))) for stage in (first, last)]
+    names = [list(named_weights(next(iter(stage.chain.units.children())))) for stage in (first, last)]
     assert names == [["transformer.wte.weight"], ["transformer.wte.weight"]], "the tied head is at both ends"
 
 
@@ -240,7 +243,7 @@ def test_narrow_counts_what_has_a_gradient() -> None:
     assert at["mul",] is False
     assert at["mul", "add_8"] is True
     assert at["mul", "layer_norm_11", "gelu"] is False
-    trainable(module, freeze=("embeddings.*",))
+    select_trained(module, freeze=("embeddings.*",))
     frozen = [point for point in cut.cut_points(module.graph, costs(module, inputs)) if "gather_rows" in point.crossing]
     assert [point.gradients for point in frozen] == [()]
 

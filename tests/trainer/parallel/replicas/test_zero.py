@@ -19,7 +19,8 @@ from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.distributed.weights import Weight
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.parallel.cost import costs
 from onward.trainer.parallel.layout import is_trained, what_remains
 from onward.trainer.parallel.pipeline.partition import Stage, cut_points, split, stages, units, work
@@ -36,7 +37,7 @@ ROWS = 3
 def stage_of(name: str) -> tuple[Stage, list[Weight]]:
     """The graph as one stage of several units, and its stored tensors."""
     build, data, num_units = MODELS[name]
-    module = graph.to_module(build())
+    module = to_module(build())
     found = costs(module, [data(ROWS, 0)[0]])
     points = units(module, cut_points(module.graph, found), work(module.graph, found), (), num_units)
     (stage,) = stages(module, [split(module, points)], found)
@@ -44,7 +45,7 @@ def stage_of(name: str) -> tuple[Stage, list[Weight]]:
     remains = what_remains(stage)
     weights = [
         Weight(name, tensor, Placement.whole(tensor.shape), is_trained(tensor), remains=remains.get(name, 0.0))
-        for name, tensor in graph.weights(module).items()
+        for name, tensor in named_weights(module).items()
     ]
     return stage, weights
 
@@ -130,8 +131,8 @@ class Seen:
 
 def alone(name: str, num_replicas: int) -> list[Seen]:
     """The training as one process without any of this makes it."""
-    module = graph.to_module(MODELS[name][0]())
-    weights = dict(graph.weights(module).items())
+    module = to_module(MODELS[name][0]())
+    weights = dict(named_weights(module).items())
     trained = {name: tensor for name, tensor in weights.items() if isinstance(tensor, nn.Parameter)}
     optimizer = torch.optim.AdamW(trained.values(), lr=LEARNING_RATE, eps=EPSILON)
     seen = []

@@ -18,7 +18,8 @@ from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.distributed.weights import Weight
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
 from onward.trainer.parallel.replicas.reducer import gradient
@@ -159,7 +160,7 @@ def conduct(mpi: MPIContext) -> dict[str, Any]:
     return found
 
 
-TRAINED_BYTES = 4 * sum(tensor.numel() for tensor in graph.weights(graph.to_module(MODELS["tied"][0]())).values())
+TRAINED_BYTES = 4 * sum(tensor.numel() for tensor in named_weights(to_module(MODELS["tied"][0]())).values())
 UNITS = MODELS["tied"][2] + 1
 """Weights that travel together: those of each unit, and the tied one."""
 

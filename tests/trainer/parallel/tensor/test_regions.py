@@ -19,7 +19,8 @@ from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.model.adapters import add_adapters
 from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import.module import ImportedGraph, to_module, weights
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.tensor.graph_analysis import Division, Finer, Whole
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import RankSeeded, local_slice, shard_regions
@@ -513,7 +514,7 @@ def train(module: ImportedGraph, inputs: list[Tensor]) -> tuple[dict[str, Any], 
             for parameter in parameters.values():
                 if parameter.grad is not None:
                     parameter -= RATE * parameter.grad
-    found |= {f"weight {name}": tensor.detach() for name, tensor in weights(module).items()}
+    found |= {f"weight {name}": tensor.detach() for name, tensor in named_weights(module).items()}
     return found, (forward.count, backward.count)
 
 
@@ -583,7 +584,7 @@ def adapters(mpi: MPIContext, group: str, name: str, pattern: str) -> dict[str, 
     made = add_adapters(module, LoraConfig(weights=(pattern,), rank=2, alpha=4.0), seed=0)
     with torch.no_grad():
         for adapter in made:
-            weights(module)[adapter.b].normal_(generator=torch.Generator().manual_seed(0))
+            named_weights(module)[adapter.b].normal_(generator=torch.Generator().manual_seed(0))
     for path, parameter in module.named_parameters():
         parameter.requires_grad_("lora" in path)
     return compare(module, [torch.from_numpy(array) for array in graphs.feed(model, 2).values()], mpi, group)

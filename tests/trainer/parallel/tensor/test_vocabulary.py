@@ -22,8 +22,10 @@ from onward.trainer.distributed.processes import MPIContext, new_group
 from onward.trainer.model.adapters import add_adapters
 from onward.trainer.model.loss import Evaluation, Loss
 from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import.module import ImportedGraph, to_module, trainable, weights
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.ops.gather import gather_rows
+from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.tensor.vocabulary import (
     FIRST_REGION,
     VocabularySharding,
@@ -253,16 +255,16 @@ def _train_both(case: dict[str, Any], rank: int, size: int, group: str) -> list[
         batch = _batch(case, step)
         values = [_backward(whole, losses[0], *batch), _counted(mine, losses[1], *batch, counts)]
         torch.testing.assert_close(values[1], values[0], rtol=1e-6, atol=1e-6)
-        for name, weight in weights(mine).items():
-            reference = weights(whole)[name]
+        for name, weight in named_weights(mine).items():
+            reference = named_weights(whole)[name]
             assert (weight.grad is None) == (reference.grad is None), name
             if weight.grad is not None and reference.grad is not None:
                 _close(weight.grad, reference.grad, placements.get(name), name)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for name, weight in weights(mine).items():
-        _close(weight, weights(whole)[name], placements.get(name), name)
+    for name, weight in named_weights(mine).items():
+        _close(weight, named_weights(whole)[name], placements.get(name), name)
     return counts[:3]
 
 
@@ -276,7 +278,7 @@ def _both(
         config(loss=case.pop("loss", "cross_entropy")),
     )
     whole = to_module(language_model(words=WORDS, **case), fuse=fuse)
-    trainable(whole, freeze=freeze)
+    select_trained(whole, freeze=freeze)
     mine = copy.deepcopy(whole)
     found = find_vocabulary_sharding(mine, size, settings)
     placements = shard_vocabulary(mine, found, rank=rank, group=group)
@@ -426,7 +428,7 @@ def _export_alike(name: str, exporter: str, how: tuple[bool, bool], place: tuple
     torch.testing.assert_close(totals[1], totals[0], rtol=1e-5, atol=1e-5)
     for total in totals:
         total.backward()
-    for key, weight in weights(mine).items():
-        reference = weights(whole)[key]
+    for key, weight in named_weights(mine).items():
+        reference = named_weights(whole)[key]
         if reference.grad is not None and weight.grad is not None:
             _close(weight.grad, reference.grad, placements.get(key), f"{name} {exporter} {how} {key}")

@@ -14,7 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import CheckpointError, ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import GraphWriter, build_gpt2, build_squeezenet
-from onward.trainer.onnx_import import module as graph
+from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, load_weights, named_weights
+from onward.trainer.onnx_import.train_selection import describe_weights, select_trained
 from tests.support.graphs import (
     MODELS,
     feed,
@@ -24,6 +26,7 @@ from tests.support.graphs import (
     tiny_mlp,
     tiny_transformer,
 )
+from tests.support.trained_models import model_with_weights, running_statistics
 
 SUBJECTS = {
     **MODELS,
@@ -36,16 +39,16 @@ def under_onnxruntime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> l
     return onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
 
 
-def tensors(module: graph.ImportedGraph, feeds: dict[str, np.ndarray]) -> list[torch.Tensor]:
+def tensors(module: ImportedGraph, feeds: dict[str, np.ndarray]) -> list[torch.Tensor]:
     return [torch.from_numpy(feeds[name]) for name in module.input_names]
 
 
-def outputs(module: graph.ImportedGraph, feeds: dict[str, np.ndarray]) -> tuple[torch.Tensor, ...]:
+def outputs(module: ImportedGraph, feeds: dict[str, np.ndarray]) -> tuple[torch.Tensor, ...]:
     result = module(*tensors(module, feeds))
     return result if isinstance(result, tuple) else (result,)
 
 
-def assert_same(module: graph.ImportedGraph, model: onnx.ModelProto, *, batch: int, within: float = 1e-5) -> None:
+def assert_same(module: ImportedGraph, model: onnx.ModelProto, *, batch: int, within: float = 1e-5) -> None:
     feeds = feed(model, batch, seed=batch)
     for got, want in zip(outputs(module.eval(), feeds), under_onnxruntime(model, feeds), strict=True):
         assert got.shape == want.shape
@@ -56,7 +59,7 @@ def stored(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 
 
-def train_steps(module: graph.ImportedGraph, model: onnx.ModelProto, steps: int = 3) -> None:
+def train_steps(module: ImportedGraph, model: onnx.ModelProto, steps: int = 3) -> None:
     module.train()
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
@@ -73,7 +76,7 @@ def train_steps(module: graph.ImportedGraph, model: onnx.ModelProto, steps: int 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_forward_equals_onnxruntime_at_any_batch_size(name):
     model = SUBJECTS[name]()
-    module = graph.to_module(model)
+    module = to_module(model)
     for batch in (1, 2, 3):
         assert_same(module, model, batch=batch)
 
@@ -82,13 +85,13 @@ def test_forward_equals_onnxruntime_at_any_batch_size(name):
 def test_fused_equals_unfused(name):
     model = SUBJECTS[name]()
     feeds = feed(model, 2)
-    plain = outputs(graph.to_module(model, fuse=False).eval(), feeds)
-    for a, b in zip(outputs(graph.to_module(model).eval(), feeds), plain, strict=True):
+    plain = outputs(to_module(model, fuse=False).eval(), feeds)
+    for a, b in zip(outputs(to_module(model).eval(), feeds), plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_gpt2_attention_and_linear_layers_become_single_calls():
-    module = graph.to_module(SUBJECTS["gpt2"]())
+    module = to_module(SUBJECTS["gpt2"]())
     attention = [child for name, child in module.named_children() if name.startswith("attention_")]
     assert [(child.causal, child.dropout) for child in attention] == [(True, pytest.approx(0.1))] * 2
     calls = [node.target for node in module.graph.nodes if node.op == "call_function"]
@@ -98,14 +101,14 @@ def test_gpt2_attention_and_linear_layers_become_single_calls():
 
 def test_padding_stays_masked_when_attention_is_fused():
     model = tiny_bert()
-    module = graph.to_module(model)
+    module = to_module(model)
     assert [child.causal for name, child in module.named_children() if name.startswith("attention_")] == [False, False]
     assert_same(module, model, batch=3)  # its masks hold zeros and ones
 
 
 def test_outputs_come_in_graph_order():
     model = MODELS["tiny_two_outputs"]()
-    module = graph.to_module(model)
+    module = to_module(model)
     assert module.output_names == ("late", "early")
     assert [output.shape[1] for output in outputs(module, feed(model, 2))] == [2, 6]
 
@@ -117,7 +120,7 @@ def test_a_file_of_fixed_batch_size_trains_at_any():
     x = g.op("Reshape", x, g.weight("rows", [4, 3]))  # twice the batch: merged into the leading dimension
     g.op("Softmax", x, outputs="y")
     g.output("y", (4, 3))
-    module = graph.to_module(g.model())
+    module = to_module(g.model())
     assert_same(module, g.model(), batch=2)
     assert module(torch.randn(5, 3, 4)).shape == (10, 3)
 
@@ -128,11 +131,11 @@ def test_a_file_of_fixed_batch_size_trains_at_any():
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_parameters_are_named_after_their_initializers_and_all_get_gradients(name):
     model = SUBJECTS[name]()
-    module = graph.to_module(model).train()
+    module = to_module(model).train()
     floats = {key for key, array in stored(model).items() if array.dtype == np.float32 and array.ndim}
     statistics = {key for key in floats if "running" in key}
     assert {key for key, _ in module.named_parameters()} == floats - statistics
-    assert set(graph.running_statistics(module)) == statistics
+    assert set(running_statistics(module)) == statistics
     assert set(module.state_dict()) == floats
     sum(output.square().sum() for output in outputs(module, feed(model, 4))).backward()
     assert [key for key, parameter in module.named_parameters() if parameter.grad is None] == []
@@ -141,7 +144,7 @@ def test_parameters_are_named_after_their_initializers_and_all_get_gradients(nam
 
 def test_a_shared_initializer_is_one_parameter():
     model = tiny_transformer()
-    module = graph.to_module(model).eval()
+    module = to_module(model).eval()
     inputs = tensors(module, feed(model, 2))
     module(*inputs).sum().backward()
     table = module.transformer.wte.weight
@@ -160,11 +163,11 @@ def test_names_that_are_no_attribute_paths_are_mapped():
     g.op("Relu", x, outputs="y")
     g.output("y", ("batch", 4))
     model = g.model()
-    module = graph.to_module(model)
-    assert set(graph.weights(module)) == set(stored(model))
+    module = to_module(model)
+    assert set(named_weights(module)) == set(stored(model))
     assert_same(module, model, batch=2, within=1e-4)
     train_steps(module, model, 1)
-    assert_same(module, graph.to_onnx(module, model), batch=2, within=1e-4)
+    assert_same(module, model_with_weights(module, model), batch=2, within=1e-4)
 
 
 @pytest.mark.parametrize("name", ["self", "torch", "inf", "class", "1 a"])
@@ -173,7 +176,7 @@ def test_an_input_may_have_a_name_that_means_something_in_code(name):
     x = g.op("Identity", g.input(name, ("batch", 4)))
     g.op("Clip", g.op("MatMul", x, g.weight("w", g.normal(1, 4, 4))), "", g.weight("most", np.inf), outputs="y")
     g.output("y", ("batch", 4))
-    assert_same(graph.to_module(g.model()), g.model(), batch=2, within=1e-4)
+    assert_same(to_module(g.model()), g.model(), batch=2, within=1e-4)
 
 
 def test_what_is_not_a_weight_is_not_trained():
@@ -188,9 +191,9 @@ def test_what_is_not_a_weight_is_not_trained():
     x = g.op("Add", g.op("MatMul", x, g.weight("w", g.normal(1, 3, 1))), g.weight("b", np.zeros(1, np.float32)))
     g.op("Relu", x, outputs="y")
     g.output("y", ("batch", 3, 1))
-    module = graph.to_module(g.model())
+    module = to_module(g.model())
     assert {name for name, _ in module.named_parameters()} == {"scale", "w", "b"}
-    reasons = {name: why for name, kind, why in graph.describe(module) if kind == "frozen"}
+    reasons = {name: why for name, kind, why in describe_weights(module) if kind == "frozen"}
     assert reasons["frequency"] == "only combined with integers: a table of positions or a mask"
     assert reasons["half"] == "a single number"
     assert reasons["mask"] == reasons["lower"] == "a mask"
@@ -208,7 +211,7 @@ def test_a_weight_that_gets_its_shape_from_the_input_is_trained():
     places = g.op("Slice", g.weight("places", g.normal(1, 1, 16, 4)), "index_0", length, "index_1")
     g.op("Concat", token, g.op("Add", x, places), axis=1, outputs="y")
     g.output("y", ("batch", "longer", 4))
-    module = graph.to_module(g.model())
+    module = to_module(g.model())
     assert {name for name, _ in module.named_parameters()} == {"token", "places"}
     assert_same(module, g.model(), batch=3)
 
@@ -216,27 +219,27 @@ def test_a_weight_that_gets_its_shape_from_the_input_is_trained():
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_pickled_graph_makes_the_same_calls_and_knows_its_names(name):
     model = SUBJECTS[name]()
-    module = graph.to_module(model).eval()
+    module = to_module(model).eval()
     again = pickle.loads(pickle.dumps(module))
-    assert isinstance(again, graph.ImportedGraph)
+    assert isinstance(again, ImportedGraph)
     calls = [sorted(str(node.target) for node in each.graph.nodes) for each in (again, module)]
     assert calls[0] == calls[1]
     assert copy.deepcopy(again).state_dict().keys() == again.state_dict().keys() == module.state_dict().keys()
-    assert graph.to_onnx(copy.deepcopy(again), model) == model
+    assert model_with_weights(copy.deepcopy(again), model) == model
     feeds = feed(model, 2, seed=0)
     assert all(map(torch.equal, outputs(again, feeds), outputs(module, feeds)))
 
 
 def test_a_copy_knows_its_names():
-    module = copy.deepcopy(graph.to_module(tiny_mlp()))
-    assert set(graph.weights(module)) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+    module = copy.deepcopy(to_module(tiny_mlp()))
+    assert set(named_weights(module)) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
     assert module.input_names == ("features",)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_everything_the_graph_uses_moves_with_the_module(name):
     model = SUBJECTS[name]()
-    module = graph.to_module(model).to("meta")  # a device that meets no other, like a GPU
+    module = to_module(model).to("meta")  # a device that meets no other, like a GPU
     for tensor in (*module.parameters(), *module.buffers()):
         assert tensor.is_meta
     results = module(*(tensor.to("meta") for tensor in tensors(module, feed(model, 2))))
@@ -246,7 +249,7 @@ def test_everything_the_graph_uses_moves_with_the_module(name):
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_mixed_precision_stays_close_and_gives_gradients(name):
     model = SUBJECTS[name]()
-    module, feeds = graph.to_module(model).eval(), feed(model, 2)
+    module, feeds = to_module(model).eval(), feed(model, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rough = outputs(module, feeds)
     sum(output.float().square().sum() for output in rough).backward()
@@ -260,19 +263,19 @@ def test_mixed_precision_stays_close_and_gives_gradients(name):
 
 def test_batch_norm_uses_the_batch_in_training_and_the_running_statistics_after():
     model = tiny_conv_net_with_batch_norm()
-    module = graph.to_module(model).train()
+    module = to_module(model).train()
     x = torch.from_numpy(feed(model, 8)["image"])
-    before = {name: tensor.clone() for name, tensor in graph.running_statistics(module).items()}
+    before = {name: tensor.clone() for name, tensor in running_statistics(module).items()}
     module(x)
     seen = torch.nn.functional.conv2d(x, getattr(module.features, "0").weight, padding=1)
     want = 0.9 * before["features.1.running_mean"] + 0.1 * seen.mean((0, 2, 3))
-    torch.testing.assert_close(graph.running_statistics(module)["features.1.running_mean"], want)
-    assert_same(module, graph.to_onnx(module, model), batch=3)
+    torch.testing.assert_close(running_statistics(module)["features.1.running_mean"], want)
+    assert_same(module, model_with_weights(module, model), batch=3)
 
 
 def test_dropout_follows_train_and_eval():
     model = SUBJECTS["gpt2"]()
-    module = graph.to_module(model)
+    module = to_module(model)
     inputs = tensors(module, feed(model, 2))
     module.train()
     assert not torch.equal(module(*inputs), module(*inputs))
@@ -283,12 +286,12 @@ def test_dropout_follows_train_and_eval():
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_after_training_only_trained_tensors_differ_and_onnxruntime_agrees(name):
     model = SUBJECTS[name]()
-    module = graph.to_module(model)
+    module = to_module(model)
     train_steps(module, model)
-    written = graph.to_onnx(module, model)
+    written = model_with_weights(module, model)
     before, after = stored(model), stored(written)
     changed = {key for key in before if before[key].tobytes() != after[key].tobytes()}
-    assert changed == set(graph.weights(module))
+    assert changed == set(named_weights(module))
     for proto in (blank := copy.deepcopy(written)).graph.initializer:
         if proto.name in changed:
             proto.raw_data = before[proto.name].tobytes()
@@ -299,39 +302,39 @@ def test_after_training_only_trained_tensors_differ_and_onnxruntime_agrees(name)
 
 def test_patterns_choose_what_is_trained():
     model = tiny_transformer()
-    module = graph.to_module(model)
-    graph.trainable(module, train=("*",), freeze=("*.wpe.*", "*.ln_?.*"))
+    module = to_module(model)
+    select_trained(module, train=("*",), freeze=("*.wpe.*", "*.ln_?.*"))
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    assert frozen == {n for n in graph.weights(module) if fnmatchcase(n, "*.wpe.*") or fnmatchcase(n, "*.ln_?.*")}
+    assert frozen == {n for n in named_weights(module) if fnmatchcase(n, "*.wpe.*") or fnmatchcase(n, "*.ln_?.*")}
     train_steps(module, model, 1)
-    before, after = stored(model), stored(graph.to_onnx(module, model))
+    before, after = stored(model), stored(model_with_weights(module, model))
     assert {n for n in before if before[n].tobytes() == after[n].tobytes()} >= frozen
-    assert ("transformer.wpe.weight", "frozen", "by model.train or model.freeze") in graph.describe(module)
+    assert ("transformer.wpe.weight", "frozen", "by model.train or model.freeze") in describe_weights(module)
 
 
 def test_every_pattern_that_matches_nothing_is_named():
-    module = graph.to_module(tiny_mlp())
+    module = to_module(tiny_mlp())
     with pytest.raises(ConfigError) as refusal:
-        graph.trainable(module, train=("fc1.*", "fc9.wieght"), freeze=("head.*",))
+        select_trained(module, train=("fc1.*", "fc9.wieght"), freeze=("head.*",))
     assert len(refusal.value.problems) == 2
     assert "'fc9.wieght'" in refusal.value.problems[0]
     with pytest.raises(ConfigError, match="leave none of the 4 weights"):
-        graph.trainable(module, train=("*",), freeze=("*",))
+        select_trained(module, train=("*",), freeze=("*",))
 
 
 def test_weights_of_another_model_are_refused():
-    module = graph.to_module(tiny_mlp())
-    other = graph.weights(graph.to_module(tiny_mlp(hidden=8)))
+    module = to_module(tiny_mlp())
+    other = named_weights(to_module(tiny_mlp(hidden=8)))
     with pytest.raises(CheckpointError, match=r"fc1.bias is \[8\], the model's is \[16\]"):
-        graph.load_weights(module, other)
+        load_weights(module, other)
     with pytest.raises(ConfigError, match="not the one imported"):
-        graph.to_onnx(module, tiny_conv_net())
+        model_with_weights(module, tiny_conv_net())
 
 
 def test_weights_loaded_are_weights_written():
-    model, module = tiny_mlp(seed=0), graph.to_module(tiny_mlp(seed=1))
-    graph.load_weights(module, graph.weights(graph.to_module(model)))
-    assert graph.to_onnx(module, tiny_mlp(seed=1)).graph.initializer == model.graph.initializer
+    model, module = tiny_mlp(seed=0), to_module(tiny_mlp(seed=1))
+    load_weights(module, named_weights(to_module(model)))
+    assert model_with_weights(module, tiny_mlp(seed=1)).graph.initializer == model.graph.initializer
 
 
 # -- every way a file can store a weight
@@ -354,11 +357,11 @@ def rewritten(model: onnx.ModelProto, how: str) -> onnx.ModelProto:
 @pytest.mark.parametrize("how", ["float_data", "Constant nodes"])
 def test_weights_are_written_back_where_they_were_stored(how):
     model = rewritten(tiny_conv_net(), how)
-    module = graph.to_module(model)
-    assert graph.to_onnx(module, model).SerializeToString() == model.SerializeToString()
+    module = to_module(model)
+    assert model_with_weights(module, model).SerializeToString() == model.SerializeToString()
     assert len(list(module.parameters())) == 6
     train_steps(module, model)
-    written = graph.to_onnx(module, model)
+    written = model_with_weights(module, model)
     assert_same(module, written, batch=2)
     assert [node.op_type for node in written.graph.node] == [node.op_type for node in model.graph.node]
     assert all(not tensor.raw_data for tensor in written.graph.initializer if tensor.float_data)
@@ -376,12 +379,12 @@ def test_half_precision_files_are_trained_in_fp32_and_rounded_once(kind, typed):
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     ends = [helper.make_tensor_value_info(name, kind, ["batch", width]) for name, width in (("x", 4), ("y", 3))]
     model = helper.make_model(helper.make_graph([node], "half", ends[:1], ends[1:], [proto]))
-    module = graph.to_module(model)
+    module = to_module(model)
     assert module.w.dtype == torch.float32
-    assert graph.to_onnx(module, model).SerializeToString() == model.SerializeToString()
+    assert model_with_weights(module, model).SerializeToString() == model.SerializeToString()
     with torch.no_grad():
         module.w += 0.1
-    back = graph.to_onnx(module, model).graph.initializer[0]
+    back = model_with_weights(module, model).graph.initializer[0]
     assert bool(back.int32_data) == typed
     rounded = module.w.detach().numpy().astype(halves.dtype)
     assert numpy_helper.to_array(back).tobytes() == rounded.tobytes()
@@ -390,21 +393,21 @@ def test_half_precision_files_are_trained_in_fp32_and_rounded_once(kind, typed):
 def test_external_data_is_read(tmp_path: Path):
     model = tiny_mlp()
     onnx.save(copy.deepcopy(model), tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
-    loaded = graph.load_model(tmp_path / "m.onnx")
-    assert_same(graph.to_module(loaded, base=tmp_path), model, batch=2)
+    loaded = load_model(tmp_path / "m.onnx")
+    assert_same(to_module(loaded, base=tmp_path), model, batch=2)
     with pytest.raises(UnsupportedModel, match=r"'fc1.weight' is in another file; say in which directory"):
-        graph.to_module(loaded)
+        to_module(loaded)
     (tmp_path / "m.bin").unlink()
     with pytest.raises(UnsupportedModel, match=r"m\.bin"):
-        graph.load_model(tmp_path / "m.onnx")
+        load_model(tmp_path / "m.onnx")
 
 
 def test_a_file_that_is_not_onnx_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot read the model"):
-        graph.load_model(tmp_path / "absent.onnx")
+        load_model(tmp_path / "absent.onnx")
     (tmp_path / "text.onnx").write_text("not a model")
     with pytest.raises(UnsupportedModel, match="is not valid ONNX: Unable to parse"):
-        graph.load_model(tmp_path / "text.onnx")
+        load_model(tmp_path / "text.onnx")
 
 
 # -- refusals
@@ -419,7 +422,7 @@ def test_everything_that_cannot_be_imported_is_listed_at_once():
             z = Softmax <axis: int = 1, temperature: float = 2.0> (x)
         }""")
     with pytest.raises(UnsupportedModel) as refusal:
-        graph.to_module(model)
+        to_module(model)
     assert list(refusal.value.problems) == [
         "node 'a': acme.Twist-3: it is not implemented",
         "node 'y': acme.Stretch-3: it is not implemented",
@@ -441,20 +444,20 @@ def test_integers_that_meet_a_weight_as_features_train_it() -> None:
     angles = g.op("MatMul", position, g.weight("frequencies", np.ones((1, 4), np.float32)))
     g.op("Sum", x, y, g.op("Cos", angles), outputs="out")
     g.output("out", ["batch", 4])
-    module = graph.to_module(g.model())
+    module = to_module(g.model())
     assert {name for name, _ in module.named_parameters()} == {"table", "w", "b"}
 
 
 def test_a_frozen_batch_norm_keeps_its_statistics_and_uses_them() -> None:
-    module = graph.to_module(tiny_conv_net_with_batch_norm())
-    norms = [name for name in graph.weights(module) if "features" in name]
-    graph.trainable(module, freeze=["features.*"])
+    module = to_module(tiny_conv_net_with_batch_norm())
+    norms = [name for name in named_weights(module) if "features" in name]
+    select_trained(module, freeze=["features.*"])
     assert norms
-    before = {name: tensor.clone() for name, tensor in graph.running_statistics(module).items()}
+    before = {name: tensor.clone() for name, tensor in running_statistics(module).items()}
     x = torch.randn(4, 3, 8, 8)
     assert torch.equal(module.train()(x), module.eval()(x))
-    assert all(torch.equal(before[name], tensor) for name, tensor in graph.running_statistics(module).items())
-    graph.trainable(module)
+    assert all(torch.equal(before[name], tensor) for name, tensor in running_statistics(module).items())
+    select_trained(module)
     assert not torch.equal(module.train()(x), module.eval()(x)), "trained again, it learns again"
 
 

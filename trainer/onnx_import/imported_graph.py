@@ -1,0 +1,91 @@
+"""The torch module that an ONNX graph is imported into, and its weights by initializer name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph_module import reduce_graph_module
+
+from onward.trainer.errors import CheckpointError
+from onward.trainer.onnx_import.roles import Role
+from onward.trainer.onnx_import.ties import Copies
+
+
+class ImportedGraph(fx.GraphModule):
+    """A GraphModule with the initializer name of each of its parameters and running statistics."""
+
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    onnx_names: dict[str, str]
+    """Path of a parameter or running statistic in this module -> its initializer name. Paths and names are both
+    unique; `named_weights` resolves them to tensors."""
+    roles: dict[str, Role]
+    """Initializer name -> role in training, for every stored float tensor."""
+    copies: Copies
+    """Initializer name of a tied copy -> (initializer name of the original, whether the copy is its transpose).
+    A copy has no parameter of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ImportedGraph:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, ImportedGraph)
+        for name in ("input_names", "output_names", "onnx_names", "roles", "copies"):
+            setattr(copy, name, getattr(self, name))
+        mark_constants_nonpersistent(copy)
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, arguments = super().__reduce__()
+        return _unpickle, arguments
+
+
+def _unpickle(body: dict[str, Any], imports: str) -> ImportedGraph:
+    """Rebuild an ImportedGraph; torch's own `reduce_graph_module` returns a plain GraphModule without the names."""
+    plain = reduce_graph_module(body, imports)
+    assert isinstance(plain, fx.GraphModule)
+    module = ImportedGraph(plain, plain.graph, "ImportedGraph")
+    for name, value in vars(plain).items():
+        if name not in vars(module):
+            setattr(module, name, value)
+    mark_constants_nonpersistent(module)
+    return module
+
+
+def mark_constants_nonpersistent(module: ImportedGraph) -> None:
+    """Make every buffer that is no running statistic non-persistent: it moves with the module, but is not saved."""
+    for path, _ in module.named_buffers():
+        if path not in module.onnx_names:
+            owner, _, attribute = path.rpartition(".")
+            module.get_submodule(owner)._non_persistent_buffers_set.add(attribute)
+
+
+def named_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
+    """Return {initializer name: tensor} of every parameter, frozen ones included, and every running statistic.
+
+    Each tensor appears once: tied copies are left out (see `stored_weights`).
+    """
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    return {name: tensors[path] for path, name in module.onnx_names.items()}
+
+
+def stored_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
+    """Return `named_weights` and the tied copies: the value of every initializer that training may change."""
+    own = named_weights(module)
+    return own | {name: own[of].t() if transposed else own[of] for name, (of, transposed) in module.copies.items()}
+
+
+def load_weights(module: ImportedGraph, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors, by initializer name, into the module. Raises CheckpointError unless all names and shapes match."""
+    own = named_weights(module)
+    problems = [f"{name} is missing" for name in own.keys() - tensors.keys()]
+    problems += [f"{name} is not in the model" for name in tensors.keys() - own.keys()]
+    for name in own.keys() & tensors.keys():
+        if own[name].shape != tensors[name].shape:
+            problems.append(f"{name} is {list(tensors[name].shape)}, the model's is {list(own[name].shape)}")
+    if problems:
+        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(sorted(problems)[:5])}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])

@@ -1,0 +1,73 @@
+"""Which weights of an imported graph receive gradients: the settings `model.train` and `model.freeze`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import fx
+
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.onnx_import.ops.norm import BatchNorm
+
+
+def select_trained(module: ImportedGraph, *, train: Sequence[str] = ("*",), freeze: Sequence[str] = ()) -> None:
+    """Set `requires_grad` of the parameters that match a glob of `train` and none of `freeze`; clear it elsewhere.
+
+    Patterns are matched against initializer names. A tied weight also matches under the names of its copies. A
+    BatchNormalization whose scale and bias are both frozen also stops updating its running statistics and
+    normalises by them. Raises ConfigError for every pattern without a match, and when no weight is left to train.
+    """
+    parameters = {module.onnx_names[path]: parameter for path, parameter in module.named_parameters()}
+    originals = {name: name for name in parameters} | {name: of for name, (of, _) in module.copies.items()}
+    problems = [
+        *_unmatched(module, "model.train", train, originals),
+        *_unmatched(module, "model.freeze", freeze, originals),
+    ]
+    chosen, frozen = (
+        {of for name, of in originals.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        for patterns in (train, freeze)
+    )
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in chosen - frozen)
+    if not problems and not any(parameter.requires_grad for parameter in parameters.values()):
+        problems.append(f"model.train and model.freeze leave none of the {len(parameters)} weights to train")
+    if problems:
+        raise ConfigError(problems)
+    for node in module.graph.nodes:
+        if node.op == "call_module" and isinstance(norm := module.get_submodule(str(node.target)), BatchNorm):
+            # operands 1 and 2 are scale and bias; either may be a constant, which is no parameter
+            own = [parameters[name] for arg in node.args[1:3] if (name := _initializer(module, arg)) in parameters]
+            norm.frozen = bool(own) and not any(parameter.requires_grad for parameter in own)
+
+
+def _unmatched(module: ImportedGraph, setting: str, patterns: Iterable[str], names: Iterable[str]) -> Iterable[str]:
+    """Yield a sentence for each pattern that matches no weight."""
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        role = module.roles.get(pattern)
+        nearest = difflib.get_close_matches(pattern, list(names), n=1, cutoff=0.3) or list(names)[:1]
+        found = f"{pattern!r} is {role.kind}: {role.reason}" if role else f"no weight matches {pattern!r}"
+        yield f"{setting}: {found}; there is {', '.join(nearest) or 'none at all'}"
+
+
+def _initializer(module: ImportedGraph, argument: object) -> str:
+    """Return the initializer name of an operand that is a stored tensor, "" for any other operand."""
+    return module.onnx_names.get(str(argument.target), "") if isinstance(argument, fx.Node) else ""
+
+
+def describe_weights(module: ImportedGraph) -> list[tuple[str, str, str]]:
+    """Return (initializer name, "trained" | "statistic" | "frozen", reason) of every stored float tensor.
+
+    Trained tensors come first, then statistics, then frozen ones.
+    """
+    parameters = {module.onnx_names[path]: parameter for path, parameter in module.named_parameters()}
+    rows = []
+    for name, role in module.roles.items():
+        own = module.copies[name][0] if name in module.copies else name
+        frozen = own in parameters and not parameters[own].requires_grad
+        rows.append((name, "frozen", "by model.train or model.freeze") if frozen else (name, role.kind, role.reason))
+    return sorted(rows, key=lambda row: ("trained", "statistic", "frozen").index(row[1]))

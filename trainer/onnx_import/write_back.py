@@ -1,0 +1,104 @@
+"""Write trained weights into a copy of the ONNX file that they were imported from.
+
+Only the bytes of changed tensors differ from the source file: names, opset, nodes and the order of fields stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import torch
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import TensorProto
+
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.external_data import is_external, place, write_back
+from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_graph.initializers import slots, store
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, stored_weights
+from onward.trainer.run.durable_files import durable_file
+
+
+def write_model(module: ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
+    """Write `model` with the module's weights to `target`, and its external data files beside it.
+
+    source: the file that `model` was read from. External data files keep their names; they are copies of those
+    beside `source` in which only the bytes of changed weights differ. All files are written under temporary names
+    and renamed, the model last. Memory use does not grow with the size of the weights. A model that was not trained
+    is written with the same bytes as `source`. Returns every file written, the model first. Raises ConfigError when
+    `model` is not the one the module was imported from, or when a file of another model would be overwritten.
+    """
+    trained, outside = fill_weights(module, model)
+    externals = [tensor for tensor in all_tensors(trained) if is_external(tensor)]
+    locations = sorted({place(tensor).location for tensor in externals})
+    if problems := _overwrite_problems(source, target, locations):
+        raise ConfigError(problems)
+    with contextlib.ExitStack() as files:
+        # ExitStack renames in reverse order, so the model file, entered first, appears last
+        content = files.enter_context(durable_file(target))
+        copies = {name: files.enter_context(durable_file(target.parent / name)) for name in locations}
+        for location, copy in copies.items():
+            shutil.copyfile(source.parent / location, copy)
+        written = {id(proto) for _, proto in outside.values()}
+        write_back(outside, (proto for proto in externals if id(proto) not in written), copies)
+        content.write_bytes(_serialized(trained, source))
+    return [target, *(target.parent / name for name in locations)]
+
+
+def fill_weights(
+    module: ImportedGraph, model: onnx.ModelProto
+) -> tuple[onnx.ModelProto, dict[str, tuple[torch.Tensor, TensorProto]]]:
+    """Return a copy of `model` with the weights that the model file holds, and (tensor, proto) of external ones.
+
+    Each weight is stored in the element type and the protobuf field of the original. A tensor without changes is not
+    touched. Raises ConfigError when `model` is not the one the module was imported from.
+    """
+    trained = onnx.ModelProto()
+    trained.CopyFrom(model)
+    protos = dict(slots(trained.graph))
+    outside = {}
+    for name, tensor in stored_weights(module).items():
+        proto = protos.get(name)
+        if proto is None or list(proto.dims) != list(tensor.shape):
+            raise ConfigError(
+                f"the model has no tensor {name!r} of shape {list(tensor.shape)}: it is not the one imported"
+            )
+        if is_external(proto):
+            outside[name] = (tensor, proto)
+        else:
+            store(tensor, proto)
+    return trained, outside
+
+
+def _serialized(model: onnx.ModelProto, source: Path) -> bytes:
+    """Return the model as bytes; those of the source file if the content is equal.
+
+    Protobuf writers may order fields differently, so equal models can have different bytes.
+    """
+    content: bytes = model.SerializeToString()
+    original = source.read_bytes()
+    same = onnx.ModelProto.FromString(original).SerializeToString() == content
+    return original if same else content
+
+
+def _overwrite_problems(source: Path, target: Path, locations: Sequence[str]) -> list[str]:
+    """Return one sentence for each file that must not be overwritten: the source's own and those of other models."""
+    if target.exists() and target.samefile(source):
+        return [f"{target} is the model that was trained; write to another file"]
+    ours: set[str] = set()  # external data files of an earlier export to the same target may be replaced
+    if target.is_file():
+        with contextlib.suppress(DecodeError, OSError):
+            before = onnx.load(str(target), load_external_data=False)
+            ours = {place(tensor).location for tensor in all_tensors(before) if is_external(tensor)}
+    problems = []
+    for location in locations:
+        side = target.parent / location
+        if side.exists() and side.samefile(source.parent / location):
+            problems.append(f"{side} holds the weights of {source}; write to another directory")
+        elif side.exists() and location not in ours:
+            problems.append(f"{side} exists and is not a file of {target.name}; write to another directory")
+    return problems

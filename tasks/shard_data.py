@@ -12,8 +12,9 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.tracking import Tracker, TrackingError
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.input_columns import columns_to_read, data_problems
 from onward.trainer.data.shards import ShardManifest, make_shards
-from onward.trainer.data.signature import misfits, signature_to_train, wanted
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record
@@ -30,9 +31,9 @@ def shard_data(run: RunDir) -> ShardManifest:
     """
     config = read_config(run)
     started_at = time.monotonic()
-    wants = wanted(config, signature_to_train(config.model))
-    directory, manifest, cached = make_shards(config.data, wants, onward_home() / "shards")
-    if problems := misfits(config, manifest.table):
+    columns = columns_to_read(config, read_training_signature(config.model))
+    directory, manifest, cached = make_shards(config.data, columns, onward_home() / "shards")
+    if problems := data_problems(config, manifest.table):
         raise ConfigError(problems)
     _refuse_changes(run, manifest.key)
     _link(run.shards, directory)

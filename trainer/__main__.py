@@ -70,17 +70,18 @@ def evaluator(run: RunDir) -> Evaluator:
     """All evaluation data and the configured loss, as exported files are judged by."""
     from onward.trainer.data.batches import Batch, evaluation_batches
     from onward.trainer.data.shards import open_shards
+    from onward.trainer.data.signature import read_training_signature
     from onward.trainer.export.verification import Evaluator
     from onward.trainer.model.loss import Evaluation, Loss
 
     config, cpu = read_config(run), torch.device("cpu")
-    held_out = open_shards(run.shards, "evaluation")
+    held_out, signature = open_shards(run.shards, "evaluation"), read_training_signature(config.model)
 
     def totals(output_names: Sequence[str]) -> Evaluation:
         return Evaluation(Loss(config.model, output_names), ignore_index=config.model.ignore_index, device=cpu)
 
     def batches() -> Iterator[Batch]:
-        return evaluation_batches(held_out, config, replica=0, num_replicas=1, device=cpu)
+        return evaluation_batches(held_out, config, signature, replica=0, num_replicas=1, device=cpu)
 
     return Evaluator(batches=batches, totals=totals)
 

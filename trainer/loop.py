@@ -21,6 +21,7 @@ from onward.trainer.checkpoint.save_load import TrainState, agree, load, newest_
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batches, evaluation_batches
 from onward.trainer.data.shards import open_shards
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.errors import ConfigError, Diverged
 from onward.trainer.events import EventWriter, Heartbeat
@@ -66,9 +67,9 @@ def train(
     events = EventWriter(run.events, attempt=attempt, rank=mpi.rank)
 
     # -- 2. Data: this replica's share, the same for all ranks of one replica
-    batches = Batches(
-        open_shards(run.shards, "train"), config, replica=here.data, num_replicas=dims.data, device=mpi.device
-    )
+    signature = read_training_signature(config.model)
+    share = {"replica": here.data, "num_replicas": dims.data}
+    batches = Batches(open_shards(run.shards, "train"), config, signature, **share, device=mpi.device)
     held_out = open_shards(run.shards, "evaluation")
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
@@ -99,7 +100,7 @@ def train(
 
     def evaluate(step: int) -> dict[str, float]:
         totals = Evaluation(model.loss, ignore_index=config.model.ignore_index, device=mpi.device)
-        part = evaluation_batches(held_out, config, replica=here.data, num_replicas=dims.data, device=mpi.device)
+        part = evaluation_batches(held_out, config, signature, **share, device=mpi.device)
         values = pipeline.evaluate(part, totals, heartbeat.beat)
         metrics = {f"evaluation/{name}": value for name, value in values.items()}
         events.emit("evaluation", step, values=metrics)

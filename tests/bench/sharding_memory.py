@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from onward.trainer.config.sections import DataConfig
-from onward.trainer.data.columns import Want
+from onward.trainer.data.columns import ColumnType
 from onward.trainer.data.shards import make_shards
 from tests.support.ranks import ROOT
 
@@ -58,15 +58,15 @@ def measure(path: Path, form: str) -> None:
     """Shard one file and print: peak bytes above the imports, seconds, rows."""
     import pandas  # noqa: F401 - counted with the imports
 
-    scalar = Want("float32", ())
+    scalar = ColumnType("float32", ())
     features = (
         {f"x{number}": scalar for number in range(NUM_FEATURES)}
         if path.suffix == ".csv"
-        else {"x": Want("float32", (NUM_FEATURES,))}
+        else {"x": ColumnType("float32", (NUM_FEATURES,))}
     )
     before, started_at = peak_bytes(), time.monotonic()
     data = DataConfig(source=str(path), shard_format="pb" if form == "pb" else "arrow")
-    _, manifest, _ = make_shards(data, features | {"label": Want("int64", ())}, path.parent / "cache")
+    _, manifest, _ = make_shards(data, features | {"label": ColumnType("int64", ())}, path.parent / "cache")
     print(json.dumps([peak_bytes() - before, time.monotonic() - started_at, manifest.rows("train")]))
 
 

@@ -14,8 +14,9 @@ from onnx import TensorProto
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batch, Batches, evaluation_batches
+from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.shards import Shards, make_shards, open_shards
-from onward.trainer.data.signature import read_signature, wanted
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.onnx_graph.reference_models import GraphWriter
 from tests.support import graphs
 from tests.support.runs import final_tensors, make_run, train_run, train_until
@@ -46,7 +47,7 @@ def configure(folder: Path, *, replicas: int = 1, accumulation: int = 1, batch: 
 
 def shards(config: RunConfig, split: str = "train") -> Shards:
     directory, _, _ = make_shards(
-        config.data, wanted(config, read_signature(config.model.path)), config.model.path.parent / "cache"
+        config.data, columns_to_read(config, read_training_signature(config.model)), config.model.path.parent / "cache"
     )
     return open_shards(directory, split)  # type: ignore[arg-type]
 
@@ -59,8 +60,10 @@ def steps(config: RunConfig, kills: tuple[int, ...] = ()) -> Iterator[list[int]]
     rows = shards(config)
     replicas = config.parallel.data
 
+    signature = read_training_signature(config.model)
+
     def start() -> list[Batches]:
-        return [Batches(rows, config, replica=r, num_replicas=replicas, device=CPU) for r in range(replicas)]
+        return [Batches(rows, config, signature, replica=r, num_replicas=replicas, device=CPU) for r in range(replicas)]
 
     ranks = start()
     total = config.total_samples(rows.num_rows)
@@ -123,7 +126,9 @@ def test_every_layout_sees_the_same_samples_in_the_same_step(folder: Path) -> No
 
 def test_a_sample_is_what_it_was_before_the_shuffle(folder: Path) -> None:
     config = configure(folder)
-    with_features = Batches(shards(config), config, replica=0, num_replicas=1, device=CPU).take(0, 12)
+    with_features = Batches(
+        shards(config), config, read_training_signature(config.model), replica=0, num_replicas=1, device=CPU
+    ).take(0, 12)
     for batch in with_features:
         assert torch.equal(batch.inputs[0][:, 0], 4 * batch.labels)
 
@@ -133,7 +138,11 @@ def test_evaluation_sees_each_sample_exactly_once(folder: Path, replicas: int) -
     config = configure(folder)
     held_out = shards(config, "evaluation")
     parts = [
-        list(evaluation_batches(held_out, config, replica=r, num_replicas=replicas, device=CPU))
+        list(
+            evaluation_batches(
+                held_out, config, read_training_signature(config.model), replica=r, num_replicas=replicas, device=CPU
+            )
+        )
         for r in range(replicas)
     ]
     assert len({len(part) for part in parts}) == 1, "ranks pass through the graph together"

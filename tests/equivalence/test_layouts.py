@@ -16,6 +16,7 @@ import torch
 
 from onward.trainer.data.batches import Batches
 from onward.trainer.data.shards import open_shards
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence import layouts
@@ -97,7 +98,14 @@ def test_a_checkpoint_of_one_layout_is_continued_by_any_other_with_the_same_samp
 def stream(run: RunDir) -> list[list[int]]:
     """The rows of each step, over all replicas."""
     config = read_config(run)
-    batches = Batches(open_shards(run.shards, "train"), config, replica=0, num_replicas=1, device=torch.device("cpu"))
+    batches = Batches(
+        open_shards(run.shards, "train"),
+        config,
+        read_training_signature(config.model),
+        replica=0,
+        num_replicas=1,
+        device=torch.device("cpu"),
+    )
     size = config.train.global_batch_size
     found = [sorted(batches.rows(step * size, size).tolist()) for step in range(layouts.NUM_STEPS)]
     batches.close()

@@ -12,6 +12,7 @@ import torch
 
 from onward.trainer.data.batches import Batches
 from onward.trainer.data.shards import open_shards
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs
 from tests.support.runs import Array, events, losses, make_run, tiny_images, tiny_text, train_run
@@ -38,7 +39,14 @@ def first_meeting(run: RunDir, seed: int) -> tuple[int, int]:
     config = config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
     met = []
     for replica in (0, 1):
-        batches = Batches(shards, config, replica=replica, num_replicas=2, device=torch.device("cpu"))
+        batches = Batches(
+            shards,
+            config,
+            read_training_signature(config.model),
+            replica=replica,
+            num_replicas=2,
+            device=torch.device("cpu"),
+        )
         for step in range(1, NUM_STEPS + 1):
             for batch in batches.take((step - 1) * BATCH, BATCH):
                 assert batch.labels is not None

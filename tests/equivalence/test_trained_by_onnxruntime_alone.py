@@ -15,6 +15,7 @@ import torch
 
 from onward.trainer.data.batches import Batches
 from onward.trainer.data.shards import open_shards
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.export.training.files import write_artifacts
 from onward.trainer.optim.optimizers import learning_rate
 from onward.trainer.run.directory import read_config
@@ -125,7 +126,14 @@ def test_twenty_steps_without_torch_land_where_the_loop_lands(
 def batches_of(run: Any, name: str) -> dict[str, np.ndarray[Any, Any]]:
     """The samples and rates of every step, as the loop takes them."""
     config = read_config(run)
-    stream = Batches(open_shards(run.shards, "train"), config, replica=0, num_replicas=1, device=torch.device("cpu"))
+    stream = Batches(
+        open_shards(run.shards, "train"),
+        config,
+        read_training_signature(config.model),
+        replica=0,
+        num_replicas=1,
+        device=torch.device("cpu"),
+    )
     size = config.train.global_batch_size
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     rates = []

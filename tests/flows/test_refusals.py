@@ -111,7 +111,7 @@ def test_data_of_another_shape_is_named_with_both_shapes(workshop: Path) -> None
 def test_labels_beyond_the_outputs_width_are_named(workshop: Path) -> None:
     np.savez(workshop / "data.npz", image=np.zeros((20, 3, 8, 8), np.float32), label=np.arange(20))
     (problem,) = refused(workshop)
-    assert "0..19, but must be 0..3, for output logits is 4 wide" in problem
+    assert "0..19, but must be 0..3, because output logits is 4 wide" in problem
 
 
 def test_a_file_that_is_not_toml_is_named_with_its_line(workshop: Path) -> None:

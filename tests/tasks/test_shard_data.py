@@ -75,7 +75,7 @@ def test_data_that_changed_since_training_began_is_refused_with_both_keys(tmp_pa
 
 def test_a_label_out_of_range_is_found_wherever_it_is(tmp_path: Path) -> None:
     run = configured(tmp_path, np.r_[np.zeros(30_000, np.int64), 7])
-    with pytest.raises(ConfigError, match=r"are 0\.\.7, but must be 0\.\.3, for output logits is 4 wide"):
+    with pytest.raises(ConfigError, match=r"are 0\.\.7, but must be 0\.\.3, because output logits is 4 wide"):
         shard_data.fn(run)
     assert not run.shards.exists()
 

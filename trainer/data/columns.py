@@ -49,8 +49,8 @@ Schema = Mapping[str, Column]
 
 
 @dataclass(frozen=True)
-class Want:
-    """A column somebody reads: the type it is read as; the shape of a row, None where it is not known."""
+class ColumnType:
+    """The type that a column is read as, and the shape of a row (None where it is not known)."""
 
     dtype: str
     shape: tuple[int | None, ...] | None = None
@@ -244,7 +244,7 @@ def merge(one: Column, other: Column) -> Column:
     )
 
 
-def stored(column: Column, want: Want | None, *, exact: bool, ragged: bool) -> Column:
+def stored(column: Column, want: ColumnType | None, *, exact: bool, ragged: bool) -> Column:
     """How a column is kept on disk: as somebody wants to read it, in the fewest bytes that lose nothing.
 
     exact: in the wanted type even if the source's own is smaller. ragged: the source has lists, so that

@@ -30,9 +30,9 @@ from onward.trainer.data.columns import (
     TEXT,
     Array,
     Column,
+    ColumnType,
     Schema,
     Values,
-    Want,
     extremes,
     fit_block,
     infer,
@@ -124,7 +124,9 @@ def _row_bytes(column: Column) -> int:
 # -- making
 
 
-def make_shards(data: DataConfig, wants: Mapping[str, Want] | None, cache: Path) -> tuple[Path, ShardManifest, bool]:
+def make_shards(
+    data: DataConfig, wants: Mapping[str, ColumnType] | None, cache: Path
+) -> tuple[Path, ShardManifest, bool]:
     """Shard the data into `cache`, unless the same content is there: (directory, manifest, was it there).
 
     wants: the columns to keep and how they will be read; None keeps every column of numbers as it is.
@@ -149,11 +151,11 @@ def make_shards(data: DataConfig, wants: Mapping[str, Want] | None, cache: Path)
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _plan(data: DataConfig, wants: Mapping[str, Want] | None) -> list[Column]:
+def _plan(data: DataConfig, wants: Mapping[str, ColumnType] | None) -> list[Column]:
     """The columns to keep, as they are kept. Raises DataError for those that are missing or hold no numbers."""
     schema = peek(data)
     if wants is None:
-        wanted: Mapping[str, Want | None] = {c.name: None for c in schema.values() if c.dtype != TEXT}
+        wanted: Mapping[str, ColumnType | None] = {c.name: None for c in schema.values() if c.dtype != TEXT}
     else:
         wanted = wants
     problems = [f"there is no column {name!r}, only {', '.join(schema)}" for name in wanted if name not in schema]

@@ -16,8 +16,8 @@ from onward.trainer.config.loading import BUNDLED_SOURCES
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
+from onward.trainer.data.input_columns import data_problems
 from onward.trainer.data.shards import peek
-from onward.trainer.data.signature import misfits
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.run.directory import onward_home
@@ -30,11 +30,11 @@ def check_sections(sections: Sections) -> list[str]:
     """
     model, data = sections.get("model"), sections.get("data")
     model_problems = _model(model) if model else []
-    data_problems = _data(data) if data else []
-    problems = [*model_problems, *data_problems, *_paths(sections)]
-    if model and data and not model_problems and not data_problems:
+    source_problems = _data(data) if data else []
+    problems = [*model_problems, *source_problems, *_paths(sections)]
+    if model and data and not model_problems and not source_problems:
         try:
-            problems += misfits(RunConfig.model_construct(**dict(sections)), peek(data))
+            problems += data_problems(RunConfig.model_construct(**dict(sections)), peek(data))
         except Refused as error:
             problems += error.problems
     return problems

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.shards import peek
-from onward.trainer.data.signature import Use, signature_to_train, uses
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.processes import Coordinate, free_memory
 from onward.trainer.distributed.weights import Weight, shape_of
 from onward.trainer.errors import ConfigError
@@ -387,11 +388,10 @@ def example(config: RunConfig) -> tuple[list[Tensor], Tensor | None]:
     """Inputs and labels of one micro-batch, all zeros: of the shapes of the data's first rows, the longest of them."""
     schema = peek(config.data)
 
-    def tensor(use: Use) -> Tensor:
-        columns = [schema[name] for name in use.columns]
-        row = (len(columns),) if use.stacked else columns[0].shape
-        dtype = {"float16": "float32", "bfloat16": "float32"}.get(use.dtype, use.dtype)  # as the graph is imported
-        return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, dtype))
+    def tensor(feed: Feed) -> Tensor:
+        columns = [schema[name] for name in feed.columns]
+        row = (len(columns),) if feed.stacked else columns[0].shape
+        return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
-    tensors = list(map(tensor, uses(config, signature_to_train(config.model))))
+    tensors = list(map(tensor, feeds(config, read_training_signature(config.model))))
     return (tensors, None) if config.model.loss == "output" else (tensors[:-1], tensors[-1])

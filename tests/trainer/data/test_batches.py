@@ -16,8 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batches, evaluation_batches
+from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.shards import Shards, make_shards, open_shards
-from onward.trainer.data.signature import read_signature, wanted
+from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
@@ -37,19 +38,26 @@ class Prepared:
             "parallel": sections.get("parallel", {}),
         }
         self.config: RunConfig = build_config(raw)
-        wants = wanted(self.config, read_signature(folder / "model.onnx"))
-        self.directory, _, _ = make_shards(self.config.data, wants, folder / "cache")
+        columns = columns_to_read(self.config, self.signature)
+        self.directory, _, _ = make_shards(self.config.data, columns, folder / "cache")
+
+    @property
+    def signature(self) -> Signature:
+        return read_training_signature(self.config.model)
 
     @property
     def train(self) -> Shards:
         return open_shards(self.directory, "train")
 
     def batches(self, **share: Any) -> Batches:
-        return Batches(self.train, self.config, **{"replica": 0, "num_replicas": 1, "device": CPU, **share})
+        return Batches(
+            self.train, self.config, self.signature, **{"replica": 0, "num_replicas": 1, "device": CPU, **share}
+        )
 
     def evaluation(self, **share: Any) -> Iterator[Any]:
         split = open_shards(self.directory, "evaluation")
-        return evaluation_batches(split, self.config, **{"replica": 0, "num_replicas": 1, "device": CPU, **share})
+        share = {"replica": 0, "num_replicas": 1, "device": CPU, **share}
+        return evaluation_batches(split, self.config, self.signature, **share)
 
 
 @pytest.fixture

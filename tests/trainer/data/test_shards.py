@@ -14,7 +14,7 @@ import pytest
 
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import shards
-from onward.trainer.data.columns import Column, Want
+from onward.trainer.data.columns import Column, ColumnType
 from onward.trainer.data.shards import ShardManifest, Shards, check_shards, make_shards, open_shards
 from onward.trainer.data.tensorproto_files import ProtoReader, ProtoWriter
 from onward.trainer.errors import DataError
@@ -67,7 +67,7 @@ def test_rows_of_varying_length_come_back_in_any_order(tmp_path: Path, form: Any
     rows = [list(range(n % 5 + 1)) for n in range(50)]
     (tmp_path / "t.jsonl").write_text("\n".join(f'{{"v": {row}}}' for row in rows))
     data = DataConfig(source=str(tmp_path / "t.jsonl"), shard_format=form, rows_per_shard=8, evaluation_fraction=0.02)
-    directory, _, _ = make_shards(data, {"v": Want("int64", (None,))}, tmp_path / "cache")
+    directory, _, _ = make_shards(data, {"v": ColumnType("int64", (None,))}, tmp_path / "cache")
     train = open_shards(directory, "train")
     read = train.read(np.arange(train.num_rows)[::-1])["v"]
     held_out = open_shards(directory, "evaluation").read(np.arange(1))["v"][0].tolist()
@@ -131,13 +131,13 @@ def proto_source(path: Path, shapes: list[int]) -> DataConfig:
 def test_samples_of_mixed_shapes_are_refused_by_name(tmp_path: Path) -> None:
     data = proto_source(tmp_path / "t.pb", [2] * 30 + [3] + [2] * 30)
     with pytest.raises(DataError, match=r"t\.pb, sample 31: x has shape \[3\], not \[2\]"):
-        make_shards(data, {"x": Want("float32", (2,))}, tmp_path / "cache")
+        make_shards(data, {"x": ColumnType("float32", (2,))}, tmp_path / "cache")
 
 
 def test_an_empty_shard_among_others_changes_nothing(tmp_path: Path) -> None:
     data = proto_source(tmp_path / "b.pb", [2] * 30)
     (tmp_path / "a.pb").write_bytes(b"")
-    _, manifest, _ = make_shards(data, {"x": Want("float32", (2,))}, tmp_path / "cache")
+    _, manifest, _ = make_shards(data, {"x": ColumnType("float32", (2,))}, tmp_path / "cache")
     assert manifest.rows("train") + manifest.rows("evaluation") == 30
 
 

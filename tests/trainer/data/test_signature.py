@@ -11,8 +11,9 @@ import pytest
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ModelConfig
-from onward.trainer.data.columns import Column, Schema, Want
-from onward.trainer.data.signature import misfits, read_signature, wanted
+from onward.trainer.data.columns import Column, ColumnType, Schema
+from onward.trainer.data.input_columns import columns_to_read, data_problems
+from onward.trainer.data.signature import read_signature
 from onward.trainer.errors import UnsupportedModel
 from tests.support import graphs
 
@@ -30,7 +31,7 @@ FLOATS = [Column(name=name, dtype="float32") for name in "abcd"]
 
 @pytest.fixture
 def fit(tmp_path: Path) -> Any:
-    """fit(model, schema, **settings of [model] and [data]) -> misfits."""
+    """fit(model, schema, **settings of [model] and [data]) -> problems."""
 
     def fit(model: onnx.ModelProto, schema: Schema, **settings: Any) -> list[str]:
         onnx.save(model, tmp_path / "model.onnx")
@@ -38,7 +39,7 @@ def fit(tmp_path: Path) -> Any:
         config = RunConfig.model_construct(
             model=ModelConfig(path=tmp_path / "model.onnx", **of_model), data=DataConfig(source="x", **settings)
         )
-        return misfits(config, schema)
+        return data_problems(config, schema)
 
     return fit
 
@@ -86,7 +87,7 @@ def other(column: Column, **changes: Any) -> Column:
 @pytest.mark.parametrize(
     ("build", "schema", "settings", "sentence"),
     [
-        (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, extremes=(0, 6))), {"num_classes": 6}, "the labels in column 'label' are 0..6, but must be 0..5, for output logits is 6 wide (or model.ignore_index -100)"),
+        (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, extremes=(0, 6))), {"num_classes": 6}, "the labels in column 'label' are 0..6, but must be 0..5, because output logits is 6 wide (or model.ignore_index -100)"),
         (graphs.tiny_mlp, columns(HIDDEN, LABEL), {"start": ["Relu_1"], "loss": "mse"}, "input Relu_1 reads column 'Relu_1', which the data does not have; there is hidden, label; set data.inputs.Relu_1"),
         (graphs.tiny_mlp, columns(other(HIDDEN, shape=(8,)), LABEL), {"start": ["Relu_1"], "inputs": {"Relu_1": "hidden"}, "loss": "mse"}, "input Relu_1 takes [16] a sample, but column 'hidden' is float32 [8]"),
         (graphs.tiny_mlp, columns(*FLOATS, LABEL), {"output": "Relu_1", "inputs": {"features": tuple("abcd")}, "loss": "mse"}, "data.label must be [16] a sample to fit the output, but column 'label' is int64"),
@@ -100,8 +101,8 @@ def other(column: Column, **changes: Any) -> Column:
         (graphs.tiny_conv_net, columns(other(IMAGE, dtype="str", shape=()), LABEL), {}, "input image takes float32, but column 'image' holds text"),
         (graphs.tiny_transformer, columns(other(TOKENS, dtype="float32"), other(TOKENS, name="label")), {}, "input input_ids takes int64, but column 'input_ids' holds float32"),
         (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, dtype="float64")), {}, "data.label takes int64, but column 'label' holds float64"),
-        (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, extremes=(0, 1, 8, 9))), {}, "the labels in column 'label' are 0..9, but must be 0..3, for output logits is 4 wide (or model.ignore_index -100)"),
-        (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, extremes=(-1, 0, 3))), {}, "the labels in column 'label' are -1..3, but must be 0..3, for output logits is 4 wide (or model.ignore_index -100)"),
+        (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, extremes=(0, 1, 8, 9))), {}, "the labels in column 'label' are 0..9, but must be 0..3, because output logits is 4 wide (or model.ignore_index -100)"),
+        (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, extremes=(-1, 0, 3))), {}, "the labels in column 'label' are -1..3, but must be 0..3, because output logits is 4 wide (or model.ignore_index -100)"),
         (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, shape=(5,))), {}, "data.label must be one number a sample to fit the output, but column 'label' is int64 [5]"),
         (graphs.tiny_mlp, columns(*FLOATS, LABEL), {"inputs": {"features": ("a", "b")}, "loss": "mse"}, "input features takes [4] a sample, but 2 columns are stacked for it"),
         (graphs.tiny_mlp, columns(*FLOATS[:3], other(FLOATS[3], shape=(2,)), LABEL), {"inputs": {"features": tuple("abcd")}, "loss": "mse"}, "input features stacks single numbers, but column 'd' is float32 [2]"),
@@ -126,4 +127,4 @@ def test_a_column_that_two_read_is_kept_in_a_type_that_serves_both(tmp_path: Pat
         data=DataConfig(source="x", inputs={"features": ("a", "b", "c", "d")}, label="a"),
         train={"num_steps": 1},
     )
-    assert wanted(config, read_signature(tmp_path / "m.onnx"))["a"] == Want("float64", ())
+    assert columns_to_read(config, read_signature(tmp_path / "m.onnx"))["a"] == ColumnType("float64", ())

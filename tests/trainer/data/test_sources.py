@@ -17,7 +17,7 @@ from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import arrow_files as arrowfile
 from onward.trainer.data import sources, tables
 from onward.trainer.data import tensorproto_files as protofile
-from onward.trainer.data.columns import Column, Values, Want
+from onward.trainer.data.columns import Column, ColumnType, Values
 from onward.trainer.data.shards import ShardManifest, make_shards, open_shards, peek
 from onward.trainer.errors import DataError
 
@@ -35,7 +35,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shard(
-    folder: Path, source: Path | str, wants: dict[str, Want] | None = None, **settings: Any
+    folder: Path, source: Path | str, wants: dict[str, ColumnType] | None = None, **settings: Any
 ) -> tuple[dict[str, Values], ShardManifest]:
     """All rows of a source in their order, through shards: the source is its own evaluation source, too."""
     data = DataConfig(source=str(source), **{"evaluation_source": str(source), **settings})
@@ -44,7 +44,7 @@ def shard(
     return rows.read(np.arange(rows.num_rows)), manifest
 
 
-def refusal(folder: Path, source: Path | str, wants: dict[str, Want] | None = None, **settings: Any) -> str:
+def refusal(folder: Path, source: Path | str, wants: dict[str, ColumnType] | None = None, **settings: Any) -> str:
     with pytest.raises(DataError) as caught:
         shard(folder, source, wants, evaluation_source="", **settings)
     return str(caught.value).replace(str(folder) + "/", "")
@@ -89,7 +89,9 @@ def write_compressed_npz(path: Path) -> None:
 def test_every_format_gives_the_same_rows(tmp_path: Path, write: Callable[[Path], None], name: str) -> None:
     write(tmp_path / name)
     columns = ("a", "b") if name.endswith("csv") else ("x",)
-    wants = {c: Want("float32", () if len(columns) > 1 else (2,)) for c in columns} | {"y": Want("int64", ())}
+    wants = {c: ColumnType("float32", () if len(columns) > 1 else (2,)) for c in columns} | {
+        "y": ColumnType("int64", ())
+    }
     rows, manifest = shard(tmp_path, tmp_path / name, wants)
     got = np.stack([rows["a"], rows["b"]], axis=1) if "a" in rows else rows["x"]
     np.testing.assert_array_equal(got, X)
@@ -100,7 +102,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, write: Callable[[Path]
 @pytest.mark.parametrize("form", ["arrow", "pb"])
 def test_shards_are_a_source_again(tmp_path: Path, form: str) -> None:
     write_npz(tmp_path / "t.npz")
-    wants = {"x": Want("float32", (2,)), "y": Want("int64", ())}
+    wants = {"x": ColumnType("float32", (2,)), "y": ColumnType("int64", ())}
     settings = {"shard_format": form, "rows_per_shard": 30}
     directory, _, _ = make_shards(DataConfig(source=str(tmp_path / "t.npz"), **settings), wants, tmp_path / "first")
     rows, _ = shard(tmp_path, directory / f"*.{form}", wants, **settings)
@@ -165,8 +167,8 @@ BAD_JSONL = [
     "t.jsonl, line 10: y is missing",
 ]
 WANTS = {
-    "t.csv": {"a": Want("float32", ()), "b": Want("float32", ()), "y": Want("int64", ())},
-    "t.jsonl": {"x": Want("float32", (2,)), "y": Want("int64", ())},
+    "t.csv": {"a": ColumnType("float32", ()), "b": ColumnType("float32", ()), "y": ColumnType("int64", ())},
+    "t.jsonl": {"x": ColumnType("float32", (2,)), "y": ColumnType("int64", ())},
 }
 
 
@@ -196,7 +198,7 @@ def test_bad_rows_are_left_out_and_counted_on_request(tmp_path: Path, name: str,
 
 def test_a_thousand_bad_rows_are_counted_and_twenty_named(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,y\n" + "1,0\nx,0\n" * 1000 + "1,0\n")
-    lines = refusal(tmp_path, tmp_path / "t.csv", {"a": Want("float32", ())}).split("\n")
+    lines = refusal(tmp_path, tmp_path / "t.csv", {"a": ColumnType("float32", ())}).split("\n")
     assert (len(lines), lines[19], lines[20]) == (22, "t.csv, line 41: a is 'x', not a number", "... and 980 more")
     assert lines[21].startswith("1,000 bad rows")
 
@@ -211,7 +213,7 @@ def test_a_quote_that_is_never_closed_is_found_before_memory_is_full(
 
 def test_columns_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,y\n" + "1,0\nx,0\n" * 20)
-    assert shard(tmp_path, tmp_path / "t.csv", {"y": Want("int64", ())})[1].skipped == 0
+    assert shard(tmp_path, tmp_path / "t.csv", {"y": ColumnType("int64", ())})[1].skipped == 0
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_columns_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
 )
 def test_what_is_not_finite_in_the_type_it_is_read_as_is_bad(tmp_path: Path, array: Any, reason: str) -> None:
     np.savez(tmp_path / "t.npz", x=array)
-    assert f"t.npz, {reason}" in refusal(tmp_path, tmp_path / "t.npz", {"x": Want("float32", array.shape[1:])})
+    assert f"t.npz, {reason}" in refusal(tmp_path, tmp_path / "t.npz", {"x": ColumnType("float32", array.shape[1:])})
 
 
 @pytest.mark.parametrize(
@@ -284,13 +286,15 @@ def test_lists_become_tensors_or_rows_of_varying_length(tmp_path: Path) -> None:
 def test_the_graph_decides_whether_lists_may_grow_later(tmp_path: Path) -> None:
     lines = [{"v": [1, 2]}] * 99 + [{"v": [1, 2, 3]}]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert len(shard(tmp_path, tmp_path / "t.jsonl", {"v": Want("int64", (None,))})[0]["v"][99]) == 3
-    assert "line 100: v has shape [3], not [2]" in refusal(tmp_path, tmp_path / "t.jsonl", {"v": Want("int64", (2,))})
+    assert len(shard(tmp_path, tmp_path / "t.jsonl", {"v": ColumnType("int64", (None,))})[0]["v"][99]) == 3
+    assert "line 100: v has shape [3], not [2]" in refusal(
+        tmp_path, tmp_path / "t.jsonl", {"v": ColumnType("int64", (2,))}
+    )
 
 
 def test_small_types_stay_small_for_a_graph_that_takes_floats(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", x=np.arange(20, dtype=np.uint8))
-    wants = {"x": Want("float32", ())}
+    wants = {"x": ColumnType("float32", ())}
     assert shard(tmp_path, tmp_path / "t.npz", wants)[1].columns[0].dtype == "uint8"
     assert shard(tmp_path, tmp_path / "t.npz", wants, shard_format="pb")[1].columns[0].dtype == "float32"
 

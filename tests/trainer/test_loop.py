@@ -1,0 +1,53 @@
+"""The training loop reads its inputs once, however long it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.events import Heartbeat
+from onward.trainer.loop import train
+from onward.trainer.run.directory import RunDir, read_config
+from tests.support import graphs
+from tests.support.ranks import run_ranks
+from tests.support.runs import events, make_run
+
+
+def parsed_models(mpi: MPIContext, root: str) -> list[str]:
+    """Train, and return the path of every ONNX file that was parsed meanwhile."""
+    parsed: list[str] = []
+
+    def counting(load: Any) -> Any:
+        def counted(file: Any, *args: Any, **kwargs: Any) -> Any:
+            parsed.append(str(file))
+            return load(file, *args, **kwargs)
+
+        return counted
+
+    onnx.load, onnx.load_model = counting(onnx.load), counting(onnx.load_model)
+    run = RunDir(Path(root))
+    attempt = run.begin_attempt()
+    config = read_config(run)
+    train(config, run, mpi, attempt=attempt, heartbeat=Heartbeat(run.heartbeat), stop_requested=lambda: False)
+    return parsed
+
+
+@pytest.mark.mpi
+def test_a_run_with_several_evaluations_reads_the_signature_of_the_model_once(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0)
+    columns = {"features": rows.normal(size=(40, 4)).astype(np.float32), "label": np.zeros(40, np.float32)}
+    run = make_run(
+        tmp_path,
+        graphs.tiny_mlp(),
+        columns,
+        model={"loss": "mse"},
+        train={"global_batch_size": 8, "num_steps": 3, "evaluation_period": 1},
+    )
+    (parsed,) = run_ranks(1, "tests.trainer.test_loop:parsed_models", str(run.root), timeout_s=120)
+    assert len(events(run, "evaluation")) == 4, "before the first step, and after each of three"
+    assert parsed == [str(tmp_path / "model.onnx")] * 2, "once for its inputs and outputs, once for its weights"

@@ -1,0 +1,206 @@
+"""Match the columns of the data with the inputs of the graph, and report what does not fit.
+
+Each graph input is fed by one column of the same name, by another column (data.inputs), or by several columns of
+numbers that are stacked into one vector; the labels are fed by data.label:
+
+    data.inputs.features = ["a", "b"]       columns a, b  -> stacked -> input `features` [B, 2]
+                                            column image             -> input `image`    [B, 3, 64, 64]
+    data.label = "digit"                    column digit             -> labels           [B]
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.columns import TEXT, Column, ColumnType, Schema
+from onward.trainer.data.signature import Dims, Signature, read_training_signature
+from onward.trainer.errors import ConfigError
+
+NUMERIC = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {
+    f"int{bits}" for bits in (8, 16, 32, 64)
+}
+"""Types that columns can be converted to."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The columns that feed one input of the graph, or the labels."""
+
+    target: str
+    """`input NAME` or `data.label`, as messages name it."""
+    columns: tuple[str, ...]
+    stacked: bool
+    """Whether the columns are single numbers that are stacked into a vector; otherwise the one column is the tensor."""
+    dtype: str
+    """The declared type of the input."""
+    sample_shape: Dims | None
+    """The declared shape without the batch dimension."""
+
+    @property
+    def column_type(self) -> ColumnType:
+        """The type and shape that each of the columns is read as."""
+        # numpy has no bfloat16: such inputs are stored in fp32
+        dtype = {"bfloat16": "float32"}.get(self.dtype, self.dtype)
+        return ColumnType(dtype, () if self.stacked else self.sample_shape)
+
+    @property
+    def tensor_dtype(self) -> str:
+        """The type of the tensor that is fed; fp32 for half precision, because the graph is imported in fp32."""
+        return {"float16": "float32", "bfloat16": "float32"}.get(self.dtype, self.dtype)
+
+
+def feeds(config: RunConfig, signature: Signature) -> list[Feed]:
+    """Return a feed for each input of the graph in order, then one for the labels if the loss needs any."""
+    model, data = config.model, config.data
+    found = [
+        _feed(f"input {info.name}", data.inputs.get(info.name, info.name), info.dtype, info.sample_shape)
+        for info in signature.inputs
+    ]
+    if model.loss != "output":
+        output = signature.output(model.output)
+        shape = output.sample_shape if output else None
+        if model.loss == "cross_entropy":  # labels have the shape of the logits without the axis of classes
+            found.append(_feed("data.label", data.label, "int64", shape[:-1] if shape else shape))
+        else:
+            found.append(_feed("data.label", data.label, "float32", shape))
+    return found
+
+
+def _feed(target: str, columns: str | tuple[str, ...], dtype: str, sample_shape: Dims | None) -> Feed:
+    if isinstance(columns, str):
+        return Feed(target, (columns,), False, dtype, sample_shape)
+    return Feed(target, columns, True, dtype, sample_shape)
+
+
+def columns_to_read(config: RunConfig, signature: Signature) -> dict[str, ColumnType]:
+    """Return the columns to keep in the shards; one that feeds two inputs gets a type that serves both."""
+    found: dict[str, ColumnType] = {}
+    for feed in feeds(config, signature):
+        for name in feed.columns:
+            kind = feed.column_type
+            if before := found.get(name):
+                kind = ColumnType(np.promote_types(before.dtype, kind.dtype).name, before.shape)
+            found[name] = kind
+    return found
+
+
+# -- what does not fit
+
+
+def data_problems(config: RunConfig, schema: Schema) -> list[str]:
+    """Return one sentence for each way in which the data does not fit the model; [] when it does.
+
+    `schema` describes the first rows, or all of them. Reads `config.model` and `config.data`. Raises
+    UnsupportedModel when the ONNX file cannot be read.
+    """
+    try:
+        signature = read_training_signature(config.model)
+    except ConfigError as error:  # the graph does not allow the surgery, so its inputs and outputs are unknown
+        return list(error.problems)
+    problems = [*_unknown_names(config, signature)]
+    for feed in feeds(config, signature):
+        missing = [name for name in feed.columns if name not in schema]
+        problems += [_missing_column(feed, name, schema) for name in missing]
+        if not missing:
+            problems += _type_problems(feed, [schema[name] for name in feed.columns])
+    if config.model.loss == "cross_entropy" and isinstance(config.data.label, str) and config.data.label in schema:
+        problems += _label_range_problems(config, signature, schema[config.data.label])
+    return problems
+
+
+def _unknown_names(config: RunConfig, signature: Signature) -> Iterator[str]:
+    inputs = [info.name for info in signature.inputs]
+    for name in config.data.inputs:
+        if name not in inputs:
+            yield f"data.inputs names {name!r}, which is no input of the model{_nearest(name, inputs)}"
+    columns = columns_to_read(config, signature)
+    for name in config.data.pad_values:
+        if name not in columns:
+            yield f"data.pad_values names {name!r}, which is no column that is read{_nearest(name, columns)}"
+    if not config.data.evaluation_fraction and not config.data.evaluation_source:
+        yield "data.evaluation_fraction is 0 and there is no data.evaluation_source: nothing to evaluate on"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(names)}"
+
+
+def _missing_column(feed: Feed, name: str, schema: Schema) -> str:
+    key = "data.label" if feed.target == "data.label" else f"data.inputs.{feed.target.removeprefix('input ')}"
+    return f"{feed.target} reads column {name!r}, which the data does not have{_nearest(name, schema)}; set {key}"
+
+
+def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
+    """Yield what is wrong with the types and shapes of the columns of one feed."""
+    if feed.dtype not in NUMERIC:
+        yield f"{feed.target} takes {feed.dtype}, which cannot be fed from columns of numbers"
+        return
+    for column in columns:
+        if column.dtype == TEXT:
+            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds text"
+        elif not _castable(column.dtype, feed.dtype):
+            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds {column.dtype}"
+        elif feed.stacked and (column.shape or column.variable):
+            yield f"{feed.target} stacks single numbers, but column {column.name!r} is {column.kind}"
+    shape = feed.sample_shape
+    if feed.stacked:
+        if shape is not None and (len(shape) != 1 or shape[0] not in (None, len(columns))):
+            yield f"{feed.target} takes {_shown(shape)} a sample, but {len(columns)} columns are stacked for it"
+    elif columns[0].dtype != TEXT and (problem := _shape_problem(feed, columns[0])):
+        yield problem
+
+
+def _castable(source: str, target: str) -> bool:
+    """Integers and booleans may become floats, but not the reverse."""
+    return np.dtype(source).kind in "biu" or "float" in target
+
+
+def _shape_problem(feed: Feed, column: Column) -> str:
+    shape = feed.sample_shape
+    if shape is None:
+        return ""
+    if feed.target == "data.label":
+        # the loss flattens its labels, so only their number matters
+        size = math.prod(dim or 0 for dim in shape)
+        wrong = None not in shape and not column.variable and math.prod(column.shape) != size
+        if column.variable:
+            wrong = None not in shape and column.shape[0] < size
+        takes = f"data.label must be {_shown(shape)} a sample to fit the output"
+    elif column.variable:
+        wrong = len(shape) != 1 or (shape[0] or 0) > column.shape[0]
+        takes = f"{feed.target} takes {_shown(shape)} a sample"
+    else:
+        pairs = zip(shape, column.shape, strict=False)
+        wrong = len(shape) != len(column.shape) or any(dim is not None and dim != size for dim, size in pairs)
+        takes = f"{feed.target} takes {_shown(shape)} a sample"
+    hint = f"; ['{column.name}'] makes a vector of one" if shape in ((1,), (None,)) and not column.shape else ""
+    return f"{takes}, but column {column.name!r} is {column.kind}{hint}" if wrong else ""
+
+
+def _shown(dims: Dims) -> str:
+    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]" if dims else "one number"
+
+
+def _label_range_problems(config: RunConfig, signature: Signature, column: Column) -> Iterator[str]:
+    """Check that the labels are classes of the output, whose last axis has one entry for each class."""
+    output = signature.output(config.model.output)
+    num_classes = output.shape[-1] if output and output.shape else None
+    values = [value for value in column.extremes if value != config.model.ignore_index]
+    if not values or column.dtype == TEXT or np.dtype(column.dtype).kind == "f":
+        return
+    if values[0] < 0 or (num_classes is not None and values[-1] >= num_classes):
+        fits = "0 or more"
+        if num_classes and output:
+            fits = f"0..{num_classes - 1}, because output {output.name} is {num_classes} wide"
+        yield (
+            f"the labels in column {column.name!r} are {values[0]:d}..{values[-1]:d}, but must be {fits} "
+            f"(or model.ignore_index {config.model.ignore_index})"
+        )

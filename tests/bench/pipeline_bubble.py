@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
-from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
+from onward.trainer.parallel.pipeline.split import Chain, Part, Stage
 from tests.support.ranks import run_ranks
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))

@@ -36,7 +36,7 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor
-from onward.trainer.parallel.pipeline import partition as cut
+from onward.trainer.parallel.pipeline import split as cut
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.replicas.reducer import Reducer
 from tests.support.ranks import run_ranks

@@ -25,8 +25,8 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import BatchNorm
 from onward.trainer.parallel.cost import Autocast, NodeCost, costs
 from onward.trainer.parallel.memory import budget
-from onward.trainer.parallel.pipeline import partition as cut
-from onward.trainer.parallel.pipeline.partition import CutPoint, Stage
+from onward.trainer.parallel.pipeline import split as cut
+from onward.trainer.parallel.pipeline.split import CutPoint, Stage
 from onward.trainer.parallel.recompute import by_budget, by_name, recompute, unit_costs
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions

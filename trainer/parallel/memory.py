@@ -28,7 +28,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import OptimizerConfig, ParallelConfig
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.cost import Autocast
-from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.pipeline.split import Stage
 from onward.trainer.parallel.plan_record import Memory
 from onward.trainer.parallel.replicas.zero import divides
 

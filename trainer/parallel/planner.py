@@ -29,7 +29,7 @@ from onward.trainer.model.trainable import open_trainee
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.layout import Arrangement, arrange, recompute_units
 from onward.trainer.parallel.memory import Rehearsal, foretell, rehearse, sharding
-from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.pipeline.split import Stage
 from onward.trainer.parallel.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Traffic
 from onward.trainer.parallel.tensor.regions import FLOPS_PER_BYTE
 

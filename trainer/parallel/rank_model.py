@@ -31,8 +31,8 @@ from onward.trainer.model.trainable import Trainee
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.cost import Autocast, costs
 from onward.trainer.parallel.layout import arrange, is_trained, recompute_units
-from onward.trainer.parallel.pipeline import partition as cut
-from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.pipeline import split as cut
+from onward.trainer.parallel.pipeline.split import Stage
 from onward.trainer.parallel.replicas.reducer import Reducer, gradient
 from onward.trainer.parallel.replicas.zero import Sharded
 

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.parallel.cost import NodeCost
-from onward.trainer.parallel.pipeline.partition import Chain, Part
+from onward.trainer.parallel.pipeline.split import Chain, Part
 
 Mode = Literal["none", "whole", "selective"]
 

@@ -17,8 +17,8 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.cost import costs
 from onward.trainer.parallel.memory import Alive, order, rehearse
-from onward.trainer.parallel.pipeline import partition as cut
-from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.pipeline import split as cut
+from onward.trainer.parallel.pipeline.split import Stage
 from onward.trainer.parallel.recompute import Mode, recompute
 from tests.support import graphs
 from tests.support.graphs import feed

@@ -26,8 +26,8 @@ from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout
 from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
 from onward.trainer.onnx_import.passes.attention import Attention
 from onward.trainer.parallel.cost import costs
-from onward.trainer.parallel.pipeline import partition as cut
-from onward.trainer.parallel.pipeline.partition import Chain, Part
+from onward.trainer.parallel.pipeline import split as cut
+from onward.trainer.parallel.pipeline.split import Chain, Part
 from onward.trainer.parallel.recompute import (
     Mode,
     UnitCost,

@@ -22,7 +22,7 @@ from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.processes import lost_a_peer, new_group
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.model.loss import Evaluation
-from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.pipeline.split import Stage
 from onward.trainer.parallel.pipeline.schedules import (
     Autocast,
     Finish,

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from onward.trainer.data.batches import Batch
 from onward.trainer.errors import ConfigError
-from onward.trainer.parallel.pipeline.partition import Stage
+from onward.trainer.parallel.pipeline.split import Stage
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

@@ -24,8 +24,8 @@ from onward.trainer.distributed.processes import MPIContext, ParallelDims, lost_
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.parallel.pipeline import schedules
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
-from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
 from onward.trainer.parallel.pipeline.schedules import Autocast, Scheduled, schedule_class
+from onward.trainer.parallel.pipeline.split import Chain, Part, Stage
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

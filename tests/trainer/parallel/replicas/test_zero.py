@@ -23,7 +23,7 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.parallel.cost import costs
 from onward.trainer.parallel.layout import is_trained, what_remains
-from onward.trainer.parallel.pipeline.partition import Stage, cut_points, split, stages, units, work
+from onward.trainer.parallel.pipeline.split import Stage, cut_points, split, stages, units, work
 from onward.trainer.parallel.replicas.zero import Sharded
 from tests.support import graphs
 from tests.support.ranks import run_ranks

@@ -20,7 +20,7 @@ from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
-from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
+from onward.trainer.parallel.pipeline.split import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
 from onward.trainer.parallel.replicas.reducer import gradient
 from onward.trainer.parallel.replicas.zero import Sharded

@@ -19,7 +19,7 @@ from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.pipeline.engine import Pipeline
-from onward.trainer.parallel.pipeline.partition import Chain, Part, Stage
+from onward.trainer.parallel.pipeline.split import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
 from onward.trainer.parallel.replicas.reducer import gradient
 from onward.trainer.parallel.replicas.zero import Sharded

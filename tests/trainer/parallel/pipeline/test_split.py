@@ -19,8 +19,8 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.cost import NodeCost, costs
-from onward.trainer.parallel.pipeline import partition as cut
-from onward.trainer.parallel.pipeline.partition import SLACK, Chain, CutPoint, Stage
+from onward.trainer.parallel.pipeline import split as cut
+from onward.trainer.parallel.pipeline.split import SLACK, Chain, CutPoint, Stage
 from tests.support import graphs
 from tests.support.trained_models import running_statistics
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
-from onward.trainer.parallel.pipeline.split import Chain, Part, Stage
+from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from tests.support.ranks import run_ranks
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))
@@ -98,7 +98,7 @@ def step_s(mpi: MPIContext, cases: list[tuple[str, int, int]], forward_s: float)
 
 
 def _stage(index: int, num_stages: int, forward_s: float) -> Stage:
-    chain = Chain([Part(Sleeper(forward_s), ("x",), ("y",))], reads=("x",), gives=("y",))
+    chain = Chain([Part(Sleeper(forward_s), ("x",), ("y",))], input_names=("x",), output_names=("y",))
     value = torch.empty(4, 8, device="meta", requires_grad=True)
     if index == 0:
         return Stage(index, num_stages, chain, (), (0,), ("y",), (), (value,))

@@ -36,8 +36,9 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor
-from onward.trainer.parallel.pipeline import split as cut
 from onward.trainer.parallel.pipeline.engine import Pipeline
+from onward.trainer.parallel.pipeline.split import split
+from onward.trainer.parallel.pipeline.stage import build_stages
 from onward.trainer.parallel.replicas.reducer import Reducer
 from tests.support.ranks import run_ranks
 
@@ -107,7 +108,7 @@ MODELS = {"squeezenet": (squeezenet, 32), "gpt2": (gpt2, 8)}
 def onward_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[[], float]:
     """One update with the nouns of the loop."""
     mesh = make_mesh(mpi, ParallelDims(data=mpi.world_size), timeout_s=60)
-    stage = cut.whole(module)
+    (stage,) = build_stages(module, [split(module, ())], {})  # the graph as one unit
     pipeline = Pipeline(
         [stage],
         Loss(ModelConfig(path="-"), ["output"]),

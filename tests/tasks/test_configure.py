@@ -132,7 +132,7 @@ def test_what_the_graph_does_not_allow_is_refused_before_anything_is_there(
 ) -> None:
     train = TrainConfig(global_batch_size=8, num_steps=4, gradient_accumulation_steps=2)
     cut = {**sections, "train": train, "parallel": ParallelConfig(pipeline=2, cuts=("pooled_",))}
-    with pytest.raises(ConfigError, match=r"parallel.cuts: the graph computes no tensor pooled_; there is "):
+    with pytest.raises(ConfigError, match=r"parallel.cuts: the graph computes no tensor pooled_; did you mean "):
         begin(cut)
     with pytest.raises(ConfigError, match=r"recompute.units: no tensor matches 'layer9\*'"):
         begin({**sections, "recompute": RecomputeConfig(mode="whole", units=("layer9*",))})

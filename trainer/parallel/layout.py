@@ -25,8 +25,11 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import BatchNorm
 from onward.trainer.parallel.cost import Autocast, NodeCost, costs
 from onward.trainer.parallel.memory import budget
-from onward.trainer.parallel.pipeline import split as cut
-from onward.trainer.parallel.pipeline.split import CutPoint, Stage
+from onward.trainer.parallel.pipeline.balance import choose_cuts, choose_unit_cuts, node_work
+from onward.trainer.parallel.pipeline.cut_points import CutPoint, cuts_by_name, find_cut_points
+from onward.trainer.parallel.pipeline.rematerialise import partitioned_nodes
+from onward.trainer.parallel.pipeline.split import split
+from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.recompute import by_budget, by_name, recompute, unit_costs
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
@@ -144,22 +147,22 @@ def _cuts(
     if num_stages == 1 and not in_units and not price:
         return Cuts((), (), {})
     priced = costs(module, example, autocast=autocast)
-    points = cut.cut_points(module.graph, priced)
-    amounts = cut.work(module.graph, priced)
+    points = find_cut_points(module.graph, priced)
+    amounts = node_work(module.graph, priced)
     if parallel.cuts:
-        borders = cut.named(module.graph, points, parallel.cuts)
+        borders = cuts_by_name(module.graph, points, parallel.cuts)
     else:
-        borders = cut.balanced(points, amounts, num_stages)
-    inner = cut.units(module, points, amounts, borders, parallel.units) if in_units else []
+        borders = choose_cuts(points, amounts, num_stages)
+    inner = choose_unit_cuts(module, points, amounts, borders, parallel.units) if in_units else []
     return Cuts(borders, inner, priced)
 
 
 def _stages(module: ImportedGraph, cuts: Cuts) -> list[Stage]:
     """All stages of the graph, each in its units."""
-    parts = iter(cut.split(module, sorted({*cuts.borders, *cuts.inner}, key=lambda point: point.position)))
-    ends = [0, *(point.position for point in cuts.borders), len(cut.order(module.graph))]
+    parts = iter(split(module, sorted({*cuts.borders, *cuts.inner}, key=lambda point: point.position)))
+    ends = [0, *(point.position for point in cuts.borders), len(partitioned_nodes(module.graph))]
     sizes = [1 + sum(begin < point.position < end for point in cuts.inner) for begin, end in itertools.pairwise(ends)]
-    return cut.stages(module, [[*itertools.islice(parts, size)] for size in sizes], cuts.priced)
+    return build_stages(module, [[*itertools.islice(parts, size)] for size in sizes], cuts.priced)
 
 
 def _shared(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:

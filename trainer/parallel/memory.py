@@ -28,7 +28,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import OptimizerConfig, ParallelConfig
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.cost import Autocast
-from onward.trainer.parallel.pipeline.split import Stage
+from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.plan_record import Memory
 from onward.trainer.parallel.replicas.zero import divides
 
@@ -68,7 +68,10 @@ def rehearse(
             return made.requires_grad_(like.requires_grad)
 
         with _fake_weights(stage.chain, fake):
-            given = [fake(value) for value in (*stage.crossing, *(inputs[place].detach() for place in stage.inputs))]
+            given = [
+                fake(value)
+                for value in (*stage.received_meta, *(inputs[place].detach() for place in stage.input_positions))
+            ]
             with count:
                 with autocast():
                     outputs = stage.chain(*given)
@@ -274,7 +277,7 @@ def _buffers(stages: Sequence[Stage], config: RunConfig, batch_bytes: int) -> in
     """What the data takes, this step's and the next one's, and what torch's stages receive into: all micro-batches."""
     received = 0
     for stage in stages if config.parallel.pipeline > 1 else ():
-        received += sum(value.nbytes for value in stage.crossing)
+        received += sum(value.nbytes for value in stage.received_meta)
         if stage.index < stage.num_stages - 1:
-            received += sum(value.nbytes for value in stage.produced if value.requires_grad)
+            received += sum(value.nbytes for value in stage.output_meta if value.requires_grad)
     return config.train.gradient_accumulation_steps * (received + 2 * batch_bytes)

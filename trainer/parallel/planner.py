@@ -29,7 +29,7 @@ from onward.trainer.model.trainable import open_trainee
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.layout import Arrangement, arrange, recompute_units
 from onward.trainer.parallel.memory import Rehearsal, foretell, rehearse, sharding
-from onward.trainer.parallel.pipeline.split import Stage
+from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Traffic
 from onward.trainer.parallel.tensor.regions import FLOPS_PER_BYTE
 
@@ -135,10 +135,10 @@ class _Division:
                 yield _sent("tensor", "gradients of weights that are whole", 1, sum(w.tensor.nbytes for w in alike))
         if parallel.pipeline > 1:
             ahead = max((stage for rank in self.ranks for stage in rank.stages), key=_sends)
-            back = sum(value.requires_grad for value in ahead.produced)
+            back = sum(value.requires_grad for value in ahead.output_meta)
             per_rank = steps * parallel.stages_per_rank
-            yield _sent("pipeline", "activations", per_rank * len(ahead.produced), per_rank * _sends(ahead))
-            gradients = sum(value.nbytes for value in ahead.produced if value.requires_grad)
+            yield _sent("pipeline", "activations", per_rank * len(ahead.output_meta), per_rank * _sends(ahead))
+            gradients = sum(value.nbytes for value in ahead.output_meta if value.requires_grad)
             yield _sent("pipeline", "their gradients", per_rank * back, per_rank * gradients)
             sizes = {w.name: w.tensor.nbytes for rank in self.ranks for w in rank.weights if w.trained}
             tied = [sizes[name] for name in self.whole.shared if name in sizes]
@@ -217,7 +217,7 @@ class _Division:
 
 def _sends(stage: Stage) -> int:
     last = stage.index == stage.num_stages - 1
-    return 0 if last else sum(value.nbytes for value in stage.produced)
+    return 0 if last else sum(value.nbytes for value in stage.output_meta)
 
 
 def _sent(axis: str, what: str, count: int, size: int) -> Traffic:

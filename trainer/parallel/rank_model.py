@@ -31,8 +31,7 @@ from onward.trainer.model.trainable import Trainee
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.cost import Autocast, costs
 from onward.trainer.parallel.layout import arrange, is_trained, recompute_units
-from onward.trainer.parallel.pipeline import split as cut
-from onward.trainer.parallel.pipeline.split import Stage
+from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.reducer import Reducer, gradient
 from onward.trainer.parallel.replicas.zero import Sharded
 
@@ -157,9 +156,10 @@ def _shapes_of(
 ) -> list[Stage]:
     """This rank's stages with what crosses their borders for other inputs."""
     priced = costs(module, inputs, autocast=autocast, training=False)  # BatchNorm refuses a single row in training
-    again = cut.stages(module, [stage.chain.parts for stage in stages], priced)
+    again = build_stages(module, [stage.chain.parts for stage in stages], priced)
     return [
-        replace(stage, crossing=again[stage.index].crossing, produced=again[stage.index].produced) for stage in mine
+        replace(stage, received_meta=again[stage.index].received_meta, output_meta=again[stage.index].output_meta)
+        for stage in mine
     ]
 
 

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.parallel.cost import NodeCost
-from onward.trainer.parallel.pipeline.split import Chain, Part
+from onward.trainer.parallel.pipeline.stage import Chain, Part
 
 Mode = Literal["none", "whole", "selective"]
 
@@ -240,7 +240,7 @@ def unit_costs(parts: Sequence[Part], costs: Mapping[str, NodeCost]) -> list[Uni
                 flops=sum(node.flops for node in nodes),
                 kept_bytes=sum(node.kept_bytes for node in nodes),
                 product_bytes=sum(node.output_bytes for node in nodes if node.flops),
-                boundary_bytes=sum(costs[name].output_bytes for name in part.reads if name in costs),
+                boundary_bytes=sum(costs[name].output_bytes for name in part.input_names if name in costs),
             )
         )
     return found
@@ -269,7 +269,7 @@ def by_name(chain: Chain, patterns: Sequence[str], *, elsewhere: Iterable[Part] 
 
 
 def _names(part: Part) -> set[str]:
-    names = set(part.gives)
+    names = set(part.output_names)
     for module in part.module.modules():
         names.update(getattr(module, "onnx_names", {}).values())
         if isinstance(module, fx.GraphModule):

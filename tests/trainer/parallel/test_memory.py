@@ -17,8 +17,10 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.cost import costs
 from onward.trainer.parallel.memory import Alive, order, rehearse
-from onward.trainer.parallel.pipeline import split as cut
-from onward.trainer.parallel.pipeline.split import Stage
+from onward.trainer.parallel.pipeline.balance import choose_cuts, node_work
+from onward.trainer.parallel.pipeline.cut_points import find_cut_points
+from onward.trainer.parallel.pipeline.split import split
+from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.recompute import Mode, recompute
 from tests.support import graphs
 from tests.support.graphs import feed
@@ -34,9 +36,9 @@ def in_units(name: str, mode: Mode) -> tuple[Stage, list[Tensor], Loss]:
     select_trained(module, train=("*",), freeze=())
     inputs = [torch.from_numpy(value) for value in feed(model, 6).values()]
     priced = costs(module, inputs)
-    narrow = [point for point in cut.cut_points(module.graph, priced) if point.narrow]
-    parts = cut.split(module, cut.balanced(narrow, cut.work(module.graph, priced), 3))
-    stage = cut.stages(module, [parts], priced)[0]
+    narrow = [point for point in find_cut_points(module.graph, priced) if point.is_narrow]
+    parts = split(module, choose_cuts(narrow, node_work(module.graph, priced), 3))
+    stage = build_stages(module, [parts], priced)[0]
     recompute(stage.chain, mode, range(len(parts)))
     return stage, inputs, Loss(ModelConfig(path="model.onnx", loss="mse"), module.output_names)
 

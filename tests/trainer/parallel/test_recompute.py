@@ -26,8 +26,10 @@ from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout
 from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
 from onward.trainer.onnx_import.passes.attention import Attention
 from onward.trainer.parallel.cost import costs
-from onward.trainer.parallel.pipeline import split as cut
-from onward.trainer.parallel.pipeline.split import Chain, Part
+from onward.trainer.parallel.pipeline.balance import choose_cuts, node_work
+from onward.trainer.parallel.pipeline.cut_points import find_cut_points
+from onward.trainer.parallel.pipeline.split import split
+from onward.trainer.parallel.pipeline.stage import Chain, Part, build_stages
 from onward.trainer.parallel.recompute import (
     Mode,
     UnitCost,
@@ -50,16 +52,17 @@ CASTS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def whole(model: onnx.ModelProto) -> Chain:
     """A model as a chain of one unit."""
-    return cut.whole(to_module(model)).chain
+    module = to_module(model)
+    return build_stages(module, [split(module, ())], {})[0].chain
 
 
 def in_units(model: onnx.ModelProto, number: int, inputs: Sequence[Tensor]) -> tuple[Chain, list[UnitCost]]:
     """A model as a chain of at most so many units, and what each takes."""
     module = to_module(model)
     found = costs(module, inputs)
-    narrow = [point for point in cut.cut_points(module.graph, found) if point.narrow]
-    points = cut.balanced(narrow, cut.work(module.graph, found), min(number, len(narrow) + 1))
-    stage = cut.stages(module, [cut.split(module, points)], found)[0]
+    narrow = [point for point in find_cut_points(module.graph, found) if point.is_narrow]
+    points = choose_cuts(narrow, node_work(module.graph, found), min(number, len(narrow) + 1))
+    stage = build_stages(module, [split(module, points)], found)[0]
     return stage.chain, unit_costs(stage.chain.parts, found)
 
 
@@ -91,7 +94,7 @@ def blocks(number: int = 3, *, of: Callable[[], nn.Module] = Block) -> Chain:
     torch.manual_seed(0)
     names = [f"x{i}" for i in range(number + 1)]
     parts = [Part(of(), (before,), (after,)) for before, after in itertools.pairwise(names)]
-    return Chain(parts, reads=names[:1], gives=names[-1:])
+    return Chain(parts, input_names=names[:1], output_names=names[-1:])
 
 
 def inputs_of(model: onnx.ModelProto, batch: int = 5) -> list[Tensor]:
@@ -232,7 +235,7 @@ def test_integers_booleans_and_what_needs_no_gradient_pass_through(needs: bool, 
     ids, mask, x = torch.tensor([0, 3, 4]), torch.tensor([True, False, True]), torch.randn(3, 8)
     torch.manual_seed(0)
     part = Part(Mixed(), ("ids", "mask", "x"), ("h", "next", "same", "most", "y"))
-    chain = Chain([part], reads=part.reads, gives=part.gives)
+    chain = Chain([part], input_names=part.input_names, output_names=part.output_names)
     again = copy.deepcopy(chain)
     recompute(again, mode, [0])
     for one in (chain, again):

@@ -22,7 +22,6 @@ from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.processes import lost_a_peer, new_group
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.model.loss import Evaluation
-from onward.trainer.parallel.pipeline.split import Stage
 from onward.trainer.parallel.pipeline.schedules import (
     Autocast,
     Finish,
@@ -32,6 +31,7 @@ from onward.trainer.parallel.pipeline.schedules import (
     trained,
     unchanged,
 )
+from onward.trainer.parallel.pipeline.stage import Stage
 
 
 class BatchLoss(Protocol):
@@ -142,7 +142,7 @@ class Pipeline:
             values: tuple[Tensor, ...] = ()
             with self._autocast():
                 for stage in self._stages:
-                    values = stage.chain(*values, *(batch.inputs[place] for place in stage.inputs))
+                    values = stage.chain(*values, *(batch.inputs[place] for place in stage.input_positions))
             loss = finish(batch, values)
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]

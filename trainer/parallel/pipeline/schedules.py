@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from onward.trainer.data.batches import Batch
 from onward.trainer.errors import ConfigError
-from onward.trainer.parallel.pipeline.split import Stage
+from onward.trainer.parallel.pipeline.stage import Stage
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -117,7 +117,7 @@ class Scheduled:
 
         made = []
         for shell, stage in zip(self._shells, self._shapes(inputs), strict=True):
-            shell.crossing = stage.crossing
+            shell.crossing = stage.received_meta
             last = stage.index == stage.num_stages - 1
             loss = (torch.empty((), device="meta"),) * backward
             # shapes given, or torch would find them out by a forward pass that counts and draws like any other
@@ -127,8 +127,8 @@ class Scheduled:
                     stage.index,
                     stage.num_stages,
                     self._device,
-                    input_args=tuple(map(_buffer, stage.crossing)),
-                    output_args=loss if last else tuple(map(_buffer, stage.produced)),
+                    input_args=tuple(map(_buffer, stage.received_meta)),
+                    output_args=loss if last else tuple(map(_buffer, stage.output_meta)),
                     group=self._group,
                 )
             )
@@ -174,7 +174,9 @@ class _Shell(nn.Module):
         (stage,) = self._hidden
         values: tuple[Tensor, ...]
         with self._autocast():
-            values = stage.chain(*_arrived(received, self.crossing), *(batch.inputs[place] for place in stage.inputs))
+            values = stage.chain(
+                *_arrived(received, self.crossing), *(batch.inputs[place] for place in stage.input_positions)
+            )
         self.beat()
         if self._last:
             loss = self.finish(batch, values)

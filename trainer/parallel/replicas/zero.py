@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Weight
-from onward.trainer.parallel.pipeline.split import Chain, Stage
+from onward.trainer.parallel.pipeline.stage import Chain, Stage
 from onward.trainer.parallel.replicas.reducer import (
     CommonTensors,
     Reducer,

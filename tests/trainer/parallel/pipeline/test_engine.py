@@ -25,7 +25,7 @@ from onward.trainer.errors import UnsupportedModel
 from onward.trainer.parallel.pipeline import schedules
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.pipeline.schedules import Autocast, Scheduled, schedule_class
-from onward.trainer.parallel.pipeline.split import Chain, Part, Stage
+from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -100,11 +100,11 @@ def cut(members: Sequence[Part], num_stages: int) -> list[Stage]:
     stages, receives = [], ()
     for index in range(num_stages):
         mine, later = members[index * size : (index + 1) * size], members[(index + 1) * size :]
-        inputs = tuple(place for place, name in enumerate(INPUTS) if any(name in part.reads for part in mine))
-        known = (*receives, *(name for part in mine for name in part.gives))
-        needed = {name for part in later for name in part.reads} | set(OUTPUTS)
+        inputs = tuple(place for place, name in enumerate(INPUTS) if any(name in part.input_names for part in mine))
+        known = (*receives, *(name for part in mine for name in part.output_names))
+        needed = {name for part in later for name in part.input_names} | set(OUTPUTS)
         gives = tuple(name for name in known if name in needed) if later else OUTPUTS
-        chain = Chain(mine, reads=(*receives, *(INPUTS[place] for place in inputs)), gives=gives)
+        chain = Chain(mine, input_names=(*receives, *(INPUTS[place] for place in inputs)), output_names=gives)
         stages.append(Stage(index, num_stages, chain, receives, inputs, gives, (), ()))
         receives = gives
     return stages
@@ -116,9 +116,9 @@ def measured(stages: Sequence[Stage], inputs: Sequence[Tensor]) -> list[Stage]:
     found = []
     for stage in stages:
         with torch.enable_grad():  # eval(): an idle row is too little for a BatchNorm that trains
-            gives = copy.deepcopy(stage.chain).eval()(*values, *(inputs[place] for place in stage.inputs))
+            gives = copy.deepcopy(stage.chain).eval()(*values, *(inputs[place] for place in stage.input_positions))
         crossing, produced = (tuple(map(meta, some)) for some in (values, gives))
-        found.append(replace(stage, crossing=crossing, produced=produced))
+        found.append(replace(stage, received_meta=crossing, output_meta=produced))
         values = gives
     return found
 
@@ -211,7 +211,7 @@ class Place:
         ours = {id(part): part for stage in self.stages for part in stage.chain.parts}
         theirs = [part for stage in self.alone for part in stage.chain.parts]
         for part in ours.values():
-            (same,) = [other for other in theirs if other.gives == part.gives]
+            (same,) = [other for other in theirs if other.output_names == part.output_names]
             for (name, weight), other in zip(part.module.named_parameters(), same.module.parameters(), strict=True):
                 wanted = torch.zeros_like(other) if other.grad is None else other.grad
                 assert wanted.abs().max() > 0 or not weight.requires_grad, f"{name} has no gradient to compare"

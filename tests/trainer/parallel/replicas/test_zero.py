@@ -23,7 +23,10 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.parallel.cost import costs
 from onward.trainer.parallel.layout import is_trained, what_remains
-from onward.trainer.parallel.pipeline.split import Stage, cut_points, split, stages, units, work
+from onward.trainer.parallel.pipeline.balance import choose_unit_cuts, node_work
+from onward.trainer.parallel.pipeline.cut_points import find_cut_points
+from onward.trainer.parallel.pipeline.split import split
+from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.zero import Sharded
 from tests.support import graphs
 from tests.support.ranks import run_ranks
@@ -39,8 +42,10 @@ def stage_of(name: str) -> tuple[Stage, list[Weight]]:
     build, data, num_units = MODELS[name]
     module = to_module(build())
     found = costs(module, [data(ROWS, 0)[0]])
-    points = units(module, cut_points(module.graph, found), work(module.graph, found), (), num_units)
-    (stage,) = stages(module, [split(module, points)], found)
+    points = choose_unit_cuts(
+        module, find_cut_points(module.graph, found), node_work(module.graph, found), (), num_units
+    )
+    (stage,) = build_stages(module, [split(module, points)], found)
     assert len(stage.chain.units) == num_units
     remains = what_remains(stage)
     weights = [

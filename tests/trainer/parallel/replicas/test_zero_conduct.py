@@ -20,7 +20,7 @@ from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
-from onward.trainer.parallel.pipeline.split import Chain, Part, Stage
+from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
 from onward.trainer.parallel.replicas.reducer import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
@@ -226,7 +226,9 @@ def oddities(mpi: MPIContext) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for zero in (1, 3):
         unit, plain = Odd(), Odd()
-        stage = Stage(0, 1, Chain([Part(unit, ("x",), ("y",))], reads=("x",), gives=("y",)), (), (0,), ("y",), (), ())
+        stage = Stage(
+            0, 1, Chain([Part(unit, ("x",), ("y",))], input_names=("x",), output_names=("y",)), (), (0,), ("y",), (), ()
+        )
         weights = [
             Weight(name, tensor, BLOCKS if name == "blocks" else Placement.whole(tensor.shape), tensor.requires_grad)
             for name, tensor in unit.named_parameters()
@@ -283,7 +285,7 @@ def branches(mpi: MPIContext) -> dict[str, list[float]]:
     for zero in (1, 2, 3):
         units = [Branch(), Branch()]
         parts = [Part(units[0], ("x", "which"), ("y",)), Part(units[1], ("y", "which"), ("z",))]
-        chain = Chain(parts, reads=("x", "which"), gives=("z",))
+        chain = Chain(parts, input_names=("x", "which"), output_names=("z",))
         weights = [
             Weight(f"{place}.{name}", tensor, Placement.whole(tensor.shape), True)
             for place, unit in enumerate(units)
@@ -342,7 +344,7 @@ def layers(mpi: MPIContext, zero: int, recomputed: Sequence[int] = ()) -> tuple[
     """Four units of one matrix product each."""
     own = [Layer(seed) for seed in range(4)]
     parts = [Part(layer, (f"x{place}",), (f"x{place + 1}",)) for place, layer in enumerate(own)]
-    stage = Stage(0, 1, Chain(parts, reads=("x0",), gives=("x4",)), (), (0,), ("x4",), (), ())
+    stage = Stage(0, 1, Chain(parts, input_names=("x0",), output_names=("x4",)), (), (0,), ("x4",), (), ())
     weights = [Weight(str(place), it.weight, Placement.whole((16, 16)), True) for place, it in enumerate(own)]
     recompute(stage.chain, "whole", recomputed)
     return stage, sharded(mpi, stage, weights, zero)

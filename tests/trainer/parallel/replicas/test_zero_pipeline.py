@@ -19,7 +19,7 @@ from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.pipeline.engine import Pipeline
-from onward.trainer.parallel.pipeline.split import Chain, Part, Stage
+from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
 from onward.trainer.parallel.replicas.reducer import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
@@ -72,18 +72,18 @@ def stages(num: int) -> list[tuple[Stage, list[Weight]]]:
     for index in range(num):
         own = named[index * size : (index + 1) * size]
         members = [part for _, part in own]
-        chain = Chain(members, reads=members[0].reads, gives=members[-1].gives)
+        chain = Chain(members, input_names=members[0].input_names, output_names=members[-1].output_names)
         first, last = index == 0, index == num - 1
         value = torch.empty(ROWS, LENGTH, WIDTH, device="meta", requires_grad=True)
         stage = Stage(
             index,
             num,
             chain,
-            receives=() if first else chain.reads,
-            inputs=(0,) if first else (),
-            gives=chain.gives,
-            crossing=() if first else (value,),
-            produced=(torch.empty(ROWS, LENGTH, WORDS, device="meta", requires_grad=True),) if last else (value,),
+            received_names=() if first else chain.input_names,
+            input_positions=(0,) if first else (),
+            output_names=chain.output_names,
+            received_meta=() if first else (value,),
+            output_meta=(torch.empty(ROWS, LENGTH, WORDS, device="meta", requires_grad=True),) if last else (value,),
         )
         weights = [
             Weight(name, p, Placement.whole(p.shape), True, counted=name != "words" or first)
@@ -116,7 +116,7 @@ def alone(num_replicas: int) -> dict[str, Tensor]:
     """Every gradient, from one process."""
     named = parts()
     named[-1][1].module.weight = named[0][1].module.weight
-    chain = Chain([part for _, part in named], reads=("ids",), gives=("logits",))
+    chain = Chain([part for _, part in named], input_names=("ids",), output_names=("logits",))
     every = [batch for replica in range(num_replicas) for batch in batches(replica) if not batch.is_padding]
     for batch in every:
         loss = CrossEntropy()(chain(*batch.inputs), batch.labels, batch.size)

@@ -6,7 +6,7 @@ import datetime
 import os
 from typing import Any, cast
 
-from onward.infra.supervisor import POOL, QUIET
+from onward.infra.service_definitions import CLIENT_SETTINGS, POOL
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import onward_home
@@ -55,7 +55,7 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
             model=config.model.path.name, data=config.data.source, ranks=config.world_size, home=onward_home()
         ),
         concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
-        job_variables={"env": {**QUIET, "ONWARD_HOME": str(onward_home()), **_tracking()}},
+        job_variables={"env": {**CLIENT_SETTINGS, "ONWARD_HOME": str(onward_home()), **_tracking()}},
     )
     return str(cast(RunnerDeployment, deployment).apply())
 

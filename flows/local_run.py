@@ -1,6 +1,7 @@
-"""A flow run in this process, as a terminal wants it: its server, its log lines, its end.
+"""Run the flow in this process, as `onward run` does: find or start Prefect, create the flow run, run it, log.
 
-Prefect reads its environment when it is imported, so the imports of Prefect here are inside functions.
+Prefect reads its settings from the environment when it is first imported. `prefect_server` sets them, so every import
+of Prefect here is inside a function.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from onward.flows.runs import close_mlflow, is_owned, run_of
-from onward.infra import services, supervisor
+from onward.flows.runs import end_mlflow_run, is_running, run_directory_of
+from onward.infra import service_definitions, services
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, Stopped
 from onward.trainer.run.directory import RunDir, onward_home
@@ -25,48 +26,51 @@ from onward.trainer.run.records import ExportedModel
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
 
-SECOND_LOOK_S = 2.0
-"""Between finding a run without an owner and calling it dead: one that is just leaving says itself how it ended."""
+ORPHAN_RECHECK_S = 2.0
+"""Seconds between the two checks that no process runs a flow run. A flow that is just ending releases its lock some
+moments before it reports its final state."""
 
 
 @contextlib.contextmanager
 def prefect_server(*, start: bool = True) -> Iterator[str]:
-    """The Prefect API to use inside: the configured one, else that of Onward's own server, held by a lease.
+    """Yield the URL of a Prefect API: of the configured server, else of Onward's own, which is started if needed.
 
-    Sets the environment that Prefect and MLflow read. Raises RuntimeUnavailable, also when Onward's own
-    server and its worker do not both run and may not be started.
+    Sets the environment variables that Prefect and MLflow read, and keeps Onward's own server running inside. Raises
+    RuntimeUnavailable when the server cannot be reached or started, and with `start=False` when Onward's own server
+    and its worker do not both run.
     """
     home = onward_home()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
             if url := services.configured_prefect():
                 services.check_reachable(url)
-                told = {**supervisor.QUIET, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
+                environment = {**service_definitions.CLIENT_SETTINGS, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
             else:
-                held.enter_context(services.lease(home))
+                stack.enter_context(services.lease(home))
                 if not start and not {"prefect", "worker"} <= services.running(home).keys():
-                    raise services.ServiceError("no Prefect server with a worker is running: start it with `onward up`")
+                    raise services.ServiceError("no Prefect server with a worker runs; start both with `onward up`")
                 if "prefect" not in services.running(home):
-                    print("onward: starting a Prefect server of its own", file=sys.stderr)
+                    print("onward: starting a Prefect server on 127.0.0.1", file=sys.stderr)
                 server = services.ensure(home, ["prefect"])["prefect"]
-                told = supervisor.environment(home, prefect_url=server)
+                environment = service_definitions.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None
-        os.environ.update(told)
-        yield told["PREFECT_API_URL"]
+        os.environ.update(environment)
+        yield environment["PREFECT_API_URL"]
 
 
-def announce(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
-    """Tell Prefect of a flow run that is about to start; returns its run directory too.
+def create_flow_run(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
+    """Create the flow run in Prefect without starting it; return its run directory and the flow run.
 
-    Known beforehand, so that a terminal can follow the directory while the flow holds the main thread.
+    The run directory is named after the flow run's id. The caller needs it before the flow starts, because the flow
+    then occupies the main thread while another thread shows its progress.
     """
     from prefect.client.orchestration import get_client
     from prefect.states import Pending
 
     from onward.flows.train_onnx import train_onnx
 
-    bury_the_dead()
+    mark_orphaned_runs_crashed()
     with get_client(sync_client=True) as client:
         flow_run = client.create_flow_run(
             train_onnx,
@@ -75,14 +79,14 @@ def announce(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
             tags=[config.model.path.stem, Path(config.data.source).name],
             state=Pending(),
         )
-    return run_of(flow_run.id, {"resume": resume}), flow_run
+    return run_directory_of(flow_run.id, {"resume": resume}), flow_run
 
 
-def bury_the_dead() -> None:
-    """Mark as Crashed, and KILLED in MLflow, what Prefect shows as running though nobody works on it any more.
+def mark_orphaned_runs_crashed() -> None:
+    """Set flow runs without a process to Crashed in Prefect and KILLED in MLflow.
 
-    A process that was killed, or a machine that lost power, leaves such runs; they would be shown as running
-    for ever, and hold their deployment's only slot.
+    When a flow's process is killed, or the machine loses power, Prefect goes on showing the run as running, and the
+    run uses up its deployment's concurrency limit of 1.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
@@ -91,66 +95,68 @@ def bury_the_dead() -> None:
 
     types = ["RUNNING", "CANCELLING"]
     running = {"state": {"type": {"any_": types}}}
-    just_now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=10)
+    started_before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=10)
     with get_client(sync_client=True) as client:
         shown = client.read_flow_runs(
             flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx"]}}),
             flow_run_filter=FlowRunFilter.model_validate(running),
         )
-        ownerless = [
+        orphans = [
             (flow_run.id, run)
             for flow_run in shown
-            if (run := run_of(flow_run.id, flow_run.parameters)).root.exists()  # absent: another machine's
-            and not is_owned(run)
-            and (flow_run.start_time or just_now) <= just_now  # else it may be about to own it
+            if (run := run_directory_of(flow_run.id, flow_run.parameters)).root.exists()  # else another machine runs it
+            and not is_running(run)
+            # A flow run that has just started may not have locked its run directory yet.
+            and (flow_run.start_time or started_before) <= started_before
         ]
-        if ownerless:
-            time.sleep(SECOND_LOOK_S)
-        for flow_run_id, run in ownerless:
+        if orphans:
+            time.sleep(ORPHAN_RECHECK_S)
+        for flow_run_id, run in orphans:
             state = client.read_flow_run(flow_run_id).state
-            if is_owned(run) or state is None or state.type.value not in types:
+            if is_running(run) or state is None or state.type.value not in types:
                 continue
-            message = f"its process was killed; to go on: onward resume {run.root.name}"
-            # a cancelled run stays Cancelling unless forced; a running one that just ended keeps its own end
-            died: State[object] = Crashed(message=message)
-            answer = client.set_flow_run_state(flow_run_id, died, force=state.is_cancelling())
-            if answer.status == SetStateStatus.ACCEPT:
-                close_mlflow(run, "KILLED")
+            message = f"the process was killed; to continue: onward resume {run.root.name}"
+            crashed: State[object] = Crashed(message=message)
+            # Prefect rejects Cancelling -> Crashed unless it is forced. For other states its rejection is wanted: the
+            # run has reported its own final state in the meantime.
+            result = client.set_flow_run_state(flow_run_id, crashed, force=state.is_cancelling())
+            if result.status == SetStateStatus.ACCEPT:
+                end_mlflow_run(run, "KILLED")
 
 
-def run_here(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> ExportedModel:
-    """Run an announced flow run to its end, in this process's main thread.
+def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> ExportedModel:
+    """Run a created flow run in this process. Call from the main thread, which receives the signals.
 
-    Raises Stopped when it was asked to stop, and whatever made it fail.
+    Raises Stopped when the run was cancelled or interrupted, else the error that made it fail.
     """
     from prefect.flow_engine import run_flow
 
     from onward.flows.train_onnx import train_onnx
 
     parameters = {**dict(config), "resume": resume}
-    ending = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
-    state = cast("State[ExportedModel]", ending)
+    final_state = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
+    state = cast("State[ExportedModel]", final_state)
     if state.is_cancelled():
-        raise Stopped(state.message or "stopped as asked")
+        raise Stopped(state.message or "the run was stopped")
     return state.result()
 
 
 @contextlib.contextmanager
 def readable_log(run: RunDir) -> Iterator[None]:
-    """Onward's own lines to stderr; everything, Prefect's chatter and tracebacks too, to RUN_DIR/flow.log."""
-    import prefect.main  # noqa: F401  its import sets up the loggers that are changed here
+    """Write Onward's own log lines to stderr, and all lines with tracebacks to RUN_DIR/flow.log."""
+    import prefect.main  # noqa: F401  this import configures the loggers that are changed below
 
     run.root.mkdir(parents=True, exist_ok=True)
-    everything = logging.FileHandler(run.root / "flow.log")
-    everything.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    log_file = logging.FileHandler(run.root / "flow.log")
+    log_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal = logging.StreamHandler()
     terminal.setFormatter(logging.Formatter("%(message)s"))
     terminal.addFilter(lambda record: record.name.startswith("onward."))
     root = logging.getLogger()
-    before, root.handlers = root.handlers, [everything, terminal]  # Prefect's console handler is on the root
+    before, root.handlers = root.handlers, [log_file, terminal]  # this removes Prefect's console handler
     logging.getLogger("onward").setLevel(logging.INFO)
     try:
         yield
     finally:
         root.handlers = before
-        everything.close()
+        log_file.close()

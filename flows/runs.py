@@ -1,16 +1,16 @@
-"""The run directories under Onward's home: who owns one, which one a person means, how it stands."""
+"""Find the run directories under Onward's home, lock one, and describe its state."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from onward.infra.service_state import try_lock
 from onward.infra.tracking import Status, Tracker, TrackingError
 from onward.trainer.checkpoint.manifest import announced, newest_whole
 from onward.trainer.data.shards import open_shards
@@ -21,64 +21,60 @@ from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import AttemptResult, ExportedModel, RunIdentity, TrainResult, read_record
 
 TAIL_BYTES = 1 << 16
-"""How much of the event log's end is read for the last values."""
+"""Bytes at the end of the event log that are read for the newest values."""
 
 
-def run_of(flow_run_id: object, parameters: Mapping[str, Any]) -> RunDir:
-    """The directory of a flow run: named after it, or after the run it resumes."""
+def run_directory_of(flow_run_id: object, parameters: Mapping[str, Any]) -> RunDir:
+    """Return the run directory of a flow run: named after its id, or after the run that it resumes."""
     return RunDir(onward_home() / "runs" / (parameters.get("resume") or str(flow_run_id)))
 
 
 @contextlib.contextmanager
-def exclusively(run: RunDir, *, patience_s: float = 60.0) -> Iterator[None]:
-    """Own a run directory inside; the kernel lets go of it however the process ends.
+def locked(run: RunDir, *, timeout_s: float = 60.0) -> Iterator[None]:
+    """Hold the run directory's lock, so that only one flow works on a run.
 
-    Waits up to `patience_s` for an owner that is just leaving. Raises ConfigError when it stays.
+    The lock is a flock, which the kernel releases however the process ends. Waits up to `timeout_s` for a flow that is
+    just ending. Raises ConfigError when another flow still holds the lock.
     """
     run.root.mkdir(parents=True, exist_ok=True)
-    give_up_at = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     with run.lock.open("wb") as file:
-        while not _lock(file):
-            if time.monotonic() > give_up_at:
-                raise ConfigError(f"another flow has been working on {run.root} for over {patience_s:g} s")
+        while not try_lock(file):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"another flow has been running {run.root} for over {timeout_s:g} s; `onward status "
+                    f"{run.root.name[:8]}` shows its step; wait for its end, or stop it first"
+                )
             time.sleep(0.2)
         yield
 
 
-def is_owned(run: RunDir) -> bool:
-    """Whether a living flow works on the run, on this host."""
+def is_running(run: RunDir) -> bool:
+    """Return whether a flow process on this host holds the run directory's lock."""
     if not run.lock.exists():
         return False
     with run.lock.open("rb") as file:
-        return not _lock(file)
+        return not try_lock(file)
 
 
-def _lock(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def close_mlflow(run: RunDir, status: Status) -> None:
-    """Say in MLflow how a run ended, if it got as far as having an MLflow run and MLflow answers."""
+def end_mlflow_run(run: RunDir, status: Status) -> None:
+    """Set the final status of the run's MLflow run, if there is one and MLflow can be reached."""
     if run.identity.exists():
         identity = read_record(run.identity, RunIdentity)
-        with contextlib.suppress(TrackingError):  # Prefect has the state, and the files have everything
+        with contextlib.suppress(TrackingError):  # Prefect and the run directory have the state too
             Tracker(identity.tracking_uri, identity.mlflow_run_id).set_status(status)
 
 
 def all_runs() -> list[RunDir]:
-    """Every run under the home directory, the newest first."""
+    """Return the runs under the home directory, newest first."""
     found = [RunDir(path.parent) for path in (onward_home() / "runs").glob("*/identity.json")]
     return sorted(found, key=lambda run: read_record(run.identity, RunIdentity).created_at, reverse=True)
 
 
 def find_run(text: str) -> RunDir:
-    """The run meant by a directory, `last`, the beginning of an id, or a name (then its newest run).
+    """Return the run that `text` names: a directory, `last`, the first characters of an id, or a run's name.
 
-    Raises ConfigError with the runs there are.
+    Of several runs with the same name it returns the newest. Raises ConfigError, which lists the newest runs.
     """
     if (path := Path(text)).is_dir() and RunDir(path).config.exists():
         return RunDir(path.resolve())
@@ -89,15 +85,21 @@ def find_run(text: str) -> RunDir:
         return by_id[0]
     if by_name := [run for run in runs if read_record(run.identity, RunIdentity).name == text]:
         return by_name[0]
-    some = ", ".join(f"{run.root.name[:8]} ({read_record(run.identity, RunIdentity).name})" for run in runs[:5])
-    what = f"{len(by_id)} runs begin with {text!r}" if by_id else f"no run is called {text!r}"
-    raise ConfigError(f"{what}; " + (f"the newest are {some}" if some else f"there are none under {onward_home()}"))
+    newest = ", ".join(f"{run.root.name[:8]} ({read_record(run.identity, RunIdentity).name})" for run in runs[:5])
+    problem = (
+        f"the ids of {len(by_id)} runs begin with {text!r}; type more of it"
+        if by_id
+        else f"no run has the name or id {text!r}"
+    )
+    hint = f"the newest runs are {newest}" if newest else f"there are no runs under {onward_home()}"
+    raise ConfigError(f"{problem}; {hint}")
 
 
 def find_checkpoint(text: str) -> tuple[RunDir, Path]:
-    """The checkpoint meant by its directory, or by a run (the one its config exports), and its run.
+    """Return the run and the checkpoint that `text` names: a checkpoint directory, or a run as in `find_run`.
 
-    Raises ConfigError, CheckpointError.
+    Of a run it is the checkpoint that `export.checkpoint` selects. Raises ConfigError when there is no such run,
+    CheckpointError when the run has no complete checkpoint.
     """
     path = Path(text).resolve()
     if (path / "manifest.json").is_file() and path.parent.name == "checkpoints":
@@ -107,12 +109,14 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     best = [each.path for each in known if each.best and read_config(run).export.checkpoint == "best"]
     chosen = best[0] if best else newest_whole(run)
     if chosen is None:
-        raise CheckpointError(f"{run.root.name} has no whole checkpoint yet; `onward resume` goes on with it")
+        raise CheckpointError(
+            f"{run.root.name} has no complete checkpoint yet; `onward resume {run.root.name[:8]}` continues training"
+        )
     return run, chosen
 
 
 def held_out_text(run: RunDir) -> bytes:
-    """The bytes that the evaluation of a text run predicts, in the order of the files; b"" for other data."""
+    """Return the bytes that a text run's evaluation predicts, in the order of the files; b"" for other data."""
     data = read_config(run).data
     if locate(data.source, data).format != "text" or not isinstance(data.label, str):
         return b""
@@ -122,7 +126,7 @@ def held_out_text(run: RunDir) -> bytes:
 
 
 def describe(run: RunDir) -> dict[str, Any]:
-    """How a run stands, as JSON-able values; read from its files alone."""
+    """Return the state of a run as JSON-able values, read from its files alone."""
     identity = read_record(run.identity, RunIdentity)
     error = run.first_error(run.current_attempt)
     step, num_steps, values = _progress(run)
@@ -145,8 +149,8 @@ def describe(run: RunDir) -> dict[str, Any]:
 
 
 def _state(run: RunDir) -> str:
-    """running, exported, trained, stopped, failed, or interrupted (killed; `onward resume` goes on)."""
-    if is_owned(run):
+    """Return running, exported, trained, stopped, failed, or interrupted (the process was killed)."""
+    if is_running(run):
         return "running"
     if run.exported.exists():
         return "exported"
@@ -158,7 +162,8 @@ def _state(run: RunDir) -> str:
 
 
 def _progress(run: RunDir) -> tuple[int, int, dict[str, float]]:
-    """(last step, steps in all, the last value of each metric), from the beginning and the end of the event log."""
+    """Return (last step, number of steps, newest value of each metric) from the start and the end of the event log."""
+    # Only the two ends are read: the log of a long run has many megabytes.
     step = 0
     values: dict[str, float] = {}
     num_steps = next((event.fields["num_steps"] for event, _ in read_events(run.events) if event.kind == "start"), 0)

@@ -1,7 +1,11 @@
-"""train-onnx: the whole job, seven tasks in order. Read this file first.
+"""The flow `train-onnx`: the seven tasks of a run, in their order. Read this file first.
 
-Each task takes the run directory, does one thing, and leaves one record there for the next; what flows
-through Prefect is paths and small records. Any task can be repeated: the run directory knows what is done.
+    configure -> init runtime -> shard data -> train -> export
+                                        |       (beside it:)
+                                        +-----> monitor, checkpoint
+
+Each task gets the run directory, does one thing, and writes one record there for the tasks after it. Prefect passes
+only paths and small records between them. Every task can be repeated: what the run directory holds already is reused.
 """
 
 from __future__ import annotations
@@ -17,32 +21,18 @@ from prefect.flows import Flow
 from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from onward.flows.runs import close_mlflow, exclusively, run_of
+from onward.flows.runs import end_mlflow_run, locked, run_directory_of
 from onward.infra.tracking import Status
 from onward.tasks.checkpoint import checkpoint as keep_checkpoints
 from onward.tasks.configure import configure
 from onward.tasks.export import export as export_model
 from onward.tasks.init_runtime import init_runtime
-from onward.tasks.monitor import monitor as watch
+from onward.tasks.monitor import monitor as monitor_training
 from onward.tasks.shard_data import shard_data
 from onward.tasks.train import train as train_model
 from onward.trainer.checkpoint.manifest import announced
-from onward.trainer.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    ExportConfig,
-    GraphConfig,
-    LaunchConfig,
-    LoraConfig,
-    ModelConfig,
-    MonitorConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RecomputeConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from onward.trainer.config import sections
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, TrainResult
@@ -50,116 +40,98 @@ from onward.trainer.run.records import ExportedModel, TrainResult
 log = logging.getLogger(__name__)
 
 MISSED_AFTER = datetime.timedelta(hours=1)
-"""A scheduled run that starts later than this is skipped: after a night without power one run is enough."""
+"""A scheduled run that would start later than this is skipped: after an outage of many hours one run is enough."""
 
 
-def closing(status: Status) -> Any:
-    """A hook that says in MLflow how the flow run ended, though nothing in the flow may be left to say it."""
+def end_mlflow_run_as(status: Status) -> Any:
+    """Return a state hook that sets the MLflow run's status; Prefect calls it even when the flow itself has crashed."""
 
-    def close(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-        close_mlflow(run_of(flow_run.id, flow_run.parameters), status)
+    def hook(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+        end_mlflow_run(run_directory_of(flow_run.id, flow_run.parameters), status)
 
-    return close
+    return hook
 
 
 @flow(
     name="train-onnx",
     flow_run_name="{name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=4),  # type: ignore[arg-type]  # of whatever futures
-    on_completion=[closing("FINISHED")],
-    on_failure=[closing("FAILED")],
-    on_crashed=[closing("KILLED")],
-    on_cancellation=[closing("KILLED")],
+    task_runner=ThreadPoolTaskRunner(max_workers=4),  # type: ignore[arg-type]  # its type names one kind of future
+    on_completion=[end_mlflow_run_as("FINISHED")],
+    on_failure=[end_mlflow_run_as("FAILED")],
+    on_crashed=[end_mlflow_run_as("KILLED")],
+    on_cancellation=[end_mlflow_run_as("KILLED")],
 )
 def train_onnx(
-    model: ModelConfig,
-    data: DataConfig,
-    train: TrainConfig,
-    graph: GraphConfig = GraphConfig(),
-    lora: LoraConfig = LoraConfig(),
-    precision: PrecisionConfig = PrecisionConfig(),
-    optimizer: OptimizerConfig = OptimizerConfig(),
-    schedule: ScheduleConfig = ScheduleConfig(),
-    parallel: ParallelConfig = ParallelConfig(),
-    recompute: RecomputeConfig = RecomputeConfig(),
-    launch: LaunchConfig = LaunchConfig(),
-    checkpoint: CheckpointConfig = CheckpointConfig(),
-    monitor: MonitorConfig = MonitorConfig(),
-    export: ExportConfig = ExportConfig(),
+    model: sections.ModelConfig,
+    data: sections.DataConfig,
+    train: sections.TrainConfig,
+    graph: sections.GraphConfig = sections.GraphConfig(),
+    lora: sections.LoraConfig = sections.LoraConfig(),
+    precision: sections.PrecisionConfig = sections.PrecisionConfig(),
+    optimizer: sections.OptimizerConfig = sections.OptimizerConfig(),
+    schedule: sections.ScheduleConfig = sections.ScheduleConfig(),
+    parallel: sections.ParallelConfig = sections.ParallelConfig(),
+    recompute: sections.RecomputeConfig = sections.RecomputeConfig(),
+    launch: sections.LaunchConfig = sections.LaunchConfig(),
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig(),
+    monitor: sections.MonitorConfig = sections.MonitorConfig(),
+    export: sections.ExportConfig = sections.ExportConfig(),
     name: str = "onward",
     resume: str = "",
 ) -> ExportedModel | State[Any]:
-    """Train an ONNX model on MPI ranks and give back the same file with better weights, proven.
+    """Train an ONNX model on MPI ranks and return the same file with trained weights, verified.
+
+    Prefect's form describes the sections and their settings with the docstrings of trainer/config/sections.py.
 
     Args:
-        model: The ONNX file and its loss.
-        data: Where samples come from, and which column feeds which input.
-        train: How long, and how much at a time.
-        graph: How the imported graph is computed.
-        lora: Low-rank adapters, instead of training whole weights.
-        precision: The arithmetic of forward and backward.
-        optimizer: The update rule.
-        schedule: The learning rate over the steps.
-        parallel: How the ranks divide the work.
-        recompute: Activations computed again instead of kept.
-        launch: How the ranks are started, and what is done when they fail.
-        checkpoint: When to save, what to keep.
-        monitor: What is recorded, and where.
-        export: Which weights are written back, and what the file must pass.
         name: The run's name in Prefect, MLflow and the run list.
-        resume: The id of a run to go on with, unchanged; empty = a new run.
+        resume: The id of a run to continue, with the configuration it began with; empty = a new run.
     """
-    if missed(runtime.flow_run.get_scheduled_start_time(), tags=runtime.flow_run.get_tags()):
-        return Cancelled(message=f"missed: it should have started over {MISSED_AFTER} ago")
-    sections = {
-        "model": model,
-        "data": data,
-        "train": train,
-        "graph": graph,
-        "lora": lora,
-        "precision": precision,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "parallel": parallel,
-        "recompute": recompute,
-        "launch": launch,
-        "checkpoint": checkpoint,
-        "monitor": monitor,
-        "export": export,
-    }
+    # The parameters above are the only list of sections here; a section of RunConfig that is missing is a KeyError.
+    parameters = dict(locals())
+    settings = {field: parameters[field] for field in RunConfig.model_fields}
+    if is_missed(runtime.flow_run.get_scheduled_start_time(), tags=runtime.flow_run.get_tags()):
+        return Cancelled(message=f"skipped: the scheduled start was over {MISSED_AFTER} ago")
     run = run_directory(resume)
-    with exclusively(run):
-        configure(run, name, sections)
+    with locked(run):
+        configure(run, settings)
         init_runtime(run)
         shard_data(run)
-        watching, keeping = watch.submit(run), keep_checkpoints.submit(run)  # beside the training
+        monitoring, keeping = monitor_training.submit(run), keep_checkpoints.submit(run)  # in threads, beside training
         try:
-            # here, in the main thread: the one that gets Ctrl-C, SIGTERM and Prefect's cancellation
+            # In this, the main thread: only it receives Ctrl-C, SIGTERM and Prefect's cancellation.
             trained = train_model.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay_s)(
                 run, return_state=True
             )
         finally:
-            run.close_log()  # however training ended, the watchers end too
-            watching.wait()
+            run.close_log()  # ends monitor and checkpoint, however training ended
+            monitoring.wait()
             keeping.wait()
-        if isinstance(died := watching.result(raise_on_failure=False), Exception):
-            log.error("the monitor died, the event log has what it did not ship: %s: %s", type(died).__name__, died)
+        if isinstance(error := monitoring.result(raise_on_failure=False), Exception):
+            log.error(
+                "the monitor failed, and MLflow lacks the newest metrics; `onward resume %s` sends them: %s: %s",
+                *(run.root.name, type(error).__name__, error),
+            )
         if trained.is_cancelled():
-            return Cancelled(message=f"stopped as asked; to go on: onward resume {run.root.name}")
-        keeping.result()  # raises what went wrong with the checkpoints
+            return Cancelled(message=f"stopped; to continue: onward resume {run.root.name}")
+        keeping.result()  # raises the error of the checkpoint task, if it failed
         return export_model(run, cast(TrainResult, trained.result()), announced(run))
 
 
 def run_directory(resume: str = "") -> RunDir:
-    """The directory of this flow run, named after it; that of another run to `resume`, which must exist."""
-    run = run_of(runtime.flow_run.get_id() or uuid.uuid4(), {"resume": resume})
+    """Return the directory of this flow run, or of the run `resume`. Raises ConfigError if that run does not exist."""
+    run = run_directory_of(runtime.flow_run.get_id() or uuid.uuid4(), {"resume": resume})
     if resume and not run.config.exists():
-        raise ConfigError(f"there is no run {resume} under {run.root.parent}; `onward runs` lists them")
+        raise ConfigError(f"there is no run {resume} under {run.root.parent}; `onward runs` lists the runs")
     return run
 
 
-def missed(scheduled_at: datetime.datetime, *, tags: list[str]) -> bool:
-    """Whether a schedule made this run and its time is long past; a retry of a run that began is not missed."""
-    began = run_directory().root.exists()  # even one that was refused before it had a configuration
+def is_missed(scheduled_at: datetime.datetime, *, tags: list[str]) -> bool:
+    """Return whether a schedule created this run and its time is over an hour ago.
+
+    A retry of a run that has begun is not missed. It has begun when its directory exists, even if its configuration
+    was refused.
+    """
+    began = run_directory().root.exists()
     late = datetime.datetime.now(datetime.UTC) - scheduled_at > MISSED_AFTER
     return "auto-scheduled" in tags and late and not began

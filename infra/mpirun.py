@@ -201,7 +201,7 @@ def running_job(run_dir: Path) -> RunningJob | None:
         job = RunningJob(**json.loads((run_dir / "job.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
-    return job if job.boot == _boot() and _members(job.tag) else None
+    return job if job.boot == boot_id() and _members(job.tag) else None
 
 
 def wait_until_free(run_dir: Path, limit_s: float = GUARD_GRACE_S + 5.0) -> None:
@@ -217,13 +217,13 @@ def wait_until_free(run_dir: Path, limit_s: float = GUARD_GRACE_S + 5.0) -> None
 
 
 def _record(run_dir: Path, tag: str, argv: list[str]) -> None:
-    job = {"tag": tag, "boot": _boot(), "argv": argv, "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    job = {"tag": tag, "boot": boot_id(), "argv": argv, "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     partial = run_dir / ".job.json.partial"
     partial.write_text(json.dumps(job, indent=2))
     partial.replace(run_dir / "job.json")
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """This boot of this host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

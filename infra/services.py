@@ -1,12 +1,12 @@
-"""Onward's own servers on this machine, for those who use them: lease, start, find, stop.
+"""Use Onward's own servers on this machine: hold a lease on them, start, find and stop them.
 
-Three services, all on 127.0.0.1, all under one home directory, each with a keeper (infra/keeper.py):
+Three services, all on 127.0.0.1 and under one home directory, each started by a supervisor (infra/supervisor.py):
 
-    prefect   the flow server, SQLite      needed by every `onward run` that has no server of its own
-    mlflow    the tracking server, SQLite  to look at (a run writes to the store directly)
-    worker    starts deployed runs
+    prefect   the flow server, SQLite      used by every `onward run` for which no other server is configured
+    mlflow    the tracking server, SQLite  for the browser; a run writes to the database directly
+    worker    runs deployments
 
-Parallel runs share one server; it leaves a few seconds after the last of them, however that ended.
+Parallel runs share one server. It stops some seconds after the last of them has ended, also when that was killed.
 """
 
 from __future__ import annotations
@@ -25,60 +25,54 @@ from pathlib import Path
 
 import psutil
 
-from onward.infra.supervisor import (
-    DRAIN_S,
-    SERVICES,
-    START_S,
-    TERM_S,
+from onward.infra.service_definitions import SERVICES
+from onward.infra.service_state import (
     directory,
-    healthy,
-    kept,
+    healthy_url,
+    is_pinned,
+    is_supervised,
     log_tail,
-    opened,
+    open_lock_file,
     pin,
-    pinned,
     read_state,
-    signal_all,
-    try_exclusive,
+    try_lock,
     unpin,
 )
+from onward.infra.supervisor import DRAIN_TIMEOUT_S, START_TIMEOUT_S, TERM_TIMEOUT_S, signal_all
 
 
 class ServiceError(Exception):
-    """A server does not start or does not answer; the sentence says which, why, and what to do."""
-
-
-# -- what a user of the servers calls
+    """A server does not start or does not answer; the message says which, why, and what to do."""
 
 
 @contextlib.contextmanager
 def lease(home: Path) -> Iterator[None]:
-    """Hold the servers: as long as this process lives inside, they are not stopped for want of users."""
-    with opened(home, "lease") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # waits for keepers that are just leaving
+    """Use the servers: they are not stopped while this process is inside."""
+    with open_lock_file(home, "lease") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # waits for a supervisor that is just stopping its server
         yield
 
 
 def ensure(home: Path, names: Iterable[str]) -> dict[str, str]:
     """Start those of the services that do not run; return name -> address of each. Call inside `lease`.
 
-    Raises ServiceError with the end of the server's log.
+    Raises ServiceError with the end of the server's log when one does not start.
     """
-    with opened(home, "starting") as file:
+    with open_lock_file(home, "starting") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        return {name: _ensured(home, name) for name in names}
+        return {name: _start_if_needed(home, name) for name in names}
 
 
 def running(home: Path) -> dict[str, str]:
-    """name -> address of the services that run and are healthy ('' for one that listens nowhere)."""
-    found = {name: healthy(home, name) for name in SERVICES}
+    """Return name -> address of the healthy services ('' for one that does not listen)."""
+    found = {name: healthy_url(home, name) for name in SERVICES}
     return {name: url for name, url in found.items() if url is not None}
 
 
 def up(home: Path, names: Iterable[str] = tuple(SERVICES)) -> dict[str, str]:
-    """Start services that stay until `down`; return name -> address."""
+    """Start services that run until `down`; return name -> address."""
     with lease(home):
-        was_pinned = pinned(home)
+        was_pinned = is_pinned(home)
         pin(home)
         try:
             return ensure(home, names)
@@ -89,38 +83,39 @@ def up(home: Path, names: Iterable[str] = tuple(SERVICES)) -> dict[str, str]:
 
 
 def down(home: Path) -> tuple[list[str], list[str]]:
-    """Stop all services; returns (those stopped, those left to a run that still needs them).
+    """Stop all services; return the names of those stopped and of those that a run still uses.
 
-    The worker goes first and gives its runs time to save. Takes at most about a minute.
+    The worker is stopped first, and its runs get time to save. Takes at most about a minute.
     """
     unpin(home)
-    found = [name for name in ("worker", "mlflow", "prefect") if kept(home, name)]
+    found = [name for name in ("worker", "mlflow", "prefect") if is_supervised(home, name)]
     for name in found:
-        if name != "prefect" or not _leased(home):
-            _stop_keeper(home, name)
-    left = [name for name in found if kept(home, name)]
+        if name != "prefect" or not _has_users(home):
+            _stop_supervisor(home, name)
+    left = [name for name in found if is_supervised(home, name)]
     return [name for name in found if name not in left], left
 
 
 def configured_prefect() -> str:
-    """The API address the user chose, by PREFECT_API_URL or a Prefect profile; '' when none is chosen."""
+    """Return the API address that PREFECT_API_URL or the active Prefect profile names; '' when neither does."""
     if url := os.environ.get("PREFECT_API_URL", ""):
         return url.rstrip("/")
     prefect_home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH", prefect_home / "profiles.toml"))
     if not profiles.exists():
         return ""
-    ask = "from prefect.settings import get_current_settings as s; print(s().api.url or '')"
-    return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout.strip().rstrip("/")
+    # In a process of its own: importing Prefect here would fix its settings before `prefect_server` has set them.
+    program = "from prefect.settings import get_current_settings as s; print(s().api.url or '')"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip().rstrip("/")
 
 
 def check_reachable(url: str) -> None:
-    """Raises ServiceError when the user's own Prefect server does not answer within 10 s."""
+    """Raise ServiceError when the user's own Prefect server does not answer within 10 s."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=10):
             return
     except urllib.error.HTTPError:
-        return  # it answers; whether it lets us in is Prefect's to say
+        return  # it answers; Prefect's client reports a missing permission itself
     except OSError as error:
         raise ServiceError(
             f"the configured Prefect server {url} does not answer ({error}); start it, or unset PREFECT_API_URL "
@@ -128,48 +123,45 @@ def check_reachable(url: str) -> None:
         ) from None
 
 
-# -- one service
+def _has_users(home: Path) -> bool:
+    with open_lock_file(home, "lease") as file:
+        return not try_lock(file)
 
 
-def _leased(home: Path) -> bool:
-    with opened(home, "lease") as file:
-        return not try_exclusive(file)
-
-
-def _ensured(home: Path, name: str) -> str:
-    """Start a service unless it runs, wait until it is healthy, return its address."""
-    keeper: subprocess.Popen[bytes] | None = None
-    deadline = time.monotonic() + START_S
+def _start_if_needed(home: Path, name: str) -> str:
+    """Start a service unless it runs, wait until it is healthy, and return its address."""
+    supervisor: subprocess.Popen[bytes] | None = None
+    deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        if (url := healthy(home, name)) is not None:
+        if (url := healthy_url(home, name)) is not None:
             return url
-        if keeper is None and not kept(home, name):
-            keeper = subprocess.Popen(
+        if supervisor is None and not is_supervised(home, name):
+            supervisor = subprocess.Popen(
                 [sys.executable, "-m", "onward.infra.supervisor", str(home), name],
-                cwd=home,  # a directory of Onward's own: `-m` looks for modules in the working directory first
+                cwd=home,  # `-m` imports from the working directory first, so it must not be a directory of the user's
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is not for it
+                start_new_session=True,  # otherwise Ctrl-C in the terminal would stop the server too
             )
-        if keeper is not None and keeper.poll() and not kept(home, name):
+        if supervisor is not None and supervisor.poll() and not is_supervised(home, name):
             break
         time.sleep(0.1)
     raise ServiceError(
-        f"the {name} server does not start (it has {START_S:g} s); its log "
-        f"{directory(home) / name}.log ends:\n{log_tail(home, name, 2000)}"
+        f"the {name} server does not start (time limit {START_TIMEOUT_S:g} s); the end of its log "
+        f"{directory(home) / name}.log shows why:\n{log_tail(home, name, 2000)}"
     )
 
 
-def _stop_keeper(home: Path, name: str) -> None:
-    """SIGTERM to a keeper and wait until it has stopped its service; in the end, SIGKILL to both."""
+def _stop_supervisor(home: Path, name: str) -> None:
+    """Send SIGTERM to a supervisor and wait until it has stopped its server; after a time limit SIGKILL to both."""
     pid = read_state(home, name).get("pid")
     if pid is None:
         return
     with contextlib.suppress(psutil.NoSuchProcess):
-        keeper = psutil.Process(pid)
-        family = keeper.children(recursive=True)
-        keeper.terminate()
-        longest_s = 3 * TERM_S + (DRAIN_S if name == "worker" else 0.0)
-        _, alive = psutil.wait_procs([keeper], timeout=longest_s)
+        supervisor = psutil.Process(pid)
+        family = supervisor.children(recursive=True)
+        supervisor.terminate()
+        timeout_s = 3 * TERM_TIMEOUT_S + (DRAIN_TIMEOUT_S if name == "worker" else 0.0)
+        _, alive = psutil.wait_procs([supervisor], timeout=timeout_s)
         signal_all([*alive, *(family if alive else [])], signal.SIGKILL)

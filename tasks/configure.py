@@ -26,7 +26,6 @@ from prefect.settings import get_current_settings
 from onward.infra import tracking
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import Section
 from onward.trainer.data.signature import model_digest
 from onward.trainer.diagnostics.config_check import check_sections
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
@@ -45,13 +44,13 @@ CHOSEN = {
 
 
 @task(name="configure", task_run_name="configure", cache_policy=NO_CACHE)
-def configure(run: RunDir, name: str, sections: Mapping[str, Section]) -> RunIdentity:
+def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
     """Validate everything, then fill the run directory and make the MLflow run, or find both as they were.
 
     Leaves `config.json` and `identity.json`. Raises ConfigError with every problem at once, and what
     `identify` raises.
     """
-    config = build_config({"name": name, **sections}, check=check_sections)
+    config = build_config(dict(settings), check=check_sections)
     if run.config.exists():
         saved = read_config(run)
         refuse_changes(saved, config)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from typer.core import TyperGroup as Group
+from typer.main import get_command
 
 from onward.flows import cli
 from onward.flows.local_run import prefect_server
 from onward.flows.report import bits_per_byte, config_lines, meanings, outcome, table
-from onward.flows.runs import all_runs, describe, exclusively, find_run, held_out_text
+from onward.flows.runs import all_runs, describe, find_run, held_out_text, locked
 from onward.infra import services
 from onward.tasks.configure import plan as make_plan
+from onward.trainer import errors as errors_module
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.shards import make_shards
@@ -106,13 +112,13 @@ def test_a_run_is_found_by_id_name_directory_and_last(home: Path) -> None:
 
 
 def test_an_ambiguous_or_unknown_run_is_refused_with_those_there_are(home: Path) -> None:
-    with pytest.raises(ConfigError, match="there are none under"):
+    with pytest.raises(ConfigError, match="there are no runs under"):
         find_run("last")
     make_run(home, "aaaa-1", "digits")
     make_run(home, "aabb-2", "text")
-    with pytest.raises(ConfigError, match="2 runs begin with 'aa'"):
+    with pytest.raises(ConfigError, match="the ids of 2 runs begin with 'aa'"):
         find_run("aa")
-    with pytest.raises(ConfigError, match=r"no run is called 'zz'; the newest are aa.*digits"):
+    with pytest.raises(ConfigError, match=r"no run has the name or id 'zz'; the newest runs are aa.*digits"):
         find_run("zz")
 
 
@@ -137,12 +143,12 @@ def test_a_state_is_read_from_the_files_alone(home: Path) -> None:
 
 def test_a_run_has_one_owner_and_is_running_as_long_as_it_lives(home: Path) -> None:
     run = make_run(home, "aaaa-1", "digits")
-    with exclusively(run):
+    with locked(run):
         assert describe(run)["state"] == "running"
-        with pytest.raises(ConfigError, match="another flow"), exclusively(run, patience_s=0.0):
+        with pytest.raises(ConfigError, match="another flow"), locked(run, timeout_s=0.0):
             pass
     assert describe(run)["state"] == "interrupted"
-    with exclusively(run, patience_s=0.0):
+    with locked(run, timeout_s=0.0):
         pass
 
 
@@ -296,6 +302,32 @@ def test_a_place_that_cannot_be_written_to_is_a_sentence(
     status, said = ending(capsys, monkeypatch, "reference", "squeezenet", "--image-size", "17", "-o", str(target))
     assert (status, said.count("\n")) == (3, 1)
     assert f"cannot use {home / 'file'}: " in said
+
+
+def walk(group: Group) -> Iterator[tuple[str, Any]]:
+    """Every command below a group, with its name."""
+    for name, command in group.commands.items():
+        if isinstance(command, Group):
+            yield from walk(command)
+        else:
+            yield name, command
+
+
+def test_every_help_text_is_a_sentence_with_an_example_and_its_exit_statuses() -> None:
+    root = get_command(cli.app)
+    assert isinstance(root, Group)
+    for name, command in walk(root):
+        summary, ending = (command.help or "").split("\n")[0], command.epilog or ""
+        assert re.fullmatch(r"[A-Z][a-z]+ .{10,90}\.", summary), summary
+        assert re.search(rf"^  onward (reference )?{name}\b", ending, re.M), "an example line"
+        assert "\nExit status:\n    0  done" in ending
+        assert [option.name for option in command.params if not getattr(option, "help", None)] == []
+
+
+def test_the_help_lists_the_exit_status_of_every_error() -> None:
+    errors = [kind for kind in vars(errors_module).values() if isinstance(kind, type)]
+    raised = {kind.exit_code for kind in errors if issubclass(kind, errors_module.OnwardError)}
+    assert raised <= set(cli.EXIT_STATUS)
 
 
 def test_the_variants_the_command_line_takes_are_the_configs() -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import onnx
 import psutil
 import pytest
 
 from onward.flows.report import meanings
-from onward.flows.train_onnx import MISSED_AFTER, missed, train_onnx
+from onward.flows.train_onnx import MISSED_AFTER, is_missed, train_onnx
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.directory import RunDir
 from tests.support.workshop import Workshop, finished, ranks_of, reached, until
@@ -121,13 +122,32 @@ def test_a_run_that_is_asked_to_end_saves_says_how_to_go_on_and_does(
     assert workshop.onward("resume", "last")["sha256"] == undisturbed["sha256"]
 
 
-def test_the_form_has_every_section_and_the_meaning_of_every_setting() -> None:
+def test_the_flows_parameters_are_the_fields_of_the_configuration_and_resume() -> None:
+    parameters = inspect.signature(train_onnx.fn).parameters
+    assert set(parameters) == {*RunConfig.model_fields, "resume"}
+    types = get_type_hints(train_onnx.fn)
+    for name, field in RunConfig.model_fields.items():
+        assert types[name] == field.annotation
+        if name in ("model", "data", "train"):  # without a default, so that Prefect's form asks for them
+            assert parameters[name].default is inspect.Parameter.empty
+        else:
+            assert parameters[name].default == field.get_default()
+    assert parameters["resume"].default == ""
+
+
+def test_prefects_form_describes_every_section_and_every_setting() -> None:
     schema = train_onnx.parameters.model_dump()
     assert set(schema["properties"]) == {*RunConfig.model_fields, "resume"}
+    assert schema["properties"]["name"]["description"] == RunConfig.model_fields["name"].description
+    assert schema["properties"]["resume"]["description"]
     for key, meaning in meanings().items():
         section, _, name = key.partition(".")
-        model = RunConfig.model_fields[section].annotation.__name__  # type: ignore[union-attr]
-        assert " ".join(schema["definitions"][model]["properties"][name]["description"].split()) == meaning
+        model = RunConfig.model_fields[section].annotation
+        assert model is not None
+        assert schema["properties"][section]["$ref"] == f"#/definitions/{model.__name__}"
+        definition = schema["definitions"][model.__name__]
+        assert definition["description"] == inspect.getdoc(model)
+        assert " ".join(definition["properties"][name]["description"].split()) == meaning
 
 
 @pytest.mark.parametrize(
@@ -151,4 +171,4 @@ def test_only_a_scheduled_run_that_is_long_late_and_never_began_is_missed(
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "the-run")
     if began:
         (tmp_path / "runs" / "the-run").mkdir(parents=True)
-    assert missed(datetime.datetime.now(datetime.UTC) - late, tags=tags) is expected
+    assert is_missed(datetime.datetime.now(datetime.UTC) - late, tags=tags) is expected

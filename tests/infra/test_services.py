@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onward.infra import services, supervisor
+from onward.infra import service_definitions, service_state, services, supervisor
 
 USER = """
 import sys, time
 from pathlib import Path
-from onward.infra import services, supervisor
+from onward.infra import services
 with services.lease(Path(sys.argv[1])):
     print(services.ensure(Path(sys.argv[1]), ["prefect"])["prefect"], flush=True)
     sys.stdin.read()
@@ -87,9 +87,9 @@ def test_two_users_share_one_server_that_outlives_a_killed_user_and_leaves_with_
 @pytest.mark.slow
 def test_a_server_ends_with_its_killed_keeper_and_the_next_user_gets_a_new_one(shared_home: Path) -> None:
     with user(shared_home):
-        its_keeper = psutil.Process(supervisor.read_state(shared_home, "prefect")["pid"])
-        (server,) = its_keeper.children()
-        its_keeper.kill()
+        its_supervisor = psutil.Process(service_state.read_state(shared_home, "prefect")["pid"])
+        (server,) = its_supervisor.children()
+        its_supervisor.kill()
         assert until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, limit_s=10)
         with user(shared_home) as (_, url):
             assert services.running(shared_home) == {"prefect": url}
@@ -119,14 +119,14 @@ def test_a_configured_server_that_does_not_answer_is_an_error_that_says_what_to_
 
 
 def test_a_pin_does_not_outlive_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not supervisor.pinned(tmp_path)
-    supervisor.pin(tmp_path)
-    assert supervisor.pinned(tmp_path)
+    assert not service_state.is_pinned(tmp_path)
+    service_state.pin(tmp_path)
+    assert service_state.is_pinned(tmp_path)
     with monkeypatch.context() as restarted:
-        restarted.setattr(supervisor, "_boot", lambda: "another")
-        assert not supervisor.pinned(tmp_path)
-    supervisor.unpin(tmp_path)
-    assert not supervisor.pinned(tmp_path)
+        restarted.setattr(service_state, "boot_id", lambda: "another")
+        assert not service_state.is_pinned(tmp_path)
+    service_state.unpin(tmp_path)
+    assert not service_state.is_pinned(tmp_path)
 
 
 class Answering(BaseHTTPRequestHandler):
@@ -147,7 +147,7 @@ def test_a_proxy_is_not_asked_for_the_servers_of_this_machine(monkeypatch: pytes
         server.timeout = 10
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        assert supervisor.answers(f"http://127.0.0.1:{server.server_port}/health")
+        assert service_state.responds(f"http://127.0.0.1:{server.server_port}/health")
         thread.join()
 
 
@@ -208,7 +208,7 @@ def test_the_configured_server_is_the_environments_else_the_active_profiles(
 
 
 def test_servers_hear_no_other_origin_and_send_no_telemetry(tmp_path: Path) -> None:
-    told = supervisor.environment(tmp_path, prefect_url="http://127.0.0.1:4200")
+    told = service_definitions.environment(tmp_path, prefect_url="http://127.0.0.1:4200")
     assert told["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4200"
     assert told["DO_NOT_TRACK"] == told["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert told["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"

@@ -53,7 +53,7 @@ def sections(tmp_path: Path) -> dict[str, Section]:
 
 def begin(sections: dict[str, Section], run_id: str = "") -> RunDir:
     run = RunDir(onward_home() / "runs" / (run_id or onward_home().parent.name))
-    configure.fn(run, "tiny", sections)
+    configure.fn(run, {"name": "tiny", **sections})
     return run
 
 

@@ -1,0 +1,94 @@
+"""Commands that only read: doctor, config, plan, diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onward.flows.commands.common import (
+    All,
+    ConfigFile,
+    Json,
+    ModelFile,
+    Overrides,
+    load_checked_config,
+    print_json,
+)
+
+
+def doctor(
+    model: ModelFile,
+    converters: Annotated[
+        list[Path] | None,
+        typer.Option(help="A Python file with your own operator rules, as in model.converters. Repeatable."),
+    ] = None,
+    everything: All = False,
+    as_json: Json = False,
+) -> None:
+    """Diagnose an ONNX file before training.
+
+    Lists every weight with its role and the reason (trained weight, running statistic, constant), how each operator is
+    imported, what is not supported, and what the exporter has lost, with the export that keeps it.
+    """
+    from onward.flows.inspection_report import show_diagnosis
+    from onward.trainer.diagnostics.doctor import diagnose
+
+    found = diagnose(model, converters=converters or ())
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        show_diagnosis(found, everything=everything)
+    if not found.importable:
+        raise typer.Exit(2)
+
+
+def config(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Print the resolved configuration with the meaning of every setting.
+
+    The output is itself a configuration file. The model and the data are not opened.
+    """
+    from onward.flows.report import config_lines, meanings
+    from onward.trainer.config.loading import load_config
+
+    resolved = load_config(config, overrides or ())
+    if as_json:
+        print_json({"config": resolved.model_dump(mode="json"), "meanings": meanings()})
+    else:
+        print("\n".join(config_lines(resolved)))
+
+
+def plan(config: ConfigFile, overrides: Overrides = None, everything: All = False, as_json: Json = False) -> None:
+    """Estimate the layout, memory and messages of a run.
+
+    Shows the stages, the memory of one rank at its peak, what each mesh axis sends, and which layers are tensor
+    parallel. With parallel.sizes="auto" it compares the possible layouts and chooses one. Starts no ranks.
+    """
+    from onward.flows.inspection_report import show_plan
+    from onward.tasks.configure import plan as make_plan
+
+    found = make_plan(load_checked_config(config, overrides))
+    if as_json:
+        print_json(found.model_dump(mode="json") | {"num_ranks": found.num_ranks})
+    else:
+        show_plan(found, everything=everything)
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A.onnx", help="The first file.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B.onnx", help="The second file.", show_default=False)],
+    everything: All = False,
+    as_json: Json = False,
+) -> None:
+    """Compare two ONNX files: graph, inputs, outputs and every tensor."""
+    from onward.flows.inspection_report import show_difference
+    from onward.trainer.diagnostics.diff import compare
+
+    found = compare(a, b)
+    if as_json:
+        print_json({"same": found.same, **found.model_dump(mode="json")})
+    else:
+        show_difference(found, everything=everything)
+    if not found.same:
+        raise typer.Exit(1)

@@ -1,0 +1,118 @@
+"""Commands that write ONNX files: export, reference."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.flows.commands.common import Json, Output, print_facts, print_json
+
+VariantKind = StrEnum("VariantKind", ["optimized", "fp16", "bf16", "int8_dynamic", "int8_static"])  # export.variants
+
+
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT_OR_RUN",
+            help="A checkpoint directory, or a run as in `onward status`, for example last.",
+            show_default=False,
+        ),
+    ],
+    output: Output,
+    variant: Annotated[
+        list[VariantKind] | None,
+        typer.Option(help="Also write this variant, if its accuracy is within export.variant_tolerance. Repeatable."),
+    ] = None,
+    training: Annotated[
+        bool, typer.Option("--training", help="Also write loss, gradients and update as ONNX graphs.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint's weights into its ONNX file and verify the result.
+
+    The file has the names, opset, inputs and outputs of the original. It is compared with the trained module under
+    onnxruntime, on the evaluation data; a file that fails a check is not written.
+    """
+    from onward.flows.report import variant_rows
+    from onward.flows.runs import find_checkpoint
+    from onward.tasks.export import export_file
+    from onward.trainer.config.sections import ExportConfig
+
+    extras = ExportConfig.model_validate({"variants": variant or (), "training": training})
+    run, checkpoint = find_checkpoint(source)
+    exported = export_file(run, checkpoint, output, extras=extras)
+    training_files: dict[str, Any] = {"training": [str(path) for path in exported.training]} if training else {}
+    if exported.training_refused:
+        training_files = {"training": "", "training_refused": exported.training_refused}
+    facts = {
+        "path": str(exported.path),
+        "sha256": exported.sha256,
+        "checkpoint": str(checkpoint),
+        "step": exported.step,
+        "parity": exported.parity,
+        "before": exported.before,
+        "after": exported.after,
+        **training_files,
+    }
+    if as_json:
+        print_json({**facts, "variants": [each.model_dump(mode="json") for each in exported.variants]})
+    else:
+        print_facts({**facts, **dict(variant_rows(exported))}, as_json=False)
+
+
+def squeezenet(
+    output: Output,
+    num_classes: Annotated[int, typer.Option(min=1, help="Number of classes of the output.")] = 1000,
+    image_size: Annotated[int, typer.Option(min=17, help="Height and width of the images, in pixels.")] = 224,
+    channels: Annotated[int, typer.Option(min=1, help="Channels of the images.")] = 3,
+    dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Dropout ratio before the last layer.")] = 0.5,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write SqueezeNet v1.1: image to logits."""
+    from onward.trainer.onnx_graph.reference_models import build_squeezenet
+
+    model = build_squeezenet(
+        num_classes=num_classes, image_size=image_size, channels=channels, dropout=dropout, seed=seed
+    )
+    _write_model(model, output, as_json=as_json)
+
+
+def gpt2(
+    output: Output,
+    vocab_size: Annotated[int, typer.Option(min=2, help="Number of tokens; 256 for bytes.")] = 50257,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of the longest sequence.")] = 1024,
+    num_layers: Annotated[int, typer.Option(min=1, help="Number of transformer blocks.")] = 12,
+    num_heads: Annotated[int, typer.Option(min=1, help="Attention heads of each block.")] = 12,
+    width: Annotated[int, typer.Option(min=1, help="Width of the hidden state.")] = 768,
+    dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Dropout ratio.")] = 0.1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write GPT-2: input_ids to logits. The default sizes are those of the 124M model."""
+    from onward.trainer.onnx_graph.reference_models import build_gpt2
+
+    model = build_gpt2(
+        vocab_size=vocab_size,
+        sequence_length=sequence_length,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        width=width,
+        dropout=dropout,
+        seed=seed,
+    )
+    _write_model(model, output, as_json=as_json)
+
+
+def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
+    from onward.trainer.run.durable_files import sha256, write_durably
+
+    write_durably(output, model.SerializeToString())
+    inputs = [value.name for value in model.graph.input]
+    outputs = [value.name for value in model.graph.output]
+    facts = {"path": str(output), "bytes": output.stat().st_size, "sha256": sha256(output)}
+    print_facts({**facts, "inputs": inputs, "outputs": outputs}, as_json=as_json)

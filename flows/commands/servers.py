@@ -1,0 +1,119 @@
+"""Commands for servers and deployments: up, deploy, ui, down."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from onward.flows.commands.common import ConfigFile, Json, Overrides, load_checked_config, print_facts, print_json
+from onward.trainer.errors import RuntimeUnavailable
+
+
+def up(as_json: Json = False) -> None:
+    """Start Prefect, MLflow and a worker for deployments.
+
+    The servers listen on 127.0.0.1 and run until `onward down` or the next start of the machine. Not for use with a
+    Prefect server of your own: start a worker for that one instead.
+    """
+    from onward.infra import services
+    from onward.infra.service_definitions import POOL
+
+    if configured := services.configured_prefect():
+        raise RuntimeUnavailable(
+            f"the Prefect server {configured} is configured, so Onward does not start another one; start a worker for "
+            f"it with `prefect worker start --pool {POOL} --type process`, or unset PREFECT_API_URL"
+        )
+    links = _start_services("prefect", "mlflow", "worker")
+    from onward.flows.local_run import mark_orphaned_runs_crashed, prefect_server
+
+    with prefect_server():
+        # A killed run that Prefect still shows as running blocks its deployment, whose concurrency limit is 1.
+        mark_orphaned_runs_crashed()
+    print_facts(links, as_json=as_json)
+
+
+def deploy(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    name: Annotated[str, typer.Option(help="Name of the deployment, shown as train-onnx/NAME.")] = "default",
+    cron: Annotated[
+        str, typer.Option(help="When to run, as a cron expression, for example '0 2 * * *'.", show_default=False)
+    ] = "",
+    interval: Annotated[
+        float, typer.Option(min=0.0, help="Seconds between two runs, in place of --cron.", show_default=False)
+    ] = 0.0,
+    timezone: Annotated[str, typer.Option(help="Time zone of --cron, for example Europe/Berlin.")] = "UTC",
+    as_json: Json = False,
+) -> None:
+    """Create or replace a Prefect deployment of a configuration.
+
+    Needs the servers of `onward up`, or your own Prefect server with a worker. Without --cron and --interval the
+    deployment runs when it is started in Prefect.
+    """
+    resolved = load_checked_config(config, overrides)
+    from onward.flows.local_run import prefect_server
+
+    with prefect_server(start=False) as url:
+        from onward.flows.deploy import deploy as make_deployment
+
+        deployment_id = make_deployment(resolved, name, cron=cron, interval_s=interval, timezone=timezone)
+    facts = {
+        "deployment": f"train-onnx/{name}",
+        "deployment_id": deployment_id,
+        "url": f"{url.removesuffix('/api')}/v2/deployments/deployment/{deployment_id}",
+    }
+    print_facts(facts, as_json=as_json)
+
+
+def ui(as_json: Json = False) -> None:
+    """Print the addresses of Prefect and MLflow.
+
+    Starts both servers if they do not run; `onward down` stops them.
+    """
+    from onward.flows.runs import all_runs
+    from onward.trainer.run.records import RunIdentity, read_record
+
+    links = _start_services("prefect", "mlflow")
+    if known := all_runs()[:1]:
+        identity = read_record(known[0].identity, RunIdentity)
+        base, _, query = links["mlflow"].partition("?")
+        if identity.prefect_url.startswith("http://127.0.0.1:"):  # the server may use another port today
+            links["last run"] = links["prefect"].removesuffix("/v2/runs") + urlsplit(identity.prefect_url).path
+        if identity.tracking_uri.startswith("sqlite:"):
+            links["last run in mlflow"] = f"{base}#/runs/{identity.mlflow_run_id}?{query}"
+    print_facts(links, as_json=as_json)
+
+
+def down(as_json: Json = False) -> None:
+    """Stop the servers that Onward started.
+
+    Deployed runs save a checkpoint first, which takes at most about a minute.
+    """
+    from onward.infra import services
+    from onward.trainer.run.directory import onward_home
+
+    stopped, left = services.down(onward_home())
+    if as_json:
+        print_json({"stopped": stopped, "left": left})
+        return
+    print("stopped: " + (", ".join(stopped) or "nothing was running"))
+    if left:
+        print(f"{', '.join(left)} is still in use by an `onward run` and stops when that run ends")
+
+
+def _start_services(*names: str) -> dict[str, str]:
+    """Start services that run until `onward down`; return their links."""
+    from onward.infra import services
+    from onward.trainer.run.directory import onward_home
+
+    try:
+        urls = services.up(onward_home(), names)
+    except services.ServiceError as error:
+        raise RuntimeUnavailable(str(error)) from None
+    return {
+        "prefect": f"{urls['prefect']}/v2/runs",
+        "mlflow": f"{urls['mlflow']}/?workflowType=machine_learning",
+        "home": str(onward_home()),
+    }

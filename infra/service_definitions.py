@@ -1,0 +1,81 @@
+"""The three servers that Onward can run on this machine: their commands, ports, health checks and environment."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+POOL = "onward"
+"""The Prefect work pool from which a worker takes deployed runs."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """One kind of server."""
+
+    command: Callable[[Path, int], list[str]]
+    """(home, port) -> the command line."""
+    port: int
+    """The preferred port; 0 = the service does not listen."""
+    health: str
+    """The URL path that returns 200 when the server is ready; without a port, the text in its log that shows it."""
+
+
+def _prefect_command(home: Path, port: int) -> list[str]:
+    return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+
+
+def _mlflow_command(home: Path, port: int) -> list[str]:
+    (home / "mlflow").mkdir(parents=True, exist_ok=True)
+    return [
+        *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
+        *("--backend-store-uri", f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"),
+        *("--artifacts-destination", str(home / "mlflow" / "artifacts")),
+    ]
+
+
+def _worker_command(home: Path, port: int) -> list[str]:
+    # Without --limit: with it, Prefect's worker exits when a run that is still running is scheduled again.
+    return [
+        *(sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"),
+        *("--name", f"onward-{socket.gethostname()}", "--install-policy", "never"),
+    ]
+
+
+SERVICES: Mapping[str, Service] = {
+    "prefect": Service(_prefect_command, port=4200, health="/api/health"),
+    "mlflow": Service(_mlflow_command, port=5000, health="/health"),
+    "worker": Service(_worker_command, port=0, health="started!"),
+}
+
+CLIENT_SETTINGS: Mapping[str, str] = {
+    "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "onward",
+    # Onward retries MLflow calls itself; the defaults block one call for minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+}
+"""Environment for the use of any Prefect or MLflow server, Onward's own or not: no telemetry, no temporary servers."""
+
+
+def environment(home: Path, *, prefect_url: str = "") -> dict[str, str]:
+    """Return the environment of Onward's servers and their clients; `prefect_url` is the address without `/api`."""
+    variables = {
+        "ONWARD_HOME": str(home),
+        "PREFECT_HOME": str(home / "prefect"),
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        **CLIENT_SETTINGS,
+    }
+    if prefect_url:
+        variables["PREFECT_API_URL"] = f"{prefect_url}/api"
+        # Without this a page of any web site that the user visits could call the server.
+        variables["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] = prefect_url
+    return variables

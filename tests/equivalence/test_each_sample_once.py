@@ -185,7 +185,10 @@ def counting_model(rows: int) -> onnx.ModelProto:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "accumulation"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)],
+)
 def test_on_real_ranks_killed_twice_every_sample_has_been_learned_from_once_in_each_epoch(
     tmp_path: Path, ranks: int, accumulation: int
 ) -> None:

@@ -38,7 +38,10 @@ def trained(folder: Path, case: str, **sections: Any) -> tuple[RunDir, Path]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=() if name == "conv net with batch norm" else pytest.mark.slow) for name in CASES],
+)
 def test_the_exported_file_under_onnxruntime_equals_the_trained_module(tmp_path: Path, case: str) -> None:
     run, last = trained(tmp_path, case, optimizer={"learning_rate": 1e-2})
     exported = export_file(run, last)

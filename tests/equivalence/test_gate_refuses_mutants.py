@@ -192,7 +192,9 @@ MUTATIONS = (
 )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "tiny_resnet" else name for name in MODELS]
+)
 def test_the_trained_file_passes_and_every_mutant_is_refused(name: str, tmp_path: Path) -> None:
     subject = case(name)
     assert subject.refused(subject.trained, tmp_path) == ""

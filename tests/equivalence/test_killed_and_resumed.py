@@ -17,6 +17,7 @@ from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, TrainResult, read_record
 from tests.support import graphs
+from tests.support.cases import both_cases
 from tests.support.runs import (
     assert_equal_bits,
     events,
@@ -38,6 +39,7 @@ SETTINGS = {
 }
 
 
+@both_cases(slow="conv-net")
 @pytest.mark.mpi
 def test_a_rank_killed_at_any_step_changes_not_one_bit_of_the_end(make: Make, case: str) -> None:
     graph = {"dropout": 0.2} if case == "transformer" else {}
@@ -55,6 +57,7 @@ def test_a_rank_killed_at_any_step_changes_not_one_bit_of_the_end(make: Make, ca
     assert last[0] == last[1]
 
 
+@both_cases(slow="transformer")
 @pytest.mark.mpi
 def test_asked_to_stop_it_saves_at_once_and_goes_on_with_the_same_bits(make: Make) -> None:
     undisturbed = make("undisturbed", **SETTINGS)
@@ -69,6 +72,7 @@ def test_asked_to_stop_it_saves_at_once_and_goes_on_with_the_same_bits(make: Mak
     assert_equal_bits(final_tensors(stopped), final_tensors(undisturbed))
 
 
+@both_cases(slow="conv-net")
 @pytest.mark.mpi
 def test_a_run_may_start_from_another_ones_checkpoint_but_only_where_it_passes_through(make: Make, case: str) -> None:
     first = make("first", **SETTINGS)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from onward.trainer.run.directory import RunDir
+from tests.support.cases import both_cases
 from tests.support.runs import assert_close, events, final_tensors, losses, train_run
 
 Make = Callable[..., RunDir]
@@ -14,6 +15,7 @@ TRAIN = {"global_batch_size": 12, "num_epochs": 1.5, "seed": 3}  # 12 does not d
 SGD = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}  # Adam would turn rounding into sign changes
 
 
+@both_cases(slow="conv-net")
 @pytest.mark.mpi
 def test_two_replicas_equal_one_with_twice_the_batch(make: Make) -> None:
     one = make("one", train=TRAIN, optimizer=SGD, parallel={"data": 1})
@@ -24,6 +26,7 @@ def test_two_replicas_equal_one_with_twice_the_batch(make: Make) -> None:
     assert losses(one)[1] > losses(one)[max(losses(one))], "nothing was learned, so nothing was compared"
 
 
+@both_cases(slow="transformer")
 @pytest.mark.mpi
 def test_three_micro_batches_equal_one_batch_three_times_as_large(make: Make) -> None:
     whole = make("whole", train=TRAIN, optimizer=SGD)
@@ -34,6 +37,7 @@ def test_three_micro_batches_equal_one_batch_three_times_as_large(make: Make) ->
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
 
 
+@both_cases(slow="conv-net")
 @pytest.mark.mpi
 def test_ignored_labels_do_not_make_the_division_matter(make: Make) -> None:
     """The mean is over the labels that count, of all replicas: a mean of the replicas' means would differ."""
@@ -44,6 +48,7 @@ def test_ignored_labels_do_not_make_the_division_matter(make: Make) -> None:
     assert_close(final_tensors(two), final_tensors(one), 2e-5)
 
 
+@both_cases(slow="transformer")
 @pytest.mark.mpi
 def test_evaluation_is_exact_to_the_last_sample_on_any_number_of_ranks(make: Make) -> None:
     found = []

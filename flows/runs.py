@@ -86,11 +86,9 @@ def find_run(text: str) -> RunDir:
     if by_name := [run for run in runs if read_record(run.identity, RunIdentity).name == text]:
         return by_name[0]
     newest = ", ".join(f"{run.root.name[:8]} ({read_record(run.identity, RunIdentity).name})" for run in runs[:5])
-    problem = (
-        f"the ids of {len(by_id)} runs begin with {text!r}; type more of it"
-        if by_id
-        else f"no run has the name or id {text!r}"
-    )
+    problem = f"no run has the name or id {text!r}"
+    if by_id:
+        problem = f"the ids of {len(by_id)} runs begin with {text!r}; type more of it"
     hint = f"the newest runs are {newest}" if newest else f"there are no runs under {onward_home()}"
     raise ConfigError(f"{problem}; {hint}")
 

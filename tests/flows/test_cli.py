@@ -263,7 +263,7 @@ def test_deploying_without_a_server_says_how_to_start_one(home: Path, monkeypatc
     monkeypatch.setattr(services, "configured_prefect", lambda: "")
     for started in ({}, {"prefect": "http://127.0.0.1:4200"}):  # nothing, or a server without a worker
         monkeypatch.setattr(services, "running", lambda home, started=started: started)
-        with pytest.raises(RuntimeUnavailable, match="start it with `onward up`"), prefect_server(start=False):
+        with pytest.raises(RuntimeUnavailable, match="start both with `onward up`"), prefect_server(start=False):
             pass
 
 
@@ -333,7 +333,7 @@ def test_the_help_lists_the_exit_status_of_every_error() -> None:
 def test_the_variants_the_command_line_takes_are_the_configs() -> None:
     from typing import get_args
 
-    from onward.flows.cli import VariantKind
+    from onward.flows.commands.models import VariantKind
     from onward.trainer.config.sections import ExportConfig
 
     (kinds, _) = get_args(ExportConfig.model_fields["variants"].annotation)

@@ -4,7 +4,7 @@ Each case is a run directory. `trained(cases)` starts one mpirun for each world 
 after the other; what is compared lies on the disk afterwards: the event log and the checkpoints. Adam's first moment
 after the first step is the gradient, but for a factor; so a checkpoint of that step says every gradient.
 
-    python -m tests.equivalence.layouts      makes the whole matrix and writes its table into the README
+    python -m tests.equivalence.layouts      makes the whole matrix and writes its table into docs/reference/measurements.md
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
     return float((a - b).abs().max() / max(float(b.abs().max()), floor))
 
 
-# -- the table in the README
+# -- the table in docs/reference/measurements.md
 
 BEGIN, END = "<!-- parity: begin -->", "<!-- parity: end -->"
 
@@ -264,7 +264,7 @@ def table(found: Mapping[Case, Mapping[str, float]], made: Mapping[Case, int]) -
 
 
 def main() -> None:
-    """Train the whole matrix and write its table into the README."""
+    """Train the whole matrix and write its table into docs/reference/measurements.md."""
     from tests.support.ranks import ROOT
 
     with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
@@ -277,10 +277,10 @@ def main() -> None:
             for case, run in runs.items()
             if read_config(run).parallel.tensor > 1
         }
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
+    page = ROOT / "docs" / "reference" / "measurements.md"
+    before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{table(found, made)}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n{table(found, made)}\n{END}{after}")
     print(table(found, made))
     worst = max(max(each.values()) for each in found.values())
     sys.exit(f"{worst:.1e} is above {TOLERANCE:.0e}" if worst > TOLERANCE else 0)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODELS := models/squeezenet-digits.onnx models/gpt2-stdlib.onnx
 
-.PHONY: demo test slow check bench clean
+.PHONY: demo test slow check bench docs clean
 
 demo: .venv/ready models/squeezenet-digits.onnx
 	$(BIN)/onward run flows/configs/squeezenet-digits.toml
@@ -22,6 +22,11 @@ check: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python -m tests.bench.update_time
+
+# the generated pages, then the site in build/site
+docs: .venv/ready
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
 
 models/squeezenet-digits.onnx: | .venv/ready
 	$(BIN)/onward reference squeezenet --num-classes 10 --image-size 64 -o $@

@@ -59,9 +59,9 @@ def settings() -> str:
     lines = [
         "# Settings",
         "",
-        "A configuration is a TOML file. Values come from the defaults, then from the file, then from the command line,",
-        "where an override is one line of TOML: `optimizer.learning_rate=3e-4`. Unknown keys are errors. Everything that",
-        "is wrong is reported at once, before anything starts.",
+        "A configuration is a TOML file. Values come from the defaults, then from the file, then from the command",
+        "line, where an override is one line of TOML: `optimizer.learning_rate=3e-4`. Unknown keys are errors.",
+        "Everything that is wrong is reported at once, before anything starts.",
         "",
         "Relative paths in a file are relative to that file. Relative paths on the command line are relative to the",
         "working directory. `onward config CONFIG` prints this list with your values.",
@@ -70,8 +70,9 @@ def settings() -> str:
         + _sentence(RunConfig.model_fields["name"].description),
     ]
     for name, field in RunConfig.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            lines += ["", f"## [{name}]", "", _paragraph(field.annotation.__doc__), "", *_settings_table(field.annotation)]
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            lines += ["", f"## [{name}]", "", _paragraph(section.__doc__), "", *_settings_table(section)]
             if name == "optimizer":
                 lines += ["", "### [[optimizer.weights]]", "", _paragraph(WeightAttributes.__doc__), ""]
                 lines += _settings_table(WeightAttributes)
@@ -82,7 +83,8 @@ def _settings_table(section: Any) -> Iterator[str]:
     yield "| setting | type | default | meaning |"
     yield "|---|---|---|---|"
     for name, field in section.model_fields.items():
-        default = "required" if field.is_required() else f"`{_toml(field.default)}`" if field.default is not None else ""
+        default = "" if field.default is None else f"`{_toml(field.default)}`"
+        default = "required" if field.is_required() else default
         yield f"| `{name}` | {_type_name(field.annotation)} | {default} | {_cell(_sentence(field.description))} |"
 
 
@@ -123,8 +125,8 @@ def commands() -> str:
     lines = [
         "# Commands",
         "",
-        "`--json` makes a command print one JSON object on stdout, and everything else on stderr. The exit status of an",
-        "error is listed on the page [Errors and exit status](errors.md). `onward diff` ends with 1 when the files differ.",
+        "`--json` makes a command print one JSON object on stdout, and everything else on stderr. The page",
+        "[Errors and exit status](errors.md) lists the exit statuses. `onward diff` ends with 1 when the files differ.",
         "Ctrl-C ends with 130.",
     ]
     for name, function in sorted(_commands(cli.app, "")):
@@ -194,15 +196,15 @@ def run_directory() -> str:
     """The files of a run directory from the docstring of its module, and every record field by field."""
     from onward.trainer.run import directory, records
 
-    opening, _, rest = inspect.cleandoc(directory.__doc__ or "").partition("\n    RUN_DIR/")
+    _, _, rest = inspect.cleandoc(directory.__doc__ or "").partition("\n    RUN_DIR/")
     tree, _, closing = rest.partition("\n\n")
     tree = textwrap.dedent(f"    RUN_DIR/{tree}")
     lines = [
         "# The run directory",
         "",
-        "Every run has one directory, `~/.onward/runs/RUN_ID` (or `$ONWARD_HOME/runs/RUN_ID`). The flow, its tasks and",
-        "the ranks exchange files there, so a failed run is examined with `ls` and `cat`. The last column names the task",
-        "or process that writes the file.",
+        "Every run has one directory, `~/.onward/runs/RUN_ID` (or `$ONWARD_HOME/runs/RUN_ID`). The flow, its tasks",
+        "and the ranks exchange files there, so a failed run is examined with `ls` and `cat`. The last column names",
+        "the task or process that writes the file.",
         "",
         "```text",
         tree,
@@ -235,8 +237,9 @@ def errors() -> str:
     lines = [
         "# Errors and exit status",
         "",
-        "Every command ends with one of these. 0 is success, 130 is Ctrl-C. A message states what happened, the numbers,",
-        "and what to do. With `--json` the error is an object with the keys `error`, `problems` and `exit_code`.",
+        "Every command ends with one of these. 0 is success, 130 is Ctrl-C. A message states what happened, the",
+        "numbers, and what to do. With `--json` the error is an object with the keys `error`, `problems` and",
+        "`exit_code`.",
         "",
         "| exit status | error | meaning |",
         "|---|---|---|",
@@ -265,8 +268,8 @@ def python_api() -> str:
         "",
         _paragraph(onward.__doc__),
         "",
-        "The functions are those that the command line calls. They return the same records. Importing `onward` does not",
-        "import torch.",
+        "The functions are those that the command line calls. They return the same records. Importing `onward` does",
+        "not import torch.",
     ]
     for name in names:
         member = getattr(onward, name)
@@ -283,8 +286,9 @@ def _signature(name: str, function: Any) -> str:
     kinds = [each.kind for each in signature.parameters.values()]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
-    result = signature.return_annotation
-    result = "" if result is inspect.Signature.empty else f" -> {result if isinstance(result, str) else result.__name__}"
+    returned = signature.return_annotation
+    name_of_it = returned if isinstance(returned, str) else getattr(returned, "__name__", str(returned))
+    result = "" if returned is inspect.Signature.empty else f" -> {name_of_it}"
     line = f"onward.{name}({', '.join(parameters)}){result}"
     if len(line) <= 100:
         return line

@@ -107,9 +107,9 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 def modules(words: list[str]) -> Iterator[str]:
     """Modules that a command runs with `python -m`."""
-    for first, second in zip(words, words[1:], strict=False):
-        if first == "-m" and "python" in Path(words[words.index(first) - 1]).name:
-            yield second
+    for program, option, module in zip(words, words[1:], words[2:], strict=False):
+        if option == "-m" and Path(program).name.startswith("python"):
+            yield module
 
 
 # -- generated pages
@@ -149,9 +149,7 @@ def test_every_command_of_a_page_exists_with_its_options_and_settings(page: str)
 
 
 def makefile() -> str:
-    """The Makefile, its variables of models resolved."""
-    text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    return text
+    return (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def parse_onward(words: list[str], place: str) -> None:
@@ -187,7 +185,8 @@ def test_the_readme_and_the_pages_show_every_command() -> None:
 
     from onward.flows.cli import app
 
-    shown = {words[1] for page in PAGES for block in checked(page, "sh") for words in commands(block) if "onward" == words[0]}
+    lines = [words for page in PAGES for block in blocks(page) if block.language == "sh" for words in commands(block)]
+    shown = {words[1] for words in lines if words[0] == "onward"}
     assert shown >= set(get_command(app).commands)  # type: ignore[attr-defined]
 
 
@@ -311,8 +310,8 @@ def test_the_readme_is_short() -> None:
 
 def test_every_page_is_in_the_sites_navigation() -> None:
     navigation = (ROOT / ".mkdocs.yml").read_text(encoding="utf-8")
-    missing = [page for page in PAGES if page.startswith("docs/") and f" {page.removeprefix('docs/')}\n" not in navigation]
-    assert not missing
+    pages = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
+    assert [page for page in pages if f" {page}\n" not in navigation] == []
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

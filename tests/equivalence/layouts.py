@@ -4,7 +4,7 @@ Each case is a run directory. `trained(cases)` starts one mpirun for each world 
 after the other; what is compared lies on the disk afterwards: the event log and the checkpoints. Adam's first moment
 after the first step is the gradient, but for a factor; so a checkpoint of that step says every gradient.
 
-    python -m tests.equivalence.layouts      makes the whole matrix and writes its table into docs/reference/measurements.md
+    python -m tests.equivalence.layouts      makes the whole matrix and its table in docs/reference/measurements.md
 """
 
 from __future__ import annotations

@@ -48,6 +48,10 @@ class UnsupportedModel(Refused):
     """The ONNX file has nodes or weights that cannot be imported; all are listed."""
 
 
+class UnsupportedNode(Exception):
+    """Why one node cannot be imported, as a clause after "because"; the import collects them in UnsupportedModel."""
+
+
 class RuntimeUnavailable(Refused):
     """The machine cannot run the job: launcher, world size, device, memory or disk."""
 

@@ -17,7 +17,7 @@ from onward.trainer.data.batches import Batch, Batches, evaluation_batches
 from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.shards import Shards, make_shards, open_shards
 from onward.trainer.data.signature import read_training_signature
-from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_graph.builder import GraphWriter
 from tests.support import graphs
 from tests.support.runs import final_tensors, make_run, train_run, train_until
 

@@ -13,7 +13,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from onward.trainer.onnx_graph.reference_models import GraphWriter, build_gpt2
+from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.reference_models import build_gpt2
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph import element_types as values
+from onward.trainer.onnx_graph.tensor_protos import tensor_from_array
 from onward.trainer.onnx_import.driver import to_module
 
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
@@ -51,7 +51,7 @@ def as_torch(value: Any) -> Any:
     if value is None or isinstance(value, list):
         return value and [as_torch(item) for item in value]
     array = numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.asarray(value)
-    return values.from_array(array)
+    return tensor_from_array(array)
 
 
 def with_stored_operands(case: Any) -> onnx.ModelProto | None:

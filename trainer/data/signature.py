@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.index import locations
-from onward.trainer.onnx_graph.surgery import cut, is_cut, operate
+from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph, trains_subgraph
 from onward.trainer.run.durable_files import sha256
 
 Dims = tuple[int | None, ...]
@@ -62,11 +62,11 @@ def read_training_signature(model: ModelConfig) -> Signature:
     """
     proto = _load(model.path)
     signature = _signature(proto.graph, model.path)
-    if not (model.num_classes or model.untie or is_cut(proto, model)):
+    if not (model.num_classes or model.untie or trains_subgraph(proto, model)):
         return signature
     # the seed only decides the values of a new head, which a signature does not contain
-    operate(proto, model, seed=0)
-    return _signature(cut(proto, model).graph, model.path)
+    apply_surgery(proto, model, seed=0)
+    return _signature(extract_subgraph(proto, model).graph, model.path)
 
 
 def model_digest(path: Path) -> str:

@@ -15,9 +15,9 @@ from onnx import TensorProto, numpy_helper
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.element_types import element_type_name
-from onward.trainer.onnx_graph.external_data import RAW, external_problems, is_external, pieces, place
+from onward.trainer.onnx_graph.external_data import RAW, byte_range, external_problems, is_external, read_chunks
 from onward.trainer.onnx_graph.index import all_tensors
-from onward.trainer.onnx_graph.initializers import slots
+from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.run.records import Record
 
 
@@ -103,7 +103,7 @@ def _read(path: Path) -> onnx.ModelProto:
 
 def _incomplete(model: onnx.ModelProto) -> Iterator[str]:
     """One sentence for each tensor of the graph whose values cannot be those of its type and shape."""
-    for name, proto in slots(model.graph):
+    for name, proto in stored_protos(model.graph):
         if proto.data_type not in TensorProto.DataType.values():
             yield f"tensor {name!r} is of type number {proto.data_type}, which this onnx does not know"
         elif proto.data_type in RAW and not is_external(proto):
@@ -126,7 +126,7 @@ def _same_content(a: Path, b: Path) -> bool:
 
 
 def _same_sides(a: onnx.ModelProto, base_a: Path, b: onnx.ModelProto, base_b: Path) -> bool:
-    sides = [{place(tensor).location for tensor in all_tensors(model) if is_external(tensor)} for model in (a, b)]
+    sides = [{byte_range(tensor).location for tensor in all_tensors(model) if is_external(tensor)} for model in (a, b)]
     return sides[0] == sides[1] and all(_same_content(base_a / name, base_b / name) for name in sides[0])
 
 
@@ -241,7 +241,7 @@ def _attribute(attribute: onnx.AttributeProto | None) -> str:
 def _tensor_changes(
     a: onnx.ModelProto, base_a: Path, b: onnx.ModelProto, base_b: Path
 ) -> tuple[Sequence[TensorChange], int]:
-    before, after = dict(slots(a.graph)), dict(slots(b.graph))
+    before, after = dict(stored_protos(a.graph)), dict(stored_protos(b.graph))
     changes, equal = [], 0
     for name, was in before.items():
         now = after.get(name)
@@ -271,7 +271,7 @@ def _moved(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto, Path]) 
         same = [_content(*side) for side in (a, b)]
         return None if same[0] == same[1] else TensorChange(name=name, change="values", before=shape, after=shape)
     changed, greatest, moved, was, now, dot = 0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for x, y in zip(pieces(*a), pieces(*b), strict=True):
+    for x, y in zip(read_chunks(*a), read_chunks(*b), strict=True):
         bits = x.view(BITS[x.itemsize]) != y.view(BITS[x.itemsize])
         changed += int(bits.sum())
         x, y = x.double(), y.double()
@@ -304,7 +304,7 @@ def _content(proto: TensorProto, base: Path) -> bytes:
     if not is_external(proto):
         strings = [len(each).to_bytes(8) + each for each in proto.string_data]  # an array of them holds addresses
         return b"".join(strings) or numpy_helper.to_array(proto).tobytes()
-    where = place(proto)
+    where = byte_range(proto)
     with (base / where.location).open("rb") as file:
         file.seek(where.offset)
         return file.read(where.length)

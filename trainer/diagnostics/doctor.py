@@ -14,15 +14,15 @@ from onnx import defs, inliner
 from onward.trainer.diagnostics.exporter_warnings import Patient, symptoms
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.element_types import element_type_name
-from onward.trainer.onnx_graph.external_data import is_external, place
+from onward.trainer.onnx_graph.external_data import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
-from onward.trainer.onnx_graph.initializers import slots, stored_tensors
+from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
-from onward.trainer.onnx_import.lowering import operators
-from onward.trainer.onnx_import.roles import roles
-from onward.trainer.onnx_import.runtime_node import Leaf
-from onward.trainer.onnx_import.ties import copy_roles, find_copies
+from onward.trainer.onnx_import.lowering import list_operators
+from onward.trainer.onnx_import.roles import find_roles
+from onward.trainer.onnx_import.runtime_node import RuntimeNode
+from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
 from onward.trainer.run.records import Record
 
 
@@ -104,19 +104,19 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     patient, problems = Patient(model, path.parent), list[str]()
     try:
         module = to_module(model, base=path.parent)
-        patient.leaves = Counter(leaf.node.op_type for leaf in module.modules() if isinstance(leaf, Leaf))
+        patient.leaves = Counter(leaf.node.op_type for leaf in module.modules() if isinstance(leaf, RuntimeNode))
     except UnsupportedModel as error:
         problems = list(error.problems)
     if model.functions:
         patient.model = inliner.inline_local_functions(model)
     try:
         patient.stored = stored_tensors(model.graph, path.parent)
-        found = roles(patient.model.graph, patient.stored)
+        found = find_roles(patient.model.graph, patient.stored)
         patient.copies = find_copies(patient.stored, found)
-        patient.roles = copy_roles(found, patient.copies)
+        patient.roles = roles_of_copies(found, patient.copies)
     except UnsupportedModel as error:
         problems = list(dict.fromkeys([*error.problems, *problems]))
-    sides = {place(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
+    sides = {byte_range(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
     own = {tensor.name for tensor in model.graph.initializer}
     weights = tuple(_weights(patient))
     return Diagnosis(
@@ -145,7 +145,7 @@ def _value(value: onnx.ValueInfoProto) -> str:
 
 
 def _weights(patient: Patient) -> Iterator[Weight]:
-    places = dict(slots(patient.model.graph))
+    places = dict(stored_protos(patient.model.graph))
     for name, role in patient.roles.items():
         tensor, proto = patient.stored.get(name), places.get(name)
         yield Weight(
@@ -167,7 +167,7 @@ def _totals(weights: Iterable[Weight]) -> dict[str, Total]:
 
 
 def _operators(model: onnx.ModelProto, leaves: Mapping[str, int]) -> Iterator[Operator]:
-    for (operator, version, how), nodes in sorted(Counter(operators(model)).items()):
+    for (operator, version, how), nodes in sorted(Counter(list_operators(model)).items()):
         yield Operator(
             operator=operator,
             version=version,

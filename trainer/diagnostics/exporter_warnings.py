@@ -13,10 +13,10 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.onnx_graph.element_types import element_type_name
-from onward.trainer.onnx_graph.initializers import slots
-from onward.trainer.onnx_graph.stochastic_depth import branches, random_nodes
+from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_import.roles import Role
-from onward.trainer.onnx_import.tensor_contents import is_made_up, says_something
+from onward.trainer.onnx_import.tensor_contents import is_distinctive, is_exporter_name
 from onward.trainer.onnx_import.ties import Copies
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def _folded_batch_norm(patient: Patient) -> Iterator[tuple[str, str]]:
     biased = [node for node in patient.nodes("Conv", "ConvTranspose") if len(node.input) > 2 and node.input[2]]
     if not biased or patient.nodes("BatchNormalization"):
         return
-    made_up = sum(is_made_up(node.input[1]) or is_made_up(node.input[2]) for node in biased)
+    made_up = sum(is_exporter_name(node.input[1]) or is_exporter_name(node.input[2]) for node in biased)
     sure = f"; {made_up} of them have made-up names, so it had" if made_up else ""
     yield (
         f"{len(biased)} convolutions have a bias and there is no BatchNormalization: if the model had any, the "
@@ -98,7 +98,7 @@ def merged(
     """
     readers = _readers(main)
     trained = [name for name, role in found.items() if role.kind == "trained" and name in stored]
-    meaningful = [name for name in trained if stored[name].ndim >= 2 and says_something(stored[name])]
+    meaningful = [name for name in trained if stored[name].ndim >= 2 and is_distinctive(stored[name])]
     repeats = [len(readers.get(name, ())) for name in meaningful if not found[name].operator.startswith("Gather")]
     usual = max(repeats, default=1)
     return {
@@ -148,7 +148,7 @@ def _tables(patient: Patient) -> Iterator[tuple[str, str]]:
 
 
 def _made_up_names(patient: Patient) -> Iterator[tuple[str, str]]:
-    if found := [name for name in patient.trained() if is_made_up(name)]:
+    if found := [name for name in patient.trained() if is_exporter_name(name)]:
         yield (
             f"{len(found)} trained weights have names the exporter made up, such as {found[0]}: patterns over the "
             "module's own names do not find them",
@@ -174,7 +174,7 @@ def _outputs(patient: Patient) -> set[str]:
 
 
 def _random_nodes(patient: Patient) -> Iterator[tuple[str, str]]:
-    found = branches(patient.model, patient.base)
+    found = find_branches(patient.model, patient.base)
     kinds = Counter(branch.kind for branch in found)
     if number := kinds["stochastic depth"]:
         rates = sorted({f"{1 - branch.keep:.2g}" for branch in found if branch.kind == "stochastic depth"}, key=float)
@@ -222,7 +222,7 @@ def _fixed_batch(patient: Patient) -> Iterator[tuple[str, str]]:
 
 def _halves(patient: Patient) -> Iterator[tuple[str, str]]:
     kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-    if found := [proto for _, proto in slots(patient.model.graph) if proto.data_type in kinds and proto.dims]:
+    if found := [proto for _, proto in stored_protos(patient.model.graph) if proto.data_type in kinds and proto.dims]:
         name = element_type_name(found[0].data_type).lower()
         yield (
             f"{len(found)} tensors are stored in {name}: they are trained in fp32 and rounded once, when they are "

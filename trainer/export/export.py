@@ -33,10 +33,10 @@ from onward.trainer.export.verification import Evaluator, Judge
 from onward.trainer.model.trainable import finished, judged, open_trainee
 from onward.trainer.onnx_graph.external_data import is_external
 from onward.trainer.onnx_graph.index import locations
-from onward.trainer.onnx_graph.initializers import slots
+from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.stochastic_depth import random_nodes
 from onward.trainer.onnx_graph.strip_training import strip_training
-from onward.trainer.onnx_graph.surgery import is_cut
+from onward.trainer.onnx_graph.surgery import trains_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, load_weights, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, example_in, read_config, refusal_in
@@ -163,7 +163,9 @@ def _as_stored(trained: ImportedGraph, done: ImportedGraph, model: onnx.ModelPro
 
     Adapters cannot be rounded as their sum with the weight is: of such a file, what is written is the measure.
     """
-    halves = {name: ROUNDED[tensor.data_type] for name, tensor in slots(model.graph) if tensor.data_type in ROUNDED}
+    halves = {
+        name: ROUNDED[tensor.data_type] for name, tensor in stored_protos(model.graph) if tensor.data_type in ROUNDED
+    }
     module = done if halves else trained
     with torch.no_grad():
         for name, weight in named_weights(module).items():
@@ -219,7 +221,7 @@ def prove(file: Path, expected: Expected, *, evaluator: Evaluator, config: Expor
     problems = [*file_problems(file, expected), *unwritten(file, expected.weights)]
     subject: Path | onnx.ModelProto = file
     written = onnx.load_model(str(file), load_external_data=False)
-    if is_cut(expected.model, expected.config):
+    if trains_subgraph(expected.model, expected.config):
         subject = judged(written, expected.config)
         Judge(file, evaluator)  # the whole must load, too, whatever part of it was trained
         if locations(subject):
@@ -249,7 +251,9 @@ def file_problems(file: Path, expected: Expected) -> list[str]:
     for what, parts in was.items():
         if number := sum(a != b for a, b in zip_longest(parts, now[what])):
             problems.append(f"{number} of the original's {len(parts)} {what} are not the same in the exported file")
-    frozen = [name for name, tensor in slots(written.graph) if is_external(tensor) and name not in expected.weights]
+    frozen = [
+        name for name, tensor in stored_protos(written.graph) if is_external(tensor) and name not in expected.weights
+    ]
     problems += [
         f"initializer {name!r} was not trained, but is not the original's in the file it is kept in"
         for name in _differing(file, expected, frozen)
@@ -259,8 +263,8 @@ def file_problems(file: Path, expected: Expected) -> list[str]:
 
 def _differing(file: Path, expected: Expected, names: Iterable[str]) -> list[str]:
     """Those of the stored tensors whose bytes are not the ones that came in."""
-    was = dict(slots(expected.model.graph)), str(expected.source.parent)
-    now = dict(slots(onnx.load_model(str(file), load_external_data=False).graph)), str(file.parent)
+    was = dict(stored_protos(expected.model.graph)), str(expected.source.parent)
+    now = dict(stored_protos(onnx.load_model(str(file), load_external_data=False).graph)), str(file.parent)
 
     def content(stored: tuple[dict[str, TensorProto], str], name: str) -> bytes:
         return numpy_helper.to_array(stored[0][name], stored[1]).tobytes()
@@ -272,7 +276,7 @@ def _parts(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[b
     """All that training does not change, kind by kind: attributes, frozen tensors and all."""
     rest = onnx.ModelProto()
     rest.CopyFrom(model)
-    for name, tensor in slots(rest.graph):
+    for name, tensor in stored_protos(rest.graph):
         if name in weights:
             for field in ("raw_data", "float_data", "int32_data", "double_data"):
                 tensor.ClearField(field)
@@ -308,7 +312,7 @@ ROUNDED: dict[int, torch.dtype] = {TensorProto.FLOAT16: torch.float16, TensorPro
 def unwritten(file: Path, weights: Mapping[str, Tensor]) -> list[str]:
     """One sentence for each stored tensor that is not the checkpoint's, in the type the file stores it in."""
     problems = []
-    stored = dict(slots(onnx.load_model(str(file), load_external_data=False).graph))
+    stored = dict(stored_protos(onnx.load_model(str(file), load_external_data=False).graph))
     for name, weight in weights.items():
         if name not in stored:
             problems.append(f"tensor {name!r} is not in the exported file")

@@ -30,7 +30,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.verification import Array, Evaluator, Judge, open_session
 from onward.trainer.onnx_graph.index import locations
-from onward.trainer.onnx_graph.initializers import slots
+from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Variant
 
@@ -156,7 +156,7 @@ def _with_initializers(exported: Path) -> onnx.ModelProto:
     model = onnx.load_model(exported)
     graph = model.graph
     held = {node.output[0]: node for node in graph.node if node.op_type == "Constant"}
-    for name, tensor in list(slots(graph)):
+    for name, tensor in list(stored_protos(graph)):
         if name in held and tensor.dims and name not in {value.name for value in graph.output}:
             graph.initializer.append(tensor)
             graph.initializer[-1].name = name

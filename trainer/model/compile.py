@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from onward.trainer.config.sections import GraphConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_import.runtime_node import Leaf
+from onward.trainer.onnx_import.runtime_node import RuntimeNode
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device
     return compiled
 
 
-def _leaves(module: fx.GraphModule) -> list[tuple[fx.Node, Leaf]]:
+def _leaves(module: fx.GraphModule) -> list[tuple[fx.Node, RuntimeNode]]:
     called = [(node, module.get_submodule(str(node.target))) for node in module.graph.nodes if node.op == "call_module"]
-    return [(node, child) for node, child in called if isinstance(child, Leaf)]
+    return [(node, child) for node, child in called if isinstance(child, RuntimeNode)]
 
 
 # -- images

@@ -18,7 +18,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merged
-from onward.trainer.onnx_graph import surgery
+from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
@@ -64,7 +64,7 @@ def open_trainee(config: RunConfig) -> Trainee:
     """
     load_converters(config.model.converters)
     model, base = load_model(config.model.path), config.model.path.parent
-    surgery.operate(model, config.model, seed=config.train.seed)
+    apply_surgery(model, config.model, seed=config.train.seed)
     chosen = (*config.model.train, *config.lora.also_train)
     module = to_module(
         judged(model, config.model), base=base, fuse=config.graph.fuse, tie=config.model.tie, train=chosen
@@ -104,4 +104,4 @@ def judged(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
     Takes the whole graph as it came in (after surgery) or as it is written. What it keeps in other files is
     still referred to there.
     """
-    return surgery.cut(model, config)
+    return extract_subgraph(model, config)

@@ -1,28 +1,93 @@
-"""Nodes put into an ONNX graph that is there already, under names it does not use."""
+"""Build ONNX graphs node by node: new models (GraphWriter) and additions to an existing graph (GraphExtender)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
+
+from onward.trainer.onnx_graph.index import all_names
+
+OPSET = 20
+"""The first opset with LayerNormalization and Gelu as single nodes."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Dims = Sequence[int | str]
 
 
-class Extension:
-    """Appends nodes to `graph`. Names of values begin with "onward." and are used once, in inner graphs too.
+class GraphWriter:
+    """Writes a new ONNX graph. `op` returns the name of the value that the node computes."""
 
-    `reserved`: further names that must stay free.
+    def __init__(self, name: str, *, seed: int = 0, opset: int = OPSET) -> None:
+        self.random = np.random.default_rng(seed)
+        self._opset = opset
+        self._graph = onnx.GraphProto(name=name)
+
+    def input(self, name: str, dims: Dims, kind: int = TensorProto.FLOAT) -> str:
+        """Declare a graph input; a string in `dims` is a dynamic dimension."""
+        self._graph.input.append(helper.make_tensor_value_info(name, kind, list(dims)))
+        return name
+
+    def output(self, name: str, dims: Dims, kind: int = TensorProto.FLOAT) -> None:
+        """Declare a graph output; `name` is the result of some `op`."""
+        self._graph.output.append(helper.make_tensor_value_info(name, kind, list(dims)))
+
+    def weight(self, name: str, value: Array | Sequence[int] | float) -> str:
+        """Store an initializer (fp32 if `value` is a float); the same name is stored once."""
+        if name not in {tensor.name for tensor in self._graph.initializer}:
+            array = np.array(value, np.float32) if isinstance(value, float) else np.asarray(value)
+            self._graph.initializer.append(numpy_helper.from_array(array, name))
+        return name
+
+    def op(self, kind: str, *inputs: str, outputs: Sequence[str] | str = "", **attributes: Any) -> str:
+        """Append a node. Return its first output, named by `outputs` or after the node."""
+        name = f"{kind}_{len(self._graph.node)}"
+        names = [outputs or name] if isinstance(outputs, str) else list(outputs)
+        self._graph.node.append(helper.make_node(kind, inputs, names, name=name, **attributes))
+        return names[0]
+
+    def model(self) -> onnx.ModelProto:
+        """Return the finished model, checked (shapes and types included)."""
+        opsets = [helper.make_opsetid("", self._opset)]
+        model = helper.make_model(
+            self._graph,
+            producer_name="onward",
+            opset_imports=opsets,
+            ir_version=helper.find_min_ir_version_for(opsets),
+        )
+        onnx.checker.check_model(model, full_check=True)
+        return model
+
+    def kaiming_uniform(self, *shape: int) -> Array:
+        """Draw from U(-b, b) with b = sqrt(6 / fan_in): unit variance after a ReLU (He et al. 2015).
+
+        shape: [out, in, ...].
+        """
+        bound = math.sqrt(6.0 / math.prod(shape[1:]))
+        return self.random.uniform(-bound, bound, shape).astype(np.float32)
+
+    def normal(self, std: float, *shape: int) -> Array:
+        """Draw from a normal distribution with mean 0 and the given standard deviation."""
+        return self.random.standard_normal(shape, np.float32) * np.float32(std)
+
+
+class GraphExtender:
+    """Appends nodes to an existing graph. Their outputs get names that begin with "onward." and are free.
+
+    reserved: further names that must not be used.
     """
 
     def __init__(self, graph: onnx.GraphProto, *, reserved: Iterable[str] = ()) -> None:
         self._graph = graph
-        self._taken = {*names(graph), *reserved}
+        self._taken = {*all_names(graph), *reserved}
         self._constants: dict[tuple[str, bytes], str] = {}
 
     def free(self, wanted: str) -> str:
-        """`wanted`, or the first of wanted_2, wanted_3 ... that nothing is called; taken from now on."""
+        """Return `wanted`, or the first free name of wanted_2, wanted_3, ..., and mark it as taken."""
         name, number = wanted, 1
         while name in self._taken:
             number += 1
@@ -31,26 +96,16 @@ class Extension:
         return name
 
     def op(self, kind: str, *inputs: str, output: str = "", **attributes: Any) -> str:
-        """Append a node with one output; returns its name."""
+        """Append a node with one output; return the output's name."""
         output = output or self.free(f"onward.{kind}")
         self._graph.node.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
         return output
 
     def constant(self, value: float | Sequence[int], kind: type = np.float32) -> str:
-        """A number or a list of them (int64) as a Constant node; the same one is stored once."""
-        array: np.ndarray[Any, np.dtype[Any]] = np.asarray(value, np.int64 if isinstance(value, Sequence) else kind)
+        """Return the name of a Constant with a number or a list of numbers (int64); equal ones are stored once."""
+        array: Array = np.asarray(value, np.int64 if isinstance(value, Sequence) else kind)
         key = (array.dtype.str + str(array.shape), array.tobytes())
         if key not in self._constants:
             tensor = numpy_helper.from_array(array)
             self._constants[key] = self.op("Constant", value=tensor)
         return self._constants[key]
-
-
-def names(graph: onnx.GraphProto) -> Iterator[str]:
-    """Every name of a value or a node in a graph and the graphs inside it."""
-    yield from (value.name for values in (graph.input, graph.output, graph.initializer) for value in values)
-    for node in graph.node:
-        yield from (node.name, *node.input, *node.output)
-        for attribute in node.attribute:
-            for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                yield from names(inner)

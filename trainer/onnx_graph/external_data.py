@@ -15,8 +15,9 @@ import torch
 from onnx import TensorProto
 from onnx.external_data_helper import load_external_data_for_tensor
 
-from onward.trainer.onnx_graph.element_types import DTYPES, read_tensor
+from onward.trainer.onnx_graph.element_types import DTYPES
 from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_graph.tensor_protos import read_tensor
 
 RAW: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,
@@ -43,7 +44,7 @@ SMALL_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
-class Place:
+class ByteRange:
     """A range of bytes in a file beside the model."""
 
     location: str
@@ -61,12 +62,12 @@ def is_external(proto: TensorProto) -> bool:
     return proto.data_location == TensorProto.EXTERNAL
 
 
-def place(proto: TensorProto) -> Place:
+def byte_range(proto: TensorProto) -> ByteRange:
     """Where an external tensor is; a length that is not given follows from its shape."""
     entries = {entry.key: entry.value for entry in proto.external_data}
     size = RAW[proto.data_type].itemsize if proto.data_type in RAW else 1
     length = int(entries.get("length") or size * math.prod(proto.dims))
-    return Place(entries.get("location", ""), int(entries.get("offset") or 0), length)
+    return ByteRange(entries.get("location", ""), int(entries.get("offset") or 0), length)
 
 
 # -- in
@@ -77,7 +78,7 @@ def external_problems(model: onnx.ModelProto, base: Path) -> list[str]:
     problems = []
     for proto in filter(is_external, all_tensors(model)):
         try:
-            where = place(proto)
+            where = byte_range(proto)
         except ValueError as error:
             problems.append(f"tensor {proto.name!r}: its place in another file cannot be read: {error}")
             continue
@@ -108,14 +109,14 @@ def _unsafe(location: str, base: Path) -> str:
     return ""
 
 
-def mapped(proto: TensorProto, base: Path) -> torch.Tensor:
+def map_external(proto: TensorProto, base: Path) -> torch.Tensor:
     """An external tensor, its file mapped copy-on-write: nothing is read now, and no change reaches the file.
 
     Halves are converted to fp32, which reads them.
     """
     if proto.data_type not in RAW:
         return read_tensor(proto, base)
-    where, dtype = place(proto), RAW[proto.data_type]
+    where, dtype = byte_range(proto), RAW[proto.data_type]
     if not where.length:
         return torch.empty(tuple(proto.dims), dtype=DTYPES[proto.data_type])
     data = np.memmap(base / where.location, np.uint8, "c", where.offset, (where.length,))
@@ -123,11 +124,11 @@ def mapped(proto: TensorProto, base: Path) -> torch.Tensor:
     return flat.view(dtype).reshape(tuple(proto.dims)).to(DTYPES[proto.data_type])
 
 
-def pieces(proto: TensorProto, base: Path) -> Iterator[torch.Tensor]:
+def read_chunks(proto: TensorProto, base: Path) -> Iterator[torch.Tensor]:
     """The values of a stored tensor, flat, as they are stored, `CHUNK_BYTES` at a time."""
     dtype = RAW[proto.data_type]
     if is_external(proto):
-        where = place(proto)
+        where = byte_range(proto)
         with (base / where.location).open("rb") as file:
             for offset in range(where.offset, where.end, CHUNK_BYTES):
                 file.seek(offset)
@@ -141,14 +142,14 @@ def pieces(proto: TensorProto, base: Path) -> Iterator[torch.Tensor]:
         yield from (flat[start : start + step] for start in range(0, len(flat), step))
 
 
-def with_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelProto:
+def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelProto:
     """The model with its small external tensors, and those in inner graphs and functions, read into a copy of it."""
     if base is None or not any(map(is_external, all_tensors(model))):
         return model
     model = onnx.ModelProto.FromString(model.SerializeToString())
     outer = {id(tensor) for tensor in model.graph.initializer}
     for proto in filter(is_external, all_tensors(model)):
-        if id(proto) not in outer or place(proto).length <= SMALL_BYTES:
+        if id(proto) not in outer or byte_range(proto).length <= SMALL_BYTES:
             load_external_data_for_tensor(proto, str(base))
             proto.data_location = TensorProto.DEFAULT
             del proto.external_data[:]
@@ -158,13 +159,13 @@ def with_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelP
 # -- out
 
 
-def differs(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
+def bits_differ(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
     """Whether writing the tensor would change what is stored: compared bit by bit, as it was read."""
     ours = tensor.detach().cpu().contiguous().reshape(-1)
     return not torch.equal(ours.view(torch.uint8), stored.to(ours.dtype).contiguous().reshape(-1).view(torch.uint8))
 
 
-def write_back(
+def write_external(
     tensors: Mapping[str, tuple[torch.Tensor, TensorProto]], kept: Iterable[TensorProto], files: Mapping[str, Path]
 ) -> None:
     """Write each tensor over its bytes in a copy of its file, where they differ.
@@ -174,12 +175,12 @@ def write_back(
     the file, and its proto says so.
     """
     for group in _overlapping([*tensors.values(), *((None, proto) for proto in kept)]):
-        first, place_of_first = group[0][0], place(group[0][1])
-        alike = all(_same(tensor, first) and place(proto) == place_of_first for tensor, proto in group)
+        first, place_of_first = group[0][0], byte_range(group[0][1])
+        alike = all(_same(tensor, first) and byte_range(proto) == place_of_first for tensor, proto in group)
         for tensor, proto in group:
             if tensor is None:
                 continue
-            where = place(proto)
+            where = byte_range(proto)
             with files[where.location].open("r+b") as file:
                 if alike or _changes(tensor, RAW[proto.data_type], where, file):
                     where = where if alike else _append(proto, where, file)
@@ -194,8 +195,8 @@ def _overlapping(held: Iterable[Held]) -> Iterator[list[Held]]:
     """Those that have bytes in common, together; most are alone."""
     group: list[Held] = []
     end, location = 0, ""
-    for tensor, proto in sorted(held, key=lambda item: (place(item[1]).location, place(item[1]).offset)):
-        where = place(proto)
+    for tensor, proto in sorted(held, key=lambda item: (byte_range(item[1]).location, byte_range(item[1]).offset)):
+        where = byte_range(proto)
         if group and not (where.location == location and where.offset < end):
             yield group
             group = []
@@ -210,29 +211,29 @@ def _same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     return first is second or (first is not None and second is not None and torch.equal(first, second))
 
 
-def _changes(tensor: torch.Tensor, dtype: torch.dtype, where: Place, file: BinaryIO) -> bool:
+def _changes(tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: BinaryIO) -> bool:
     return any(True for _ in _changed_pieces(tensor, dtype, where, file))
 
 
-def _append(proto: TensorProto, where: Place, file: BinaryIO) -> Place:
+def _append(proto: TensorProto, where: ByteRange, file: BinaryIO) -> ByteRange:
     end = file.seek(0, os.SEEK_END)
     offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     file.truncate(offset + where.length)
-    moved = Place(where.location, offset, where.length)
+    moved = ByteRange(where.location, offset, where.length)
     del proto.external_data[:]
     for key, value in (("location", moved.location), ("offset", str(offset)), ("length", str(moved.length))):
         proto.external_data.add(key=key, value=value)
     return moved
 
 
-def _overwrite(tensor: torch.Tensor, dtype: torch.dtype, where: Place, file: BinaryIO) -> None:
+def _overwrite(tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: BinaryIO) -> None:
     for offset, content in _changed_pieces(tensor, dtype, where, file):
         file.seek(offset)
         file.write(content)
 
 
 def _changed_pieces(
-    tensor: torch.Tensor, dtype: torch.dtype, where: Place, file: BinaryIO
+    tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: BinaryIO
 ) -> Iterator[tuple[int, bytes]]:
     """Where the file does not hold the tensor's values, in pieces: (offset, the bytes that belong there)."""
     flat = tensor.detach().reshape(-1)
@@ -241,5 +242,5 @@ def _changed_pieces(
         piece, offset = flat[start : start + step].cpu(), where.offset + start * dtype.itemsize
         file.seek(offset)
         stored = torch.frombuffer(bytearray(file.read(piece.numel() * dtype.itemsize)), dtype=dtype)
-        if differs(piece, stored):
+        if bits_differ(piece, stored):
             yield offset, piece.to(dtype).view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,7 @@
-"""Reading an ONNX graph's structure without its weights: who makes and who reads what, types and shapes."""
+"""Read the structure of an ONNX graph: inner graphs, producers and readers of values, types and shapes.
+
+Nothing here reads the values of weights, and nothing imports torch.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,73 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import onnx
 from onnx import TensorProto, helper
 
 UNTIED = ".untied."
-"""Stands in the name of each copy that surgery makes, by which it is known as one that must stay apart."""
+"""Part of the name of every copy that `model.untie` makes; the search for tied weights leaves these apart."""
+
+
+# -- inner graphs: branches of If, bodies of Loop and Scan
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs in the attributes of one node."""
+    for attribute in node.attribute:
+        yield from [attribute.g] if attribute.HasField("g") else attribute.graphs
 
 
 def inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
-    """The graphs inside If, Loop and Scan nodes, at any depth."""
+    """Yield the graphs inside nodes, at any depth, each before the graphs inside it."""
     for node in nodes:
-        for attribute in node.attribute:
-            for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                yield graph
-                yield from inner_graphs(graph.node)
+        for graph in subgraphs(node):
+            yield graph
+            yield from inner_graphs(graph.node)
 
 
 def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """The graph, and those inside it."""
+    """Yield the graph, and all graphs inside it."""
     yield graph
     yield from inner_graphs(graph.node)
 
 
 def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Every node, those inside If, Loop and Scan included."""
+    """Yield every node of a graph and of the graphs inside it."""
     for inner in graphs_of(graph):
         yield from inner.node
 
 
+def nodes_inside(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yield nodes and those of the graphs inside them, each node before the nodes inside it."""
+    for node in nodes:
+        yield node
+        for graph in subgraphs(node):
+            yield from nodes_inside(graph.node)
+
+
+# -- names and tensors
+
+
+def all_names(graph: onnx.GraphProto) -> Iterator[str]:
+    """Yield every name of a value or a node in a graph and the graphs inside it."""
+    for inner in graphs_of(graph):
+        yield from (value.name for values in (inner.input, inner.output, inner.initializer) for value in values)
+        for node in inner.node:
+            yield from (node.name, *node.input, *node.output)
+
+
+def names_read(node: onnx.NodeProto) -> set[str]:
+    """Return the names that a node reads, those that its inner graphs read included."""
+    names = set(node.input)
+    for graph in subgraphs(node):
+        names |= {value.name for value in graph.output}.union(*map(names_read, graph.node))
+    return names - {""}
+
+
 def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
-    """Every tensor a model holds: of the graph, of the graphs inside its nodes, of its functions."""
+    """Yield every tensor that a model stores: in the graph, in inner graphs, in node attributes, in its functions."""
     graphs = [*graphs_of(model.graph), *(g for function in model.functions for g in inner_graphs(function.node))]
     for graph in graphs:
         yield from graph.initializer
@@ -48,29 +87,35 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
 
 
 def locations(model: onnx.ModelProto) -> list[str]:
-    """The files a model keeps tensors in, relative to its own directory."""
+    """Return the external data files of a model, relative to its directory."""
     entries = (entry for tensor in all_tensors(model) for entry in tensor.external_data)
     return sorted({entry.value for entry in entries if entry.key == "location"})
 
 
-def reads(node: onnx.NodeProto) -> set[str]:
-    """The names a node reads, those its inner graphs take from outside included."""
-    names = set(node.input)
-    for attribute in node.attribute:
-        for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            names |= {value.name for value in inner.output}.union(*map(reads, inner.node))
-    return names - {""}
+def attribute_value(attribute: onnx.AttributeProto) -> Any:
+    """Return an attribute as a Python value: strings as str, tensors and graphs as protos."""
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, str | int | float) or not hasattr(value, "__iter__"):
+        return value
+    return [item.decode() if isinstance(item, bytes) else item for item in value]
+
+
+# -- producers and readers
 
 
 @dataclass
 class Index:
-    """Who makes and who reads each tensor of a graph."""
+    """The producer and the readers of each value of a graph."""
 
     graph: onnx.GraphProto
     makers: dict[str, onnx.NodeProto] = field(default_factory=dict)
+    """Value -> the node of the main graph that computes it."""
     readers: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
+    """Value -> the nodes that read it, those in inner graphs included."""
     stored: dict[str, TensorProto] = field(default_factory=dict)
-    """Initializers, and the values of Constant nodes, by name."""
+    """Name -> tensor, of initializers and of Constant nodes."""
 
     def __post_init__(self) -> None:
         self.stored = {tensor.name: tensor for tensor in self.graph.initializer}
@@ -84,38 +129,42 @@ class Index:
 
     @property
     def computed(self) -> list[str]:
-        """The names of the inputs, and of all that is computed from them."""
+        """The names of the inputs and of all values computed from them."""
         return [value.name for value in self.graph.input if value.name not in self.stored] + [
             name for name in self.makers if name not in self.stored
         ]
 
-    def unused(self, name: str) -> str:
-        """The name, or the first of name_1, name_2, ... that the graph does not have."""
+    def free_name(self, name: str) -> str:
+        """Return the name, or the first of name_1, name_2, ... that the graph does not use."""
         taken = {*self.stored, *self.makers, *(value.name for value in self.graph.input)}
         return next(n for n in (name, *(f"{name}_{i}" for i in range(1, len(taken) + 2))) if n not in taken)
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """How a sentence about an unknown name ends: with the name that may be meant, or a few of the known ones."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar known one, or the last three."""
     names = list(known)
     nearest = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else f"; there is {', '.join(names[-3:])}"
 
 
-def inferred(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
-    """Type and shape of every tensor of which the file says them or onnx infers them. Weights are not copied.
+# -- types and shapes
 
-    Of a graph that contradicts itself, only what the file says.
+
+def known_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
+    """Return the type and shape of every tensor that the file declares or that ONNX infers.
+
+    If inference finds a contradiction in the graph, only what the file declares.
     """
     try:
-        return infer(model)
+        return infer_types(model)
     except onnx.shape_inference.InferenceError:
         graph = model.graph
         return {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
 
 
-def infer(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
-    """As `inferred`. Raises InferenceError for a graph that contradicts itself."""
+def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
+    """Return the same as `known_types`. Raises InferenceError for a graph that contradicts itself."""
+    # onnx serializes the model, which fails at 2 GB: infer on a copy in which large weights are inputs
     light = onnx.ModelProto(ir_version=max(model.ir_version, 4))
     light.opset_import.extend(model.opset_import)
     light.functions.extend(model.functions)
@@ -136,7 +185,7 @@ def infer(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
 
 
 def dims_of(value: onnx.ValueInfoProto | None) -> list[int | None] | None:
-    """The lengths of a tensor's dimensions, None where they are not known; None for one of unknown rank."""
+    """Return the lengths of a tensor's dimensions, None for an unknown one; None for a tensor of unknown rank."""
     if value is None or not value.type.tensor_type.HasField("shape"):
         return None
     return [dim.dim_value if dim.HasField("dim_value") else None for dim in value.type.tensor_type.shape.dim]

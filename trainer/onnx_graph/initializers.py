@@ -12,8 +12,9 @@ import torch
 from onnx import TensorProto, numpy_helper
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.element_types import DTYPES, element_type_name, read_tensor
-from onward.trainer.onnx_graph.external_data import differs, is_external, mapped
+from onward.trainer.onnx_graph.element_types import DTYPES, element_type_name
+from onward.trainer.onnx_graph.external_data import bits_differ, is_external, map_external
+from onward.trainer.onnx_graph.tensor_protos import read_tensor
 
 
 def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch.Tensor]:
@@ -25,7 +26,7 @@ def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch
     refused = [
         f"initializer {name!r} is sparse, which is not implemented; store it as a plain tensor" for name in sparse
     ]
-    found = dict(slots(graph))
+    found = dict(stored_protos(graph))
     for name, proto in found.items():
         if proto.data_type not in DTYPES:
             refused.append(f"initializer {name!r}: {element_type_name(proto.data_type)} cannot be computed")
@@ -36,7 +37,7 @@ def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch
     return {name: _read(proto, base) for name, proto in found.items()}
 
 
-def slots(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
+def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
     """Where tensors are stored: initializers, and the `value` of Constant nodes, under their output's name."""
     for tensor in graph.initializer:
         yield tensor.name, tensor
@@ -48,12 +49,12 @@ def slots(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
 
 
 def _read(proto: TensorProto, base: Path | None) -> torch.Tensor:
-    return mapped(proto, base) if base is not None and is_external(proto) else read_tensor(proto)
+    return map_external(proto, base) if base is not None and is_external(proto) else read_tensor(proto)
 
 
-def store(tensor: torch.Tensor, proto: TensorProto) -> None:
+def store_tensor(tensor: torch.Tensor, proto: TensorProto) -> None:
     """Write a tensor where the proto keeps its values, unless they are the same already. Not for external ones."""
-    if not differs(tensor, read_tensor(proto)):
+    if not bits_differ(tensor, read_tensor(proto)):
         return
     array = tensor.detach().cpu().numpy()
     converted = array.astype(numpy_helper.to_array(proto).dtype)

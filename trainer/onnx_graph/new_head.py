@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.index import Index, dims_of, infer, near, reads
+from onward.trainer.onnx_graph.index import Index, did_you_mean, dims_of, infer_types, names_read
 
 # fmt: off
 UNCHANGED = frozenset((
@@ -102,7 +102,7 @@ def _chosen_layer(index: Index, config: ModelConfig, output: str) -> _Layer:
         raise ConfigError(
             f"model.head: {len(named)} layers use {config.head!r}; untie it, or name another"
             if named
-            else f"model.head {config.head!r} is no weight of a MatMul, Gemm or Conv{near(config.head, known)}"
+            else f"model.head {config.head!r} is no weight of a MatMul, Gemm or Conv{did_you_mean(config.head, known)}"
         )
     found = _leading_to(output, index)
     if len(found) != 1:
@@ -177,7 +177,7 @@ class _Head:
     def _add(self, name: str, dims: Sequence[int], data_type: int) -> str:
         """A new tensor beside one that others read; returns its name."""
         tensor = _uniform(name, dims, data_type, bound=self.bound, seed=self.seed)
-        tensor.name = self.index.unused(f"{name}.head")
+        tensor.name = self.index.free_name(f"{name}.head")
         self.index.graph.initializer.append(tensor)
         return tensor.name
 
@@ -189,7 +189,7 @@ class _Head:
         if has_bias:
             self._replace_bias(layer.node, 2, -1)
         for node in self.index.graph.node:
-            if node is layer.node or not self.descended & reads(node) or node.op_type in ("Shape", "Size"):
+            if node is layer.node or not self.descended & names_read(node) or node.op_type in ("Shape", "Size"):
                 continue
             self.descended.update(filter(None, node.output))
             if node.op_type == "Reshape":
@@ -242,7 +242,7 @@ class _Head:
         if len(self.index.readers[node.input[slot]]) == 1:
             tensor.CopyFrom(changed)
         else:
-            changed.name = self.index.unused(f"{node.input[slot]}.head")
+            changed.name = self.index.free_name(f"{node.input[slot]}.head")
             self.index.graph.initializer.append(changed)
             node.input[slot] = changed.name
 
@@ -264,7 +264,7 @@ def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelCo
         for place in places[value.name]:
             value.type.tensor_type.shape.dim[place].ClearField("dim_value")
     try:
-        after = infer(model)
+        after = infer_types(model)
     except onnx.shape_inference.InferenceError as error:
         return [
             f"model.num_classes: what follows {layer.weight!r} does not go with {head.new} outputs: {error}; name "

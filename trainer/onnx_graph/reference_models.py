@@ -7,74 +7,14 @@ that their checkpoints fit by name. Only numpy and onnx are needed; the same see
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from onward.trainer.errors import ConfigError
-
-OPSET = 20
-"""The first operator set with LayerNormalization and Gelu as single nodes."""
-
-Array = np.ndarray[Any, np.dtype[Any]]
-Dims = Sequence[int | str]
-
-
-class GraphWriter:
-    """Writes an ONNX graph node by node; `op` returns the name of the value it computes."""
-
-    def __init__(self, name: str, *, seed: int = 0, opset: int = OPSET) -> None:
-        self.random = np.random.default_rng(seed)
-        self._opset = opset
-        self._graph = onnx.GraphProto(name=name)
-
-    def input(self, name: str, dims: Dims, kind: int = TensorProto.FLOAT) -> str:
-        """Declare a graph input; a string in `dims` is a dynamic dimension."""
-        self._graph.input.append(helper.make_tensor_value_info(name, kind, list(dims)))
-        return name
-
-    def output(self, name: str, dims: Dims, kind: int = TensorProto.FLOAT) -> None:
-        """Declare a graph output; `name` is the result of some `op`."""
-        self._graph.output.append(helper.make_tensor_value_info(name, kind, list(dims)))
-
-    def weight(self, name: str, value: Array | Sequence[int] | float) -> str:
-        """Store an initializer (fp32 unless `value` has a type of its own); the same name is stored once."""
-        if name not in {tensor.name for tensor in self._graph.initializer}:
-            array = np.array(value, np.float32) if isinstance(value, float) else np.asarray(value)
-            self._graph.initializer.append(numpy_helper.from_array(array, name))
-        return name
-
-    def op(self, kind: str, *inputs: str, outputs: Sequence[str] | str = "", **attributes: Any) -> str:
-        """Append a node. Returns its first output, named by `outputs` or after the node."""
-        name = f"{kind}_{len(self._graph.node)}"
-        names = [outputs or name] if isinstance(outputs, str) else list(outputs)
-        self._graph.node.append(helper.make_node(kind, inputs, names, name=name, **attributes))
-        return names[0]
-
-    def model(self) -> onnx.ModelProto:
-        """The finished model, checked (shapes and types included)."""
-        opsets = [helper.make_opsetid("", self._opset)]
-        model = helper.make_model(
-            self._graph,
-            producer_name="onward",
-            opset_imports=opsets,
-            ir_version=helper.find_min_ir_version_for(opsets),
-        )
-        onnx.checker.check_model(model, full_check=True)
-        return model
-
-    def kaiming_uniform(self, *shape: int) -> Array:
-        """Uniform in +-sqrt(6 / fan_in): unit variance after a ReLU (He et al. 2015). `shape` is [out, in, ...]."""
-        bound = math.sqrt(6.0 / math.prod(shape[1:]))
-        return self.random.uniform(-bound, bound, shape).astype(np.float32)
-
-    def normal(self, std: float, *shape: int) -> Array:
-        """Normal with mean 0 and the given standard deviation."""
-        return self.random.standard_normal(shape, np.float32) * np.float32(std)
-
+from onward.trainer.onnx_graph.builder import Array, GraphWriter
 
 # -- SqueezeNet v1.1 (Iandola et al. 2016, the version with 2.4x less computation)
 

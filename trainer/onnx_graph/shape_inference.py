@@ -17,7 +17,7 @@ SMALL = 64
 """Stored tensors up to this many elements are given whole: shapes are computed from them."""
 
 
-def inferred(
+def infer_probes(
     model: onnx.ModelProto, stored: Mapping[str, torch.Tensor], lengths: Mapping[tuple[str, int], tuple[int, int]]
 ) -> dict[str, Probes]:
     """What each value is for the two lengths of every dynamic dimension; of values with other dimensions, nothing.

@@ -22,7 +22,7 @@ import onnx
 from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 from onnx import helper, numpy_helper, shape_inference
 
-from onward.trainer.onnx_graph.external_data import is_external, with_small_tensors
+from onward.trainer.onnx_graph.external_data import is_external, load_small_tensors
 
 DOMAIN = "onward"
 OPERATOR = "StochasticDepth"
@@ -56,14 +56,14 @@ class Branch:
         return "stochastic depth" if self.whole < 2 else "dropout written out"
 
 
-def branches(model: onnx.ModelProto, base: Path | None = None) -> list[Branch]:
+def find_branches(model: onnx.ModelProto, base: Path | None = None) -> list[Branch]:
     """Every branch of the main graph with a mask as described above. base: of external data, for its small tensors."""
     if not any(_is(node, *RANDOM) for node in model.graph.node):
         return []
-    return list(_Finder(with_small_tensors(model, base)).found())
+    return list(_Finder(load_small_tensors(model, base)).found())
 
 
-def marked(model: onnx.ModelProto, found: Iterable[Branch]) -> onnx.ModelProto:
+def mark_branches(model: onnx.ModelProto, found: Iterable[Branch]) -> onnx.ModelProto:
     """The model with one node of our own in place of each branch's last; the model itself if there is none."""
     places = {branch.result: branch for branch in found}
     if not places:

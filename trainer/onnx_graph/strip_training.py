@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from onward.trainer.onnx_graph.stochastic_depth import branches
+from onward.trainer.onnx_graph.stochastic_depth import find_branches
 
 
 def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = (), base: Path | None = None) -> Counter[str]:
@@ -32,7 +32,7 @@ def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = (), base: Pa
 
 
 def _strip_depth(model: onnx.ModelProto, keep: set[str], base: Path | None) -> Counter[str]:
-    if not (found := {branch.result: branch for branch in branches(model, base)}):
+    if not (found := {branch.result: branch for branch in find_branches(model, base)}):
         return Counter()
     graph = model.graph
     read_before = _reads(graph)

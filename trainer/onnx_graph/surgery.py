@@ -16,13 +16,13 @@ import onnx
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.index import UNTIED, Index, inferred, near, reads
+from onward.trainer.onnx_graph.index import UNTIED, Index, did_you_mean, known_types, names_read
 from onward.trainer.onnx_graph.new_head import replace_head
 
 # -- what the file keeps
 
 
-def operate(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> None:
+def apply_surgery(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> None:
     """Untie weights and replace the head, in place, as `model.untie`, `model.num_classes` and `model.head` say.
 
     The same seed makes the same weights everywhere. Raises ConfigError with everything wrong at once, `cut`'s
@@ -46,7 +46,7 @@ def _untie(graph: onnx.GraphProto, patterns: Sequence[str]) -> list[str]:
             problems.append(
                 f"model.untie: {matching[0]!r} is read by one node only; there is nothing to untie"
                 if matching
-                else f"model.untie: no initializer matches {pattern!r}{near(pattern, shared or index.stored)}"
+                else f"model.untie: no initializer matches {pattern!r}{did_you_mean(pattern, shared or index.stored)}"
             )
     for name, readers in shared.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
@@ -67,13 +67,13 @@ def _reread(node: onnx.NodeProto, old: str, new: str) -> None:
 # -- the part that is trained
 
 
-def is_cut(model: onnx.ModelProto, config: ModelConfig) -> bool:
+def trains_subgraph(model: onnx.ModelProto, config: ModelConfig) -> bool:
     """Whether only a part of the graph is trained."""
     inner = bool(config.output) and config.output not in [value.name for value in model.graph.output]
     return inner or bool(config.start)
 
 
-def cut(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
+def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
     """The part of a graph that is trained: what leads from `model.start` (or the graph's inputs) to `model.output`.
 
     The model itself when neither is inside it. A part gives the one tensor that the loss reads; it takes the
@@ -82,9 +82,9 @@ def cut(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
     """
     if problems := _cut_problems(model, config):
         raise ConfigError(problems)
-    if not is_cut(model, config):
+    if not trains_subgraph(model, config):
         return model
-    graph, types = model.graph, inferred(model)
+    graph, types = model.graph, known_types(model)
     output = config.output or graph.output[0].name
     kept, needed = _ancestors(graph, output, set(config.start))
     part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, domain=model.domain)
@@ -112,7 +112,7 @@ def _ancestors(graph: onnx.GraphProto, output: str, start: set[str]) -> tuple[li
     for node in reversed(graph.node):
         if (needed - start) & set(node.output):
             kept.append(node)
-            needed |= reads(node)
+            needed |= names_read(node)
     return kept[::-1], needed
 
 
@@ -127,8 +127,8 @@ def _cut_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]:
             if name in index.stored:
                 problems.append(f"{key} {name!r} is a weight; name a tensor that is computed from the inputs")
             elif name not in known:
-                problems.append(f"{key} {name!r} is no tensor of the model{near(name, known)}")
-    if problems or not is_cut(model, config):
+                problems.append(f"{key} {name!r} is no tensor of the model{did_you_mean(name, known)}")
+    if problems or not trains_subgraph(model, config):
         return problems
     _, needed = _ancestors(model.graph, output, set(config.start))
     if output in config.start or output not in index.makers:
@@ -140,7 +140,7 @@ def _cut_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]:
     ]
     if not needed & {*config.start, *(value.name for value in model.graph.input if value.name not in index.stored)}:
         problems.append(f"model.output {output!r} depends on none of the model's inputs")
-    types = inferred(model)
+    types = known_types(model)
     for name in (*config.start, output):
         if name not in types or not types[name].type.tensor_type.elem_type:
             problems.append(

@@ -34,22 +34,23 @@ from onnx import TensorProto, inliner
 from torch import fx, nn
 
 import onward.trainer.onnx_import.ops  # noqa: F401  registers the operator rules
-from onward.trainer.errors import ConfigError, UnsupportedModel
-from onward.trainer.onnx_graph.element_types import PACKED, Unsupported, Value, torch_dtype
-from onward.trainer.onnx_graph.external_data import external_problems, with_small_tensors
+from onward.trainer.errors import ConfigError, UnsupportedModel, UnsupportedNode
+from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
+from onward.trainer.onnx_graph.external_data import external_problems, load_small_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
-from onward.trainer.onnx_graph.shape_inference import inferred
-from onward.trainer.onnx_graph.stochastic_depth import branches, marked
+from onward.trainer.onnx_graph.shape_inference import infer_probes
+from onward.trainer.onnx_graph.stochastic_depth import find_branches, mark_branches
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
-from onward.trainer.onnx_import.lowering import Walk, functions_of, opsets_of, unknown_operators
+from onward.trainer.onnx_import.lowering import GraphLowering, local_functions, opsets_of, unknown_operators
 from onward.trainer.onnx_import.ops.contrib import OWN_NORMS, check_optimised
-from onward.trainer.onnx_import.passes.fuse import fuse as fuse_graph
-from onward.trainer.onnx_import.roles import Role, promoted, roles
-from onward.trainer.onnx_import.shape_assumptions import is_kept
-from onward.trainer.onnx_import.ties import Copies, copy_roles, find_copies
-from onward.trainer.onnx_import.ties import tie as tie_copies
-from onward.trainer.onnx_import.tracing import Traced, Tracer
+from onward.trainer.onnx_import.passes.fuse import fuse_graph as fuse_graph
+from onward.trainer.onnx_import.roles import Role, find_roles, promote_to_trained
+from onward.trainer.onnx_import.shape_assumptions import is_impure
+from onward.trainer.onnx_import.ties import Copies, find_copies, roles_of_copies
+from onward.trainer.onnx_import.ties import tie_copies as tie_copies
+from onward.trainer.onnx_import.tracing import Tracer
 from onward.trainer.onnx_import.trial_sizes import Lengths, trial_sizes
+from onward.trainer.onnx_import.values import Traced, Value
 
 
 def load_model(path: Path) -> onnx.ModelProto:
@@ -99,12 +100,12 @@ def to_module(
     """
     # before inlining: a tensor stored in a local function has no place of its own to be written back to
     stored = stored_tensors(model.graph, base)
-    depth = branches(model, base)
-    model = with_small_tensors(model, base)
+    depth = find_branches(model, base)
+    model = load_small_tensors(model, base)
     if model.functions:
         model = inliner.inline_local_functions(model)
-    found = promoted(roles(model.graph, stored), stored, train)
-    attempt, graph = import_graph(marked(model, depth), stored, found, base)
+    found = promote_to_trained(find_roles(model.graph, stored), stored, train)
+    attempt, graph = import_graph(mark_branches(model, depth), stored, found, base)
     copies = find_copies(stored, found) if tie else {}
     return _finish(attempt, graph, copies, fuse=fuse)
 
@@ -115,7 +116,7 @@ def _finish(attempt: ImportAttempt, graph: fx.Graph, copies: Copies, *, fuse: bo
     tie_copies(graph, root, {name: path for path, name in attempt.onnx_names.items()}, copies)
     if fuse:
         fuse_graph(graph, root)
-    graph.eliminate_dead_code(is_impure_node=is_kept)
+    graph.eliminate_dead_code(is_impure_node=is_impure)
     graph.lint()
     module = ImportedGraph(root, graph, "ImportedGraph")
     # traced nodes refer to the tracer; through its root every rank would keep all weights of all stages alive
@@ -126,7 +127,7 @@ def _finish(attempt: ImportAttempt, graph: fx.Graph, copies: Copies, *, fuse: bo
     module.input_names = tuple(value.name for value in attempt.inputs)
     module.output_names = tuple(value.name for value in attempt.model.graph.output)
     module.copies = {name: of for name, of in copies.items() if of[0] in module.onnx_names.values()}
-    module.roles = copy_roles(attempt.roles, module.copies)
+    module.roles = roles_of_copies(attempt.roles, module.copies)
     return module
 
 
@@ -167,7 +168,7 @@ class ImportAttempt:
     @property
     def cost(self) -> tuple[int, int, int]:
         """Number of refused nodes, of assumptions about lengths, of runtime nodes; compared in this order."""
-        return len(self.problems), len(self.tracer.assumed), len(self.tracer.leaves)
+        return len(self.problems), len(self.tracer.assumptions), len(self.tracer.runtime_nodes)
 
     @property
     def inputs(self) -> list[onnx.ValueInfoProto]:
@@ -182,9 +183,9 @@ class ImportAttempt:
         for name, tensor in stored.items():
             values[name] = self._add_stored(name, tensor)
         graph = self.model.graph
-        walk = Walk(self.tracer, graph, functions_of(self.model), self.batch, self.base, self.problems)
+        walk = GraphLowering(self.tracer, graph, local_functions(self.model), self.batch, self.base, self.problems)
         if self.batch is None:  # a dynamic batch contradicts the shapes that a file of fixed batch has as constants
-            walk.shapes = functools.cache(lambda: inferred(self.model, stored, lengths))
+            walk.shapes = functools.cache(lambda: infer_probes(self.model, stored, lengths))
         walk.run(graph, values, opsets_of(self.model))
         missing = [value.name for value in graph.output if value.name not in values]
         if not self.problems and missing:
@@ -210,7 +211,7 @@ class ImportAttempt:
             return
         try:
             dtype = torch_dtype(kind.elem_type)
-        except Unsupported as error:
+        except UnsupportedNode as error:
             self.problems.append(f"input {value.name!r}: {error}")
             return
         shapes = [[lengths[value.name, dim][side] for dim in range(len(kind.shape.dim))] for side in (0, 1)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ import onnx
 import torch
 from onnx import defs, helper
 
-from onward.trainer.onnx_graph.element_types import Value, element_type, read_tensor
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_graph.index import subgraphs
+from onward.trainer.onnx_graph.tensor_protos import read_tensor
+from onward.trainer.onnx_import.values import Traced, Value, element_type
 
 
 def has_definition(node: onnx.NodeProto, opset: int) -> bool:
@@ -92,15 +93,7 @@ def _fill_in(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> 
 # -- inner graphs: branches and loop bodies
 
 
-def subgraphs(node: onnx.NodeProto) -> Iterable[onnx.GraphProto]:
-    """The inner graphs of a node."""
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
-def captured(node: onnx.NodeProto) -> list[str]:
+def outer_names_read(node: onnx.NodeProto) -> list[str]:
     """The outer values that the inner graphs of a node read."""
     if not any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
         return []
@@ -111,12 +104,12 @@ def _free(graph: onnx.GraphProto) -> list[str]:
     own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer} | {""}
     free: list[str] = []
     for node in graph.node:
-        free += [name for name in (*node.input, *captured(node)) if name not in own]
+        free += [name for name in (*node.input, *outer_names_read(node)) if name not in own]
         own.update(node.output)
     return free + [value.name for value in graph.output if value.name not in own]
 
 
-def scoped(node: onnx.NodeProto, base: Path | None) -> tuple[onnx.NodeProto, dict[str, torch.Tensor]]:
+def hoist_stored_tensors(node: onnx.NodeProto, base: Path | None) -> tuple[onnx.NodeProto, dict[str, torch.Tensor]]:
     """The node with the tensors its inner graphs store taken out, and these under names of their own.
 
     The inner graphs then read them as they read outer values: so they reach a leaf as operands.

@@ -12,20 +12,23 @@ import torch
 from onnx import defs
 from torch.utils import _pytree as pytree
 
-from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value
+from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_graph.index import subgraphs
 from onward.trainer.onnx_graph.shape_inference import Probes
-from onward.trainer.onnx_import import converters as foreign
+from onward.trainer.onnx_import import converters
+from onward.trainer.onnx_import.converters import onnx2torch_converter, user_converter
+from onward.trainer.onnx_import.eager import EagerTracer
 from onward.trainer.onnx_import.function_bodies import (
-    captured,
     function_body,
     has_definition,
+    hoist_stored_tensors,
     local_body,
-    scoped,
-    subgraphs,
+    outer_names_read,
 )
 from onward.trainer.onnx_import.registry import RULES, Call, run_rule
-from onward.trainer.onnx_import.runtime_node import Functions, Leaf, Surroundings
-from onward.trainer.onnx_import.tracing import Eager, Traced, Tracer
+from onward.trainer.onnx_import.runtime_node import LocalFunctions, NodeContext, RuntimeNode
+from onward.trainer.onnx_import.tracing import Tracer
+from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
 Body = onnx.GraphProto | onnx.FunctionProto
 
@@ -35,7 +38,7 @@ def opsets_of(model: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
     return {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in model.opset_import}
 
 
-def functions_of(model: onnx.ModelProto) -> Functions:
+def local_functions(model: onnx.ModelProto) -> LocalFunctions:
     """The functions a model defines itself."""
     return {(function.domain, function.name, function.overload): function for function in model.functions}
 
@@ -52,20 +55,20 @@ def _since(operator: str, opset: int, domain: str) -> int:
         return opset
 
 
-def since(node: onnx.NodeProto, opset: int) -> int:
+def since_version(node: onnx.NodeProto, opset: int) -> int:
     """The opset in which the operator took the meaning it has in `opset`."""
     return _since(node.op_type, opset, _domain(node))
 
 
-def label(node: onnx.NodeProto, opset: int) -> str:
+def node_label(node: onnx.NodeProto, opset: int) -> str:
     """The node as problems name it."""
     operator = f"{_domain(node)}.{node.op_type}" if _domain(node) else node.op_type
-    return f"node {node.name or next(filter(None, node.output), '')!r}: {operator}-{since(node, opset)}"
+    return f"node {node.name or next(filter(None, node.output), '')!r}: {operator}-{since_version(node, opset)}"
 
 
 def unknown_operators(model: onnx.ModelProto) -> list[str]:
     """A sentence for every node, inner graphs and functions included, no rule, converter or definition exists for."""
-    functions = functions_of(model)
+    functions = local_functions(model)
     found = [
         *_unknown(model.graph.node, opsets_of(model), functions),
         *(text for body in model.functions for text in _unknown(body.node, opsets_of(body), functions)),
@@ -73,16 +76,16 @@ def unknown_operators(model: onnx.ModelProto) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _unknown(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], functions: Functions) -> Iterable[str]:
+def _unknown(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], functions: LocalFunctions) -> Iterable[str]:
     for node in nodes:
         opset = opsets.get(_domain(node), 1)
         if _function(node, functions) is None and not _known(node, opset):
-            yield f"{label(node, opset)}: it is not implemented"
+            yield f"{node_label(node, opset)}: it is not implemented"
         for graph in subgraphs(node):
             yield from _unknown(graph.node, opsets, functions)
 
 
-def _function(node: onnx.NodeProto, functions: Functions) -> onnx.FunctionProto | None:
+def _function(node: onnx.NodeProto, functions: LocalFunctions) -> onnx.FunctionProto | None:
     return functions.get((node.domain, node.op_type, node.overload))
 
 
@@ -92,25 +95,25 @@ def _known(node: onnx.NodeProto, opset: int) -> bool:
 
 def _route(node: onnx.NodeProto, opset: int) -> str:
     """What imports a node, in the words of `onward doctor`."""
-    version = since(node, opset)
-    if foreign.users_converter(node, version) is not None:
+    version = since_version(node, opset)
+    if user_converter(node, version) is not None:
         return "your converter"
     if _rule(node, version) is not None:
         return "rule"
     if has_definition(node, opset):
         return "definition"
-    return "nothing" if foreign.stock_converter(node, version) is None else "onnx2torch"
+    return "nothing" if onnx2torch_converter(node, version) is None else "onnx2torch"
 
 
-def operators(model: onnx.ModelProto) -> Iterable[tuple[str, int, str]]:
+def list_operators(model: onnx.ModelProto) -> Iterable[tuple[str, int, str]]:
     """(operator, version, what imports it) of every node, inner graphs and functions included."""
-    functions = functions_of(model)
+    functions = local_functions(model)
 
     def of(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int]) -> Iterable[tuple[str, int, str]]:
         for node in nodes:
             opset = opsets.get(_domain(node), 1)
             route = "function" if _function(node, functions) is not None else _route(node, opset)
-            yield f"{_domain(node)}.{node.op_type}".lstrip("."), since(node, opset), route
+            yield f"{_domain(node)}.{node.op_type}".lstrip("."), since_version(node, opset), route
             for graph in subgraphs(node):
                 yield from of(graph.node, opsets)
 
@@ -135,20 +138,20 @@ def _without_unread(node: onnx.NodeProto, read: set[str]) -> onnx.NodeProto:
 
 
 def lower_eagerly(
-    node: onnx.NodeProto, values: Mapping[str, Value], around: Surroundings, tracer: Eager
+    node: onnx.NodeProto, values: Mapping[str, Value], around: NodeContext, tracer: EagerTracer
 ) -> Sequence[Value]:
     """Compute one node with real tensors: what a leaf does when the graph runs."""
-    return Walk(tracer, onnx.GraphProto(), around.functions).lower(node, {"": None, **values}, around.opsets)
+    return GraphLowering(tracer, onnx.GraphProto(), around.functions).lower(node, {"": None, **values}, around.opsets)
 
 
 @dataclass
-class Walk:
+class GraphLowering:
     """Walks the nodes of a graph; collects what is refused instead of stopping at the first."""
 
     tracer: Tracer
     graph: onnx.GraphProto
     """The whole graph, for converters that look around in it."""
-    functions: Functions = field(default_factory=dict)
+    functions: LocalFunctions = field(default_factory=dict)
     batch: int | None = None
     base: Any = None
     """The directory of external data."""
@@ -160,23 +163,23 @@ class Walk:
 
     @property
     def eager(self) -> bool:
-        return isinstance(self.tracer, Eager)
+        return isinstance(self.tracer, EagerTracer)
 
     def run(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int]) -> None:
         """Lower every node of a graph or a definition; the results go into `values`, by name."""
         returned = (output if isinstance(output, str) else output.name for output in body.output)
-        read = {*returned, *(name for node in body.node for name in (*node.input, *captured(node)))}
+        read = {*returned, *(name for node in body.node for name in (*node.input, *outer_names_read(node)))}
         for node in body.node:
             if node.op_type == "Constant" and node.output[0] in values:
                 continue  # its tensor is stored
-            if not all(name in values for name in (*node.input, *captured(node))):
+            if not all(name in values for name in (*node.input, *outer_names_read(node))):
                 continue  # it depends on a node that was refused
             try:
                 results = self._node(node if self.eager else _without_unread(node, read), values, opsets)
-            except Unsupported as error:
-                problem = f"{label(node, opsets.get(_domain(node), 1))}: {error}"
+            except UnsupportedNode as error:
+                problem = f"{node_label(node, opsets.get(_domain(node), 1))}: {error}"
                 if self.eager:
-                    raise Unsupported(problem) from error
+                    raise UnsupportedNode(problem) from error
                 self.problems.append(problem)
             else:
                 values.update(zip(node.output, results, strict=False))
@@ -190,11 +193,11 @@ class Walk:
         if self.eager:
             return self.lower(node, values, opsets)
         if any(True for _ in subgraphs(node)):
-            node, constants = scoped(node, self.base)
+            node, constants = hoist_stored_tensors(node, self.base)
             values.update(constants)
         try:
             return self.lower(node, values, opsets)
-        except RunTime:
+        except NeedsRuntimeValues:
             self._check_attributes(node, opsets.get(_domain(node), 1))
             return self._leaf(node, values, opsets)
 
@@ -205,20 +208,20 @@ class Walk:
         except defs.SchemaError:
             return
         if unread := sorted({attribute.name for attribute in node.attribute} - set(known)):
-            raise Unsupported(f"attribute {', '.join(unread)} is not implemented")
+            raise UnsupportedNode(f"attribute {', '.join(unread)} is not implemented")
 
     def _leaf(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
-        around = Surroundings(opsets, self.functions)
-        names = list(dict.fromkeys(name for name in (*node.input, *captured(node)) if name))
+        around = NodeContext(opsets, self.functions)
+        names = list(dict.fromkeys(name for name in (*node.input, *outer_names_read(node)) if name))
         args = [self.tracer.to_tensor(values[name]) for name in names]
         if not any(isinstance(value, Traced) for value in pytree.tree_leaves(args)):
-            tracer = Eager(torch.device("cpu"), training=self.tracer.training)
+            tracer = EagerTracer(torch.device("cpu"), training=self.tracer.training)
             with torch.no_grad():
                 return lower_eagerly(node, dict(zip(names, args, strict=True)), around, tracer)
         name = (node.name or next(filter(None, node.output))).replace(".", "_").replace("/", "_")
         known = {} if self.depth else self.shapes()
         results = [known.get(output) for output in node.output]
-        return self.tracer.leaf(name, Leaf(node, names, around, lower_eagerly), args, results)
+        return self.tracer.add_runtime_node(name, RuntimeNode(node, names, around, lower_eagerly), args, results)
 
     def lower(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
         """The user's converter, else our rule, else onnx2torch's converter, else ONNX's own definition."""
@@ -226,9 +229,9 @@ class Walk:
         operands = [values[name] for name in node.input]
         if (function := _function(node, self.functions)) is not None:
             return self._expand(node, local_body(function, node), values, opsets)
-        version = since(node, opset)
+        version = since_version(node, opset)
         rule = _rule(node, version)
-        converter = foreign.users_converter(node, version)
+        converter = user_converter(node, version)
         if converter is None and rule is not None:
 
             def run_body(body: onnx.GraphProto, inputs: Sequence[Value]) -> list[Value]:
@@ -236,24 +239,26 @@ class Walk:
 
             return run_rule(Call(node, version, self.tracer, batch=self.batch, run_body=run_body), rule, operands)
         body = function_body(node, opset, operands)
-        converter = converter or (None if body is not None else foreign.stock_converter(node, version))
+        converter = converter or (None if body is not None else onnx2torch_converter(node, version))
         if converter is not None:
-            return foreign.run_converter(converter, node, graph=self.graph, operands=operands, tracer=self.tracer)
+            return converters.run_converter(converter, node, graph=self.graph, operands=operands, tracer=self.tracer)
         if body is None:
-            raise Unsupported("it is not implemented")
+            raise UnsupportedNode("it is not implemented")
         return self._expand(node, body, values, opsets)
 
     def _expand(
         self, node: onnx.NodeProto, body: onnx.FunctionProto, outer: Mapping[str, Value], opsets: Mapping[str, int]
     ) -> Sequence[Value]:
         """Lower a definition in place of the node it defines, in its own opsets where it names them."""
-        inner: dict[str, Value] = {name: outer[name] for name in captured(node)}  # some definitions take them over
+        inner: dict[str, Value] = {
+            name: outer[name] for name in outer_names_read(node)
+        }  # some definitions take them over
         inner.update({"": None, **dict.fromkeys(body.input, None)})
         inner.update(zip(body.input, (outer[name] for name in node.input), strict=False))
         self._run_inside(body, inner, {**opsets, **opsets_of(body)}, "definition")
         wanted = [formal for formal, actual in zip(body.output, node.output, strict=False) if actual]
         if missing := [name for name in wanted if name not in inner]:
-            raise Unsupported(f"its definition does not compute {', '.join(missing)}")
+            raise UnsupportedNode(f"its definition does not compute {', '.join(missing)}")
         return [inner.get(name) for name in body.output][: len(node.output)]
 
     def _inner(
@@ -274,4 +279,4 @@ class Walk:
         if len(self.problems) > before:
             causes = self.problems[before:]
             del self.problems[before:]
-            raise Unsupported(f"in its {what}, {causes[0]}")
+            raise UnsupportedNode(f"in its {what}, {causes[0]}")

@@ -21,16 +21,12 @@ import onnx
 import torch
 from torch import nn
 
-from onward.trainer.onnx_graph.element_types import (
-    HostInts,
-    RunTime,
-    Unsupported,
-    Value,
-    attribute_value,
-    element_type,
-    torch_dtype,
-)
-from onward.trainer.onnx_import.tracing import Eager, Tracer
+from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_graph.element_types import torch_dtype
+from onward.trainer.onnx_graph.index import attribute_value
+from onward.trainer.onnx_import.eager import EagerTracer
+from onward.trainer.onnx_import.tracing import Tracer
+from onward.trainer.onnx_import.values import NeedsRuntimeValues, ShapeArray, Value, element_type
 
 Rule = Callable[..., Value]
 RunBody = Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]
@@ -38,7 +34,7 @@ RunBody = Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]
 RULES: dict[tuple[str, int], Rule] = {}
 """(operator, since_version) -> the function that lowers it; in other domains than ONNX's, "domain.operator"."""
 
-HOST_RULES: dict[str, Rule] = {}
+SHAPE_RULES: dict[str, Rule] = {}
 """Operator -> how it works on host integers alone (trainer/onnx_import/ops/shape_arithmetic.py)."""
 
 
@@ -55,11 +51,11 @@ def lower(*operators: str, since: Sequence[int]) -> Callable[[Rule], Rule]:
     return file
 
 
-def on_host(*operators: str) -> Callable[[Rule], Rule]:
+def shape_rule(*operators: str) -> Callable[[Rule], Rule]:
     """File how operators work on host integers; the rule may return NotImplemented to pass."""
 
     def file(rule: Rule) -> Rule:
-        HOST_RULES.update(dict.fromkeys(operators, rule))
+        SHAPE_RULES.update(dict.fromkeys(operators, rule))
         return rule
 
     return file
@@ -99,7 +95,7 @@ class Call:
     @property
     def eager(self) -> bool:
         """Whether it computes with real tensors now, rather than building a graph."""
-        return isinstance(self.tracer, Eager)
+        return isinstance(self.tracer, EagerTracer)
 
     def body(self, name: str, inputs: Sequence[Value]) -> list[Value]:
         """The results of an inner graph, an attribute, for these inputs; it reads the values around the node too."""
@@ -117,7 +113,7 @@ class Call:
         """Refuse an attribute that is present with a value other than those implemented."""
         value = self.attr(name, allowed[0])
         if value not in allowed:
-            raise Unsupported(f"{name}={value!r} is not implemented (only {', '.join(map(repr, allowed))})")
+            raise UnsupportedNode(f"{name}={value!r} is not implemented (only {', '.join(map(repr, allowed))})")
 
     def unread(self) -> list[str]:
         """Attributes the rule has not looked at, and so does not implement."""
@@ -139,15 +135,15 @@ class Call:
 
     def ints(self, x: Value) -> list[Value]:
         """A 0-d or 1-d integer operand as host integers. Raises RunTime if it is known only at run time."""
-        array = self.tracer.host_ints(x)
+        array = self.tracer.shape_ints(x)
         if array is None:
-            raise RunTime("an operand that must be a constant or a shape is computed at run time")
+            raise NeedsRuntimeValues("an operand that must be a constant or a shape is computed at run time")
         return list(array.reshape(-1))
 
     def axis(self, x: Value, axis: int) -> int:
         """An axis counted from the front."""
         if not -x.ndim <= axis <= max(x.ndim - 1, 0):
-            raise Unsupported(f"axis {axis} is outside a tensor of {x.ndim} dimensions")
+            raise UnsupportedNode(f"axis {axis} is outside a tensor of {x.ndim} dimensions")
         return int(axis % max(x.ndim, 1))
 
     def axes(self, given: Value) -> list[int] | None:
@@ -161,13 +157,13 @@ class Call:
         """A constant of one element as a Python number. Raises RunTime if it is known only at run time."""
         if isinstance(x, torch.Tensor) and x.numel() == 1:
             return x.item()
-        raise RunTime("an operand that must be a constant number is computed at run time")
+        raise NeedsRuntimeValues("an operand that must be a constant number is computed at run time")
 
     def constant(self, x: Value) -> torch.Tensor:
         """A constant tensor. Raises RunTime if it is known only at run time."""
         if isinstance(x, torch.Tensor):
             return x
-        raise RunTime("an operand that must be constant is computed at run time")
+        raise NeedsRuntimeValues("an operand that must be constant is computed at run time")
 
     def dtype(self, element_type: int) -> torch.dtype:
         """The torch type of an ONNX element type."""
@@ -184,22 +180,22 @@ def run_rule(call: Call, rule: Rule, operands: Sequence[Value]) -> tuple[Value, 
         return (result,) if not isinstance(result, tuple) else result
     try:
         result = rule(call, *(call.tracer.to_tensor(operand) for operand in operands))
-    except Unsupported:
+    except UnsupportedNode:
         raise
     except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError, KeyError) as error:
-        raise Unsupported(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+        raise UnsupportedNode(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     if unread := call.unread():
-        raise Unsupported(f"attribute {', '.join(unread)} is not implemented")
+        raise UnsupportedNode(f"attribute {', '.join(unread)} is not implemented")
     return result if isinstance(result, tuple) else (result,)
 
 
 def _on_host(call: Call, operands: Sequence[Value]) -> Value:
-    rule = HOST_RULES.get(call.op)
+    rule = SHAPE_RULES.get(call.op)
     if rule is None or not any(isinstance(operand, np.ndarray) for operand in operands):
         return NotImplemented
-    arrays: list[HostInts | None] = []
+    arrays: list[ShapeArray | None] = []
     for operand in operands:
-        array = None if operand is None else call.tracer.host_numbers(operand)
+        array = None if operand is None else call.tracer.shape_numbers(operand)
         if operand is not None and array is None:
             return NotImplemented
         arrays.append(array)

@@ -18,7 +18,7 @@ import onnx
 import torch
 from onnx import TensorProto
 
-from onward.trainer.onnx_import.tensor_contents import is_made_up, is_mask, is_table_of_waves, is_whole
+from onward.trainer.onnx_import.tensor_contents import is_exporter_name, is_integer_table, is_mask, is_sinusoidal_table
 
 Kind = Literal["trained", "statistic", "frozen"]
 Origin = Literal["stored", "integers", "data"]
@@ -304,7 +304,7 @@ def _is_integer(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and not tensor.is_floating_point()
 
 
-def roles(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> dict[str, Role]:
+def find_roles(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> dict[str, Role]:
     """The role of every stored float tensor (initializers and Constant nodes), and of quantized weights, by name.
 
     What is stored inside the graphs of If, Loop and Scan is listed too, as frozen, under `node/name`.
@@ -327,7 +327,9 @@ def roles(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> dict[s
     return found | dict(_inner_roles(graph))
 
 
-def promoted(found: Mapping[str, Role], weights: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, Role]:
+def promote_to_trained(
+    found: Mapping[str, Role], weights: Mapping[str, torch.Tensor], names: Iterable[str]
+) -> dict[str, Role]:
     """The roles with those named made weights, whatever they look like; running statistics stay what they are."""
     chosen = {
         name
@@ -384,18 +386,18 @@ def _role(name: str, tensor: torch.Tensor, analysis: _Analysis, read: set[str]) 
 def _given_away(name: str, tensor: torch.Tensor, analysis: _Analysis) -> str:
     """Why a tensor that meets data is none of the weights all the same; "" if it is one."""
     operator, weighted = analysis.met[name], name in analysis.weighted
-    if tensor.numel() == 1 and (not weighted or (tensor.ndim == 0 and is_made_up(name))):
+    if tensor.numel() == 1 and (not weighted or (tensor.ndim == 0 and is_exporter_name(name))):
         return "a single number"  # also the 0 of a mask, made in the graph, that is added to a product
     if is_mask(tensor) or name in analysis.masks:
         return "a mask"
     if name in analysis.states and not tensor.any():
         return "the zero state a recurrent layer begins in"
-    if operator == "InstanceNormalization" and is_made_up(name) and bool(((tensor == 0) | (tensor == 1)).all()):
+    if operator == "InstanceNormalization" and is_exporter_name(name) and bool(((tensor == 0) | (tensor == 1)).all()):
         return "the neutral scale or bias of a normalisation whose own ones come after it"
     if name in analysis.conv_biases and re.fullmatch(r"val_\d+", name) and not tensor.any():
         return "zeros an exporter gave convolutions that have no bias"
-    if not weighted and (operator in ELEMENTWISE or operator.startswith("Gather")) and is_table_of_waves(tensor):
+    if not weighted and (operator in ELEMENTWISE or operator.startswith("Gather")) and is_sinusoidal_table(tensor):
         return "a table of sines, cosines or positions"
-    if not weighted and operator in ELEMENTWISE and is_whole(tensor):
+    if not weighted and operator in ELEMENTWISE and is_integer_table(tensor):
         return "a table of whole numbers: a grid, strides or distances"
     return ""

@@ -16,29 +16,31 @@ import onnx
 import torch
 from torch import nn
 
-from onward.trainer.onnx_graph.element_types import Unsupported, Value
-from onward.trainer.onnx_import.tracing import ANCHOR, Eager
+from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_import.eager import EagerTracer
+from onward.trainer.onnx_import.tracing import ANCHOR
+from onward.trainer.onnx_import.values import Value
 
-Functions = Mapping[tuple[str, str, str], onnx.FunctionProto]
+LocalFunctions = Mapping[tuple[str, str, str], onnx.FunctionProto]
 """(domain, name, overload) -> a function the model itself defines."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class NodeContext:
     """What a node's meaning depends on besides its operands."""
 
     opsets: Mapping[str, int]
-    functions: Functions
+    functions: LocalFunctions
 
 
-Lower = Callable[[onnx.NodeProto, Mapping[str, Value], Surroundings, Eager], Sequence[Value]]
+EagerLowering = Callable[[onnx.NodeProto, Mapping[str, Value], NodeContext, EagerTracer], Sequence[Value]]
 """Computes a node with the values its operands, and the names its inner graphs capture, have."""
 
 
-class Leaf(nn.Module):
+class RuntimeNode(nn.Module):
     """One node, computed by its rule each time the graph runs. Follows train() and eval()."""
 
-    def __init__(self, node: onnx.NodeProto, names: Sequence[str], around: Surroundings, lower: Lower) -> None:
+    def __init__(self, node: onnx.NodeProto, names: Sequence[str], around: NodeContext, lower: EagerLowering) -> None:
         super().__init__()
         self.node = node
         self.names = tuple(names)
@@ -53,13 +55,13 @@ class Leaf(nn.Module):
         return self._compute(*args) if dynamo is None else dynamo.disable(self._compute)(*args)
 
     def _compute(self, *args: Any) -> Any:
-        tracer = Eager(self.get_buffer(ANCHOR).device, training=self.training)
+        tracer = EagerTracer(self.get_buffer(ANCHOR).device, training=self.training)
         values = dict(zip(self.names, args, strict=True))
         device = tracer.anchor.device
         with contextlib.nullcontext() if device.type == "cpu" else device:  # where new tensors are put
             try:
                 results = self.lower(self.node, values, self.around, tracer)
-            except Unsupported as error:
+            except UnsupportedNode as error:
                 raise RuntimeError(f"node {self.node.name or self.node.output[0]!r}: {error}") from error
         outputs = tuple(tracer.to_tensor(result) for result in results)
         outputs += (None,) * (len(self.node.output) - len(outputs))
@@ -70,4 +72,4 @@ class Leaf(nn.Module):
 
 
 # torch.compile leaves it, and all it calls, to Python: what it does depends on data
-Leaf.forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+RuntimeNode.forward._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""What an import takes for granted: numbers made of lengths that come out alike at both sizes, though not at all sizes.
+"""Numbers computed from dynamic lengths that are equal at both trial sizes, but not at every size.
 
-So `length % 2` does at 7 and 11. The graph that is built is right wherever such a number is what it was; a call
-of `must_be` in it sees to that, so that at other lengths there is an error and no wrong result.
+`length % 2` is 1 at lengths 7 and 11, for example. The import treats such a number as a constant and adds a call of
+`check_assumption` to the graph: at other lengths the graph raises an error and never returns a wrong result.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, 16, 24, 32, 49, 64, 100, 128, 224, 256, 511, 512, 1000, 1024, 4096)
+"""Lengths at which `can_differ` evaluates a number again."""
 
 
-def must_be(found: float, assumed: float, what: str) -> None:
-    """Raises RuntimeError unless a number is what it was at every size the graph was imported at."""
+def check_assumption(found: float, assumed: float, what: str) -> None:
+    """Raise RuntimeError unless a number is what it was at the trial sizes."""
     if found != assumed:
         raise RuntimeError(
             f"the graph was imported for lengths at which {what} is {assumed}, but now it is {found}: it would compute "
@@ -24,45 +25,48 @@ def must_be(found: float, assumed: float, what: str) -> None:
         )
 
 
-def is_kept(node: fx.Node) -> bool:
-    """Whether a node stays in the graph though nobody reads it."""
-    return node.op in ("placeholder", "output") or node.target is must_be
+def is_impure(node: fx.Node) -> bool:
+    """Return whether dead-code elimination must keep a node although no other node reads it."""
+    return node.op in ("placeholder", "output") or node.target is check_assumption
 
 
-def may_differ(node: fx.Node, value: float) -> bool:
-    """Whether a number made of lengths, `value` at both sizes, is another at some other lengths."""
-    pairs = list(dict.fromkeys(_pairs(node)))
-    for shift in range(2):  # all lengths alike, and all different
+def can_differ(node: fx.Node, value: float) -> bool:
+    """Return whether a number computed from lengths, `value` at both trial sizes, differs at some other lengths."""
+    pairs = list(dict.fromkeys(_lengths_read(node)))
+    for shift in range(2):  # first all dimensions of one length, then each of another length
         for start in range(len(LENGTHS)):
             lengths = {pair: LENGTHS[(start + 7 * i * shift) % len(LENGTHS)] for i, pair in enumerate(pairs)}
             try:
-                if _number(node, lengths) != value:
+                if _evaluate(node, lengths) != value:
                     return True
             except (ArithmeticError, LookupError, TypeError, ValueError):
-                continue  # the file takes no such length
+                continue  # the model does not take such a length
     return False
 
 
-def _pairs(node: fx.Node) -> Iterable[tuple[int, int]]:
+def _lengths_read(node: fx.Node) -> Iterable[tuple[int, int]]:
+    """Yield the pair of trial lengths, which identifies a dimension, of every length that a number depends on."""
     if node.target == "size":
         yield node.meta["probes"]
     else:
         for argument in node.all_input_nodes:
-            yield from _pairs(argument)
+            yield from _lengths_read(argument)
 
 
-def _number(node: fx.Node, lengths: Mapping[tuple[int, int], int]) -> Any:
+def _evaluate(node: fx.Node, lengths: Mapping[tuple[int, int], int]) -> Any:
     if node.target == "size":
         return lengths[node.meta["probes"]]
     if node.op != "call_function" or not callable(node.target):
         raise TypeError(f"{node} is not made of lengths alone")
-    args = pytree.tree_map(lambda leaf: _number(leaf, lengths) if isinstance(leaf, fx.Node) else leaf, node.args)
+    args = pytree.tree_map(lambda leaf: _evaluate(leaf, lengths) if isinstance(leaf, fx.Node) else leaf, node.args)
     return node.target(*args)
 
 
-def told(node: object) -> str:
-    """How a number is made, in words of the graph."""
+def expression_text(node: object) -> str:
+    """Return the expression that computes a number, such as "mod(size(x, 1), 2)"."""
     if not isinstance(node, fx.Node):
         return str(node)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return f"{name}({', '.join(map(told, node.args))})" if node.args and node.op != "call_module" else str(node.target)
+    if not node.args or node.op == "call_module":
+        return str(node.target)
+    return f"{name}({', '.join(map(expression_text, node.args))})"

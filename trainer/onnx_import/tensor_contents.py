@@ -28,7 +28,7 @@ def is_mask(tensor: torch.Tensor) -> bool:
     return bool((flat <= -50).any()) or (matrix and bool((flat == 0).any() and (flat == 1).any()))
 
 
-def is_table_of_waves(tensor: torch.Tensor) -> bool:
+def is_sinusoidal_table(tensor: torch.Tensor) -> bool:
     """Whether each column is a sine, a cosine or a ramp of the row's number: positions made into features.
 
     Such columns x obey x[n + 1] + x[n - 1] = 2 cos(w) x[n]; no learned table does.
@@ -43,7 +43,7 @@ def is_table_of_waves(tensor: torch.Tensor) -> bool:
     return bool(wave.all()) and int(varied.sum()) * 2 >= rows.shape[1]
 
 
-def is_whole(tensor: torch.Tensor) -> bool:
+def is_integer_table(tensor: torch.Tensor) -> bool:
     """Whole numbers that are not just zeros and ones: grids, strides, distances."""
     flat = tensor.reshape(-1)
     if not _are_whole(flat[:64]) or not _are_whole(flat):
@@ -55,7 +55,7 @@ def _are_whole(values: torch.Tensor) -> bool:
     return bool((values == values.round()).all())
 
 
-def says_something(tensor: torch.Tensor) -> bool:
+def is_distinctive(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds enough different numbers that another like it is a copy: no zeros, ones or identities."""
     flat = tensor.reshape(-1)
     starts = torch.linspace(0, max(flat.numel() - BLOCK, 0), NUM_BLOCKS).long().tolist()
@@ -63,6 +63,6 @@ def says_something(tensor: torch.Tensor) -> bool:
     return seen > max(2, min(16, flat.numel() // 4))
 
 
-def is_made_up(name: str) -> bool:
+def is_exporter_name(name: str) -> bool:
     """Whether an exporter gave the name, not the module's author."""
     return re.fullmatch(r"onnx::\w+|val_\d+|_?\d+|.*_(fold|fused)\w*|/.*_output_\d+", name) is not None

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from onward.trainer.onnx_graph.index import UNTIED
 from onward.trainer.onnx_import.roles import Role
-from onward.trainer.onnx_import.tensor_contents import says_something
+from onward.trainer.onnx_import.tensor_contents import is_distinctive
 
 Copies = dict[str, tuple[str, bool]]
 """Name of a copy -> the weight it is a copy of, and whether it is its transpose."""
@@ -40,7 +40,7 @@ def find_copies(weights: Mapping[str, torch.Tensor], roles: Mapping[str, Role]) 
         if found is not None:
             copies[name] = found
             continue
-        if says_something(tensor):
+        if is_distinctive(tensor):
             seen.setdefault(_key(tensor), []).append((name, False))
             if tensor.ndim == 2:
                 seen.setdefault(_key(tensor.t()), []).append((name, True))
@@ -64,7 +64,7 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def tie(graph: fx.Graph, root: nn.Module, paths: Mapping[str, str], copies: Copies) -> None:
+def tie_copies(graph: fx.Graph, root: nn.Module, paths: Mapping[str, str], copies: Copies) -> None:
     """Let whatever reads a copy read its original, and take the copy off the module. paths: name -> path on `root`."""
     reads = {str(node.target): node for node in graph.nodes if node.op == "get_attr"}
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -80,7 +80,7 @@ def tie(graph: fx.Graph, root: nn.Module, paths: Mapping[str, str], copies: Copi
         delattr(root.get_submodule(owner), leaf)
 
 
-def copy_roles(roles: Mapping[str, Role], copies: Copies) -> dict[str, Role]:
+def roles_of_copies(roles: Mapping[str, Role], copies: Copies) -> dict[str, Role]:
     """The roles, a copy's saying of what it is one."""
 
     def told(name: str, role: Role) -> Role:

@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto
 
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.external_data import is_external, place, write_back
+from onward.trainer.onnx_graph.external_data import byte_range, is_external, write_external
 from onward.trainer.onnx_graph.index import all_tensors
-from onward.trainer.onnx_graph.initializers import slots, store
+from onward.trainer.onnx_graph.initializers import store_tensor, stored_protos
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, stored_weights
 from onward.trainer.run.durable_files import durable_file
 
@@ -34,7 +34,7 @@ def write_model(module: ImportedGraph, model: onnx.ModelProto, source: Path, tar
     """
     trained, outside = fill_weights(module, model)
     externals = [tensor for tensor in all_tensors(trained) if is_external(tensor)]
-    locations = sorted({place(tensor).location for tensor in externals})
+    locations = sorted({byte_range(tensor).location for tensor in externals})
     if problems := _overwrite_problems(source, target, locations):
         raise ConfigError(problems)
     with contextlib.ExitStack() as files:
@@ -44,7 +44,7 @@ def write_model(module: ImportedGraph, model: onnx.ModelProto, source: Path, tar
         for location, copy in copies.items():
             shutil.copyfile(source.parent / location, copy)
         written = {id(proto) for _, proto in outside.values()}
-        write_back(outside, (proto for proto in externals if id(proto) not in written), copies)
+        write_external(outside, (proto for proto in externals if id(proto) not in written), copies)
         content.write_bytes(_serialized(trained, source))
     return [target, *(target.parent / name for name in locations)]
 
@@ -59,7 +59,7 @@ def fill_weights(
     """
     trained = onnx.ModelProto()
     trained.CopyFrom(model)
-    protos = dict(slots(trained.graph))
+    protos = dict(stored_protos(trained.graph))
     outside = {}
     for name, tensor in stored_weights(module).items():
         proto = protos.get(name)
@@ -70,7 +70,7 @@ def fill_weights(
         if is_external(proto):
             outside[name] = (tensor, proto)
         else:
-            store(tensor, proto)
+            store_tensor(tensor, proto)
     return trained, outside
 
 
@@ -93,7 +93,7 @@ def _overwrite_problems(source: Path, target: Path, locations: Sequence[str]) ->
     if target.is_file():
         with contextlib.suppress(DecodeError, OSError):
             before = onnx.load(str(target), load_external_data=False)
-            ours = {place(tensor).location for tensor in all_tensors(before) if is_external(tensor)}
+            ours = {byte_range(tensor).location for tensor in all_tensors(before) if is_external(tensor)}
     problems = []
     for location in locations:
         side = target.parent / location

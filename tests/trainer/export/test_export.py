@@ -26,7 +26,7 @@ from onward.trainer.export.export import Checkpoint
 from onward.trainer.export.verification import Evaluator, relative_difference
 from onward.trainer.model.loss import Evaluation, Loss
 from onward.trainer.model.trainable import judged
-from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights

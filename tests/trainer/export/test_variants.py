@@ -20,7 +20,7 @@ from onward.trainer.export import variants
 from onward.trainer.export.variants import make_variant, too_much
 from onward.trainer.export.verification import Evaluator
 from onward.trainer.model.loss import Evaluation, Loss
-from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
 from tests.support.trained_models import model_with_weights

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.verification import Evaluator, Judge, fp32_shadow, in_half_precision
-from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import import converters as foreign
+from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_import import converters
 from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
 
@@ -253,7 +253,7 @@ def test_an_operator_of_ones_own_is_imported_and_judged_by_the_users_file(tmp_pa
         Judge(model, rows)
     file = tmp_path / "my_operators.py"
     file.write_text(CONVERTERS)
-    foreign.load_converters([file])
+    converters.load_converters([file])
     judge = Judge(model, rows)
     assert judge.compare(to_module(model), batches=1, tolerance=1e-6) == []
     assert judge.by == "onnx.reference"
@@ -267,6 +267,6 @@ def test_a_converter_file_that_does_not_run_is_named(tmp_path: Path) -> None:
     files = [tmp_path / "broken.py", tmp_path / "absent.py"]
     files[0].write_text("1 / 0")
     with pytest.raises(ConfigError) as refused:
-        foreign.load_converters(files)
+        converters.load_converters(files)
     assert len(refused.value.problems) == 2
     assert "broken.py: ZeroDivisionError" in refused.value.problems[0]

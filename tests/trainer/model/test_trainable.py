@@ -16,7 +16,8 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.export.verification import open_session
 from onward.trainer.model.trainable import finished, judged, open_trainee
-from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
+from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.reference_models import build_squeezenet
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.write_back import write_model

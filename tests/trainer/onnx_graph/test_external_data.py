@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph import external_data as external
-from onward.trainer.onnx_graph.external_data import external_problems, is_external, place
+from onward.trainer.onnx_graph.external_data import byte_range, external_problems, is_external, read_chunks
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.write_back import write_model
@@ -39,7 +39,7 @@ def differing(a: Path, b: Path) -> set[int]:
 
 
 def ranges(model: onnx.ModelProto, names: set[str]) -> set[int]:
-    places = [place(tensor) for tensor in model.graph.initializer if tensor.name in names and is_external(tensor)]
+    places = [byte_range(tensor) for tensor in model.graph.initializer if tensor.name in names and is_external(tensor)]
     return {byte for where in places for byte in range(where.offset, where.end)}
 
 
@@ -188,11 +188,11 @@ def test_a_tensor_is_written_and_compared_in_pieces(tmp_path, monkeypatch):
     with torch.no_grad():
         named_weights(module)["fc1.weight"][3, 1] += 1
     _, side = write_model(module, model, path, tmp_path / "out" / "m.onnx")
-    [start] = [place(tensor).offset for tensor in model.graph.initializer if tensor.name == "fc1.weight"]
+    [start] = [byte_range(tensor).offset for tensor in model.graph.initializer if tensor.name == "fc1.weight"]
     assert differing(path.with_suffix(".bin"), side) <= set(range(start + 52, start + 56))
     [proto] = [tensor for tensor in tiny_mlp().graph.initializer if tensor.name == "fc1.weight"]
     for kept in (proto, helper.make_tensor("t", 1, proto.dims, numpy_helper.to_array(proto).reshape(-1))):
-        assert [len(piece) for piece in external.pieces(kept, tmp_path)] == [4] * 16
+        assert [len(piece) for piece in read_chunks(kept, tmp_path)] == [4] * 16
 
 
 WIDE = 8192

@@ -18,7 +18,7 @@ from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.export import Expected, prove
 from onward.trainer.export.verification import Evaluator
-from onward.trainer.onnx_graph.stochastic_depth import branches, random_nodes
+from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import named_weights, stored_weights
@@ -195,7 +195,7 @@ def drawn(apply, *, ones="one, one", more=""):
 )
 def test_a_bernoulli_node_in_any_order_is_found_and_an_output_keeps_its_name(apply):
     model = drawn(apply)
-    [found] = branches(model)
+    [found] = find_branches(model)
     assert (found.value, found.result, found.keep, found.whole) == ("x", "y", 0.75, 1)
     module = to_module(model)
     assert strip_training(model) == {"stochastic depth": 1}
@@ -220,15 +220,15 @@ def test_a_bernoulli_node_in_any_order_is_found_and_an_output_keeps_its_name(app
 )  # fmt: skip
 def test_what_is_not_the_pattern_stays(model):
     before = model.SerializeToString()
-    assert branches(model) == []
+    assert find_branches(model) == []
     assert strip_training(model) == {}
     assert model.SerializeToString() == before
 
 
 def test_noise_that_is_added_stays_random_and_is_named_by_the_doctor_beside_what_is_found(tmp_path):
     model = exported(Branches(floored, filled, noise=True), "legacy", 17)
-    assert len(branches(model)) == 2
-    [noise] = random_nodes(model, branches(model))
+    assert len(find_branches(model)) == 2
+    [noise] = random_nodes(model, find_branches(model))
     module = to_module(model).eval()
     x = torch.randn(4, 5, 8)
     assert not torch.equal(module(x), module(x)), "this noise is what the model is"

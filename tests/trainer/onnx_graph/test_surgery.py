@@ -14,8 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.export.verification import open_session
-from onward.trainer.onnx_graph.reference_models import GraphWriter, build_squeezenet
-from onward.trainer.onnx_graph.surgery import cut, operate
+from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.reference_models import build_squeezenet
+from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.write_back import write_model
@@ -37,7 +38,7 @@ def operated(model: onnx.ModelProto, seed: int = 0, **wanted: Any) -> onnx.Model
     """A copy after surgery."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    operate(result, settings(**wanted), seed=seed)
+    apply_surgery(result, settings(**wanted), seed=seed)
     return result
 
 
@@ -231,7 +232,7 @@ def test_an_untied_weight_in_another_file_is_written_to_places_of_its_own(tmp_pa
     target.parent.mkdir()
     onnx.save(graphs.tiny_transformer(), source, save_as_external_data=True, location="m.data", size_threshold=512)
     model = load_model(source)
-    operate(model, settings(untie=["*.wte.*"]), seed=0)
+    apply_surgery(model, settings(untie=["*.wte.*"]), seed=0)
     module = to_module(model, base=tmp_path)
     weights = named_weights(module)
     weights["transformer.wte.weight.untied.1"].data.fill_(0.5)
@@ -248,7 +249,7 @@ def test_a_part_computes_what_the_whole_computes_there() -> None:
     model = graphs.tiny_bert()
     start = next(node.output[0] for node in model.graph.node if node.op_type == "Softmax")  # of the first layer
     inner = next(node.output[0] for node in model.graph.node if node.op_type == "Tanh")
-    part = cut(model, settings(start=[start], output=inner))
+    part = extract_subgraph(model, settings(start=[start], output=inner))
     assert [value.name for value in part.graph.output] == [inner]
     assert {start} < {value.name for value in part.graph.input}  # other paths still need the tokens
     assert len(part.graph.node) < len(model.graph.node)
@@ -266,18 +267,18 @@ def test_a_part_computes_what_the_whole_computes_there() -> None:
 def test_a_part_takes_only_what_it_needs_and_holds_only_its_own_weights() -> None:
     model = graphs.tiny_mlp()
     hidden = model.graph.node[1].output[0]
-    part = cut(model, settings(start=[hidden]))
+    part = extract_subgraph(model, settings(start=[hidden]))
     (value,) = part.graph.input
     assert (value.name, value.type.tensor_type.elem_type) == (hidden, TensorProto.FLOAT)
     assert [dim.dim_value or dim.dim_param for dim in value.type.tensor_type.shape.dim] == ["batch", 16]
     assert stored(part).keys() == {"fc2.weight", "fc2.bias"}
-    before = cut(model, settings(output=hidden))
+    before = extract_subgraph(model, settings(output=hidden))
     assert stored(before).keys() == {"fc1.weight", "fc1.bias"}
 
 
 def test_a_graph_that_is_not_cut_stays_the_same_object() -> None:
     model = graphs.tiny_two_outputs()
-    assert cut(model, settings(output="early")) is model
+    assert extract_subgraph(model, settings(output="early")) is model
 
 
 def test_a_node_may_make_a_start_and_something_else_that_is_needed() -> None:
@@ -285,7 +286,7 @@ def test_a_node_may_make_a_start_and_something_else_that_is_needed() -> None:
     g.op("Split", g.input("x", ("batch", 4)), outputs=["left", "right"], axis=-1, num_outputs=2)
     g.op("Add", "left", "right", outputs="y")
     g.output("y", ("batch", 2))
-    part = cut(g.model(), settings(start=["left"]))
+    part = extract_subgraph(g.model(), settings(start=["left"]))
     left = np.full((1, 2), 10, np.float32)
     (result,) = run(part, {"x": np.arange(4, dtype=np.float32)[None], "left": left})
     assert result.tolist() == [[12.0, 13.0]]

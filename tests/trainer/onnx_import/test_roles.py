@@ -13,7 +13,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights, stored_weights
-from onward.trainer.onnx_import.roles import roles
+from onward.trainer.onnx_import.roles import find_roles
 from onward.trainer.onnx_import.train_selection import describe_weights, select_trained
 from tests.support.trained_models import model_with_weights
 
@@ -33,7 +33,7 @@ def parsed(text: str, **weights: np.ndarray) -> onnx.ModelProto:
 
 def reasons(model: onnx.ModelProto) -> dict[str, str]:
     """Name -> why it is frozen, or "trained" or "statistic"."""
-    found = roles(model.graph, stored_tensors(model.graph, None))
+    found = find_roles(model.graph, stored_tensors(model.graph, None))
     return {name: role.reason if role.kind == "frozen" else role.kind for name, role in found.items()}
 
 

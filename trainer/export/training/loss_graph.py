@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError, UnsupportedModel
-from onward.trainer.onnx_graph.builder import Extension
+from onward.trainer.onnx_graph.builder import GraphExtender
 from onward.trainer.onnx_graph.index import nodes_of
 from onward.trainer.onnx_graph.strip_training import strip_training
 
@@ -43,7 +43,7 @@ class LossModel:
 
 def loss_names(model: onnx.ModelProto, config: ModelConfig) -> LossNames:
     """`loss` and `labels`, or as near to them as is free; a scalar output that is the loss keeps its own name."""
-    extension = Extension(model.graph)
+    extension = GraphExtender(model.graph)
     if config.loss != "output":
         return LossNames(extension.free("loss"), extension.free("labels"))
     output = _output(model, config)
@@ -110,7 +110,7 @@ def _with_loss(model: onnx.ModelProto, config: ModelConfig, names: LossNames) ->
         )
     output, outputs = _output(model, config), list(model.graph.output)
     if output.name != names.loss:
-        extension = Extension(model.graph, reserved=(names.loss, names.labels))
+        extension = GraphExtender(model.graph, reserved=(names.loss, names.labels))
         value = extension.op("Cast", output.name, to=TensorProto.FLOAT)
         if config.loss == "output":
             extension.op("ReduceMean", value, output=names.loss, keepdims=0)
@@ -143,7 +143,7 @@ def _labels(name: str, output: onnx.ValueInfoProto, config: ModelConfig) -> onnx
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
 
 
-def _cross_entropy(g: Extension, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+def _cross_entropy(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
     """Summed, and divided by the number of targets that count: 0 when there is none, not 0 / 0."""
     classes = g.op("Gather", g.op("Shape", value), g.constant([-1]))
     flat = g.op("Reshape", value, g.op("Concat", g.constant([-1]), classes, axis=0))
@@ -153,28 +153,28 @@ def _cross_entropy(g: Extension, value: str, labels: str, loss: str, config: Mod
     g.op("Div", total, g.op("Max", count, g.constant(1.0)), output=loss)
 
 
-def _count(g: Extension, labels: str, config: ModelConfig, output: str = "") -> str:
+def _count(g: GraphExtender, labels: str, config: ModelConfig, output: str = "") -> str:
     counted = g.op("Not", g.op("Equal", labels, g.constant(config.ignore_index, int)))
     return g.op("ReduceSum", g.op("Cast", counted, to=TensorProto.INT64), keepdims=0, output=output)
 
 
-def _mse(g: Extension, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+def _mse(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
     difference = g.op("Sub", value, labels)
     g.op("ReduceMean", g.op("Mul", difference, difference), keepdims=0, output=loss)
 
 
-def _l1(g: Extension, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+def _l1(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
     g.op("ReduceMean", g.op("Abs", g.op("Sub", value, labels)), keepdims=0, output=loss)
 
 
-def _bce_with_logits(g: Extension, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+def _bce_with_logits(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
     """max(x, 0) - xy + log(1 + exp(-|x|)), which overflows nowhere."""
     linear = g.op("Sub", g.op("Relu", value), g.op("Mul", value, labels))
     rest = g.op("Softplus", g.op("Neg", g.op("Abs", value)))
     g.op("ReduceMean", g.op("Add", linear, rest), keepdims=0, output=loss)
 
 
-LOSSES: dict[str, Callable[[Extension, str, str, str, ModelConfig], None]] = {
+LOSSES: dict[str, Callable[[GraphExtender, str, str, str, ModelConfig], None]] = {
     "cross_entropy": _cross_entropy,
     "mse": _mse,
     "l1": _l1,
@@ -187,7 +187,7 @@ LOSSES: dict[str, Callable[[Extension, str, str, str, ModelConfig], None]] = {
 
 def _with_accuracy(model: onnx.ModelProto, config: ModelConfig, names: LossNames) -> LossModel:
     """Two more outputs, int64: the targets that count, and the right ones among them."""
-    g = Extension(model.graph)
+    g = GraphExtender(model.graph)
     output, labels = config.output or model.graph.output[1].name, names.labels
     count, correct = g.free("count"), g.free("correct")
     if config.loss == "cross_entropy":

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from onward.trainer.config.sections import OptimizerConfig
-from onward.trainer.onnx_graph.builder import Extension
+from onward.trainer.onnx_graph.builder import GraphExtender
 from onward.trainer.optim.optimizers import build_optimizer, optimizer_tensors
 
 OPSET = 20
@@ -63,7 +63,7 @@ def optimizer_model(
     graph.input.extend(_inputs(weights, state, gradient))
     carried = dict(weights) | {each: weights[name] for name in weights for each in state[name].values()}
     outputs = {updated(name): list(tensor.shape) for name, tensor in carried.items()}
-    g = Extension(graph, reserved=[*outputs, NORM])
+    g = GraphExtender(graph, reserved=[*outputs, NORM])
     gradients = _clipped(g, {name: gradient(name) for name in weights}, clip_norm)
     rule = {"sgd": _sgd, "lamb": _lamb}.get(config.name, _adam)(g, config)
     for name, tensor in weights.items():
@@ -94,7 +94,7 @@ def _inputs(
     return [*values, helper.make_tensor_value_info(RATE, TensorProto.FLOAT, [])]
 
 
-def _clipped(g: Extension, gradients: Mapping[str, str], clip_norm: float) -> dict[str, str]:
+def _clipped(g: GraphExtender, gradients: Mapping[str, str], clip_norm: float) -> dict[str, str]:
     """Weight -> its gradient after clipping to the global norm."""
     squares = [g.op("ReduceSumSquare", gradient, keepdims=0) for gradient in gradients.values()]
     g.op("Sqrt", g.op("Sum", *squares), output=NORM)
@@ -110,7 +110,7 @@ def _clipped(g: Extension, gradients: Mapping[str, str], clip_norm: float) -> di
 Rule = Callable[[_Weight], dict[str, str]]
 
 
-def _adam(g: Extension, config: OptimizerConfig) -> Rule:
+def _adam(g: GraphExtender, config: OptimizerConfig) -> Rule:
     decays_after = config.name == "adam" and config.weight_decay_mode == "huggingface"
     c1, root_c2 = _corrections(g, config)
     epsilon = g.constant(config.epsilon)
@@ -129,7 +129,7 @@ def _adam(g: Extension, config: OptimizerConfig) -> Rule:
     return rule
 
 
-def _lamb(g: Extension, config: OptimizerConfig) -> Rule:
+def _lamb(g: GraphExtender, config: OptimizerConfig) -> Rule:
     c1, root_c2 = _corrections(g, config)
     zero, one = g.constant(0.0), g.constant(1.0)
 
@@ -148,7 +148,7 @@ def _lamb(g: Extension, config: OptimizerConfig) -> Rule:
     return rule
 
 
-def _sgd(g: Extension, config: OptimizerConfig) -> Rule:
+def _sgd(g: GraphExtender, config: OptimizerConfig) -> Rule:
     momentum = g.constant(config.momentum)
 
     def rule(w: _Weight) -> dict[str, str]:
@@ -165,7 +165,7 @@ def _sgd(g: Extension, config: OptimizerConfig) -> Rule:
     return rule
 
 
-def _moments(g: Extension, config: OptimizerConfig, w: _Weight) -> tuple[str, str]:
+def _moments(g: GraphExtender, config: OptimizerConfig, w: _Weight) -> tuple[str, str]:
     def decayed(old: str, factor: float, new: str) -> str:
         return g.op("Add", g.op("Mul", old, g.constant(factor)), g.op("Mul", new, g.constant(1.0 - factor)))
 
@@ -173,7 +173,7 @@ def _moments(g: Extension, config: OptimizerConfig, w: _Weight) -> tuple[str, st
     return first, decayed(w.state["moment_2"], config.beta, g.op("Mul", w.gradient, w.gradient))
 
 
-def _corrections(g: Extension, config: OptimizerConfig) -> tuple[str, str]:
+def _corrections(g: GraphExtender, config: OptimizerConfig) -> tuple[str, str]:
     """1 - alpha^t and the root of 1 - beta^t; in float64, as 1 - 0.999^t loses half of fp32's digits."""
     if not config.bias_correction:
         return g.constant(1.0), g.constant(1.0)

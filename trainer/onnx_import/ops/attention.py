@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_graph.element_types import Value
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.values import Value
 
 # -- masks
 

@@ -6,9 +6,10 @@ import torch
 from onnx import TensorProto
 from torch import fx
 
-from onward.trainer.onnx_graph.element_types import PACKED, Unsupported, Value, element_type_name, torch_dtype
+from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_graph.element_types import PACKED, element_type_name, torch_dtype
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.values import Traced, Value
 
 INT_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
 HALVES: dict[int, torch.dtype] = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}
@@ -127,6 +128,6 @@ def bit_cast(c: Call, x: Value) -> Value:
         return mark(c(to_few_bits, x, INT_BITS[target], c.dtype(target)), target)
     bits = torch_dtype(target) if target not in HALVES else HALVES[target]
     if _is_small(target) or is_small(x) or bits.itemsize != x.dtype.itemsize:
-        raise Unsupported(f"bits of {element_type_name(source)} as {element_type_name(target)}")
+        raise UnsupportedNode(f"bits of {element_type_name(source)} as {element_type_name(target)}")
     seen = c("view", x, bits)
     return c("to", seen, torch.float32) if target in HALVES else seen

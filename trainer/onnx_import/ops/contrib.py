@@ -10,7 +10,7 @@ import onnx
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value
+from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.ops.attention import allowed, attend, both, join_heads, rotate, spelled, split_heads
 from onward.trainer.onnx_import.ops.conv import conv
 from onward.trainer.onnx_import.ops.gather import gather_rows
@@ -18,6 +18,7 @@ from onward.trainer.onnx_import.ops.matmul import gemm
 from onward.trainer.onnx_import.ops.norm import layer_normalization
 from onward.trainer.onnx_import.ops.shape import trilu
 from onward.trainer.onnx_import.registry import Call, Rule, lower
+from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
 
 BEFORE_17 = tuple(range(7, 17))
 
@@ -105,7 +106,7 @@ def activate(c: Call, x: Value, name: str, numbers: Sequence[float]) -> Value:
         return c(torch.clamp, x, first, second)
     if name == "HardSigmoid":
         return c(torch.clamp, c(torch.add, c(torch.mul, x, first), second), 0.0, 1.0)
-    raise Unsupported(f"activation {name!r}")
+    raise UnsupportedNode(f"activation {name!r}")
 
 
 # -- products and convolutions
@@ -149,7 +150,7 @@ def fused_conv(c: Call, x: Value, weight: Value, bias: Value = None, added: Valu
     since=(1,),
 )
 def blocked(c: Call, *operands: Value) -> Value:
-    raise Unsupported(
+    raise UnsupportedNode(
         "its weights are stored in blocks for one kind of processor; "
         "optimise the model with ORT_ENABLE_EXTENDED rather than ORT_ENABLE_ALL"
     )
@@ -174,7 +175,7 @@ def inverse_root(x: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
 
 def _skipped(c: Call, x: Value, skip: Value, bias: Value) -> Value:
     if c.wants(1) or c.wants(2):
-        raise Unsupported("its outputs mean and inv_std_var are used")
+        raise UnsupportedNode("its outputs mean and inv_std_var are used")
     total = c(torch.add, x, skip)
     return total if bias is None else c(torch.add, total, bias)
 
@@ -305,7 +306,7 @@ def multi_head_attention(
     """Attention after its projections; keys and values [batch, sequence, width], packed, or split into heads."""
     heads, filler = c.attr("num_heads"), c.attr("mask_filter_value", -10000.0)
     if past_length is not None or indirection is not None or c.wants(3):
-        raise Unsupported("it shares its cache with the next step, or gives its scores")
+        raise UnsupportedNode("it shares its cache with the next step, or gives its scores")
     if query.ndim == 5:  # [batch, sequence, heads, 3, width]
         query, key, value = (c("flatten", part, 2) for part in c(torch.unbind, query, 3))
     elif key.ndim == 5:
@@ -322,7 +323,7 @@ def multi_head_attention(
     masked = None
     if mask is not None:
         if mask.ndim == 1 and c.size(mask, 0) == 3 * c.size(q, 0) + 2:
-            raise Unsupported("its key_padding_mask holds cumulated lengths")
+            raise UnsupportedNode("its key_padding_mask holds cumulated lengths")
         masked = c(length_bias if mask.ndim == 1 else padding_bias, mask, k, filler)
     return _attended(c, q, k, v, masks=[masked, added], past=past_key), k, v
 
@@ -348,7 +349,7 @@ def group_query_attention(
     c.require("causal", 1)
     c.require("qk_output", 0)
     if sink is not None or c.wants(3):
-        raise Unsupported("it has a head_sink, or gives its scores")
+        raise UnsupportedNode("it has a head_sink, or gives its scores")
     heads, groups = c.attr("num_heads"), c.attr("kv_num_heads")
     if key is None:  # packed: queries, keys and values side by side
         width = c.size(query, 2) // (heads + 2 * groups)
@@ -357,9 +358,9 @@ def group_query_attention(
     before = 0 if past_key is None else c.size(past_key, 2)
     if past_key is not None:
         if not isinstance(lengths, torch.Tensor):
-            raise RunTime("how far its cache is filled is known only at run time")
+            raise NeedsRuntimeValues("how far its cache is filled is known only at run time")
         if bool((lengths + 1 != before + c.size(q, 2)).any()):
-            raise Unsupported(f"its cache of {before} steps is filled in part: lengths {(lengths + 1).tolist()}")
+            raise UnsupportedNode(f"its cache of {before} steps is filled in part: lengths {(lengths + 1).tolist()}")
     if c.attr("do_rotary", 0):
         q, k = (c(rotate_from, x, cos, sin, positions, before, bool(c.attr("rotary_interleaved", 0))) for x in (q, k))
     c.attr("rotary_interleaved")

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import onnx
 import torch
 
-from onward.trainer.onnx_graph.element_types import RunTime, Value
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
 VERSIONS = (11, 13, 16, 19, 21, 23, 24, 25)
 """Versions of If, Loop and Scan that only gained element types."""
@@ -27,7 +26,7 @@ def if_(c: Call, condition: Value) -> Value:
 def _check_turns(c: Call, turns: Value) -> int:
     """The number of turns, if it is known and small enough to write the body out."""
     if isinstance(turns, Traced) or (turns > MOST_TURNS and not c.eager):
-        raise RunTime("it loops often, or as often as the data has it")
+        raise NeedsRuntimeValues("it loops often, or as often as the data has it")
     return int(turns)
 
 
@@ -37,7 +36,7 @@ def loop(c: Call, limit: Value, condition: Value, *state: Value) -> Value:
     goes_on = condition is None or bool(c.number(condition))
     most = None if limit is None else c.number(limit)
     if not c.eager and most is None:
-        raise RunTime("how often it loops is known only at run time")
+        raise NeedsRuntimeValues("how often it loops is known only at run time")
     turns = None if most is None else _check_turns(c, most)
     rows: list[list[Value]] = []
     turn = 0

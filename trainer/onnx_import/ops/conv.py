@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_graph.element_types import Unsupported, Value
+from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.values import Traced, Value
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -20,7 +20,7 @@ CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 
 def of_rank(table: dict[int, Any], x: Value) -> Any:
     """The function for the spatial dimensions `x` has."""
     if x.ndim - 2 not in table:
-        raise Unsupported(f"its input has {x.ndim} dimensions; 3 to 5 are implemented")
+        raise UnsupportedNode(f"its input has {x.ndim} dimensions; 3 to 5 are implemented")
     return table[x.ndim - 2]
 
 
@@ -70,7 +70,7 @@ def _kernel(c: Call, weight: Value) -> list[int]:
     given = c.attr("kernel_shape")
     lengths = [c.size(weight, dim) for dim in range(2, weight.ndim)]
     if given is not None and list(given) != lengths:
-        raise Unsupported(f"kernel_shape {given} is not that of the weight, {lengths}")
+        raise UnsupportedNode(f"kernel_shape {given} is not that of the weight, {lengths}")
     return lengths
 
 
@@ -228,7 +228,7 @@ def deform_conv(
 @lower("DeformConv", since=(19, 22))
 def deform_conv_(c: Call, x: Value, weight: Value, offset: Value, bias: Value = None, mask: Value = None) -> Value:
     if x.ndim != 4:
-        raise Unsupported(f"its input has {x.ndim} dimensions; 4 are implemented")
+        raise UnsupportedNode(f"its input has {x.ndim} dimensions; 4 are implemented")
     _kernel(c, weight)
     window = [c.attr("strides", [1, 1]), c.attr("dilations", [1, 1]), list(c.attr("pads", [0] * 4))]
     return c(deform_conv, x, weight, offset, bias, mask, window, (c.attr("group", 1), c.attr("offset_group", 1)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from onward.trainer.onnx_graph.element_types import RunTime, Value
 from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
 
 
 def corners(boxes: torch.Tensor, centred: bool) -> torch.Tensor:
@@ -52,7 +52,7 @@ def non_max_suppression_(
     c: Call, boxes: Value, scores: Value, count: Value = None, iou: Value = None, least: Value = None
 ) -> Value:
     if not isinstance(boxes, torch.Tensor) or not isinstance(scores, torch.Tensor):
-        raise RunTime("how many boxes are chosen is known only at run time")
+        raise NeedsRuntimeValues("how many boxes are chosen is known only at run time")
     most = 0 if count is None else int(c.number(count))
     limits = {
         "iou": 0.0 if iou is None else float(c.number(iou)),
@@ -122,7 +122,7 @@ def roi_align_(c: Call, x: Value, rois: Value, samples: Value) -> Value:
     c.require("mode", "avg", "max")
     ratio = c.attr("sampling_ratio", 0)
     if ratio <= 0 and not isinstance(rois, torch.Tensor):
-        raise RunTime("how many points are read depends on the regions")
+        raise NeedsRuntimeValues("how many points are read depends on the regions")
     half_pixel = c.version > 10 and c.attr("coordinate_transformation_mode", "half_pixel") == "half_pixel"
     return c(
         roi_align,

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_graph.element_types import Value
 from onward.trainer.onnx_import.registry import Call, Rule, lower
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.values import Traced, Value
 
 # -- one operand, no attributes
 

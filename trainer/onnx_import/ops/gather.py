@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value
+from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
 
 def from_front(indices: torch.Tensor, length: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def gather_along(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Ten
 @lower("Gather", since=(1, 11, 13))
 def gather(c: Call, x: Value, indices: Value) -> Value:
     axis = c.axis(x, c.attr("axis", 0))
-    if indices.ndim == 0 and (known := c.tracer.host_ints(indices)) is not None:
+    if indices.ndim == 0 and (known := c.tracer.shape_ints(indices)) is not None:
         return c(torch.select, x, axis, known.item())
     if axis == 0 and x.ndim == 2 and x.dtype.is_floating_point:
         return c(gather_rows, x, indices)
@@ -128,7 +128,7 @@ def compress(x: torch.Tensor, chosen: torch.Tensor, axis: int | None) -> torch.T
 def compress_(c: Call, x: Value, chosen: Value) -> Value:
     axis = c.attr("axis")
     if not isinstance(chosen, torch.Tensor):
-        raise RunTime("how many elements are chosen is known only at run time")
+        raise NeedsRuntimeValues("how many elements are chosen is known only at run time")
     return c(compress, x, chosen, None if axis is None else c.axis(x, axis))
 
 
@@ -166,7 +166,7 @@ def slice_(c: Call, x: Value, start: Value = None, end: Value = None, axes: Valu
     by = [1] * len(starts) if steps is None else c.ints(steps)
     for axis, first, last, step in zip(chosen, starts, ends, by, strict=True):
         if isinstance(step, Traced):
-            raise Unsupported("its step is a dynamic dimension")
+            raise UnsupportedNode("its step is a dynamic dimension")
         x = c(strided, x, c.axis(x, axis), first, last, step)
     return x
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onward.trainer.onnx_graph.element_types import Unsupported, Value
+from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.values import Traced, Value
 
 
 class BatchNorm(nn.Module):
@@ -196,7 +196,7 @@ def hardmax(c: Call, x: Value) -> Value:
     lengths = c.sizes(x)
     rest = functools.reduce(operator.mul, lengths[axis:], 1)
     if isinstance(rest, Traced):
-        raise Unsupported("it flattens a dynamic dimension")
+        raise UnsupportedNode("it flattens a dynamic dimension")
     return c("reshape", c(hard_max, c("reshape", x, [*lengths[:axis], rest]), axis), lengths)
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from onnx import TensorProto
 
-from onward.trainer.onnx_graph.element_types import PACKED, Value, torch_dtype
+from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_import.ops.cast import INT_BITS, behind, is_float8, mark, stored_as, to_float4, to_float8
 from onward.trainer.onnx_import.ops.conv import conv
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.values import Traced, Value
 
 Tensor = torch.Tensor
 SINCE = (10, 13, 19, 21, 23, 24, 25, 28)

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from onward.trainer.onnx_graph.element_types import Value, element_type
 from onward.trainer.onnx_graph.stochastic_depth import DOMAIN, OPERATOR
 from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.values import Value, element_type
 
 Distribution = Literal["normal", "uniform", "bernoulli", "multinomial"]
 

@@ -7,8 +7,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_graph.element_types import Unsupported, Value
+from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.values import Value
 
 Tensor = torch.Tensor
 
@@ -17,7 +18,7 @@ Tensor = torch.Tensor
 def causal_conv(c: Call, x: Value, weight: Value, bias: Value = None, past: Value = None) -> Value:
     activation = c.attr("activation", "none")
     if activation not in ("none", "silu", "swish"):
-        raise Unsupported(f"activation={activation!r} is not among ONNX's")
+        raise UnsupportedNode(f"activation={activation!r} is not among ONNX's")
     return c(convolve_after, x, weight, bias, past, activation != "none")
 
 
@@ -44,9 +45,9 @@ def linear_attention(
     rule, scale = c.attr("update_rule", "gated_delta"), c.attr("scale", 0.0)
     c.attr("chunk_size")  # a hint
     if rule not in ("linear", "gated", "delta", "gated_delta"):
-        raise Unsupported(f"update_rule={rule!r} is not among ONNX's")
+        raise UnsupportedNode(f"update_rule={rule!r} is not among ONNX's")
     if ("gated" in rule and decay is None) or ("delta" in rule and beta is None):
-        raise Unsupported(f"update_rule={rule!r} needs {'decay' if decay is None else 'beta'}")
+        raise UnsupportedNode(f"update_rule={rule!r} needs {'decay' if decay is None else 'beta'}")
     gates = (decay if "gated" in rule else None, beta if "delta" in rule else None)
     heads = (c.attr("q_num_heads"), c.attr("kv_num_heads"))
     return c(attend_linearly, (query, key, value), past, gates, heads, scale)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from onward.trainer.onnx_graph.element_types import RunTime, Value
 from onward.trainer.onnx_import.registry import Call, Rule, lower
+from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
 
 
 def reduce_sum(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
@@ -178,7 +178,7 @@ def top_k(c: Call, x: Value, k: Value = None) -> Value:
 def non_zero(c: Call, x: Value) -> Value:
     """[dimensions, found]; a single number counts as one element."""
     if not isinstance(x, torch.Tensor):
-        raise RunTime("how many elements are not zero is known only at run time")
+        raise NeedsRuntimeValues("how many elements are not zero is known only at run time")
     return c("t", c(torch.nonzero, x))
 
 
@@ -202,5 +202,5 @@ def unique(
 def unique_(c: Call, x: Value) -> Value:
     axis = c.attr("axis")
     if not isinstance(x, torch.Tensor):
-        raise RunTime("how many elements are distinct is known only at run time")
+        raise NeedsRuntimeValues("how many elements are distinct is known only at run time")
     return c(unique, x, None if axis is None else c.axis(x, axis), bool(c.attr("sorted", 1)))

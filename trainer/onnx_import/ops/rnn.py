@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onward.trainer.onnx_graph.element_types import Unsupported, Value
+from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.values import Value
 
 Tensor = torch.Tensor
 Activation = tuple[str, float, float]
@@ -322,9 +323,9 @@ def _activations(c: Call, directions: int) -> tuple[tuple[Activation, ...], ...]
     names = [name.lower() for name in c.attr("activations") or usual * directions]
     alphas, betas = iter(c.attr("activation_alpha") or ()), iter(c.attr("activation_beta") or ())
     if unknown := sorted(set(names) - set(ACTIVATIONS)):
-        raise Unsupported(f"activation {', '.join(unknown)} is not among ONNX's")
+        raise UnsupportedNode(f"activation {', '.join(unknown)} is not among ONNX's")
     if len(names) != len(usual) * directions:
-        raise Unsupported(f"it has {len(names)} activations, and needs {len(usual) * directions}")
+        raise UnsupportedNode(f"it has {len(names)} activations, and needs {len(usual) * directions}")
     found = tuple((name, _given(name, alphas, ALPHA), _given(name, betas, BETA)) for name in names)
     return tuple(found[len(usual) * d : len(usual) * (d + 1)] for d in range(directions))
 
@@ -334,5 +335,7 @@ def _given(name: str, values: Iterator[float], defaults: Mapping[str, float | No
         return 0.0
     value = next(values, defaults[name])
     if value is None:
-        raise Unsupported(f"its activation {name} needs alpha and beta said: runtimes disagree on what they are if not")
+        raise UnsupportedNode(
+            f"its activation {name} needs alpha and beta said: runtimes disagree on what they are if not"
+        )
     return value

@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
-from onward.trainer.onnx_graph.element_types import RunTime, Value
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
 
 def _items(sequence: Value) -> list[Value]:
     """The members. Raises RunTime if how many there are is known only at run time."""
     if isinstance(sequence, Traced):
-        raise RunTime("a sequence is known only at run time")
+        raise NeedsRuntimeValues("a sequence is known only at run time")
     return list(sequence)
 
 
@@ -80,7 +79,7 @@ def sequence_map(c: Call, sequence: Value, *others: Value) -> Value:
 
 def _never_a_sequence(value: Value) -> Value:
     if isinstance(value, Traced) and not value.known:
-        raise RunTime("it may be a sequence")
+        raise NeedsRuntimeValues("it may be a sequence")
     return value
 
 
@@ -93,12 +92,12 @@ def optional(c: Call, x: Value = None) -> Value:
 @lower("OptionalGetElement", since=(15, 18, 28))
 def optional_get_element(c: Call, x: Value) -> Value:
     if x is None:
-        raise RunTime("it takes the element of an empty optional")
+        raise NeedsRuntimeValues("it takes the element of an empty optional")
     return x
 
 
 @lower("OptionalHasElement", since=(15, 18, 28))
 def optional_has_element(c: Call, x: Value = None) -> Value:
     if isinstance(x, Traced) and not x.known:
-        raise RunTime("whether it has an element is known only at run time")
+        raise NeedsRuntimeValues("whether it has an element is known only at run time")
     return torch.tensor(x is not None)

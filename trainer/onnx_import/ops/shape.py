@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_graph.element_types import RunTime, Unsupported, Value, read_tensor
+from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_graph.tensor_protos import read_tensor
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
 LAYOUT = (19, 21, 23, 24, 25)
 """Versions in which most layout operators only gained element types."""
@@ -74,7 +75,7 @@ def squeeze(c: Call, x: Value, given: Value = None) -> Value:
     axes = [c.axis(x, axis) for axis in axes]
     for axis in axes:
         if isinstance(n := c.size(x, axis), Traced) or n != 1:
-            raise Unsupported(f"dimension {axis} is {'dynamic' if isinstance(n, Traced) else n}, not 1")
+            raise UnsupportedNode(f"dimension {axis} is {'dynamic' if isinstance(n, Traced) else n}, not 1")
     return c(torch.squeeze, x, axes) if axes else x
 
 
@@ -101,7 +102,7 @@ def split(c: Call, x: Value, sizes: Value = None) -> Value:
     if lengths is None:
         length = c.size(x, axis)
         if isinstance(length, Traced):
-            raise RunTime("it splits a dynamic dimension into equal parts")
+            raise NeedsRuntimeValues("it splits a dynamic dimension into equal parts")
         piece = -(-length // num_outputs)
         lengths = [piece] * (num_outputs - 1) + [length - piece * (num_outputs - 1)]
     return c(torch.split, x, [_plain(n) for n in lengths], axis)
@@ -134,7 +135,7 @@ def constant(c: Call) -> Value:
         for key in (f"value_{name}", f"value_{name}s"):
             if (value := c.attr(key)) is not None:
                 return torch.tensor(value, dtype=dtype)
-    raise Unsupported("its value is a string or a sparse tensor")
+    raise UnsupportedNode("its value is a string or a sparse tensor")
 
 
 def full(anchor: torch.Tensor, shape: Sequence[int], value: float, dtype: torch.dtype) -> torch.Tensor:

@@ -12,9 +12,8 @@ import numpy as np
 from onnx import TensorProto
 from torch import fx
 
-from onward.trainer.onnx_graph.element_types import HostInts, RunTime, Value
-from onward.trainer.onnx_import.registry import Call, Rule, lower, on_host
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.registry import Call, Rule, lower, shape_rule
+from onward.trainer.onnx_import.values import NeedsRuntimeValues, ShapeArray, Traced, Value
 
 SHAPE_VERSIONS = (1, 13, 15, 19, 21, 23, 24, 25)
 
@@ -33,14 +32,14 @@ def size(c: Call, x: Value) -> Value:
     return _array(total)
 
 
-def _array(values: Any) -> HostInts:
+def _array(values: Any) -> ShapeArray:
     array = np.empty(np.shape(values), dtype=object)
     array[...] = values
     return array
 
 
-def _elementwise(function: Callable[..., Any]) -> Callable[..., HostInts]:
-    def rule(c: Call, *arrays: HostInts) -> HostInts:
+def _elementwise(function: Callable[..., Any]) -> Callable[..., ShapeArray]:
+    def rule(c: Call, *arrays: ShapeArray) -> ShapeArray:
         return _array(np.frompyfunc(function, len(arrays), 1)(*arrays))
 
     return rule
@@ -76,7 +75,7 @@ def _decided(compare: Callable[[Any, Any], bool]) -> Rule:
     def decide(c: Call, a: Value, b: Value) -> bool:
         result = c(compare, a, b)
         if isinstance(result, Traced):
-            raise RunTime("a choice depends on a dynamic dimension")
+            raise NeedsRuntimeValues("a choice depends on a dynamic dimension")
         return bool(result)
 
     return lambda c, *arrays: _array(np.frompyfunc(functools.partial(decide, c), 2, 1)(*arrays))
@@ -174,7 +173,7 @@ ARITHMETIC: dict[str, tuple[Callable[..., Any] | None, Callable[..., float]]] = 
 
 
 def _arithmetic(on_ints: Callable[..., Any] | None, on_floats: Callable[..., float]) -> Callable[..., Any]:
-    def rule(c: Call, *arrays: HostInts) -> Value:
+    def rule(c: Call, *arrays: ShapeArray) -> Value:
         floats = any(_is_float(value) for array in arrays for value in array.reshape(-1))
         if not floats and on_ints is None:
             return NotImplemented
@@ -185,7 +184,7 @@ def _arithmetic(on_ints: Callable[..., Any] | None, on_floats: Callable[..., flo
 
 
 for _name, _functions in ARITHMETIC.items():
-    on_host(_name)(_arithmetic(*_functions))
+    shape_rule(_name)(_arithmetic(*_functions))
 
 HOST: dict[str, Rule] = {
     "Equal": _decided(operator.eq),
@@ -198,11 +197,11 @@ HOST: dict[str, Rule] = {
     "Not": _elementwise(operator.not_),
 }
 for _name, _rule in HOST.items():
-    on_host(_name)(_rule)
+    shape_rule(_name)(_rule)
 
 
-@on_host("Max", "Min")
-def extreme(c: Call, *arrays: HostInts) -> HostInts:
+@shape_rule("Max", "Min")
+def extreme(c: Call, *arrays: ShapeArray) -> ShapeArray:
     """Asked when the graph runs wherever a dynamic length takes part."""
     function = functools.partial(c, greater if c.op == "Max" else lesser)
     best = arrays[0]
@@ -211,20 +210,20 @@ def extreme(c: Call, *arrays: HostInts) -> HostInts:
     return best
 
 
-@on_host("Mod")
-def mod(c: Call, a: HostInts, b: HostInts) -> Value:
+@shape_rule("Mod")
+def mod(c: Call, a: ShapeArray, b: ShapeArray) -> Value:
     if c.attr("fmod", 0) or any(_is_float(value) for array in (a, b) for value in array.reshape(-1)):
         return NotImplemented
     return _array(np.frompyfunc(lambda x, y: x % y, 2, 1)(a, b))
 
 
-@on_host("Where")
-def where(c: Call, condition: HostInts, yes: HostInts, no: HostInts) -> HostInts:
+@shape_rule("Where")
+def where(c: Call, condition: ShapeArray, yes: ShapeArray, no: ShapeArray) -> ShapeArray:
     return _elementwise(lambda chosen, a, b: a if chosen else b)(c, condition, yes, no)
 
 
-@on_host("Cast")
-def cast(c: Call, x: HostInts) -> Value:
+@shape_rule("Cast")
+def cast(c: Call, x: ShapeArray) -> Value:
     c.attr("saturate"), c.attr("round_mode")  # both are about 8-bit floats
     to = c.attr("to")
     if to == TensorProto.FLOAT:
@@ -234,18 +233,18 @@ def cast(c: Call, x: HostInts) -> Value:
     return _elementwise(lambda value: c(whole, value) if _is_float(value) or isinstance(value, bool) else value)(c, x)
 
 
-@on_host("Identity")
-def identity(c: Call, x: HostInts) -> HostInts:
+@shape_rule("Identity")
+def identity(c: Call, x: ShapeArray) -> ShapeArray:
     return x
 
 
-@on_host("Gather")
-def gather(c: Call, x: HostInts, indices: HostInts) -> HostInts:
+@shape_rule("Gather")
+def gather(c: Call, x: ShapeArray, indices: ShapeArray) -> ShapeArray:
     return _array(np.take(x, indices.astype(np.int64), axis=c.attr("axis", 0)))
 
 
-@on_host("Slice")
-def slice_(c: Call, x: HostInts, *bounds: HostInts | None) -> Value:
+@shape_rule("Slice")
+def slice_(c: Call, x: ShapeArray, *bounds: ShapeArray | None) -> Value:
     if not bounds:  # before opset 10 the bounds are attributes
         starts, ends = c.attr("starts"), c.attr("ends")
         axes, steps = c.attr("axes") or range(len(starts)), [1] * len(starts)
@@ -265,32 +264,32 @@ def _python_slice(start: int, end: int, step: int) -> slice:
     return slice(start, None if step < 0 and end < -(2**30) else end, step)
 
 
-@on_host("Concat")
-def concat(c: Call, *arrays: HostInts) -> HostInts:
+@shape_rule("Concat")
+def concat(c: Call, *arrays: ShapeArray) -> ShapeArray:
     return _array(np.concatenate(arrays, axis=c.attr("axis")))
 
 
-@on_host("Unsqueeze")
-def unsqueeze(c: Call, x: HostInts, axes: HostInts | None = None) -> HostInts:
+@shape_rule("Unsqueeze")
+def unsqueeze(c: Call, x: ShapeArray, axes: ShapeArray | None = None) -> ShapeArray:
     where_to = c.axes(axes) or []
     return _array(np.expand_dims(x, tuple(where_to)))
 
 
-@on_host("Squeeze")
-def squeeze(c: Call, x: HostInts, axes: HostInts | None = None) -> HostInts:
+@shape_rule("Squeeze")
+def squeeze(c: Call, x: ShapeArray, axes: ShapeArray | None = None) -> ShapeArray:
     chosen = c.axes(axes)
     return _array(np.squeeze(x, None if chosen is None else tuple(chosen)))
 
 
-@on_host("Reshape")
-def reshape(c: Call, x: HostInts, to: HostInts) -> Value:
+@shape_rule("Reshape")
+def reshape(c: Call, x: ShapeArray, to: ShapeArray) -> Value:
     if any(isinstance(length, Traced) for length in to.reshape(-1)):
         return NotImplemented
     return x.reshape([int(length) for length in to.reshape(-1)])
 
 
-@on_host("ReduceProd")
-def reduce_prod(c: Call, x: HostInts, axes: HostInts | None = None) -> Value:
+@shape_rule("ReduceProd")
+def reduce_prod(c: Call, x: ShapeArray, axes: ShapeArray | None = None) -> Value:
     if x.ndim != 1:
         return NotImplemented
     chosen = c.axes(axes)
@@ -302,8 +301,8 @@ def reduce_prod(c: Call, x: HostInts, axes: HostInts | None = None) -> Value:
     return _array([total] if c.attr("keepdims", 1) else total)
 
 
-@on_host("Split")
-def split(c: Call, x: HostInts, sizes: HostInts | None = None) -> Value:
+@shape_rule("Split")
+def split(c: Call, x: ShapeArray, sizes: ShapeArray | None = None) -> Value:
     if x.ndim != 1:
         return NotImplemented
     lengths = c.attr("split") if sizes is None else [int(size) for size in sizes]

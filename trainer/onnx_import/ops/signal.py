@@ -6,9 +6,8 @@ import math
 
 import torch
 
-from onward.trainer.onnx_graph.element_types import Value
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tracing import Traced
+from onward.trainer.onnx_import.values import Traced, Value
 
 Tensor = torch.Tensor
 

@@ -16,25 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
+from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, has_one_user, is_call, require
 
 CUBIC = 0.044715
 """The coefficient of x^3 in the approximation by tanh."""
 
 
-def gelus(r: Rewriter) -> int:
+def fuse_gelus(r: Rewriter) -> int:
     """Fuse every GELU; returns how many."""
     return r.apply(_gelu, torch.mul, torch.div)
 
 
-def silus(r: Rewriter) -> int:
+def fuse_silus(r: Rewriter) -> int:
     """Fuse every SiLU; returns how many."""
     return r.apply(_silu, torch.mul)
 
 
 def _silu(r: Rewriter, node: Any) -> fx.Node:
     for x, gate in (node.args, node.args[::-1]):
-        if calls(gate, torch.sigmoid) and only(gate) and gate.args[0] is x:
+        if is_call(gate, torch.sigmoid) and has_one_user(gate) and gate.args[0] is x:
             return r.call(F.silu, x)
     raise NoMatch
 
@@ -44,16 +44,20 @@ def _gelu(r: Rewriter, node: Any) -> fx.Node:
     require(len(parts) == 2 and r.near(number, 0.5, node))
     for x, sum_ in (parts, parts[::-1]):
         function = _one_plus(r, sum_)
-        if calls(function, torch.erf) and only(function) and _is_scaled(r, function.args[0], 1 / math.sqrt(2), x):
+        if (
+            is_call(function, torch.erf)
+            and has_one_user(function)
+            and _is_scaled(r, function.args[0], 1 / math.sqrt(2), x)
+        ):
             return r.call(F.gelu, x, approximate="none")
-        if calls(function, torch.tanh) and only(function) and _is_cubic(r, function.args[0], x):
+        if is_call(function, torch.tanh) and has_one_user(function) and _is_cubic(r, function.args[0], x):
             return r.call(F.gelu, x, approximate="tanh")
     raise NoMatch
 
 
 def _one_plus(r: Rewriter, value: Any) -> Any:
     """f, of f + 1."""
-    if calls(value, torch.add) and only(value) and len(value.args) == 2 and not value.kwargs:
+    if is_call(value, torch.add) and has_one_user(value) and len(value.args) == 2 and not value.kwargs:
         for function, one in (value.args, value.args[::-1]):
             if r.number(one) == 1.0:
                 return function
@@ -73,7 +77,7 @@ def _is_cubic(r: Rewriter, value: Any, x: Any) -> bool:
     if len(parts) == 2 and x in parts:  # x (1 + 0.044715 x^2)
         square = _one_plus(r, parts[parts[0] is x])
         return square is not None and _is_power(r, square, 2, x)
-    if len(parts) != 1 or not calls(parts[0], torch.add) or parts[0].kwargs:
+    if len(parts) != 1 or not is_call(parts[0], torch.add) or parts[0].kwargs:
         return False
     first, second = parts[0].args
     return (first is x and _is_power(r, second, 3, x)) or (second is x and _is_power(r, first, 3, x))

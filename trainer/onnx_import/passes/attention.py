@@ -23,8 +23,8 @@ from torch import fx, nn
 
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.shape import expand
-from onward.trainer.onnx_import.passes.attention_masks import MASKED, is_causal, magnitude, triangle
-from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
+from onward.trainer.onnx_import.passes.attention_masks import MASKED, is_causal_mask, magnitude, triangular_condition
+from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, has_one_user, is_call, require
 
 LEAST = -1e30
 """Stands for every lower finite number of a mask: it leaves no weight either, and bf16 has it."""
@@ -72,7 +72,7 @@ class Masks:
     """(condition, what it is where the score stays, the number elsewhere)"""
 
 
-def attentions(r: Rewriter) -> int:
+def fuse_attentions(r: Rewriter) -> int:
     """Fuse every attention; returns how many."""
     return r.apply(_attention, torch.matmul, torch.bmm)
 
@@ -82,7 +82,7 @@ def _attention(r: Rewriter, node: Any) -> fx.Node:
     weights, dropout = _without_dropout(r, weights)
     weights, guarded = _without_guard(r, weights)
     rank = r.rank(weights)
-    require(calls(weights, F.softmax) and (only(weights) or guarded) and rank in (3, 4))
+    require(is_call(weights, F.softmax) and (has_one_user(weights) or guarded) and rank in (3, 4))
     require(set(weights.kwargs) == {"dim"} and weights.kwargs["dim"] in (-1, rank - 1))
     product, masks, scale = _scores(r, weights.args[0])
     query, turned = product.args
@@ -102,7 +102,7 @@ def _attention(r: Rewriter, node: Any) -> fx.Node:
 
 
 def _without_dropout(r: Rewriter, weights: Any) -> tuple[Any, float]:
-    if not (only(weights) and weights.op == "call_module"):
+    if not (has_one_user(weights) and weights.op == "call_module"):
         return weights, 0.0
     module = r.root.get_submodule(str(weights.target))
     require(isinstance(module, Dropout) and not module.with_mask)
@@ -112,12 +112,17 @@ def _without_dropout(r: Rewriter, weights: Any) -> tuple[Any, float]:
 
 def _without_guard(r: Rewriter, weights: Any) -> tuple[Any, bool]:
     """Of where(isnan(w), 0, w): w."""
-    if not (calls(weights, torch.where) and only(weights)):
+    if not (is_call(weights, torch.where) and has_one_user(weights)):
         return weights, False
     condition, zero, inner = weights.args
-    if calls(condition, torch.logical_not) and only(condition):
+    if is_call(condition, torch.logical_not) and has_one_user(condition):
         condition, zero, inner = condition.args[0], inner, zero
-    fits = calls(condition, torch.isnan) and only(condition) and condition.args[0] is inner and len(inner.users) == 2
+    fits = (
+        is_call(condition, torch.isnan)
+        and has_one_user(condition)
+        and condition.args[0] is inner
+        and len(inner.users) == 2
+    )
     require(fits and r.number(zero) == 0.0)
     return inner, True
 
@@ -125,16 +130,16 @@ def _without_guard(r: Rewriter, weights: Any) -> tuple[Any, bool]:
 def _scores(r: Rewriter, value: Any) -> tuple[fx.Node, Masks, float]:
     """(product of query and key, masks, scale) of what softmax reads."""
     masks = Masks()
-    while not calls(_unscaled(r, value, shared=False)[0], torch.matmul, torch.bmm):
-        require(only(value))
-        if calls(value, torch.add):
+    while not is_call(_unscaled(r, value, shared=False)[0], torch.matmul, torch.bmm):
+        require(has_one_user(value))
+        if is_call(value, torch.add):
             value = _of_sum(r, value, masks)
-        elif calls(value, torch.where):
+        elif is_call(value, torch.where):
             value = _of_choice(r, value, masks)
         else:
             raise NoMatch
     product, scale = _unscaled(r, value, shared=False)
-    require(only(product))
+    require(has_one_user(product))
     return product, masks, scale
 
 
@@ -161,22 +166,27 @@ def _of_choice(r: Rewriter, node: Any, masks: Masks) -> Any:
 def _leads_to_product(r: Rewriter, value: Any) -> bool:
     """Whether a value is the scores, under more masks perhaps."""
     value = _unscaled(r, value, shared=False)[0]
-    if calls(value, torch.matmul, torch.bmm):
-        return only(value)
-    inner = value.args if calls(value, torch.add) else value.args[1:] if calls(value, torch.where) else ()
-    return only(value) and any(_leads_to_product(r, part) for part in inner)
+    if is_call(value, torch.matmul, torch.bmm):
+        return has_one_user(value)
+    inner = value.args if is_call(value, torch.add) else value.args[1:] if is_call(value, torch.where) else ()
+    return has_one_user(value) and any(_leads_to_product(r, part) for part in inner)
 
 
 def _unscaled(r: Rewriter, value: Any, *, shared: bool = True) -> tuple[Any, float]:
     """(x, number) of a value that is number * x; what others read too is looked through only if `shared`."""
     scale = 1.0
-    while (shared or only(value)) and calls(value, torch.mul, torch.div) and len(value.args) == 2 and not value.kwargs:
+    while (
+        (shared or has_one_user(value))
+        and is_call(value, torch.mul, torch.div)
+        and len(value.args) == 2
+        and not value.kwargs
+    ):
         x, number = value.args[0], r.number(value.args[1])
         if number is None and value.target is torch.mul:
             x, number = value.args[1], r.number(value.args[0])
         if not number or not math.isfinite(number) or r.rank(x) != r.rank(value):
             break
-        value, scale = x, scale * number if calls(value, torch.mul) else scale / number
+        value, scale = x, scale * number if is_call(value, torch.mul) else scale / number
     return value, scale
 
 
@@ -187,7 +197,7 @@ def _turned_back(r: Rewriter, turned: Any) -> tuple[fx.Node, float]:
     """(keys [..., sequence, width], their scale) of what was multiplied as [..., width, sequence]."""
     if (source := _turned_in_rows(r, turned)) is not None:
         return source, 1.0
-    if not calls(turned, "permute"):
+    if not is_call(turned, "permute"):
         return r.call("transpose", turned, -1, -2), 1.0
     source, order = turned.args
     source, scale = _unscaled(r, source)
@@ -197,7 +207,9 @@ def _turned_back(r: Rewriter, turned: Any) -> tuple[fx.Node, float]:
 
 def _turned_in_rows(r: Rewriter, turned: Any) -> fx.Node | None:
     """x [batch, heads, sequence, width], of what was turned with batch and heads merged, and split again."""
-    if not (calls(turned, "reshape") and calls(turned.args[0], "permute") and calls(turned.args[0].args[0], "reshape")):
+    if not (
+        is_call(turned, "reshape") and is_call(turned.args[0], "permute") and is_call(turned.args[0].args[0], "reshape")
+    ):
         return None
     permuted, merged = turned.args[0], turned.args[0].args[0]
     x = merged.args[0]
@@ -219,7 +231,7 @@ def _ungrouped(r: Rewriter, key: fx.Node, value: Any) -> tuple[fx.Node, Any, boo
 
 def _repeated(r: Rewriter, x: Any) -> fx.Node | None:
     """[batch, heads, ...], of what has each of them several times in a row: unsqueeze, expand, reshape."""
-    if not (calls(x, "reshape") and calls(x.args[0], expand) and calls(x.args[0].args[0], torch.unsqueeze)):
+    if not (is_call(x, "reshape") and is_call(x.args[0], expand) and is_call(x.args[0].args[0], torch.unsqueeze)):
         return None
     wide, narrow = x.args[0], x.args[0].args[0]
     source, place = narrow.args
@@ -283,9 +295,9 @@ def _check_masks(r: Rewriter, masks: Masks, product: fx.Node) -> None:
 
 def _is_causal(r: Rewriter, masks: Masks) -> bool:
     node = masks.added[0] if masks.added else masks.chosen[0][0]
-    if not masks.added and triangle(r, node) is not masks.chosen[0][1]:
+    if not masks.added and triangular_condition(r, node) is not masks.chosen[0][1]:
         return False
-    return not masks.added or is_causal(r, node)
+    return not masks.added or is_causal_mask(r, node)
 
 
 def additive_mask(condition: torch.Tensor, kept: bool, otherwise: float, dtype: torch.dtype) -> torch.Tensor:

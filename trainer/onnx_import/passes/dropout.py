@@ -14,7 +14,7 @@ from torch import fx, nn
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.passes.attention import Attention
-from onward.trainer.onnx_import.passes.rewriter import calls
+from onward.trainer.onnx_import.passes.rewriter import is_call
 
 VIEWS = ("reshape", "view", "permute", "transpose", "flatten")
 
@@ -37,7 +37,7 @@ def _embeddings(module: fx.GraphModule, ratio: float) -> list[str]:
     found: dict[fx.Node, list[str]] = {}
     nodes: list[Any] = list(module.graph.nodes)
     for node in nodes:
-        if calls(node, gather_rows) and _is_weight(module, node.args[0]) and _reads_input(node.args[1]):
+        if is_call(node, gather_rows) and _is_weight(module, node.args[0]) and _reads_input(node.args[1]):
             found.setdefault(_with_positions(module, node), []).append(str(node.args[0].target))
         elif _adds_positions(module, node) and not found:
             found[node] = [str(arg.target) for arg in node.args if _is_weight(module, arg)]
@@ -50,15 +50,15 @@ def _embeddings(module: fx.GraphModule, ratio: float) -> list[str]:
 
 def _with_positions(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """The sum that an embedding goes into, normalised if it is at once."""
-    while len(node.users) == 1 and calls(user := next(iter(node.users)), torch.add) and not _is_residual(user):
+    while len(node.users) == 1 and is_call(user := next(iter(node.users)), torch.add) and not _is_residual(user):
         node = user
     users = list(node.users)
-    return users[0] if len(users) == 1 and calls(users[0], F.layer_norm, F.rms_norm) else node
+    return users[0] if len(users) == 1 and is_call(users[0], F.layer_norm, F.rms_norm) else node
 
 
 def _adds_positions(module: fx.GraphModule, node: Any) -> bool:
     """Whether a learned table with a row for each position is added: patches of an image."""
-    if not calls(node, torch.add) or node.meta.get("rank") != 3:
+    if not is_call(node, torch.add) or node.meta.get("rank") != 3:
         return False
     tables = [module.get_parameter(str(arg.target)) for arg in node.args if _is_weight(module, arg)]
     return any(table.ndim >= 2 and table.shape[-2] > 1 for table in tables)
@@ -67,7 +67,7 @@ def _adds_positions(module: fx.GraphModule, node: Any) -> bool:
 def _branches(module: fx.GraphModule, ratio: float) -> list[str]:
     places = []
     for node in list(module.graph.nodes):
-        if not calls(node, torch.add):
+        if not is_call(node, torch.add):
             continue
         for residual, branch in (node.args, node.args[::-1]):
             layer = _layer(branch)
@@ -81,9 +81,9 @@ def _branches(module: fx.GraphModule, ratio: float) -> list[str]:
 
 def _layer(branch: Any) -> fx.Node | None:
     """The linear layer a value is the result of, in another shape perhaps."""
-    while calls(branch, *VIEWS):
+    while is_call(branch, *VIEWS):
         branch = branch.args[0]
-    return branch if isinstance(branch, fx.Node) and calls(branch, F.linear, torch.matmul, torch.addmm) else None
+    return branch if isinstance(branch, fx.Node) and is_call(branch, F.linear, torch.matmul, torch.addmm) else None
 
 
 def _weight_name(module: fx.GraphModule, layer: Any) -> str:
@@ -118,7 +118,7 @@ def _depends(value: object, source: object) -> bool:
 def _attentions(module: fx.GraphModule, ratio: float) -> list[str]:
     places = []
     for node in list(module.graph.nodes):
-        if calls(node, F.scaled_dot_product_attention) and not node.kwargs.get("dropout_p"):
+        if is_call(node, F.scaled_dot_product_attention) and not node.kwargs.get("dropout_p"):
             node = _as_module(module, node)
         if node.op != "call_module":
             continue
@@ -183,7 +183,7 @@ def _reads_input(value: object) -> bool:
     seen, waiting = set(), [value]
     while waiting:
         node = waiting.pop()
-        if not isinstance(node, fx.Node) or node in seen or calls(node, "size"):
+        if not isinstance(node, fx.Node) or node in seen or is_call(node, "size"):
             continue
         if node.op == "placeholder":
             return True

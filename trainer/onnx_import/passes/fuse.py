@@ -18,31 +18,31 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from onward.trainer.onnx_import.passes.activations import gelus, silus
-from onward.trainer.onnx_import.passes.attention import attentions
-from onward.trainer.onnx_import.passes.norms import layer_norms, rms_norms
+from onward.trainer.onnx_import.passes.activations import fuse_gelus, fuse_silus
+from onward.trainer.onnx_import.passes.attention import fuse_attentions
+from onward.trainer.onnx_import.passes.norms import fuse_layer_norms, fuse_rms_norms
 from onward.trainer.onnx_import.passes.rewriter import Rewriter
-from onward.trainer.onnx_import.passes.sharing import linears, share
-from onward.trainer.onnx_import.passes.views import cuts
-from onward.trainer.onnx_import.shape_assumptions import is_kept
+from onward.trainer.onnx_import.passes.sharing import fuse_linears, share_equal_calls
+from onward.trainer.onnx_import.passes.views import fuse_slices
+from onward.trainer.onnx_import.shape_assumptions import is_impure
 
 PASSES = (
-    ("cse", share),
-    ("cut", cuts),
-    ("layer_norm", layer_norms),
-    ("rms_norm", rms_norms),
-    ("gelu", gelus),
-    ("silu", silus),
-    ("attention", attentions),
-    ("linear", linears),
-    ("cse", share),
+    ("cse", share_equal_calls),
+    ("cut", fuse_slices),
+    ("layer_norm", fuse_layer_norms),
+    ("rms_norm", fuse_rms_norms),
+    ("gelu", fuse_gelus),
+    ("silu", fuse_silus),
+    ("attention", fuse_attentions),
+    ("linear", fuse_linears),
+    ("cse", share_equal_calls),
 )
 
 
-def fuse(graph: fx.Graph, root: nn.Module) -> dict[str, int]:
+def fuse_graph(graph: fx.Graph, root: nn.Module) -> dict[str, int]:
     """Apply every rewrite to a graph as the tracer left it; returns how often each applied."""
     # the tracer asks for sizes that nothing needs, and who reads a value decides
-    graph.eliminate_dead_code(is_impure_node=is_kept)
+    graph.eliminate_dead_code(is_impure_node=is_impure)
     rewriter = Rewriter(graph, root)
     counts = dict.fromkeys((name for name, _ in PASSES), 0)
     for name, rewrite in PASSES:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from onward.trainer.onnx_import.ops.reduce import reduce_mean
-from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
+from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, has_one_user, is_call, require
 
 
-def layer_norms(r: Rewriter) -> int:
+def fuse_layer_norms(r: Rewriter) -> int:
     """Fuse every layer norm; returns how many."""
     count = r.apply(_centred, torch.div, torch.mul)
     r.apply(_scaled, torch.mul)
@@ -26,7 +26,7 @@ def layer_norms(r: Rewriter) -> int:
     return count
 
 
-def rms_norms(r: Rewriter) -> int:
+def fuse_rms_norms(r: Rewriter) -> int:
     """Fuse every RMS norm; after the layer norms, of which it would take the inner part. Returns how many."""
     count = r.apply(_uncentred, torch.div, torch.mul)
     r.apply(_scaled, torch.mul)
@@ -35,10 +35,10 @@ def rms_norms(r: Rewriter) -> int:
 
 def _centred(r: Rewriter, node: Any) -> fx.Node:
     for difference, mean_square, epsilon in _over_root(r, node):
-        if not calls(difference, torch.sub) or len(difference.args) != 2:
+        if not is_call(difference, torch.sub) or len(difference.args) != 2:
             continue
         x, mean = difference.args
-        if calls(mean, reduce_mean) and mean.args[0] is x:
+        if is_call(mean, reduce_mean) and mean.args[0] is x:
             lengths = _normalised(r, x, mean, mean_square)
             return r.call(F.layer_norm, x, lengths, None, None, epsilon)
     raise NoMatch
@@ -52,47 +52,47 @@ def _uncentred(r: Rewriter, node: Any) -> fx.Node:
 
 def _over_root(r: Rewriter, node: Any) -> list[tuple[Any, Any, float]]:
     """Every way to read a node as x / sqrt(mean(x * x) + epsilon): (x, the mean, epsilon)."""
-    if calls(node, torch.div):
+    if is_call(node, torch.div):
         x, root = node.args[:2]
         pairs = [(x, _under_root(root))]
     else:
         pairs = [(x, _under_inverse_root(r, root)) for x, root in (node.args, node.args[::-1])]
     found = []
     for x, sum_ in pairs:
-        if not (calls(sum_, torch.add) and only(sum_) and isinstance(x, fx.Node)):
+        if not (is_call(sum_, torch.add) and has_one_user(sum_) and isinstance(x, fx.Node)):
             continue
         mean, epsilon = sum_.args[0], r.number(sum_.args[1])
         if epsilon is None:
             mean, epsilon = sum_.args[1], r.number(sum_.args[0])
-        if epsilon is not None and calls(mean, reduce_mean) and only(mean) and _squared(r, mean.args[0]) is x:
+        if epsilon is not None and is_call(mean, reduce_mean) and has_one_user(mean) and _squared(r, mean.args[0]) is x:
             found.append((x, mean, epsilon))
     return found
 
 
 def _under_root(value: Any) -> Any:
     """y, of sqrt(y) or y ** 0.5."""
-    root = calls(value, torch.sqrt) or (calls(value, torch.pow) and value.args[1] == 0.5)
-    return value.args[0] if root and only(value) else None
+    root = is_call(value, torch.sqrt) or (is_call(value, torch.pow) and value.args[1] == 0.5)
+    return value.args[0] if root and has_one_user(value) else None
 
 
 def _under_inverse_root(r: Rewriter, value: Any) -> Any:
     """y, of 1 / sqrt(y) in any spelling."""
-    if not only(value):
+    if not has_one_user(value):
         return None
-    if calls(value, torch.rsqrt) or (calls(value, torch.pow) and value.args[1] == -0.5):
+    if is_call(value, torch.rsqrt) or (is_call(value, torch.pow) and value.args[1] == -0.5):
         return value.args[0]
-    if calls(value, torch.reciprocal):
+    if is_call(value, torch.reciprocal):
         return _under_root(value.args[0])
-    return _under_root(value.args[1]) if calls(value, torch.div) and r.number(value.args[0]) == 1.0 else None
+    return _under_root(value.args[1]) if is_call(value, torch.div) and r.number(value.args[0]) == 1.0 else None
 
 
 def _squared(r: Rewriter, value: Any) -> Any:
     """x, of x * x in any spelling."""
-    if not only(value):
+    if not has_one_user(value):
         return None
-    if calls(value, torch.mul):
+    if is_call(value, torch.mul):
         return value.args[0] if value.args[0] is value.args[1] else None
-    squares = calls(value, torch.square) or (calls(value, torch.pow) and r.number(value.args[1]) == 2.0)
+    squares = is_call(value, torch.square) or (is_call(value, torch.pow) and r.number(value.args[1]) == 2.0)
     return value.args[0] if squares else None
 
 
@@ -113,7 +113,7 @@ def _normalised(r: Rewriter, x: Any, *means: Any) -> list[int]:
 def _scaled(r: Rewriter, node: Any) -> fx.Node:
     """A norm without a weight, multiplied by one."""
     for norm, weight in (node.args, node.args[::-1]):
-        if calls(norm, F.layer_norm, F.rms_norm) and only(norm) and norm.args[2] is None and not norm.kwargs:
+        if is_call(norm, F.layer_norm, F.rms_norm) and has_one_user(norm) and norm.args[2] is None and not norm.kwargs:
             if norm.target is F.layer_norm and norm.args[3] is not None:
                 continue
             _check_weight(r, norm, weight)
@@ -125,7 +125,7 @@ def _scaled(r: Rewriter, node: Any) -> fx.Node:
 def _shifted(r: Rewriter, node: Any) -> fx.Node:
     """A layer norm without a bias, and one added."""
     for norm, bias in (node.args, node.args[::-1]):
-        if calls(norm, F.layer_norm) and only(norm) and norm.args[3] is None and not norm.kwargs:
+        if is_call(norm, F.layer_norm) and has_one_user(norm) and norm.args[3] is None and not norm.kwargs:
             _check_weight(r, norm, bias)
             x, lengths, weight, _, epsilon = norm.args
             return r.call(F.layer_norm, x, lengths, weight, bias, epsilon)

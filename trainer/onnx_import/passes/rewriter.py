@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from onward.trainer.onnx_import.tracing import REFUSALS
+from onward.trainer.onnx_import.probing import TORCH_ERRORS
 
 Rewrite = Callable[["Rewriter", fx.Node], fx.Node]
 
@@ -29,12 +29,12 @@ def require(condition: object) -> None:
         raise NoMatch
 
 
-def calls(value: Any, *targets: Callable[..., Any] | str) -> bool:
+def is_call(value: Any, *targets: Callable[..., Any] | str) -> bool:
     """Whether a value is the result of one of these functions, or of the tensor methods of these names."""
     return isinstance(value, fx.Node) and value.op in ("call_function", "call_method") and value.target in targets
 
 
-def only(value: Any) -> bool:
+def has_one_user(value: Any) -> bool:
     """Whether one other node reads it, so that it vanishes when that one does."""
     return isinstance(value, fx.Node) and len(value.users) == 1
 
@@ -83,7 +83,7 @@ class Rewriter:
 
         try:
             return of(0), of(1)
-        except (*REFUSALS, AttributeError) as error:
+        except (*TORCH_ERRORS, AttributeError) as error:
             raise NoMatch from error
 
     def shapes(self, value: Any) -> tuple[torch.Size, torch.Size]:
@@ -147,7 +147,7 @@ class Rewriter:
         if (number := self.number(value)) is not None:
             return number, []
         require(isinstance(value, fx.Node))
-        if not (root or only(value)) or (product := self._product(value)) is None:
+        if not (root or has_one_user(value)) or (product := self._product(value)) is None:
             return 1.0, [value]
         number, operands = product
         nodes: list[fx.Node] = []
@@ -158,13 +158,13 @@ class Rewriter:
 
     def _product(self, node: fx.Node) -> tuple[float, list[Any]] | None:
         """(number, factors) of one multiplication, division by a number or small power."""
-        if calls(node, torch.mul):
+        if is_call(node, torch.mul):
             return 1.0, list(node.args)
-        if calls(node, torch.div) and len(node.args) == 2 and (divisor := self.number(node.args[1])):
+        if is_call(node, torch.div) and len(node.args) == 2 and (divisor := self.number(node.args[1])):
             return 1.0 / divisor, [node.args[0]]
-        if calls(node, torch.pow) and (power := self.number(node.args[1])) in (2.0, 3.0):
+        if is_call(node, torch.pow) and (power := self.number(node.args[1])) in (2.0, 3.0):
             return 1.0, [node.args[0]] * int(power)
-        return (1.0, [node.args[0], node.args[0]]) if calls(node, torch.square) else None
+        return (1.0, [node.args[0], node.args[0]]) if is_call(node, torch.square) else None
 
     # -- changing the graph
 
@@ -190,7 +190,7 @@ class Rewriter:
 
     def apply(self, rewrite: Rewrite, *targets: Callable[..., Any] | str) -> int:
         """Try a rewrite at every call of these functions, first to last; returns how many it replaced."""
-        nodes = [node for node in self.graph.nodes if calls(node, *targets)]
+        nodes = [node for node in self.graph.nodes if is_call(node, *targets)]
         return sum(self._replaced(rewrite, node) for node in nodes if not node._erased)
 
     def _replaced(self, rewrite: Rewrite, node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, calls, only, require
+from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, has_one_user, is_call, require
 
 RANDOM = frozenset(
     {"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "bernoulli", "rrelu",
@@ -27,7 +27,7 @@ KNOWN = ("torch.", "onward.trainer.onnx_import.ops.", "_operator.", "builtins.",
 """Where functions come from that are known to do nothing else; torch's own often do not say."""
 
 
-def share(r: Rewriter) -> int:
+def share_equal_calls(r: Rewriter) -> int:
     """Let equal calls be one; returns how many were removed."""
     seen: dict[Any, fx.Node] = {}
     count = 0
@@ -84,7 +84,7 @@ def _changes(r: Rewriter, node: Any) -> bool:
 # -- linear
 
 
-def linears(r: Rewriter) -> int:
+def fuse_linears(r: Rewriter) -> int:
     """Fuse products with a matrix and their bias; returns how many."""
     count = r.apply(_linear, torch.add)
     r.apply(_unflattened, "reshape", "view")
@@ -95,7 +95,7 @@ def _linear(r: Rewriter, node: Any) -> fx.Node:
     """A 1-d bias added to a product with a matrix. Its orientation stays the file's."""
     require(len(node.args) == 2 and not node.kwargs)
     for product, bias in (node.args, node.args[::-1]):
-        if not (calls(product, torch.matmul) and only(product) and isinstance(bias, fx.Node)):
+        if not (is_call(product, torch.matmul) and has_one_user(product) and isinstance(bias, fx.Node)):
             continue
         x, weight = product.args
         if r.rank(weight) != 2 or r.rank(bias) != 1 or r.rank(x) < 2 or r.static(bias)[0] is None:
@@ -108,9 +108,9 @@ def _linear(r: Rewriter, node: Any) -> fx.Node:
 def _unflattened(r: Rewriter, node: Any) -> fx.Node:
     """A linear layer on rows, whose dimensions are merged before and split again behind it."""
     linear = node.args[0]
-    require(calls(linear, F.linear) and only(linear))
+    require(is_call(linear, F.linear) and has_one_user(linear))
     flat, *rest = linear.args
-    require(calls(flat, "reshape", "view") and r.rank(flat) == 2 and r.rank(flat.args[0]) > 2)
+    require(is_call(flat, "reshape", "view") and r.rank(flat) == 2 and r.rank(flat.args[0]) > 2)
     x = flat.args[0]
     for source, rows in zip(r.shapes(x), r.shapes(flat), strict=True):
         require(source[-1] == rows[-1])

@@ -13,13 +13,13 @@ import torch
 from torch import fx
 
 from onward.trainer.onnx_import.ops.gather import strided
-from onward.trainer.onnx_import.passes.rewriter import Rewriter, calls
+from onward.trainer.onnx_import.passes.rewriter import Rewriter, is_call
 
 Parts = list[tuple[int, int, fx.Node]]
 """From where to where, and the node that is this part."""
 
 
-def cuts(r: Rewriter) -> int:
+def fuse_slices(r: Rewriter) -> int:
     """Cut every tensor once; returns how many were cut more often before."""
     count = 0
     for function, parts_of in ((torch.split, _slices), (torch.unbind, _rows)):
@@ -33,7 +33,7 @@ def cuts(r: Rewriter) -> int:
 
 def _slices(x: fx.Node, axis: int, length: int) -> Parts:
     """The parts that are slices."""
-    users: list[Any] = [user for user in x.users if calls(user, strided) and user.args[1] == axis]
+    users: list[Any] = [user for user in x.users if is_call(user, strided) and user.args[1] == axis]
     if any(not isinstance(n, int) for user in users for n in user.args[2:]) or any(user.args[4] != 1 for user in users):
         return []
     return [(*slice(user.args[2], user.args[3]).indices(length)[:2], user) for user in users]
@@ -42,7 +42,7 @@ def _slices(x: fx.Node, axis: int, length: int) -> Parts:
 def _rows(x: fx.Node, axis: int, length: int) -> Parts:
     """The parts that have lost the dimension: selected, or cut by a split and squeezed."""
     users: list[Any] = list(x.users)
-    selected = [user for user in users if calls(user, torch.select) and user.args[1] == axis]
+    selected = [user for user in users if is_call(user, torch.select) and user.args[1] == axis]
     if selected:
         places = [user.args[2] % length for user in selected if isinstance(user.args[2], int)]
         return (
@@ -51,11 +51,11 @@ def _rows(x: fx.Node, axis: int, length: int) -> Parts:
             else []
         )
     cut: list[Any] = [
-        user for user in users if calls(user, torch.split) and list(user.args[1:]) == [[1] * length, axis]
+        user for user in users if is_call(user, torch.split) and list(user.args[1:]) == [[1] * length, axis]
     ]
     pieces: list[Any] = [piece for split in cut[:1] for piece in split.users]
     squeezed: list[Any] = [next(iter(piece.users)) for piece in pieces if len(piece.users) == 1]
-    if len(squeezed) != len(pieces) or not all(calls(node, torch.squeeze) for node in squeezed):
+    if len(squeezed) != len(pieces) or not all(is_call(node, torch.squeeze) for node in squeezed):
         return []
     if any(node.args[1] not in (axis, [axis]) for node in squeezed):
         return []

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from onward.trainer.onnx_import.shape_assumptions import is_kept
+from onward.trainer.onnx_import.shape_assumptions import is_impure
 
 RANDOM_FUNCTIONS = ("rand", "dropout", "bernoulli", "normal_", "uniform", "multinomial")
 """Parts of the names of functions that draw random numbers."""
@@ -33,7 +33,7 @@ def is_rematerialised(node: fx.Node) -> bool:
     if "rematerialised" not in node.meta:
         if node.op == "get_attr":
             result = True
-        elif node.op not in ("call_function", "call_method") or is_kept(node) or node.is_impure():
+        elif node.op not in ("call_function", "call_method") or is_impure(node) or node.is_impure():
             result = False
         else:
             result = is_length(node) or (not _is_random(node) and all(map(is_rematerialised, node.all_input_nodes)))

@@ -14,12 +14,13 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.reference_models import GraphWriter
-from onward.trainer.onnx_import import converters as foreign
+from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_import import converters
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.registry import RULES
 from tests.support import suite
 from tests.support.graphs import MODELS, feed
+from tests.support.onnx2torch_rules import register_with_onnx2torch
 
 OUT_OF_SCOPE = {
     "ai.onnx.ml": (8, lambda case: domains(case) & {"ai.onnx.ml"}),
@@ -213,7 +214,7 @@ def registry():
     """onnx2torch's registry, put back afterwards."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = foreign._registry()
+        found = converters.onnx2torch_registry()
     before = dict(found)
     yield found
     found.clear()
@@ -221,7 +222,10 @@ def registry():
 
 
 def test_importing_the_trainer_does_not_import_onnx2torch():
-    code = "import sys, trainer.graph; sys.exit('onnx2torch' in sys.modules or 'torchvision' in sys.modules)"
+    code = (
+        "import sys, onward.trainer.onnx_import.driver; "
+        "sys.exit('onnx2torch' in sys.modules or 'torchvision' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -230,9 +234,9 @@ def test_importing_the_trainer_does_not_import_onnx2torch():
 def test_onnx2torch_with_our_rules_registered_computes_the_same(name, registry):
     import onnx2torch
 
-    foreign.register_with_onnx2torch()
     model = MODELS[name]()
     module = to_module(model).eval()
+    register_with_onnx2torch()
     inputs = [torch.from_numpy(feed(model, 3)[key]) for key in module.input_names]
     ours, theirs = module(*inputs), onnx2torch.convert(model).eval()(*inputs)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ import torch
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.onnx_import.runtime_node import Leaf
+from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.train_selection import describe_weights, select_trained
 from tests.support.trained_models import running_statistics
 
@@ -29,7 +29,7 @@ def read(text: str) -> onnx.ModelProto:
 def leaves(module: ImportedGraph) -> list[str]:
     """The operators that are run-time leaves."""
     found = (module.get_submodule(str(node.target)) for node in module.graph.nodes if node.op == "call_module")
-    return [leaf.node.op_type for leaf in found if isinstance(leaf, Leaf)]
+    return [leaf.node.op_type for leaf in found if isinstance(leaf, RuntimeNode)]
 
 
 def assert_same(module: ImportedGraph, model: onnx.ModelProto, *inputs: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

@@ -18,8 +18,9 @@ from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.reduce import reduce_mean
 from onward.trainer.onnx_import.ops.shape import arange, expand, full
-from onward.trainer.onnx_import.passes.fuse import fuse
-from onward.trainer.onnx_import.tracing import Traced, Tracer
+from onward.trainer.onnx_import.passes.fuse import fuse_graph
+from onward.trainer.onnx_import.tracing import Tracer
+from onward.trainer.onnx_import.values import Traced
 
 Build = Callable[..., Any]
 TYPES = [(torch.float32, 5e-7), (torch.float64, 1e-12)]
@@ -59,7 +60,7 @@ def rewritten(
     results = result if isinstance(result, tuple) else (result,)
     c.tracer.graph.output(tuple(part.node for part in results))
     plain = fx.GraphModule(copy.deepcopy(c.tracer.root), copy.deepcopy(c.tracer.graph))
-    counts = fuse(c.tracer.graph, c.tracer.root)
+    counts = fuse_graph(c.tracer.graph, c.tracer.root)
     c.tracer.graph.lint()
     return plain, fx.GraphModule(c.tracer.root, c.tracer.graph), counts
 

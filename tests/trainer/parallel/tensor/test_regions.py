@@ -18,7 +18,7 @@ from onward.trainer.config.sections import LoraConfig
 from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.model.adapters import add_adapters
-from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.tensor.graph_analysis import Division, Finer, Whole

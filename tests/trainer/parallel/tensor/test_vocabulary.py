@@ -21,7 +21,7 @@ from onward.trainer.distributed.placement import Placement, share, slices
 from onward.trainer.distributed.processes import MPIContext, new_group
 from onward.trainer.model.adapters import add_adapters
 from onward.trainer.model.loss import Evaluation, Loss
-from onward.trainer.onnx_graph.reference_models import GraphWriter
+from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.ops.gather import gather_rows

@@ -80,12 +80,12 @@ def train(
         model.stages,
         model.loss,
         schedule=config.parallel.schedule,
-        shapes=model.shapes_of,
+        stages_for=model.shapes_of,
         autocast=partial(autocast, config.precision, mpi.device),
         device=mpi.device,
         group_pipeline=stage_group(mesh, timeout_s=config.launch.collective_timeout_s),
         group_data=mesh.get_group("data"),
-        counted=here.tensor == 0,
+        counts_loss=here.tensor == 0,
     )
 
     # -- 4. What changes the weights

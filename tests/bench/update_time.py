@@ -113,7 +113,7 @@ def onward_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[
         [stage],
         Loss(ModelConfig(path="-"), ["output"]),
         schedule="1f1b",
-        shapes=lambda inputs: [stage],
+        stages_for=lambda inputs: [stage],
         autocast=nullcontext,
         device=mpi.device,
         group_pipeline=mesh.get_group("pipeline"),

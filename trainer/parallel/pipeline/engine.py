@@ -1,10 +1,14 @@
-"""The forward and backward passes of one step, and evaluation: the micro-batches of a replica through its stages.
+"""Run one training step or one evaluation: the micro-batches of a replica through the stages of its pipeline.
 
-A pipeline of one stage is gradient accumulation: F0 B0 F1 B1 ... So micro-batches of a step and accumulation steps
-are one number, and there is no other loop over them. With more stages torch's schedules decide the order, here 1f1b:
+With 2 stages and 4 micro-batches, schedule 1f1b orders the forward (F) and backward (B) passes like this; an empty cell
+is the pipeline bubble:
 
-    stage 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3
-    stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..
+    time       1   2   3   4   5   6   7   8   9   10
+    stage 0    F0  F1      B0  F2  B1  F3  B2      B3     warm-up F0, steady state F1 B0 F2 B1 F3 B2, cool-down B3
+    stage 1        F0  B0  F1  B1  F2  B2  F3  B3         all in the steady state
+
+With one stage it is F0 B0 F1 B1 F2 B2 F3 B3, which is gradient accumulation. So the micro-batches of a step and its
+accumulation steps are one number, and there is no other loop over them.
 """
 
 from __future__ import annotations
@@ -24,14 +28,17 @@ from onward.trainer.errors import UnsupportedModel
 from onward.trainer.model.loss import Evaluation
 from onward.trainer.parallel.pipeline.schedules import (
     Autocast,
-    Finish,
-    Scheduled,
-    Shapes,
-    gradients_of,
-    trained,
-    unchanged,
+    OnOutputs,
+    ScheduledStages,
+    StagesFor,
+    copy_gradients,
+    restored_state,
+    trained_parameters,
 )
 from onward.trainer.parallel.pipeline.stage import Stage
+
+GRADIENT_TOLERANCE = 1e-3
+"""Relative error of a gradient that rounding explains, in bf16 too. Wrong gradients had errors of 0.2 and more."""
 
 
 class BatchLoss(Protocol):
@@ -41,19 +48,19 @@ class BatchLoss(Protocol):
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor: ...
 
 
-class Engine(Protocol):
-    """Who collects the gradients (trainer/parallel/replicas/reducer.py, trainer/parallel/replicas/zero.py)."""
+class GradientReducer(Protocol):
+    """What sums the gradients over the replicas (parallel/replicas/reducer.py and zero.py)."""
 
     def begin(self, num_backwards: int, num_targets: float, num_moves: int) -> None: ...
 
 
 class Pipeline:
-    """Runs the stages that this rank holds, together with the ranks that hold the others.
+    """Run the stages of this rank, together with the ranks of the other stages.
 
-    stages: this rank's, in order; `shapes` is not asked if they are all there are. counted: whether this rank's
-    losses count in the sum over the world; of the ranks that hold the last stage of one replica, one does.
-    autocast: makes the context of the forward pass. group_pipeline: see `stage_group`.
-    Raises ConfigError for stages that the schedule cannot run.
+    stages: of this rank, in order. stages_for: see `StagesFor`; unused where one rank has all stages. counts_loss:
+    whether this rank's losses enter the sum over the world; of the ranks with the last stage of a replica exactly one
+    does. autocast: makes the context of the forward pass. group_pipeline: from `stage_group`. Raises ConfigError for
+    stages that the schedule cannot run.
     """
 
     def __init__(
@@ -62,103 +69,107 @@ class Pipeline:
         loss: BatchLoss,
         *,
         schedule: str,
-        shapes: Shapes,
+        stages_for: StagesFor,
         autocast: Autocast,
         device: torch.device,
         group_pipeline: dist.ProcessGroup,
         group_data: dist.ProcessGroup,
-        counted: bool = True,
+        counts_loss: bool = True,
     ) -> None:
         self._stages = list(stages)
         self._loss = loss
         self._device = device
         self._group = group_data
-        self._counted = counted
-        self._alone = group_pipeline.size() == 1
+        self._counts_loss = counts_loss
         self._autocast = autocast
-        self._unproved = False
-        if not self._alone:
-            self._scheduled = Scheduled(stages, schedule, shapes, autocast, device, group_pipeline)
-            self._unproved = schedule == "zero_bubble"
+        self._scheduled: ScheduledStages | None = None
+        if group_pipeline.size() > 1:
+            self._scheduled = ScheduledStages(stages, schedule, stages_for, autocast, device, group_pipeline)
+        self._check_gradients = self._scheduled is not None and schedule == "zero_bubble"
 
     def run(
         self,
         micro_batches: Sequence[Batch],
-        engine: Engine,
+        reducer: GradientReducer,
         *,
         scale: float,
         beat: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Every forward and backward pass of one step; leaves scaled gradients with `engine`.
+        """Run every forward and backward pass of one step; leave scaled gradients with the reducer.
 
-        The gradient is that of `scale` x the mean over the targets of *all* replicas and micro-batches,
-        once it is summed over the replicas. Returns this rank's share of that mean, without the scale: a scalar, 0
-        unless the rank is `counted` and holds the last stage. Collective: every rank, with as many micro-batches.
-        Raises UnsupportedModel for a graph that the schedule computes wrongly.
+        Summed over the replicas, the gradient is that of `scale` x the mean loss over the targets of *all* replicas and
+        micro-batches. Returns this rank's share of that mean without the scale, a scalar: 0 unless the rank counts its
+        losses and has the last stage. Collective: every rank, each with the same number of micro-batches. Raises
+        UnsupportedModel for a graph whose gradients the schedule computes wrongly.
         """
-        groups = [list(group) for group in _groups(micro_batches)]
-        if self._unproved and self._scheduled.takes_apart(len(groups[0])):
-            self._prove(groups[0], engine, beat)
-        mine = sum(self._loss.count(batch.labels, batch.size) for batch in micro_batches if not batch.is_padding)
-        engine.begin(len(micro_batches), mine, sum(not batch.is_padding for batch in micro_batches))
-        total, counted = self._over_replicas(mine)
-        share = torch.zeros((), device=self._device)
+        passes = [list(batches) for batches in _passes(micro_batches)]
+        if self._check_gradients and self._scheduled and self._scheduled.splits_backward(len(passes[0])):
+            self._check_zero_bubble(self._scheduled, passes[0], reducer, beat)
+        real = [batch for batch in micro_batches if not batch.is_padding]
+        num_targets = sum(self._loss.count(batch.labels, batch.size) for batch in real)
+        reducer.begin(len(micro_batches), num_targets, len(real))
+        total, wait_for_total = self._sum_over_replicas(num_targets)
+        loss_sum = torch.zeros((), device=self._device)
 
-        def finish(batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
-            loss = self._differentiable(batch, outputs)
-            counted()
-            if self._counted:
-                share.add_(loss.detach())
+        def scaled_loss(batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
+            loss = self._batch_loss(batch, outputs)
+            wait_for_total()
+            if self._counts_loss:
+                loss_sum.add_(loss.detach())
             return loss * (scale / total.clamp(min=1))
 
-        for group in groups:
-            self._through(group, finish, beat, training=not group[0].is_padding)
-        counted()
-        return share / total.clamp(min=1)
+        for batches in passes:
+            self._run_pass(batches, scaled_loss, beat, training=not batches[0].is_padding)
+        wait_for_total()  # a rank without the last stage has not waited yet
+        return loss_sum / total.clamp(min=1)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], totals: Evaluation, beat: Callable[[], None]) -> dict[str, float]:
-        """Metrics over the batches of all ranks, each sample once. Collective: every rank, with as many batches."""
+        """Return the metrics over the batches of all ranks, each sample once.
 
-        def finish(batch: Batch, outputs: Sequence[Tensor]) -> None:
-            # the ranks of one tensor-parallel group all add the same numbers: a mean over them is the mean
+        Collective: every rank, each with the same number of batches.
+        """
+
+        def update(batch: Batch, outputs: Sequence[Tensor]) -> None:
+            # all ranks of a tensor-parallel group add the same numbers, which leaves every mean as it is
             if not batch.is_padding:
                 totals.update(outputs, batch.labels, batch.size)
 
-        for group in _groups(batches):
-            self._through(list(group), finish, beat, training=False)
+        for members in _passes(batches):
+            self._run_pass(list(members), update, beat, training=False)
         return totals.compute()
 
-    def _through(self, batches: list[Batch], finish: Finish, beat: Callable[[], None], *, training: bool) -> None:
+    def _run_pass(
+        self, batches: list[Batch], on_outputs: OnOutputs, beat: Callable[[], None], *, training: bool
+    ) -> None:
         for stage in self._stages:
             stage.chain.train(training)
-        if self._alone:
-            self._one_by_one(batches, finish, beat)
-        else:
-            self._scheduled.run(batches, finish, beat)
-
-    def _one_by_one(self, batches: Iterable[Batch], finish: Finish, beat: Callable[[], None]) -> None:
-        for batch in batches:
+        if self._scheduled:
+            self._scheduled.run(batches, on_outputs, beat)
+            return
+        for batch in batches:  # one rank has all stages
             values: tuple[Tensor, ...] = ()
             with self._autocast():
                 for stage in self._stages:
-                    values = stage.chain(*values, *(batch.inputs[place] for place in stage.input_positions))
-            loss = finish(batch, values)
+                    values = stage.chain(*values, *(batch.inputs[position] for position in stage.input_positions))
+            loss = on_outputs(batch, values)
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
             beat()
 
-    def _differentiable(self, batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
+    def _batch_loss(self, batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
+        """Return the loss of a micro-batch as a scalar to differentiate; zero for a padding micro-batch."""
         loss = self._loss(outputs, batch.labels, batch.size)
         if not batch.is_padding:
             return loss
-        # every gradient is 0 but there, as collectives and counts of backward passes expect; 0 x inf would be NaN
+        # Every gradient must exist and be zero, since collectives and counts of backward passes expect it. A product
+        # with zero would not do: 0 x inf is NaN.
         return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
 
-    def _over_replicas(self, count: int) -> tuple[Tensor, Callable[[], object]]:
-        """The sum of a count over all replicas, and what to call before reading it.
+    def _sum_over_replicas(self, count: int) -> tuple[Tensor, Callable[[], object]]:
+        """Return a count's sum over all replicas, and what to call before reading it.
 
-        It travels while the first forward pass computes.
+        The all-reduce runs while the first forward pass computes.
         """
         total = torch.tensor(float(count), device=self._device)
         if self._group.size() == 1:
@@ -166,48 +177,49 @@ class Pipeline:
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return total, work.wait
 
-    def _prove(self, batches: list[Batch], engine: Engine, beat: Callable[[], None]) -> None:
-        """Compare every gradient that `zero_bubble` makes of these micro-batches with that of plain backward passes."""
+    def _check_zero_bubble(
+        self, scheduled: ScheduledStages, batches: list[Batch], reducer: GradientReducer, beat: Callable[[], None]
+    ) -> None:
+        """Compare every gradient that zero_bubble computes for these micro-batches with that of ordinary backward
+        passes. torch splits a backward pass in two for it, and an autograd function may not allow that."""
         gradients = []
         for schedule in ("interleaved", "zero_bubble"):
-            self._scheduled.schedule = schedule
-            engine.begin(len(batches) + 1, 1, 0)  # never complete, so nothing is sent
-            with unchanged(self._stages, self._device):
+            scheduled.schedule = schedule
+            # one backward pass more than there will be: the reducer never sees the last one, so it sends nothing
+            reducer.begin(len(batches) + 1, 1, 0)
+            with restored_state(self._stages, self._device):
                 try:
-                    self._through(batches, self._differentiable, beat, training=True)
+                    self._run_pass(batches, self._batch_loss, beat, training=True)
                 except RuntimeError as error:
                     if schedule == "interleaved" or type(error) is not RuntimeError or lost_a_peer(error):
                         raise
                     raise UnsupportedModel(
-                        f"parallel.schedule 'zero_bubble' cannot take this graph's backward pass apart ({error}); "
+                        f"parallel.schedule 'zero_bubble' cannot split this graph's backward pass ({error}); "
                         "use 'interleaved' or '1f1b'"
                     ) from error
-            gradients.append(gradients_of(self._stages))
-        for (name, _), plain, found in zip(trained(self._stages), *gradients, strict=True):
-            off = float(torch.linalg.vector_norm(found - plain) / torch.linalg.vector_norm(plain).clamp(min=1e-30))
-            if off > PARITY:
+            gradients.append(copy_gradients(self._stages))
+        for (name, _), expected, found in zip(trained_parameters(self._stages), *gradients, strict=True):
+            norm = torch.linalg.vector_norm(expected).clamp(min=1e-30)
+            relative_error = float(torch.linalg.vector_norm(found - expected) / norm)
+            if relative_error > GRADIENT_TOLERANCE:
                 raise UnsupportedModel(
-                    f"parallel.schedule 'zero_bubble' makes a gradient of {name} that is {off:.1e} off "
-                    f"({PARITY:g} is allowed); use 'interleaved' or '1f1b'"
+                    f"parallel.schedule 'zero_bubble' computes a gradient of {name} with a relative error of "
+                    f"{relative_error:.1e} ({GRADIENT_TOLERANCE:g} is allowed); use 'interleaved' or '1f1b'"
                 )
-        self._unproved = False
+        self._check_gradients = False
 
 
 def stage_group(mesh: DeviceMesh, *, timeout_s: float) -> dist.ProcessGroup:
-    """The ranks of this one's pipeline axis, for the messages between stages.
+    """Return the process group of this rank's pipeline axis, for the messages between stages.
 
-    The mesh's own group would do but for its time-out: gloo's messages from one rank to another keep the one that
-    their group was made with, 30 minutes in a mesh. Collective: every rank of the world.
+    The mesh's own group has the wrong time-out: gloo's point-to-point messages keep the one that their group was made
+    with, which is 30 minutes in a mesh. Collective: every rank of the world.
     """
     groups = [new_group(column, timeout_s=timeout_s) for column in mesh.mesh.flatten(1).T.tolist()]
     (own,) = (group for group in groups if group is not None)
     return own
 
 
-PARITY = 1e-3
-"""Relative error of a gradient that rounding explains, in bf16 as well; wrong ones were 0.2 and more off."""
-
-
-def _groups(batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
-    """Split into the batches that go through together; padding micro-batches run apart, in evaluation mode."""
+def _passes(batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+    """Divide batches into those that go through the pipeline together; padding ones go alone, in evaluation mode."""
     return (members for _, members in itertools.groupby(batches, key=lambda batch: (batch.group, batch.is_padding)))

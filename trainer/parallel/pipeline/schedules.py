@@ -1,7 +1,13 @@
-"""More than one stage: this rank's stages in torch's schedules.
+"""Run the stages of one rank in the schedules of torch.distributed.pipelining, where there is more than one stage.
 
-What torch is not told: the micro-batches (each stage takes from the data what it needs of them; only values of the
-graph travel), the weights (ZeRO and the reducer count backward passes on their own), and the loss.
+    data ──inputs of micro-batch i──┐                              ┌── labels of micro-batch i
+                                    ▼                              ▼
+    stage k-1 ──activations──► _ScheduledStage k ──activations──► last stage ─► on_outputs ─► loss
+              ◄──gradients────                   ◄──gradients────
+
+torch's schedules send and receive activations and gradients, and call forward and backward in their order. Three things
+are kept from them: the micro-batches (each stage reads its inputs of the graph from the data), the weights (ZeRO and
+the reducer count backward passes themselves), and the loss.
 """
 
 from __future__ import annotations
@@ -28,145 +34,156 @@ if TYPE_CHECKING:
     Schedule = PipelineScheduleMulti | PipelineScheduleSingle
 
 Autocast = Callable[[], AbstractContextManager[object]]
-Shapes = Callable[[Sequence[Tensor]], Sequence[Stage]]
-"""Graph inputs of one micro-batch -> this rank's stages with `crossing` and `produced` as they are for such inputs,
-under the autocast of the forward pass. Only shapes and types are read; asked once for each combination of them."""
-
-
-Finish = Callable[[Batch, Sequence[Tensor]], Tensor | None]
-"""What the last stage does with the graph's outputs: in training it gives the scalar to differentiate."""
-
+StagesFor = Callable[[Sequence[Tensor]], Sequence[Stage]]
+"""Inputs of the graph for one micro-batch -> this rank's stages with `received_meta` and `output_meta` for such inputs,
+under the autocast of the forward pass. Called once for each combination of shapes and types; reads nothing else."""
+OnOutputs = Callable[[Batch, Sequence[Tensor]], Tensor | None]
+"""Called by the last stage with a micro-batch and the graph's outputs; in training it returns the scalar to
+differentiate."""
 
 ZERO_BUBBLE = "ScheduleInterleavedZeroBubble"
 
 
 def schedule_class(wanted: str, num_micro_batches: int, num_ranks: int, stages_per_rank: int) -> str:
-    """Name of the class of torch.distributed.pipelining that runs so many micro-batches.
+    """Return the name of the class of torch.distributed.pipelining that runs so many micro-batches.
 
-    The wanted schedule if it takes them, else the one nearest to it that does: the last of a step go through in
-    smaller numbers.
+    Where the wanted schedule does not accept their number, as for the few micro-batches at the end of training, it is
+    the schedule most like it that does.
     """
     enough = num_micro_batches >= num_ranks
-    whole_rounds = num_micro_batches % max(1, num_micro_batches // num_ranks) == 0
-    if wanted == "zero_bubble" and enough and whole_rounds:
+    # the interleaved schedules take micro-batches in rounds of equal size, about one for each rank
+    divides_into_rounds = num_micro_batches % max(1, num_micro_batches // num_ranks) == 0
+    if wanted == "zero_bubble" and enough and divides_into_rounds:
         return ZERO_BUBBLE
     if stages_per_rank == 1:
         return "Schedule1F1B" if wanted != "gpipe" and enough else "ScheduleGPipe"
-    return "ScheduleInterleaved1F1B" if wanted != "gpipe" and whole_rounds else "ScheduleLoopedBFS"
+    return "ScheduleInterleaved1F1B" if wanted != "gpipe" and divides_into_rounds else "ScheduleLoopedBFS"
 
 
-class Scheduled:
-    """This rank's stages in torch's schedules; a schedule is kept for each shape and number of micro-batches."""
+class ScheduledStages:
+    """This rank's stages in torch's schedules. A schedule is kept for each shape and number of micro-batches."""
 
-    KEPT = 6
-    """Each holds buffers for what its micro-batches receive."""
+    MAX_SCHEDULES = 6
+    """Most schedules kept. Each has receive buffers for all of its micro-batches."""
 
     def __init__(
         self,
         stages: Sequence[Stage],
         schedule: str,
-        shapes: Shapes,
+        stages_for: StagesFor,
         autocast: Autocast,
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
         self.schedule = schedule
-        self._shapes = shapes
+        self._stages_for = stages_for
         self._device = device
         self._group = group
-        self._shells = [_Shell(stage, autocast, fresh=schedule == "zero_bubble") for stage in stages]
-        self._kept: OrderedDict[object, tuple[Schedule, list[PipelineStage]]] = OrderedDict()
-        if schedule == "zero_bubble" and (problem := _indivisible(stages)):
+        self._modules = [_ScheduledStage(stage, autocast, copies=schedule == "zero_bubble") for stage in stages]
+        self._schedules: OrderedDict[object, tuple[Schedule, list[PipelineStage]]] = OrderedDict()
+        if schedule == "zero_bubble" and (problem := _zero_bubble_problem(stages)):
             raise ConfigError(f"parallel.schedule 'zero_bubble' {problem}; use 'interleaved' or '1f1b'")
 
-    def takes_apart(self, num: int) -> bool:
-        """Whether so many micro-batches have the gradients of their weights computed apart from the others."""
-        return schedule_class("zero_bubble", num, self._group.size(), len(self._shells)) == ZERO_BUBBLE
+    def splits_backward(self, num_micro_batches: int) -> bool:
+        """Return whether zero_bubble runs so many micro-batches, with its backward pass split in two: gradients of
+        activations first, those of weights later."""
+        name = schedule_class("zero_bubble", num_micro_batches, self._group.size(), len(self._modules))
+        return name == ZERO_BUBBLE
 
-    def run(self, batches: Sequence[Batch], finish: Finish, beat: Callable[[], None]) -> None:
-        """Forward, and backward unless gradients are off. Collective: every rank of the pipeline axis.
+    def run(self, batches: Sequence[Batch], on_outputs: OnOutputs, beat: Callable[[], None]) -> None:
+        """Run the forward passes of batches of one shape, and the backward passes unless gradients are off.
 
-        batches: of one shape.
+        Collective: every rank of the pipeline axis.
         """
-        schedule, stages = self._for(batches[0].inputs, len(batches), backward=torch.is_grad_enabled())
-        for shell in self._shells:
-            shell.batches, shell.finish, shell.beat = batches, finish, beat
+        schedule, torch_stages = self._schedule_for(batches[0].inputs, len(batches), backward=torch.is_grad_enabled())
+        for module in self._modules:
+            module.batches, module.on_outputs, module.beat = batches, on_outputs, beat
+        # torch splits what it is given into micro-batches: numbers alone, by which stages find their batch
         numbers = torch.arange(len(batches))
         try:
             schedule.step(number=numbers, target=numbers, return_outputs=False)
         except RuntimeError as error:
-            reason = _reason(error)
-            if reason is error:
+            cause = _root_cause(error)
+            if cause is error:
                 raise
-            raise reason  # noqa: B904  its own cause is the one to show
-        for shell, stage in zip(self._shells, stages, strict=True):
-            shell.batches = ()
-            stage.clear_runtime_states()  # or it would keep what it sent until the next time
+            raise cause  # noqa: B904  its own cause is the one to show
+        for module, stage in zip(self._modules, torch_stages, strict=True):
+            module.batches = ()
+            stage.clear_runtime_states()  # frees the activations that were sent, which torch keeps until the next step
 
-    def _for(self, inputs: Sequence[Tensor], num: int, *, backward: bool) -> tuple[Schedule, list[PipelineStage]]:
+    def _schedule_for(
+        self, inputs: Sequence[Tensor], num: int, *, backward: bool
+    ) -> tuple[Schedule, list[PipelineStage]]:
         key = (self.schedule, backward, num, *((value.shape, value.dtype) for value in inputs))
-        if key not in self._kept:
-            self._kept[key] = self._make(inputs, num, backward=backward)
-            if len(self._kept) > self.KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(inputs, num, backward=backward)
+            if len(self._schedules) > self.MAX_SCHEDULES:
+                self._schedules.popitem(last=False)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
 
-    def _make(self, inputs: Sequence[Tensor], num: int, *, backward: bool) -> tuple[Schedule, list[PipelineStage]]:
-        from torch.distributed.pipelining import PipelineStage, schedules  # here: one rank needs neither
+    def _make_schedule(
+        self, inputs: Sequence[Tensor], num: int, *, backward: bool
+    ) -> tuple[Schedule, list[PipelineStage]]:
+        from torch.distributed.pipelining import PipelineStage, schedules  # here: a single stage needs neither
 
-        made = []
-        for shell, stage in zip(self._shells, self._shapes(inputs), strict=True):
-            shell.crossing = stage.received_meta
-            last = stage.index == stage.num_stages - 1
+        torch_stages = []
+        for module, stage in zip(self._modules, self._stages_for(inputs), strict=True):
+            module.received_meta = stage.received_meta
+            is_last = stage.index == stage.num_stages - 1
             loss = (torch.empty((), device="meta"),) * backward
-            # shapes given, or torch would find them out by a forward pass that counts and draws like any other
-            made.append(
+            # Shapes are given, because torch would find them by an extra forward pass, which draws random numbers and
+            # updates running statistics.
+            torch_stages.append(
                 PipelineStage(
-                    shell,
+                    module,
                     stage.index,
                     stage.num_stages,
                     self._device,
-                    input_args=tuple(map(_buffer, stage.received_meta)),
-                    output_args=loss if last else tuple(map(_buffer, stage.output_meta)),
+                    input_args=tuple(map(_receive_buffer, stage.received_meta)),
+                    output_args=loss if is_last else tuple(map(_receive_buffer, stage.output_meta)),
                     group=self._group,
                 )
             )
-        name = schedule_class(self.schedule if backward else "gpipe", num, self._group.size(), len(made))
-        several = name not in ("ScheduleGPipe", "Schedule1F1B")
-        computed = (lambda outputs, target: outputs[0]) if backward else None  # by the shell
-        schedule: Schedule = getattr(schedules, name)(made if several else made[0], num, computed, scale_grads=False)
-        return schedule, made
+        name = schedule_class(self.schedule if backward else "gpipe", num, self._group.size(), len(torch_stages))
+        takes_several = name not in ("ScheduleGPipe", "Schedule1F1B")
+        # the last stage returns the loss itself
+        loss_function = (lambda outputs, target: outputs[0]) if backward else None
+        schedule: Schedule = getattr(schedules, name)(
+            torch_stages if takes_several else torch_stages[0], num, loss_function, scale_grads=False
+        )
+        return schedule, torch_stages
 
 
-def _reason(error: BaseException) -> BaseException:
-    """What really happened: torch wraps an error inside a stage into one that shows the stage's inputs instead."""
+def _root_cause(error: BaseException) -> BaseException:
+    """Return the first of a chain of errors: torch wraps an error inside a stage into one that shows its inputs."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-class _Shell(nn.Module):
+class _ScheduledStage(nn.Module):
     """A stage as torch's schedules see it: called with what it receives and the micro-batch's number.
 
-    The stage is held in a tuple, where torch does not find it: it would undo the gradients of sharded modules
-    whenever it prepares for other shapes, and divide those of weights that two stages share twice.
+    copies: whether sent tensors are copies. zero_bubble needs that, because it detaches what it sends while this
+    stage's own graph may still read it.
     """
 
-    def __init__(self, stage: Stage, autocast: Autocast, *, fresh: bool) -> None:
+    def __init__(self, stage: Stage, autocast: Autocast, *, copies: bool) -> None:
         super().__init__()
+        # In a tuple torch does not find the stage's modules. It would reset the gradients of FSDP modules whenever it
+        # prepares for other shapes, and divide the gradients of weights that two stages share twice.
         self._hidden = (stage,)
         self._autocast = autocast
-        self._last = stage.index == stage.num_stages - 1
-        self._fresh = fresh
-        self.crossing: Sequence[Tensor] = ()
-        """Types of what it receives."""
+        self._is_last = stage.index == stage.num_stages - 1
+        self._copies = copies
+        self.received_meta: Sequence[Tensor] = ()
         self.batches: Sequence[Batch] = ()
-        self.finish: Finish
+        self.on_outputs: OnOutputs
         self.beat: Callable[[], None]
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """For the schedule that computes the gradients of weights apart, and no other."""
+        """Return the stage's parameters; zero_bubble alone calls this, to compute their gradients separately."""
         return self._hidden[0].chain.parameters(recurse)
 
     def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
@@ -174,55 +191,65 @@ class _Shell(nn.Module):
         (stage,) = self._hidden
         values: tuple[Tensor, ...]
         with self._autocast():
-            values = stage.chain(
-                *_arrived(received, self.crossing), *(batch.inputs[place] for place in stage.input_positions)
-            )
+            inputs = [batch.inputs[position] for position in stage.input_positions]
+            values = stage.chain(*_unpack_received(received, self.received_meta), *inputs)
         self.beat()
-        if self._last:
-            loss = self.finish(batch, values)
+        if self._is_last:
+            loss = self.on_outputs(batch, values)
             values = () if loss is None else (loss,)
         else:
-            values = tuple(_departing(value, fresh=self._fresh) for value in values)
+            values = tuple(_pack_to_send(value, copies=self._copies) for value in values)
         for value in [value for value in values if value.requires_grad][:1]:
-            value.register_hook(self._beat_backward)  # type: ignore[no-untyped-call]
+            value.register_hook(self._beat_in_backward)  # type: ignore[no-untyped-call]
         return values
 
-    def _beat_backward(self, gradient: Tensor) -> None:
+    def _beat_in_backward(self, gradient: Tensor) -> None:
         self.beat()
 
 
-def _departing(value: Tensor, *, fresh: bool) -> Tensor:
-    """What is sent; `fresh`: a tensor of its own, for a schedule that detaches it while its own stage may need it."""
-    if CARRIED and value.dtype in CARRIERS:
-        integer, floating = CARRIERS[value.dtype]
-        value = value.to(integer).contiguous().view(floating)
-    return value.clone(memory_format=torch.contiguous_format) if fresh else value.contiguous()
+# -- messages between stages
 
-
-def _arrived(received: Sequence[Tensor], metas: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    differentiable = [value for value in received if value.requires_grad]
-    passed = iter(_Arrival.apply(*differentiable)) if differentiable else iter(())  # type: ignore[no-untyped-call]
-    values = [next(passed) if value.requires_grad else value for value in received]
-    return tuple(_as_sent(value, meta) for value, meta in zip(values, metas, strict=True))
-
-
-def _as_sent(value: Tensor, meta: Tensor) -> Tensor:
-    value = value if meta.requires_grad else value.detach()
-    return value if value.dtype == meta.dtype else value.view(CARRIERS[meta.dtype][0]).to(meta.dtype)
-
-
-CARRIED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-"""Whether all that is received must be able to have a gradient: integers travel as floats of the same bits."""
+INTEGERS_AS_FLOATS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+"""Whether torch's stages can receive only tensors that may have a gradient. Integers then travel as floats with the
+same bits."""
 CARRIERS = {
     torch.int64: (torch.int64, torch.float64),
     torch.int32: (torch.int32, torch.float32),
     torch.int16: (torch.int16, torch.float16),
     **dict.fromkeys((torch.int8, torch.uint8, torch.bool), (torch.int16, torch.float16)),
 }
+"""Type -> (the integer type that it is converted to, the float type of the same size that it is viewed as)."""
 
 
-class _Arrival(torch.autograd.Function):
-    """What a stage receives; the gradients it sends back are contiguous, and 0 rather than none."""
+def _receive_buffer(meta: Tensor) -> Tensor:
+    """Return a meta tensor like the message that carries a tensor."""
+    is_carried = INTEGERS_AS_FLOATS and meta.dtype in CARRIERS
+    dtype = CARRIERS[meta.dtype][1] if is_carried else meta.dtype
+    return torch.empty(meta.shape, dtype=dtype, device="meta", requires_grad=meta.requires_grad)
+
+
+def _pack_to_send(value: Tensor, *, copies: bool) -> Tensor:
+    if INTEGERS_AS_FLOATS and value.dtype in CARRIERS:
+        integer, floating = CARRIERS[value.dtype]
+        value = value.to(integer).contiguous().view(floating)
+    return value.clone(memory_format=torch.contiguous_format) if copies else value.contiguous()
+
+
+def _unpack_received(received: Sequence[Tensor], metas: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    differentiable = [value for value in received if value.requires_grad]
+    passed = iter(_DenseGradients.apply(*differentiable)) if differentiable else iter(())  # type: ignore[no-untyped-call]
+    values = []
+    for value, meta in zip(received, metas, strict=True):
+        value = next(passed) if value.requires_grad else value
+        value = value if meta.requires_grad else value.detach()
+        if value.dtype != meta.dtype:
+            value = value.view(CARRIERS[meta.dtype][0]).to(meta.dtype)
+        values.append(value)
+    return tuple(values)
+
+
+class _DenseGradients(torch.autograd.Function):
+    """The identity; its gradients are contiguous, and zeros where there are none, as sending them back requires."""
 
     @staticmethod
     def forward(context: Any, *values: Tensor) -> tuple[Tensor, ...]:
@@ -233,33 +260,25 @@ class _Arrival(torch.autograd.Function):
         return tuple(gradient.contiguous() for gradient in gradients)
 
 
-def _buffer(meta: Tensor) -> Tensor:
-    """What is received into, on the meta device."""
-    carried = CARRIED and meta.dtype in CARRIERS
-    dtype = CARRIERS[meta.dtype][1] if carried else meta.dtype
-    return torch.empty(meta.shape, dtype=dtype, device="meta", requires_grad=meta.requires_grad)
-
-
 # -- zero_bubble
 
 
-def _indivisible(stages: Iterable[Stage]) -> str:
-    """Why the gradients of weights cannot be computed apart from those of activations; empty if they may."""
+def _zero_bubble_problem(stages: Iterable[Stage]) -> str:
+    """Return why zero_bubble cannot split the backward passes of these stages; empty if it may."""
     from torch.distributed.tensor import DTensor
 
     for stage in stages:
         if any(isinstance(weight, DTensor) for weight in stage.chain.parameters()):
-            return "needs whole weights on every rank, but parallel.zero divides them"
-        if any(
-            type(module).__name__ == "OptimizedModule" or module._compiled_call_impl for module in stage.chain.modules()
-        ):
-            return "cannot take compiled stages apart, and graph.compile is true"
+            return "needs all weights complete on every rank, but parallel.zero shards them"
+        for module in stage.chain.modules():
+            if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl:
+                return "cannot split the backward pass of compiled stages, and graph.compile is true"
     return ""
 
 
 @contextlib.contextmanager
-def unchanged(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
-    """Put back running statistics and the state of the random numbers."""
+def restored_state(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+    """Restore running statistics and the state of the random number generators at the end of a block."""
     before = [(buffer, buffer.clone()) for stage in stages for buffer in stage.chain.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
         yield
@@ -267,12 +286,13 @@ def unchanged(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
         buffer.copy_(value)
 
 
-def trained(stages: Iterable[Stage]) -> list[tuple[str, Parameter]]:
-    """Path and weight of each, a weight of two stages twice."""
+def trained_parameters(stages: Iterable[Stage]) -> list[tuple[str, Parameter]]:
+    """Return (path, parameter) for each trained parameter; one that two stages share is listed twice."""
     named = (pair for stage in stages for pair in stage.chain.named_parameters())
     return [(name, weight) for name, weight in named if weight.requires_grad]
 
 
-def gradients_of(stages: Iterable[Stage]) -> list[Tensor]:
-    """Copies, in the order of `trained`."""
-    return [torch.zeros_like(it) if it.grad is None else it.grad.clone() for _, it in trained(stages)]
+def copy_gradients(stages: Iterable[Stage]) -> list[Tensor]:
+    """Return copies of the gradients of `trained_parameters`, zeros where there is none."""
+    weights = [weight for _, weight in trained_parameters(stages)]
+    return [torch.zeros_like(weight) if weight.grad is None else weight.grad.clone() for weight in weights]

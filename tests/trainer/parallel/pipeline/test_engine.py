@@ -24,7 +24,7 @@ from onward.trainer.distributed.processes import MPIContext, ParallelDims, lost_
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.parallel.pipeline import schedules
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
-from onward.trainer.parallel.pipeline.schedules import Autocast, Scheduled, schedule_class
+from onward.trainer.parallel.pipeline.schedules import Autocast, ScheduledStages, schedule_class
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from tests.support.ranks import run_ranks
 
@@ -37,7 +37,7 @@ INPUTS = ("x", "ids")  # [B, 6] float; [B, L] int64
 
 
 class Begin(nn.Module):
-    """h to the next part and the last; a mask and a length without gradient; an output of the whole graph."""
+    """Returns h for the next part and the last, a mask and a length without gradient, and an output of the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class Middle(nn.Module):
         return (self.norm(torch.relu(self.linear(h))),)
 
 
-class Turned(nn.Module):
-    """Gives a tensor that is not contiguous, [B, 4, 2]."""
+class Transposed(nn.Module):
+    """Returns a tensor that is not contiguous, [B, 4, 2]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Turned(nn.Module):
 
 
 class End(nn.Module):
-    """Reads an input of the graph again, and a value from three cuts before."""
+    """Reads an input of the graph that an earlier part reads too, and a value of three parts before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def parts() -> list[Part]:
     return [
         Part(Begin(), ("x", "ids"), ("h", "even", "length", "early")),
         Part(Middle(), ("h",), ("h1",)),
-        Part(Turned(), ("h1", "even"), ("h2",)),
+        Part(Transposed(), ("h1", "even"), ("h2",)),
         Part(End(), ("h2", "h", "length", "ids"), ("late",)),
     ]
 
@@ -94,8 +94,8 @@ def parts() -> list[Part]:
 OUTPUTS = ("late", "early")
 
 
-def cut(members: Sequence[Part], num_stages: int) -> list[Stage]:
-    """The parts as so many stages: every value goes through all stages between its maker and its last reader."""
+def into_stages(members: Sequence[Part], num_stages: int) -> list[Stage]:
+    """Distribute the parts over stages; a value passes through every stage up to its last reader."""
     size = len(members) // num_stages
     stages, receives = [], ()
     for index in range(num_stages):
@@ -110,20 +110,20 @@ def cut(members: Sequence[Part], num_stages: int) -> list[Stage]:
     return stages
 
 
-def measured(stages: Sequence[Stage], inputs: Sequence[Tensor]) -> list[Stage]:
-    """All stages with what crosses between them for these inputs."""
+def with_meta(stages: Sequence[Stage], inputs: Sequence[Tensor]) -> list[Stage]:
+    """Return all stages with the meta tensors of what crosses between them for these inputs."""
     values: tuple[Tensor, ...] = ()
     found = []
     for stage in stages:
-        with torch.enable_grad():  # eval(): an idle row is too little for a BatchNorm that trains
+        with torch.enable_grad():  # eval(): BatchNorm refuses a single row in training
             gives = copy.deepcopy(stage.chain).eval()(*values, *(inputs[place] for place in stage.input_positions))
-        crossing, produced = (tuple(map(meta, some)) for some in (values, gives))
+        crossing, produced = (tuple(map(meta_of, some)) for some in (values, gives))
         found.append(replace(stage, received_meta=crossing, output_meta=produced))
         values = gives
     return found
 
 
-def meta(value: Tensor) -> Tensor:
+def meta_of(value: Tensor) -> Tensor:
     return value.detach().to("meta").requires_grad_(value.requires_grad)
 
 
@@ -139,7 +139,7 @@ class BothOutputs:
 
 
 class Gradients:
-    """Begins a step as the reducer does."""
+    """Zeroes gradients at the beginning of a step, as the reducer does."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages, self.begun = stages, []
@@ -158,8 +158,8 @@ def batch(seed: int, size: int = 3, length: int = 4, **how: Any) -> Batch:
     return Batch((x, ids), torch.randint(0, CLASSES, (size,), generator=random), size, **how)
 
 
-class Place:
-    """This rank's stages of a graph in a mesh, and all of them by themselves."""
+class Setup:
+    """This rank's stages of a graph in a mesh, and the same graph on one rank."""
 
     def __init__(
         self,
@@ -176,30 +176,32 @@ class Place:
         mesh = make_mesh(mpi, dims, timeout_s=timeout_s)
         here = dims.coordinate(mpi.rank)
         self.replica, self.data = here.data, mesh.get_group("data")
-        every = cut(make(), dims.pipeline * per_rank)
+        every = into_stages(make(), dims.pipeline * per_rank)
         self.stages = every[here.pipeline :: dims.pipeline]
 
-        def shapes(inputs: Sequence[Tensor]) -> list[Stage]:
+        def stages_for(inputs: Sequence[Tensor]) -> list[Stage]:
             with autocast():
-                return measured(every, inputs)[here.pipeline :: dims.pipeline]
+                return with_meta(every, inputs)[here.pipeline :: dims.pipeline]
 
         kind = {"loss": BothOutputs(), "autocast": autocast, "device": CPU}
         groups = {"group_pipeline": stage_group(mesh, timeout_s=timeout_s), "group_data": self.data}
-        self.pipeline = Pipeline(self.stages, schedule=schedule, shapes=shapes, **kind, **groups)
-        self.alone = cut(make(), 4)
+        self.pipeline = Pipeline(self.stages, schedule=schedule, stages_for=stages_for, **kind, **groups)
+        self.uncut = into_stages(make(), 4)
         own = mesh.get_group("tensor")
-        self.whole = Pipeline(self.alone, schedule="", shapes=lambda _: [], **kind, group_pipeline=own, group_data=own)
+        self.uncut_pipeline = Pipeline(
+            self.uncut, schedule="", stages_for=lambda _: [], **kind, group_pipeline=own, group_data=own
+        )
 
     def step(self, mine: list[Batch], everyone: list[Batch]) -> float:
-        """One step in the pipeline and alone; the largest difference in loss, gradients and buffers of this rank.
+        """Run one step in the pipeline and on one rank; return the largest difference in loss, gradients and buffers.
 
-        Buffers of replicas are not compared: they see different batches.
+        With several replicas buffers are not compared, because each replica has other batches.
         """
         engine = Gradients(self.stages)
         torch.manual_seed(1)
         share = self.pipeline.run(mine, engine, scale=2.0)
         dist.all_reduce(share)
-        expected = self.whole.run(everyone, Gradients(self.alone), scale=2.0)
+        expected = self.uncut_pipeline.run(everyone, Gradients(self.uncut), scale=2.0)
         for stage in self.stages:
             for weight in stage.chain.parameters():
                 dist.all_reduce(weight.grad, group=self.data)
@@ -207,9 +209,9 @@ class Place:
         return max(abs(float(share - expected)), *self.differences(statistics=self.data.size() == 1))
 
     def differences(self, *, statistics: bool) -> Iterator[float]:
-        """Of gradients, and of running statistics."""
+        """Yield the largest difference of each gradient and of each running statistic."""
         ours = {id(part): part for stage in self.stages for part in stage.chain.parts}
-        theirs = [part for stage in self.alone for part in stage.chain.parts]
+        theirs = [part for stage in self.uncut for part in stage.chain.parts]
         for part in ours.values():
             (same,) = [other for other in theirs if other.output_names == part.output_names]
             for (name, weight), other in zip(part.module.named_parameters(), same.module.parameters(), strict=True):
@@ -224,32 +226,32 @@ class Place:
 
 
 def frozen() -> list[Part]:
-    """What crosses the first cut has no gradient."""
+    """Parts of which the first is frozen, so that what crosses the first cut has no gradient."""
     made = parts()
     made[0].module.requires_grad_(False)
     return made
 
 
 def every_schedule(mpi: MPIContext, cases: list[list[Any]]) -> dict[str, float]:
-    Scheduled.KEPT = 2  # so that some are made again
+    ScheduledStages.MAX_SCHEDULES = 2  # so that some are discarded and made again
     found = {}
     for schedule, per_rank, num, *options in cases:
-        schedules.CARRIED |= "integers carried as floats" in options
+        schedules.INTEGERS_AS_FLOATS |= "integers carried as floats" in options
         make = frozen if "frozen" in options else parts
         autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16) if "bf16" in options else nullcontext
-        place = Place(mpi, schedule=schedule, per_rank=per_rank, make=make, autocast=autocast)
+        setup = Setup(mpi, schedule=schedule, per_rank=per_rank, make=make, autocast=autocast)
         steps = [
             [batch(seed) for seed in range(num)],
-            [batch(seed + 50) for seed in range(num)],  # the same again: nothing is left of the step before
+            [batch(seed + 50) for seed in range(num)],  # the same shapes: nothing is left of the step before
             [*(batch(seed + 9, length=6) for seed in range(num)), batch(40, size=2, length=3, group=1)],
             [batch(41, size=2 + seed % 2, length=2, group=seed) for seed in range(3)],
         ]
-        found[str([schedule, per_rank, num, *options])] = max(place.step(mine, mine) for mine in steps)
+        found[str([schedule, per_rank, num, *options])] = max(setup.step(mine, mine) for mine in steps)
     return found
 
 
 @pytest.mark.mpi
-def test_two_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule() -> None:
+def test_every_schedule_on_two_ranks_computes_the_gradients_of_the_uncut_graph() -> None:
     cases = [["gpipe", 1, 3], ["1f1b", 1, 4], ["1f1b", 1, 5], ["interleaved", 2, 4], ["interleaved", 2, 5]]
     cases += [["zero_bubble", 1, 4], ["zero_bubble", 2, 4], ["1f1b", 1, 4, "bf16"], ["1f1b", 1, 4, "frozen"]]
     cases += [["1f1b", 1, 2, "integers carried as floats"]]
@@ -260,7 +262,7 @@ def test_two_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule() 
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_four_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule() -> None:
+def test_every_schedule_on_four_ranks_computes_the_gradients_of_the_uncut_graph() -> None:
     cases = [["gpipe", 1, 4], ["1f1b", 1, 4], ["1f1b", 1, 9], ["zero_bubble", 1, 8]]
     for differences in run_ranks(4, "tests.trainer.parallel.pipeline.test_engine:every_schedule", cases):
         assert len(differences) == len(cases)
@@ -284,7 +286,7 @@ def test_four_ranks_compute_the_gradients_of_the_whole_graph_in_every_schedule()
         ("zero_bubble", 3, 4, 2, "ScheduleInterleaved1F1B"),
     ],
 )
-def test_a_schedule_that_does_not_take_so_many_micro_batches_gives_way_to_the_nearest(
+def test_a_schedule_that_cannot_run_so_many_micro_batches_is_replaced_by_the_most_similar_one(
     wanted: str, num_micro_batches: int, num_ranks: int, stages_per_rank: int, found: str
 ) -> None:
     assert schedule_class(wanted, num_micro_batches, num_ranks, stages_per_rank) == found
@@ -294,24 +296,24 @@ def test_a_schedule_that_does_not_take_so_many_micro_batches_gives_way_to_the_ne
 
 
 def replicas(mpi: MPIContext) -> dict[str, float]:
-    """2 x 2: the second replica has nothing in the end."""
-    place = Place(mpi, data=2)
+    """2 x 2 ranks: the last micro-batch of the second replica is padding."""
+    setup = Setup(mpi, data=2)
     row = batch(9, size=1, length=2, is_padding=True, group=1)
     wild = replace(row, inputs=(row.inputs[0] * 1e30, row.inputs[1]))  # its loss is infinite
     found = {}
     for name, idle in {"idle": row, "infinite": wild}.items():
         full = [[batch(1), batch(2)], [batch(3), batch(4)]]
-        mine = [*full[place.replica], (batch(8, size=2, group=1), idle)[place.replica]]
-        found[name] = place.step(mine, [*full[0], *full[1], batch(8, size=2, group=1)])
-    before = [buffer.clone() for stage in place.stages for buffer in stage.chain.buffers()]
-    place.step([(batch(5), idle)[place.replica]], [batch(5)])
-    after = [buffer for stage in place.stages for buffer in stage.chain.buffers()]
+        mine = [*full[setup.replica], (batch(8, size=2, group=1), idle)[setup.replica]]
+        found[name] = setup.step(mine, [*full[0], *full[1], batch(8, size=2, group=1)])
+    before = [buffer.clone() for stage in setup.stages for buffer in stage.chain.buffers()]
+    setup.step([(batch(5), idle)[setup.replica]], [batch(5)])
+    after = [buffer for stage in setup.stages for buffer in stage.chain.buffers()]
     same = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    return found | {"statistics": float(bool(before) and same != (place.replica == 1))}
+    return found | {"statistics": float(bool(before) and same != (setup.replica == 1))}
 
 
 class Sums:
-    """Adds up as loss.Evaluation does, which takes seconds to import."""
+    """Sums like loss.Evaluation, which takes seconds to import."""
 
     def __init__(self) -> None:
         self.sums = torch.zeros(3, dtype=torch.float64)
@@ -332,14 +334,14 @@ def evaluated(mpi: MPIContext) -> dict[str, dict[str, float]]:
     full = [[batch(seed) for seed in seeds] for seeds in (range(4), range(4, 8))]
     last = [batch(8, size=2, group=1), batch(9, size=1, is_padding=True, group=1)]
     for per_rank in (1, 2):
-        place = Place(mpi, data=2, schedule="interleaved", per_rank=per_rank)
-        mine = [*full[place.replica], last[place.replica]]
-        before = [buffer.clone() for stage in place.stages for buffer in stage.chain.buffers()]
-        found[f"{per_rank}"] = place.pipeline.evaluate(iter(mine), Sums(), lambda: None)
-        after = [buffer for stage in place.stages for buffer in stage.chain.buffers()]
+        setup = Setup(mpi, data=2, schedule="interleaved", per_rank=per_rank)
+        mine = [*full[setup.replica], last[setup.replica]]
+        before = [buffer.clone() for stage in setup.stages for buffer in stage.chain.buffers()]
+        found[f"{per_rank}"] = setup.pipeline.evaluate(iter(mine), Sums(), lambda: None)
+        after = [buffer for stage in setup.stages for buffer in stage.chain.buffers()]
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     everyone = [*full[0], *full[1], last[0]]
-    by_hand = cut(parts(), 1)[0].chain.eval()
+    by_hand = into_stages(parts(), 1)[0].chain.eval()
     logits = torch.cat([by_hand(*each.inputs)[0] for each in everyone])
     labels = torch.cat([each.labels for each in everyone])
     accuracy = float((logits.argmax(1) == labels).float().mean())
@@ -352,7 +354,7 @@ def two_replicas_of_two_stages(mpi: MPIContext) -> list[Any]:
 
 
 @pytest.mark.mpi
-def test_replicas_of_a_pipeline_train_and_evaluate_as_one_whether_or_not_all_have_samples() -> None:
+def test_two_replicas_of_a_pipeline_equal_one_whether_or_not_both_have_samples_left() -> None:
     for differences, metrics in run_ranks(4, "tests.trainer.parallel.pipeline.test_engine:two_replicas_of_two_stages"):
         assert max(differences.values()) < 2e-6, differences
         assert metrics["1"] == pytest.approx(metrics["by hand"], rel=1e-6)
@@ -362,8 +364,8 @@ def test_replicas_of_a_pipeline_train_and_evaluate_as_one_whether_or_not_all_hav
 # -- what goes wrong
 
 
-class Once(torch.autograd.Function):
-    """A product whose backward pass is right once; computing gradients of weights apart asks for it again."""
+class RightOnce(torch.autograd.Function):
+    """A product whose backward pass is right only once; zero_bubble calls it twice."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -378,32 +380,32 @@ class Once(torch.autograd.Function):
         return gradient * weight, (gradient * x).sum(0) * (context.times == 1)
 
 
-class Scaled(Turned):
+class Scaled(Transposed):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, h: Tensor, even: Tensor) -> tuple[Tensor, ...]:
-        return super().forward(Once.apply(h, self.scale), even)
+        return super().forward(RightOnce.apply(h, self.scale), even)
 
 
-def not_to_be_taken_apart() -> list[Part]:
+def with_an_unsplittable_backward() -> list[Part]:
     first, second, third, last = parts()
     return [first, second, replace(third, module=Scaled()), last]
 
 
-class Planted(Turned):
+class Planted(Transposed):
     """Fails as soon as it computes."""
 
     def forward(self, h: Tensor, even: Tensor) -> tuple[Tensor, ...]:
         raise UnsupportedModel("planted")
 
 
-def ending(place: Place) -> list[Any]:
-    """How a step ends: the error, whether it only speaks of another rank, and after how long."""
+def ending(setup: Setup) -> list[Any]:
+    """Return how a step ends: the error, whether it only reports a lost peer, and after how many seconds."""
     started_at = time.monotonic()
     try:
-        place.pipeline.run([batch(seed) for seed in range(4)], Gradients(place.stages), scale=1.0)
+        setup.pipeline.run([batch(seed) for seed in range(4)], Gradients(setup.stages), scale=1.0)
     except Exception as error:
         return [f"{type(error).__name__}: {error}", lost_a_peer(error), time.monotonic() - started_at]
     return ["none", False, 0.0]
@@ -413,27 +415,27 @@ def failing(mpi: MPIContext) -> list[list[Any]]:
     from mpi4py import MPI
 
     together = MPI.COMM_WORLD.Barrier
-    ends = [ending(Place(mpi, schedule="zero_bubble", make=not_to_be_taken_apart, timeout_s=2))]
+    ends = [ending(Setup(mpi, schedule="zero_bubble", make=with_an_unsplittable_backward, timeout_s=2))]
     together()
-    place = Place(mpi, timeout_s=2)
-    place.step([batch(1), batch(2)], [batch(1), batch(2)])
+    setup = Setup(mpi, timeout_s=2)
+    setup.step([batch(1), batch(2)], [batch(1), batch(2)])
     if mpi.rank == 1:
         time.sleep(4)
-    ends.append(ending(place))
+    ends.append(ending(setup))
     together()
-    place = Place(mpi, timeout_s=2)
+    setup = Setup(mpi, timeout_s=2)
     if mpi.rank == 1:
-        place.stages[0].chain.units[0].forward = Planted().forward
-    return [*ends, ending(place)]
+        setup.stages[0].chain.units[0].forward = Planted().forward
+    return [*ends, ending(setup)]
 
 
 @pytest.mark.mpi
-def test_whatever_ends_a_rank_its_neighbours_say_that_they_lost_it() -> None:
+def test_when_a_rank_ends_its_neighbours_report_a_lost_peer() -> None:
     first, second = run_ranks(2, "tests.trainer.parallel.pipeline.test_engine:failing")
     refused, hung, planted = zip(first, second, strict=True)
     assert refused[1][0] == (
-        "UnsupportedModel: parallel.schedule 'zero_bubble' makes a gradient of units.0.scale that is 1.0e+00 off "
-        "(0.001 is allowed); use 'interleaved' or '1f1b'"
+        "UnsupportedModel: parallel.schedule 'zero_bubble' computes a gradient of units.0.scale with a relative error "
+        "of 1.0e+00 (0.001 is allowed); use 'interleaved' or '1f1b'"
     )
     assert planted[1][0] == "UnsupportedModel: planted"
     assert not planted[1][1]

@@ -144,7 +144,7 @@ def steps(mpi: MPIContext, cases: list[dict[str, object]]) -> list[list[float]]:
             mine,
             CrossEntropy(),
             schedule=config.schedule,
-            shapes=lambda inputs, mine=mine: mine,
+            stages_for=lambda inputs, mine=mine: mine,
             autocast=nullcontext,
             device=mpi.device,
             group_pipeline=mesh.get_group("pipeline"),

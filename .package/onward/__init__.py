@@ -1,1 +1,67 @@
-"""ONNX in, trained ONNX out, at scale."""
+"""ONNX in, trained ONNX out, at scale.
+
+    import onward
+
+    outcome = onward.run("config.toml", train={"num_steps": 1000})
+    print(outcome.model, outcome.after)
+
+The functions are those behind the command line: each returns the record that the command prints with `--json`.
+`import onward` is quick: torch, Prefect and MLflow are imported by the functions that need them.
+"""
+
+from onward.flows.api import (
+    config,
+    diff,
+    doctor,
+    export,
+    plan,
+    resume,
+    run,
+    runs,
+    status,
+    to_module,
+    write,
+)
+from onward.trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Diverged,
+    ExportRefused,
+    Fenced,
+    OnwardError,
+    Refused,
+    RuntimeUnavailable,
+    Stopped,
+    TrainingFailed,
+    UnsupportedModel,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Diverged",
+    "ExportRefused",
+    "Fenced",
+    "OnwardError",
+    "Refused",
+    "RuntimeUnavailable",
+    "Stopped",
+    "TrainingFailed",
+    "UnsupportedModel",
+    "__version__",
+    "config",
+    "diff",
+    "doctor",
+    "export",
+    "plan",
+    "resume",
+    "run",
+    "runs",
+    "status",
+    "to_module",
+    "write",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,12 +21,37 @@ Check = Callable[[Sections], Iterable[str]]
 """Returns further problems of the sections that could be read, such as a model file that does not exist."""
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, check: Check = lambda sections: ()) -> RunConfig:
-    """Read a TOML file, apply `section.key=value` lines (each value is TOML), validate everything.
+Override = str | tuple[str, Any]
+"""One changed setting: a line `section.key=value` whose value is TOML, or (key, value), where the key names a setting
+("train.num_steps") or a section, whose settings are then a mapping ("train": {"num_steps": 10})."""
 
-    Paths in the file become absolute against the file's directory, those of overrides against the
+
+def load_config(
+    source: RunConfig | Mapping[str, Any] | Path,
+    overrides: Iterable[Override] = (),
+    *,
+    check: Check = lambda sections: (),
+) -> RunConfig:
+    """Read a TOML file (or take settings that were read already), apply the overrides, validate everything.
+
+    Paths in the file become absolute against the file's directory, all others against the
     working directory. Raises ConfigError with every problem found, those of `check` included.
     """
+    raw = _read_toml(source) if isinstance(source, Path) else _as_settings(source)
+    layout = raw.get("parallel")
+    if isinstance(layout, dict) and "horizontal" in layout and "tensor" not in layout:
+        layout["tensor"] = layout.pop("horizontal")  # so that an override under either name replaces it
+    problems: list[str] = []
+    for override in overrides:
+        try:
+            for key, value in _settings_in(override):
+                _override(raw, key, value)
+        except ConfigError as error:
+            problems += error.problems
+    return build_config(raw, problems, check=check)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
         raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -35,17 +61,26 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check: Check = lam
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     _anchor(raw, path.resolve().parent)
-    layout = raw.get("parallel")
-    if isinstance(layout, dict) and "horizontal" in layout and "tensor" not in layout:
-        layout["tensor"] = layout.pop("horizontal")  # so that an override under either name replaces it
     raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
-    problems: list[str] = []
-    for line in overrides:
-        try:
-            _override(raw, line)
-        except ConfigError as error:
-            problems += error.problems
-    return build_config(raw, problems, check=check)
+    return raw
+
+
+def _as_settings(source: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration or a nested mapping as nested dictionaries of plain values, paths absolute."""
+    sections = source.model_dump(mode="json") if isinstance(source, RunConfig) else _plain(source)
+    _anchor(sections, Path.cwd())
+    return dict(sections)
+
+
+def _plain(value: Any) -> Any:
+    """Copy nested mappings and sections to dictionaries, and paths to strings, as TOML has them."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def build_config(
@@ -108,17 +143,29 @@ BUNDLED_SOURCES = ("digits", "stdlib")
 """Data sources that every machine has: names, not paths."""
 
 
-def _override(raw: dict[str, Any], line: str) -> None:
-    key, equals, text = line.partition("=")
-    parts = key.strip().split(".")
+def _settings_in(override: Override) -> Iterable[tuple[str, Any]]:
+    """Yield (section.key, value) of every setting that an override changes."""
+    if isinstance(override, str):
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.strip().split(".")):
+            raise ConfigError(f"override {override!r} is not section.key=value")
+        try:
+            value = tomllib.loads(f"value = {text.strip()}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()  # a bare word is a string: model.loss=mse
+        yield key.strip(), value
+    else:
+        key, value = override[0], _plain(override[1])
+        if isinstance(value, dict) and "." not in key:
+            yield from ((f"{key}.{name}", item) for name, item in value.items())
+        else:
+            yield key, value
+
+
+def _override(raw: dict[str, Any], key: str, value: Any) -> None:
+    parts = key.split(".")
     if parts == ["parallel", "horizontal"]:
         parts[-1] = "tensor"
-    if not equals or not all(parts):
-        raise ConfigError(f"override {line!r} is not section.key=value")
-    try:
-        value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()  # a bare word is a string: model.loss=mse
     patch: dict[str, Any] = {parts[-1]: value}
     for part in reversed(parts[:-1]):
         patch = {part: patch}
@@ -129,7 +176,7 @@ def _override(raw: dict[str, Any], line: str) -> None:
             target[part] = {"sizes": "auto"}
         target = target.setdefault(part, {})
         if not isinstance(target, dict):
-            raise ConfigError(f"override {line!r}: {part} is not a table")
+            raise ConfigError(f"override {key}: {part} is not a table")
         patch = patch[part]
     target[parts[-1]] = patch[parts[-1]]
 

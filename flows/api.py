@@ -1,0 +1,284 @@
+"""The functions behind the command line and `import onward`: each command calls one of them and prints its record.
+
+Importing this module is quick and loads no torch, Prefect, MLflow or pydantic: each function imports what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
+
+if TYPE_CHECKING:
+    from onward.flows.runs import RunOutcome, RunStatus
+    from onward.trainer.config.run_config import RunConfig
+    from onward.trainer.diagnostics.diff import Difference
+    from onward.trainer.diagnostics.doctor import Diagnosis
+    from onward.trainer.onnx_import.module import ImportedGraph
+    from onward.trainer.parallel.plan_record import Plan
+    from onward.trainer.run.records import ExportedModel
+
+AnyPath: TypeAlias = "str | os.PathLike[str]"
+Config: TypeAlias = "AnyPath | Mapping[str, Any] | RunConfig"
+"""A configuration: the path of a TOML file, the name of an example, sections as nested mappings, or a RunConfig."""
+Overrides: TypeAlias = "Mapping[str, Any] | Iterable[str]"
+"""Settings that replace those of a configuration: {"train.num_steps": 10}, or lines such as "train.num_steps=10"."""
+
+
+# -- configurations
+
+
+def config(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunConfig:
+    """Return the resolved configuration: defaults, then `config`, then `overrides`, then `sections`.
+
+        onward.config("config.toml", {"train.num_steps": 10})
+        onward.config("config.toml", train={"num_steps": 10}, parallel={"data": 2})
+
+    A section given as a mapping replaces the settings that it names, and no others. Does not open the files that the
+    configuration names. Raises ConfigError with everything that is wrong.
+    """
+    return _load(config, overrides, sections, check_files=False)
+
+
+def checked_config(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunConfig:
+    """Return what `config` returns, after checking it against its model, its data and its directories.
+
+    Writes the model of an example that is given by its name, if the file does not exist yet.
+    """
+    return _load(config, overrides, sections, check_files=True)
+
+
+def _load(config: Config, overrides: Overrides, sections: Mapping[str, Any], *, check_files: bool) -> RunConfig:
+    from onward.flows.examples import Example, find_config
+    from onward.trainer.config.loading import Override, load_config
+    from onward.trainer.diagnostics.config_check import check_sections
+
+    changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides), *sections.items()]
+    source = find_config(os.fspath(config)) if isinstance(config, str | os.PathLike) else config
+    if not isinstance(source, Example):
+        return load_config(source, changes, check=check_sections) if check_files else load_config(source, changes)
+    example = source
+
+    def check(sections: Mapping[str, Any]) -> list[str]:
+        if (model := sections.get("model")) and model.path == example.model:
+            with contextlib.suppress(OSError):  # reported below: the file does not exist, ONWARD_HOME is not writable
+                example.write_model()
+        return check_sections(sections)
+
+    changes.insert(0, ("model.path", example.model))
+    return load_config(example.config, changes, check=check) if check_files else load_config(example.config, changes)
+
+
+# -- runs
+
+
+def run(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunOutcome:
+    """Train a model: check everything, then run the flow in this process; return how it ended.
+
+        onward.run("squeezenet-digits", train={"num_epochs": 2})
+        onward.run("config.toml", {"optimizer.learning_rate": 3e-4, "launch.retries": 0})
+        onward.run({"model": {"path": "m.onnx"}, "data": {"source": "d.csv"}, "train": {"num_steps": 100}})
+
+    Blocks until the trained file is exported, and prints its progress on stderr. Ctrl-C and SIGTERM stop the training
+    after it has saved a checkpoint; only the main thread receives them, so this must be called from there. Raises
+    ConfigError for settings, data or a model that cannot work, before anything is started; Stopped, TrainingFailed and
+    the other errors of `onward.OnwardError` for a run that ended without an exported file.
+    """
+    _require_flow("onward.run")
+    return _train(checked_config(config, overrides, **sections))
+
+
+def resume(run: str = "last") -> RunOutcome:
+    """Continue a run that was killed, stopped or failed, from its newest complete checkpoint; return how it ended.
+
+    `run`: a name, the beginning of an id, a directory, or "last". Raises ConfigError when there is no such run or it
+    is running; else as `onward.run`, and from the main thread like it.
+    """
+    _require_flow("onward.resume")
+    from onward.flows.runs import find_run, is_owned
+    from onward.trainer.config.loading import build_config
+    from onward.trainer.diagnostics.config_check import check_sections
+    from onward.trainer.run.directory import onward_home, read_config
+
+    found, home = find_run(run), onward_home().resolve()
+    if found.root.resolve().parent != home / "runs":
+        raise ConfigError(
+            f"{found.root} is not a run of {home}; to resume it, set ONWARD_HOME={found.root.resolve().parents[1]}"
+        )
+    if is_owned(found):
+        raise ConfigError(f"{found.root.name} is running; `onward status {found.root.name[:8]}` shows its progress")
+    resolved = build_config(dict(read_config(found)), check=check_sections)
+    return _train(resolved, resume=found.root.name)
+
+
+def _train(config: RunConfig, *, resume: str = "") -> RunOutcome:
+    from onward.flows.local_run import announce, prefect_server, readable_log, run_here
+    from onward.flows.runs import outcome_of
+
+    with _exit_on_sigterm(), prefect_server():
+        from onward.flows.progress import live_progress  # imports Prefect, which reads its environment then
+
+        run, flow_run = announce(config, resume=resume)
+        print(f"onward: run {run.root}", file=sys.stderr)
+        try:
+            with readable_log(run), live_progress(run):
+                exported = run_here(flow_run, config, resume=resume)
+        except BaseException:
+            if run.identity.exists():
+                print(
+                    f"onward: to continue from the newest checkpoint: onward resume {run.root.name}", file=sys.stderr
+                )
+            raise
+    return outcome_of(run, config, exported)
+
+
+@contextlib.contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM raise SystemExit inside. Raises RuntimeUnavailable outside of the main thread.
+
+    Prefect stops the job, which saves a checkpoint, and then passes the signal to the handler that it found.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeUnavailable(
+            f"a run must be started from the main thread, not from {threading.current_thread().name!r}: only the main "
+            "thread receives Ctrl-C and SIGTERM, which end a run with a saved checkpoint; call it there, or start "
+            "`onward run` as a process of its own"
+        )
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _require_flow(what: str) -> None:
+    """Raises RuntimeUnavailable when Prefect or MLflow is not installed: a compute node may have the trainer alone."""
+    if missing := [name for name in ("prefect", "mlflow", "sqlalchemy") if importlib.util.find_spec(name) is None]:
+        raise RuntimeUnavailable(
+            f"{what} needs {', '.join(missing)}, not installed here: pip install 'onward[flow]'. A compute node needs "
+            "the trainer alone: `python -m onward.trainer`"
+        )
+
+
+def status(run: str = "last") -> RunStatus:
+    """Return how a run stands, read from its directory: state, step, last metrics, the error that ended it.
+
+    `run`: a name, the beginning of an id, a directory, or "last". Raises ConfigError when there is no such run.
+    """
+    from onward.flows.runs import describe, find_run
+
+    return describe(find_run(run))
+
+
+def runs() -> list[RunStatus]:
+    """Return how every run under ONWARD_HOME stands, the newest first."""
+    from onward.flows.runs import all_runs, describe
+
+    return [describe(run) for run in all_runs()]
+
+
+def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:
+    """Return how a run would be divided over its ranks, and the memory and messages of each; takes what `run` takes.
+
+    With `parallel = "auto"` the sizes are chosen. Raises ConfigError or UnsupportedModel when no such division exists.
+    """
+    _require_flow("onward.plan")
+    from onward.tasks.configure import plan as make_plan
+
+    return make_plan(checked_config(config, overrides, **sections))
+
+
+# -- models
+
+
+def export(
+    source: AnyPath, output: AnyPath, *, variants: Sequence[str] = (), training: bool = False
+) -> ExportedModel:
+    """Write a checkpoint's weights into its ONNX file at `output`, and verify the result under onnxruntime.
+
+    `source`: a checkpoint directory, or a run as `status` takes it. `variants`: further files to write, of
+    "optimized", "fp16", "bf16", "int8_dynamic", "int8_static". `training`: also write the graphs that train the
+    model without torch. Raises ExportRefused with every failed check; no file is written then.
+    """
+    _require_flow("onward.export")
+    from onward.flows.runs import find_checkpoint
+    from onward.tasks.export import export_file
+    from onward.trainer.config.sections import ExportConfig
+
+    extras = ExportConfig.model_validate({"variants": tuple(variants), "training": training})
+    found, checkpoint = find_checkpoint(os.fspath(source))
+    return export_file(found, checkpoint, Path(output), extras=extras)
+
+
+def doctor(model: AnyPath, *, converters: Sequence[AnyPath] = ()) -> Diagnosis:
+    """Return which tensors of an ONNX file are trained and why, how each operator is imported, and known problems.
+
+    `converters`: Python files that add operators, as in `model.converters`. Raises ConfigError or UnsupportedModel when
+    the file cannot be read; an operator that cannot be imported is in the record.
+    """
+    from onward.trainer.diagnostics.doctor import diagnose
+
+    return diagnose(Path(model), converters=[Path(file) for file in converters])
+
+
+def diff(a: AnyPath, b: AnyPath) -> Difference:
+    """Return what distinguishes two ONNX files: structure, metadata, and every tensor by how far its values moved."""
+    from onward.trainer.diagnostics.diff import compare
+
+    return compare(Path(a), Path(b))
+
+
+def to_module(
+    path: AnyPath,
+    *,
+    train: Sequence[str] = ("*",),
+    freeze: Sequence[str] = (),
+    fuse: bool = True,
+    tie: bool = True,
+    converters: Sequence[AnyPath] = (),
+) -> ImportedGraph:
+    """Return an ONNX file as a torch module; call it with the graph's inputs, in order.
+
+        module = onward.to_module("model.onnx", freeze=["*bias*"])
+        loss = torch.nn.functional.cross_entropy(module(images), labels)
+        ...
+        onward.write(module, "model.onnx", "trained.onnx")
+
+    `train`, `freeze`: glob patterns over initializer names; a weight is trained (`requires_grad`) if it matches one of
+    `train` and none of `freeze`. `fuse`: compute attention and linear layers in single calls; results differ by
+    rounding only. `tie`: let copies of one weight be one parameter. `converters`: Python files that add operators.
+    Dropout and BatchNormalization follow train() and eval(). Weights in other files are mapped copy-on-write. Raises
+    ConfigError for a pattern that matches nothing, UnsupportedModel with everything that cannot be imported.
+    """
+    from onward.trainer.onnx_import import module as graph
+    from onward.trainer.onnx_import.converters import load_converters
+
+    load_converters([Path(file) for file in converters])
+    module = graph.to_module(graph.load_model(Path(path)), base=Path(path).parent, fuse=fuse, tie=tie, train=train)
+    graph.trainable(module, train=train, freeze=freeze)
+    return module
+
+
+def write(module: ImportedGraph, source: AnyPath, target: AnyPath) -> list[Path]:
+    """Write the weights of a module into a copy of the ONNX file it was made of; return the files, the model first.
+
+    Graph, names, opset and metadata stay as in `source`, and so do the bytes of every tensor that did not change.
+    Files that hold weights are copied to `target`'s directory. Does not run the checks of `onward.export`. Raises
+    ConfigError when `source` is not the file that the module was made of, TypeError for another kind of module.
+    """
+    from onward.trainer.onnx_import import module as graph
+
+    if not isinstance(module, graph.ImportedGraph):
+        raise TypeError(
+            f"onward.write takes a module of onward.to_module, not {type(module).__name__}; unwrap it first, such as "
+            "`ddp.module` or `compiled._orig_mod`"
+        )
+    return graph.write(module, graph.load_model(Path(source)), Path(source), Path(target))

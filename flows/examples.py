@@ -1,0 +1,75 @@
+"""The example configurations that are installed with Onward, found by name, and the models that they train.
+
+An example's file names a model in the repository's `models/` folder, which `make` fills. By its name an example runs
+in any directory, without the repository: it trains `ONWARD_HOME/models/NAME.onnx`, which is written when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onward.trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import onnx
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+
+
+def _squeezenet_digits() -> onnx.ModelProto:
+    from onward.trainer.onnx_graph.reference_models import build_squeezenet
+
+    return build_squeezenet(num_classes=10, image_size=64)
+
+
+def _gpt2_stdlib() -> onnx.ModelProto:
+    from onward.trainer.onnx_graph.reference_models import build_gpt2
+
+    return build_gpt2(vocab_size=256, sequence_length=256, num_layers=4, num_heads=4, width=128, dropout=0.0)
+
+
+MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
+    "gpt2-stdlib": _gpt2_stdlib,
+    "squeezenet-digits": _squeezenet_digits,
+}
+"""Name of an example -> builds its model: the bytes that the commands at the top of its file write."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example configuration."""
+
+    name: str
+    model: Path
+    """Where its model is written when it is run by name."""
+
+    @property
+    def config(self) -> Path:
+        """Its TOML file, in the installed package."""
+        return CONFIGS / f"{self.name}.toml"
+
+    def write_model(self) -> None:
+        """Write the model, untrained, unless the file exists."""
+        from onward.trainer.run.durable_files import write_durably
+
+        if not self.model.exists():
+            write_durably(self.model, MODELS[self.name]().SerializeToString())
+
+
+def find_config(text: str) -> Path | Example:
+    """Return the configuration file at a path, or else the example of that name.
+
+    Raises ConfigError, with the names of the examples, when there is neither.
+    """
+    from onward.trainer.run.directory import onward_home
+
+    if Path(text).is_file():
+        return Path(text)
+    if text in MODELS:
+        return Example(text, onward_home() / "models" / f"{text}.onnx")
+    raise ConfigError(
+        f"no config file {text}; give the path of a TOML file, or the name of an example: {', '.join(MODELS)}"
+    )

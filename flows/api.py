@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.diagnostics.diff import Difference
     from onward.trainer.diagnostics.doctor import Diagnosis
-    from onward.trainer.onnx_import.module import ImportedGraph
+    from onward.trainer.onnx_import.imported_graph import ImportedGraph
     from onward.trainer.parallel.plan_record import Plan
     from onward.trainer.run.records import ExportedModel
 
@@ -133,9 +133,7 @@ def _train(config: RunConfig, *, resume: str = "") -> RunOutcome:
                 exported = run_here(flow_run, config, resume=resume)
         except BaseException:
             if run.identity.exists():
-                print(
-                    f"onward: to continue from the newest checkpoint: onward resume {run.root.name}", file=sys.stderr
-                )
+                print(f"onward: to continue from the newest checkpoint: onward resume {run.root.name}", file=sys.stderr)
             raise
     return outcome_of(run, config, exported)
 
@@ -199,9 +197,7 @@ def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:
 # -- models
 
 
-def export(
-    source: AnyPath, output: AnyPath, *, variants: Sequence[str] = (), training: bool = False
-) -> ExportedModel:
+def export(source: AnyPath, output: AnyPath, *, variants: Sequence[str] = (), training: bool = False) -> ExportedModel:
     """Write a checkpoint's weights into its ONNX file at `output`, and verify the result under onnxruntime.
 
     `source`: a checkpoint directory, or a run as `status` takes it. `variants`: further files to write, of
@@ -258,12 +254,14 @@ def to_module(
     Dropout and BatchNormalization follow train() and eval(). Weights in other files are mapped copy-on-write. Raises
     ConfigError for a pattern that matches nothing, UnsupportedModel with everything that cannot be imported.
     """
-    from onward.trainer.onnx_import import module as graph
+    from onward.trainer.onnx_import import driver
     from onward.trainer.onnx_import.converters import load_converters
+    from onward.trainer.onnx_import.train_selection import select_trained
 
     load_converters([Path(file) for file in converters])
-    module = graph.to_module(graph.load_model(Path(path)), base=Path(path).parent, fuse=fuse, tie=tie, train=train)
-    graph.trainable(module, train=train, freeze=freeze)
+    model = driver.load_model(Path(path))
+    module = driver.to_module(model, base=Path(path).parent, fuse=fuse, tie=tie, train=train)
+    select_trained(module, train=train, freeze=freeze)
     return module
 
 
@@ -274,11 +272,13 @@ def write(module: ImportedGraph, source: AnyPath, target: AnyPath) -> list[Path]
     Files that hold weights are copied to `target`'s directory. Does not run the checks of `onward.export`. Raises
     ConfigError when `source` is not the file that the module was made of, TypeError for another kind of module.
     """
-    from onward.trainer.onnx_import import module as graph
+    from onward.trainer.onnx_import.driver import load_model
+    from onward.trainer.onnx_import.imported_graph import ImportedGraph
+    from onward.trainer.onnx_import.write_back import write_model
 
-    if not isinstance(module, graph.ImportedGraph):
+    if not isinstance(module, ImportedGraph):
         raise TypeError(
             f"onward.write takes a module of onward.to_module, not {type(module).__name__}; unwrap it first, such as "
             "`ddp.module` or `compiled._orig_mod`"
         )
-    return graph.write(module, graph.load_model(Path(source)), Path(source), Path(target))
+    return write_model(module, load_model(Path(source)), Path(source), Path(target))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 
 if TYPE_CHECKING:
-    from onward.flows.runs import RunOutcome, RunStatus
+    from onward.flows.run_status import RunOutcome, RunStatus
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.diagnostics.diff import Difference
     from onward.trainer.diagnostics.doctor import Diagnosis
@@ -103,7 +103,7 @@ def resume(run: str = "last") -> RunOutcome:
     is running; else as `onward.run`, and from the main thread like it.
     """
     _require_flow("onward.resume")
-    from onward.flows.runs import find_run, is_owned
+    from onward.flows.runs import find_run, is_running
     from onward.trainer.config.loading import build_config
     from onward.trainer.diagnostics.config_check import check_sections
     from onward.trainer.run.directory import onward_home, read_config
@@ -113,24 +113,24 @@ def resume(run: str = "last") -> RunOutcome:
         raise ConfigError(
             f"{found.root} is not a run of {home}; to resume it, set ONWARD_HOME={found.root.resolve().parents[1]}"
         )
-    if is_owned(found):
-        raise ConfigError(f"{found.root.name} is running; `onward status {found.root.name[:8]}` shows its progress")
+    if is_running(found):
+        raise ConfigError(f"{found.root.name} is running already; `onward status {found.root.name[:8]}` shows its step")
     resolved = build_config(dict(read_config(found)), check=check_sections)
     return _train(resolved, resume=found.root.name)
 
 
 def _train(config: RunConfig, *, resume: str = "") -> RunOutcome:
-    from onward.flows.local_run import announce, prefect_server, readable_log, run_here
-    from onward.flows.runs import outcome_of
+    from onward.flows.local_run import create_flow_run, prefect_server, readable_log, run_to_end
+    from onward.flows.run_status import outcome_of
 
     with _exit_on_sigterm(), prefect_server():
         from onward.flows.progress import live_progress  # imports Prefect, which reads its environment then
 
-        run, flow_run = announce(config, resume=resume)
+        run, flow_run = create_flow_run(config, resume=resume)
         print(f"onward: run {run.root}", file=sys.stderr)
         try:
             with readable_log(run), live_progress(run):
-                exported = run_here(flow_run, config, resume=resume)
+                exported = run_to_end(flow_run, config, resume=resume)
         except BaseException:
             if run.identity.exists():
                 print(f"onward: to continue from the newest checkpoint: onward resume {run.root.name}", file=sys.stderr)
@@ -171,14 +171,16 @@ def status(run: str = "last") -> RunStatus:
 
     `run`: a name, the beginning of an id, a directory, or "last". Raises ConfigError when there is no such run.
     """
-    from onward.flows.runs import describe, find_run
+    from onward.flows.run_status import describe
+    from onward.flows.runs import find_run
 
     return describe(find_run(run))
 
 
 def runs() -> list[RunStatus]:
     """Return how every run under ONWARD_HOME stands, the newest first."""
-    from onward.flows.runs import all_runs, describe
+    from onward.flows.run_status import describe
+    from onward.flows.runs import all_runs
 
     return [describe(run) for run in all_runs()]
 

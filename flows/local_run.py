@@ -55,8 +55,24 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
                 environment = service_definitions.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None
+        before = dict(os.environ)
         os.environ.update(environment)
-        yield environment["PREFECT_API_URL"]
+        _reread_prefect_settings()
+        try:
+            yield environment["PREFECT_API_URL"]
+        finally:
+            # Else PREFECT_API_URL would name Onward's own server, which ends, as the one that the user configured.
+            for name in environment:
+                os.environ.pop(name)
+                os.environ.update({name: before[name]} if name in before else {})
+
+
+def _reread_prefect_settings() -> None:
+    """Let Prefect read the environment again, if it was imported before: a script may call `onward.run` twice."""
+    if "prefect.context" in sys.modules:
+        from prefect.context import refresh_global_settings_context
+
+        refresh_global_settings_context()
 
 
 def create_flow_run(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:

@@ -8,11 +8,14 @@ import lzma
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import Section
 from onward.trainer.run.records import ExportedModel
+
+if TYPE_CHECKING:
+    from onward.flows.run_status import RunOutcome
 
 
 def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> None:
@@ -45,7 +48,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def variant_rows(exported: ExportedModel) -> list[tuple[str, str]]:
+def variant_rows(exported: ExportedModel | RunOutcome) -> list[tuple[str, str]]:
     """A row for each variant: what it gained and lost beside the exported file, or why there is none."""
     rows = []
     for variant in exported.variants:

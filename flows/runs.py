@@ -1,4 +1,4 @@
-"""Find the run directories under Onward's home, lock one, and describe its state."""
+"""Find the run directories under Onward's home, and lock one."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from onward.infra.service_state import try_lock
 from onward.infra.tracking import Status, Tracker, TrackingError
 from onward.trainer.checkpoint.manifest import announced, newest_whole
-from onward.trainer.data.shards import open_shards
-from onward.trainer.data.sources import locate
 from onward.trainer.errors import CheckpointError, ConfigError
-from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir, onward_home, read_config
-from onward.trainer.run.records import AttemptResult, ExportedModel, RunIdentity, TrainResult, read_record
-
-TAIL_BYTES = 1 << 16
-"""Bytes at the end of the event log that are read for the newest values."""
+from onward.trainer.run.records import RunIdentity, read_record
 
 
 def run_directory_of(flow_run_id: object, parameters: Mapping[str, Any]) -> RunDir:
@@ -111,62 +103,3 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
             f"{run.root.name} has no complete checkpoint yet; `onward resume {run.root.name[:8]}` continues training"
         )
     return run, chosen
-
-
-def held_out_text(run: RunDir) -> bytes:
-    """Return the bytes that a text run's evaluation predicts, in the order of the files; b"" for other data."""
-    data = read_config(run).data
-    if locate(data.source, data).format != "text" or not isinstance(data.label, str):
-        return b""
-    shards = open_shards(run.shards, "evaluation")
-    windows = shards.read(np.arange(shards.num_rows))[data.label]
-    return np.asarray(windows, dtype=np.uint8).tobytes()
-
-
-def describe(run: RunDir) -> dict[str, Any]:
-    """Return the state of a run as JSON-able values, read from its files alone."""
-    identity = read_record(run.identity, RunIdentity)
-    error = run.first_error(run.current_attempt)
-    step, num_steps, values = _progress(run)
-    return {
-        "run_id": identity.run_id,
-        "name": identity.name,
-        "state": _state(run),
-        "created_at": identity.created_at,
-        "attempts": run.current_attempt,
-        "step": step,
-        "num_steps": num_steps,
-        "values": values,
-        "error": f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}" if error else "",
-        "directory": str(run.root),
-        "model": str(read_record(run.exported, ExportedModel).path) if run.exported.exists() else "",
-        "mlflow_run_id": identity.mlflow_run_id,
-        "tracking_uri": identity.tracking_uri,
-        "prefect_url": identity.prefect_url,
-    }
-
-
-def _state(run: RunDir) -> str:
-    """Return running, exported, trained, stopped, failed, or interrupted (the process was killed)."""
-    if is_running(run):
-        return "running"
-    if run.exported.exists():
-        return "exported"
-    if run.train.exists():
-        return "trained" if read_record(run.train, TrainResult).status == "done" else "stopped"
-    if run.current_attempt and run.result(run.current_attempt).exists():
-        return "trained" if read_record(run.result(run.current_attempt), AttemptResult).status == "done" else "stopped"
-    return "failed" if run.first_error(run.current_attempt) else "interrupted"
-
-
-def _progress(run: RunDir) -> tuple[int, int, dict[str, float]]:
-    """Return (last step, number of steps, newest value of each metric) from the start and the end of the event log."""
-    # Only the two ends are read: the log of a long run has many megabytes.
-    step = 0
-    values: dict[str, float] = {}
-    num_steps = next((event.fields["num_steps"] for event, _ in read_events(run.events) if event.kind == "start"), 0)
-    size = run.events.stat().st_size if run.events.exists() else 0
-    for event, _ in read_events(run.events, max(0, size - TAIL_BYTES)):
-        step = event.step
-        values |= event.fields.get("values", {})
-    return step, num_steps, values

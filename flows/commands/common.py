@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from onward.trainer.config.run_config import RunConfig
+from onward.flows.examples import MODELS
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and everything else on stderr.")]
 ConfigFile = Annotated[
-    Path,
-    typer.Argument(metavar="CONFIG", help="The TOML file of the run, for example digits.toml.", show_default=False),
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="The TOML file of the run, for example digits.toml; or the name of an example: "
+        f"{' or '.join(sorted(MODELS))}.",
+        show_default=False,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -36,17 +40,6 @@ RunName = Annotated[
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="The ONNX file to write, for example model.onnx.", show_default=False)
 ]
-
-
-def load_checked_config(path: Path, overrides: list[str] | None) -> RunConfig:
-    """Load a configuration and check it against the model and the data that it names.
-
-    Raises ConfigError with everything that is wrong, before anything is started.
-    """
-    from onward.trainer.config.loading import load_config
-    from onward.trainer.diagnostics.config_check import check_sections
-
-    return load_config(path, overrides or (), check=check_sections)
 
 
 def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
+from onward.flows import api
 from onward.flows.commands.common import (
     All,
     ConfigFile,
     Json,
     ModelFile,
     Overrides,
-    load_checked_config,
     print_json,
 )
 
@@ -33,9 +33,8 @@ def doctor(
     imported, what is not supported, and what the exporter has lost, with the export that keeps it.
     """
     from onward.flows.inspection_report import show_diagnosis
-    from onward.trainer.diagnostics.doctor import diagnose
 
-    found = diagnose(model, converters=converters or ())
+    found = api.doctor(model, converters=converters or ())
     if as_json:
         print_json(found.model_dump(mode="json"))
     else:
@@ -50,9 +49,8 @@ def config(config: ConfigFile, overrides: Overrides = None, as_json: Json = Fals
     The output is itself a configuration file. The model and the data are not opened.
     """
     from onward.flows.report import config_lines, meanings
-    from onward.trainer.config.loading import load_config
 
-    resolved = load_config(config, overrides or ())
+    resolved = api.config(config, overrides or ())
     if as_json:
         print_json({"config": resolved.model_dump(mode="json"), "meanings": meanings()})
     else:
@@ -66,9 +64,8 @@ def plan(config: ConfigFile, overrides: Overrides = None, everything: All = Fals
     parallel. With parallel.sizes="auto" it compares the possible layouts and chooses one. Starts no ranks.
     """
     from onward.flows.inspection_report import show_plan
-    from onward.tasks.configure import plan as make_plan
 
-    found = make_plan(load_checked_config(config, overrides))
+    found = api.plan(config, overrides or ())
     if as_json:
         print_json(found.model_dump(mode="json") | {"num_ranks": found.num_ranks})
     else:
@@ -83,9 +80,8 @@ def diff(
 ) -> None:
     """Compare two ONNX files: graph, inputs, outputs and every tensor."""
     from onward.flows.inspection_report import show_difference
-    from onward.trainer.diagnostics.diff import compare
 
-    found = compare(a, b)
+    found = api.diff(a, b)
     if as_json:
         print_json({"same": found.same, **found.model_dump(mode="json")})
     else:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from onward.flows import api
 from onward.flows.commands.common import Json, Output, print_facts, print_json
 
 VariantKind = StrEnum("VariantKind", ["optimized", "fp16", "bf16", "int8_dynamic", "int8_static"])  # export.variants
@@ -39,12 +40,9 @@ def export(
     """
     from onward.flows.report import variant_rows
     from onward.flows.runs import find_checkpoint
-    from onward.tasks.export import export_file
-    from onward.trainer.config.sections import ExportConfig
 
-    extras = ExportConfig.model_validate({"variants": variant or (), "training": training})
-    run, checkpoint = find_checkpoint(source)
-    exported = export_file(run, checkpoint, output, extras=extras)
+    _, checkpoint = find_checkpoint(source)
+    exported = api.export(checkpoint, output, variants=variant or (), training=training)
     training_files: dict[str, Any] = {"training": [str(path) for path in exported.training]} if training else {}
     if exported.training_refused:
         training_files = {"training": "", "training_refused": exported.training_refused}

@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from onward.flows.commands.common import ConfigFile, Json, Overrides, load_checked_config, print_facts, print_json
+from onward.flows import api
+from onward.flows.commands.common import ConfigFile, Json, Overrides, print_facts, print_json
 from onward.trainer.errors import RuntimeUnavailable
 
 
@@ -52,7 +53,7 @@ def deploy(
     Needs the servers of `onward up`, or your own Prefect server with a worker. Without --cron and --interval the
     deployment runs when it is started in Prefect.
     """
-    resolved = load_checked_config(config, overrides)
+    resolved = api.checked_config(config, overrides or ())
     from onward.flows.local_run import prefect_server
 
     with prefect_server(start=False) as url:

@@ -21,7 +21,8 @@ from typer.main import get_command
 from onward.flows import cli
 from onward.flows.local_run import prefect_server
 from onward.flows.report import bits_per_byte, config_lines, meanings, outcome, table
-from onward.flows.runs import all_runs, describe, find_run, held_out_text, locked
+from onward.flows.run_status import describe, held_out_text
+from onward.flows.runs import all_runs, find_run, locked
 from onward.infra import services
 from onward.tasks.configure import plan as make_plan
 from onward.trainer import errors as errors_module
@@ -124,7 +125,7 @@ def test_an_ambiguous_or_unknown_run_is_refused_with_those_there_are(home: Path)
 
 def test_a_state_is_read_from_the_files_alone(home: Path) -> None:
     run = make_run(home, "aaaa-1", "digits")
-    assert describe(run)["state"] == "interrupted"
+    assert describe(run).state == "interrupted"
     attempt = run.begin_attempt()
     events = EventWriter(run.events, attempt=attempt, rank=0)
     events.emit("start", 0, num_steps=9)
@@ -133,21 +134,21 @@ def test_a_state_is_read_from_the_files_alone(home: Path) -> None:
     error = RankError(attempt=1, rank=1, host="h", step=3, cause="ValueError: bad", traceback="", at_ms=1)
     write_record(run.rank_error(attempt, 1), error)
     described = describe(run)
-    assert (described["state"], described["step"], described["num_steps"]) == ("failed", 3, 9)
-    assert described["values"] == {"train/loss": 0.5}
-    assert described["error"] == "rank 1 on h, step 3: ValueError: bad"
+    assert (described.state, described.step, described.num_steps) == ("failed", 3, 9)
+    assert described.values == {"train/loss": 0.5}
+    assert described.error == "rank 1 on h, step 3: ValueError: bad"
     stopped = AttemptResult(attempt=1, status="stopped", step=3, samples_seen=1, metrics={}, elapsed_s=1.0)
     write_record(run.result(attempt), stopped)
-    assert describe(run)["state"] == "stopped"
+    assert describe(run).state == "stopped"
 
 
 def test_a_run_has_one_owner_and_is_running_as_long_as_it_lives(home: Path) -> None:
     run = make_run(home, "aaaa-1", "digits")
     with locked(run):
-        assert describe(run)["state"] == "running"
+        assert describe(run).state == "running"
         with pytest.raises(ConfigError, match="another flow"), locked(run, timeout_s=0.0):
             pass
-    assert describe(run)["state"] == "interrupted"
+    assert describe(run).state == "interrupted"
     with locked(run, timeout_s=0.0):
         pass
 

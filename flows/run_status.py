@@ -1,0 +1,152 @@
+"""What a run's directory says of it: how it stands, and how it ended."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from onward.flows.report import bits_per_byte
+from onward.flows.runs import is_running
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.shards import open_shards
+from onward.trainer.data.sources import locate
+from onward.trainer.events import read_events
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import (
+    AttemptResult,
+    ExportedModel,
+    Record,
+    RunIdentity,
+    TrainResult,
+    Variant,
+    read_record,
+)
+
+TAIL_BYTES = 1 << 16
+"""Bytes at the end of the event log that are read for the newest values."""
+State: TypeAlias = Literal["running", "exported", "trained", "stopped", "failed", "interrupted"]
+
+
+class RunStatus(Record):
+    """How a run stands, read from its directory alone."""
+
+    run_id: str
+    name: str
+    state: State
+    """`interrupted`: its process was killed; `onward resume` continues it, and a stopped or failed one."""
+    created_at: str
+    """ISO 8601, UTC."""
+    attempts: int
+    """Times that the training job was started."""
+    step: int
+    """The last weight update in the event log."""
+    num_steps: int
+    """Weight updates of the whole run; 0 as long as it is not known."""
+    values: dict[str, float]
+    """The last value of each metric."""
+    error: str
+    """The error of the first rank that failed in the last attempt; "" if none did."""
+    directory: str
+    model: str
+    """The trained ONNX file; "" as long as it is not exported."""
+    mlflow_run_id: str
+    tracking_uri: str
+    prefect_url: str
+
+
+class RunOutcome(RunStatus):
+    """How a finished run ended: what `onward run --json` prints."""
+
+    bits_per_byte: dict[str, float]
+    """Of the model and of two compressors on the same held-out bytes; {} unless the data is text."""
+    before: dict[str, float]
+    """The evaluation under onnxruntime of the file that came in."""
+    after: dict[str, float]
+    """The evaluation under onnxruntime of the trained file."""
+    parity: float
+    """Greatest difference of onnxruntime from the trained module, relative to the largest output."""
+    sha256: str
+    """Digest of the trained file."""
+    variants: tuple[Variant, ...]
+    registered: str
+    """Name and version in MLflow's model registry; "" if it is not registered."""
+    elapsed_s: float
+    """Wall time of the training loop, summed over attempts."""
+
+
+def describe(run: RunDir) -> RunStatus:
+    """Return how a run stands, read from its directory alone."""
+    identity = read_record(run.identity, RunIdentity)
+    error = run.first_error(run.current_attempt)
+    step, num_steps, values = _progress(run)
+    return RunStatus(
+        run_id=identity.run_id,
+        name=identity.name,
+        state=_state(run),
+        created_at=identity.created_at,
+        attempts=run.current_attempt,
+        step=step,
+        num_steps=num_steps,
+        values=values,
+        error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}" if error else "",
+        directory=str(run.root),
+        model=str(read_record(run.exported, ExportedModel).path) if run.exported.exists() else "",
+        mlflow_run_id=identity.mlflow_run_id,
+        tracking_uri=identity.tracking_uri,
+        prefect_url=identity.prefect_url,
+    )
+
+
+def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOutcome:
+    """Return how a run with an exported file ended."""
+    trained = read_record(run.train, TrainResult)
+    text = held_out_text(run) if config.model.loss == "cross_entropy" else b""
+    known = dict(describe(run)) | {"step": trained.step, "attempts": trained.attempts}
+    return RunOutcome(
+        **known,
+        bits_per_byte=bits_per_byte(exported.after["evaluation/loss"], text) if text else {},
+        before=exported.before,
+        after=exported.after,
+        parity=exported.parity,
+        sha256=exported.sha256,
+        variants=exported.variants,
+        registered=f"{exported.registered_as} version {exported.version}" if exported.registered_as else "",
+        elapsed_s=trained.elapsed_s,
+    )
+
+
+def _state(run: RunDir) -> State:
+    """Return running, exported, trained, stopped, failed, or interrupted (the process was killed)."""
+    if is_running(run):
+        return "running"
+    if run.exported.exists():
+        return "exported"
+    if run.train.exists():
+        return "trained" if read_record(run.train, TrainResult).status == "done" else "stopped"
+    if run.current_attempt and run.result(run.current_attempt).exists():
+        return "trained" if read_record(run.result(run.current_attempt), AttemptResult).status == "done" else "stopped"
+    return "failed" if run.first_error(run.current_attempt) else "interrupted"
+
+
+def _progress(run: RunDir) -> tuple[int, int, dict[str, float]]:
+    """Return (last step, number of steps, newest value of each metric) from the start and the end of the event log."""
+    # Only the two ends are read: the log of a long run has many megabytes.
+    step = 0
+    values: dict[str, float] = {}
+    num_steps = next((event.fields["num_steps"] for event, _ in read_events(run.events) if event.kind == "start"), 0)
+    size = run.events.stat().st_size if run.events.exists() else 0
+    for event, _ in read_events(run.events, max(0, size - TAIL_BYTES)):
+        step = event.step
+        values |= event.fields.get("values", {})
+    return step, num_steps, values
+
+
+def held_out_text(run: RunDir) -> bytes:
+    """Return the bytes that a text run's evaluation predicts, in the order of the files; b"" for other data."""
+    data = read_config(run).data
+    if locate(data.source, data).format != "text" or not isinstance(data.label, str):
+        return b""
+    shards = open_shards(run.shards, "evaluation")
+    windows = shards.read(np.arange(shards.num_rows))[data.label]
+    return np.asarray(windows, dtype=np.uint8).tobytes()

@@ -16,14 +16,25 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from onward.infra import mpirun
+from tests.support import rank_server
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {**mpirun.SETTINGS, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMP_NUM_THREADS": "1"}
 """Environment for a mpirun that a test starts by hand."""
+
+
+class JobOfForks(mpirun.MpiJob):
+    """A job whose ranks are forks of one process that has imported torch."""
+
+    def argv(self, environment: Mapping[str, str] = os.environ) -> list[str]:
+        words = super().argv(environment)
+        start = words.index("-m")
+        return [*words[: start - 1], *rank_server.command(), *words[start:]]
 
 
 def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float = 60) -> list[Any]:
@@ -34,7 +45,7 @@ def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float =
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        job = mpirun.MpiJob(
+        job = JobOfForks(
             module=("tests.support.ranks", name, function, json.dumps(arguments)),
             num_ranks=num_ranks,
             run_dir=folder,

@@ -29,6 +29,7 @@ from onward.trainer.data.signature import model_digest
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import AttemptResult, RunIdentity, read_record, write_record
+from tests.support import rank_server
 from tests.support.ranks import ROOT, SETTINGS
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -64,7 +65,7 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
 def start_attempt(run: RunDir, *arguments: str) -> subprocess.Popen[bytes]:
     """Start mpirun on the run's next attempt, as bare as it can be."""
     attempt = run.begin_attempt()
-    ranks = [sys.executable, "-m", "onward.trainer", "train", str(run.root), *arguments]
+    ranks = [*rank_server.command(), "-m", "onward.trainer", "train", str(run.root), *arguments]
     with run.log(attempt).open("wb") as log:
         return subprocess.Popen(
             [f"{sys.prefix}/bin/mpirun", "-n", str(read_config(run).world_size), "--bind-to", "none", *ranks],

@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -66,6 +67,7 @@ def _end(process: subprocess.Popen[bytes], ours: int) -> None:
 
 def be_client(path: str, module: str, arguments: list[str]) -> int:
     """Ask for a fork that runs the module; return its exit status, or die by the signal that ended it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: as a rank, it does not outlive mpirun
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
     request = json.dumps([module, arguments, dict(os.environ), str(Path.cwd())]).encode()

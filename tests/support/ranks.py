@@ -37,15 +37,15 @@ class JobOfForks(mpirun.MpiJob):
         return [*words[: start - 1], *rank_server.command(), *words[start:]]
 
 
-def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float = 60) -> list[Any]:
+def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float = 60, forked: bool = True) -> list[Any]:
     """Call `module:function(mpi, *arguments)` on every rank; returns the results in the order of ranks.
 
     Raises AssertionError with the traceback of the rank that failed first, or the output after `timeout_s`.
-    Leaves no process.
+    Leaves no process. `forked`: start the ranks as forks of one process that has imported torch.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        job = JobOfForks(
+        job = (JobOfForks if forked else mpirun.MpiJob)(
             module=("tests.support.ranks", name, function, json.dumps(arguments)),
             num_ranks=num_ranks,
             run_dir=folder,

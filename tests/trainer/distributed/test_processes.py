@@ -165,9 +165,8 @@ def wait_to_be_orphaned(mpi: MPIContext, folder: str) -> None:
 def test_ranks_die_with_mpirun_even_when_nobody_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpirun, "sweep", lambda tag: None)
     with ThreadPoolExecutor() as threads:
-        running = threads.submit(
-            run_ranks, 2, "tests.trainer.distributed.test_processes:wait_to_be_orphaned", str(tmp_path)
-        )
+        orphans = "tests.trainer.distributed.test_processes:wait_to_be_orphaned"
+        running = threads.submit(run_ranks, 2, orphans, str(tmp_path), forked=False)
         while len(list(tmp_path.glob("*.pid"))) < 2:
             assert not running.done()
             time.sleep(0.02)

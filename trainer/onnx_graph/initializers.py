@@ -1,4 +1,4 @@
-"""The tensors an ONNX file stores: reading them, and writing values back into the very field they came from."""
+"""Read the tensors stored in an ONNX graph, and write values back into the protobuf field that they came from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from onward.trainer.onnx_graph.tensor_protos import read_tensor
 
 
 def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch.Tensor]:
-    """Every initializer, and every tensor in a Constant node, by name; those in other files are mapped.
+    """Return every initializer and every tensor of a Constant node, by name; external data is memory-mapped.
 
-    `base`: the directory of those files. Raises UnsupportedModel with a sentence for each that cannot be used.
+    base: the directory of external data. Raises UnsupportedModel with a sentence for each tensor that cannot be used.
     """
     sparse = [tensor.values.name for tensor in graph.sparse_initializer]
     refused = [
@@ -38,7 +38,7 @@ def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch
 
 
 def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
-    """Where tensors are stored: initializers, and the `value` of Constant nodes, under their output's name."""
+    """Yield (name, proto) of initializers and of Constant nodes; the latter under the name of their output."""
     for tensor in graph.initializer:
         yield tensor.name, tensor
     for node in graph.node:
@@ -53,7 +53,7 @@ def _read(proto: TensorProto, base: Path | None) -> torch.Tensor:
 
 
 def store_tensor(tensor: torch.Tensor, proto: TensorProto) -> None:
-    """Write a tensor where the proto keeps its values, unless they are the same already. Not for external ones."""
+    """Write a tensor into a proto, unless it has the same bits already. Not for external data."""
     if not bits_differ(tensor, read_tensor(proto)):
         return
     array = tensor.detach().cpu().numpy()
@@ -68,7 +68,7 @@ def store_tensor(tensor: torch.Tensor, proto: TensorProto) -> None:
 
 
 def _typed_fields(array: np.ndarray[Any, Any], data_type: int) -> dict[str, list[Any]]:
-    """The values as the protobuf field of their type holds them; halves go as their bits."""
+    """Return the protobuf field for a data type and its content; half-precision values are stored as their bits."""
     if data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
         return {"int32_data": array.reshape(-1).view(np.uint16).tolist()}
     name = "float_data" if data_type == TensorProto.FLOAT else "double_data"

@@ -1,4 +1,4 @@
-"""Shapes by ONNX's own inference: what a run-time leaf gives, where that does not depend on data."""
+"""Predict the shapes of values by ONNX's shape inference, for nodes whose rule cannot be probed on meta tensors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from onward.trainer.onnx_graph.element_types import DTYPES, PACKED
 Probes = tuple[torch.Tensor, torch.Tensor]
 
 SMALL = 64
-"""Stored tensors up to this many elements are given whole: shapes are computed from them."""
+"""Stored tensors up to this many elements are passed with their values, because shapes may be computed from them."""
 
 
 def infer_probes(
     model: onnx.ModelProto, stored: Mapping[str, torch.Tensor], lengths: Mapping[tuple[str, int], tuple[int, int]]
 ) -> dict[str, Probes]:
-    """What each value is for the two lengths of every dynamic dimension; of values with other dimensions, nothing.
+    """Return {value: (meta tensor at the first, at the second trial size)}; values of other shapes are left out.
 
-    Only what follows from the inputs counts: the shapes that the file itself notes down may be out of date.
+    lengths: (input, dimension) -> its two trial lengths. Shapes that the file declares are not used; they may be wrong.
     """
     lean = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     lean.graph.name = "lean"
@@ -38,7 +38,7 @@ def infer_probes(
             lean.graph.input.append(_with_symbols(value, lengths))
     try:
         values = shape_inference.infer_shapes(lean, data_prop=True).graph
-    except (RuntimeError, EncodeError, shape_inference.InferenceError):  # a graph of 2 GB, or one it cannot follow
+    except (RuntimeError, EncodeError, shape_inference.InferenceError):  # 2 GB and more, or an inconsistent graph
         return {}
     probes = {value.name: _probes(value.type) for value in (*values.value_info, *values.output)}
     return {name: pair for name, pair in probes.items() if pair is not None}
@@ -47,7 +47,10 @@ def infer_probes(
 def _with_symbols(
     value: onnx.ValueInfoProto, lengths: Mapping[tuple[str, int], tuple[int, int]]
 ) -> onnx.ValueInfoProto:
-    """The input with its dynamic dimensions called by their two lengths: 3:5."""
+    """Return the input with the two trial lengths of a dynamic dimension as its symbol, such as "3:5".
+
+    Inference copies symbols to results, but drops a dimension that is computed from one.
+    """
     copy = onnx.ValueInfoProto()
     copy.CopyFrom(value)
     for position, dim in enumerate(copy.type.tensor_type.shape.dim):

@@ -183,10 +183,10 @@ class ImportAttempt:
         for name, tensor in stored.items():
             values[name] = self._add_stored(name, tensor)
         graph = self.model.graph
-        walk = GraphLowering(self.tracer, graph, local_functions(self.model), self.batch, self.base, self.problems)
+        lowering = GraphLowering(self.tracer, graph, local_functions(self.model), self.batch, self.base, self.problems)
         if self.batch is None:  # a dynamic batch contradicts the shapes that a file of fixed batch has as constants
-            walk.shapes = functools.cache(lambda: infer_probes(self.model, stored, lengths))
-        walk.run(graph, values, opsets_of(self.model))
+            lowering.shapes = functools.cache(lambda: infer_probes(self.model, stored, lengths))
+        lowering.run(graph, values, opsets_of(self.model))
         missing = [value.name for value in graph.output if value.name not in values]
         if not self.problems and missing:
             self.problems.append(f"no node computes the graph's output {', '.join(missing)}")

@@ -1,4 +1,4 @@
-"""What stands in place of a node or inside one: definitions (ONNX's own, the model's own) and inner graphs."""
+"""Function bodies of nodes (defined by ONNX or by the model) and the inner graphs of If, Loop, Scan and SequenceMap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onward.trainer.onnx_import.values import Traced, Value, element_type
 
 
 def has_definition(node: onnx.NodeProto, opset: int) -> bool:
-    """Whether the standard defines the operator by simpler ones."""
+    """Return whether the ONNX standard defines the operator as a function of simpler ones."""
     try:
         schema: Any = defs.get_schema(node.op_type, opset, _domain(node))
     except defs.SchemaError:
@@ -25,7 +25,10 @@ def has_definition(node: onnx.NodeProto, opset: int) -> bool:
 
 
 def function_body(node: onnx.NodeProto, opset: int, operands: Sequence[Value]) -> onnx.FunctionProto | None:
-    """The node's definition in the opset, its attributes filled in; None if the standard gives none."""
+    """Return the function body that ONNX defines for a node, with the node's attributes filled in; None without one.
+
+    Some bodies depend on the operands' types and on known lengths, such as the number of channels.
+    """
     if not has_definition(node, opset):
         return None
     schema: Any = defs.get_schema(node.op_type, opset, _domain(node))  # its stub lacks what follows
@@ -55,14 +58,14 @@ def _type(operand: Value) -> onnx.TypeProto:
 
 
 def _lengths(operand: Value) -> list[int | None]:
-    """The lengths that are known; some definitions need that of the channels."""
+    """Return the static lengths of a value, None for dynamic ones."""
     if not isinstance(operand, Traced):
         return list(operand.shape)
     return [a if a == b else None for a, b in zip(*(probe.shape for probe in operand.probes), strict=True)]
 
 
 def local_body(function: onnx.FunctionProto, node: onnx.NodeProto) -> onnx.FunctionProto:
-    """A function of the model, the calling node's attributes filled in."""
+    """Return the body of a function of the model, with the calling node's attributes filled in."""
     body = onnx.FunctionProto()
     body.CopyFrom(function)
     given = {attribute.name: attribute for attribute in (*function.attribute_proto, *node.attribute)}
@@ -72,7 +75,7 @@ def local_body(function: onnx.FunctionProto, node: onnx.NodeProto) -> onnx.Funct
 
 
 def _fill_in(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> None:
-    """Replace references to the outer node's attributes by their values; drop those it does not have."""
+    """Replace references to the calling node's attributes by their values; drop references to absent ones."""
     kept = []
     for attribute in node.attribute:
         if attribute.ref_attr_name:
@@ -94,41 +97,42 @@ def _fill_in(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> 
 
 
 def outer_names_read(node: onnx.NodeProto) -> list[str]:
-    """The outer values that the inner graphs of a node read."""
-    if not any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
-        return []
-    return list(dict.fromkeys(name for graph in subgraphs(node) for name in _free(graph)))
+    """Return the outer-scope values that the inner graphs of a node read, in the order of first use."""
+    return list(dict.fromkeys(name for graph in subgraphs(node) for name in _outer_names_of(graph)))
 
 
-def _free(graph: onnx.GraphProto) -> list[str]:
+def _outer_names_of(graph: onnx.GraphProto) -> list[str]:
     own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer} | {""}
-    free: list[str] = []
+    outer: list[str] = []
     for node in graph.node:
-        free += [name for name in (*node.input, *outer_names_read(node)) if name not in own]
+        outer += [name for name in (*node.input, *outer_names_read(node)) if name not in own]
         own.update(node.output)
-    return free + [value.name for value in graph.output if value.name not in own]
+    return outer + [value.name for value in graph.output if value.name not in own]
 
 
 def hoist_stored_tensors(node: onnx.NodeProto, base: Path | None) -> tuple[onnx.NodeProto, dict[str, torch.Tensor]]:
-    """The node with the tensors its inner graphs store taken out, and these under names of their own.
+    """Move the tensors stored inside a node's inner graphs out of them; return a copy of the node and the tensors.
 
-    The inner graphs then read them as they read outer values: so they reach a leaf as operands.
+    The inner graphs then read them as outer-scope values under new, unique names, so that a RuntimeNode gets them as
+    operands:
+
+        If(c) { then: Add(x, w) with initializer w }    ->    If(c) { then: Add(x, "y/0/w") },  {"y/0/w": tensor}
     """
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
     tensors: dict[str, torch.Tensor] = {}
     prefix = next(filter(None, node.output), node.name)
     for i, graph in enumerate(subgraphs(copy)):
-        _take_out(graph, f"{prefix}/{i}", {}, tensors, base)
+        _hoist(graph, f"{prefix}/{i}", {}, tensors, base)
     return copy, tensors
 
 
-def _take_out(
+def _hoist(
     graph: onnx.GraphProto, prefix: str, names: Mapping[str, str], tensors: dict[str, torch.Tensor], base: Path | None
 ) -> None:
-    """Move stored tensors into `tensors`. `names`: what outer stored tensors are called now."""
+    """Move the stored tensors of a graph into `tensors`. names: old -> new name of those of outer graphs."""
     own = {value.name for value in graph.input} | {name for node in graph.node for name in node.output}
-    renamed = {old: new for old, new in names.items() if old not in own}
+    renamed = {old: new for old, new in names.items() if old not in own}  # an inner name hides an outer one
     stored = [(tensor.name, tensor) for tensor in graph.initializer]
     stored += [
         (node.output[0], attribute.t)
@@ -140,12 +144,12 @@ def _take_out(
     for name, proto in stored:
         renamed[name] = f"{prefix}/{name}"
         tensors[renamed[name]] = read_tensor(proto, base)
-    gone = {name for name, _ in stored}
-    kept = [node for node in graph.node if node.op_type != "Constant" or node.output[0] not in gone]
+    hoisted = {name for name, _ in stored}
+    kept = [node for node in graph.node if node.op_type != "Constant" or node.output[0] not in hoisted]
     for position, node in enumerate(kept):
         node.input[:] = [renamed.get(name, name) for name in node.input]
         for i, inner in enumerate(subgraphs(node)):
-            _take_out(inner, f"{prefix}/{position}/{i}", renamed, tensors, base)
+            _hoist(inner, f"{prefix}/{position}/{i}", renamed, tensors, base)
     kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
     for value in graph.output:
         value.name = renamed.get(value.name, value.name)

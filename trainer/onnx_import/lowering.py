@@ -1,4 +1,16 @@
-"""Node by node: which rule, converter or definition lowers a node, on an fx graph or with real tensors."""
+"""Lower an ONNX graph node by node: translate each node into calls recorded by a tracer.
+
+What lowers a node, in this order:
+
+    1. a function of the model itself             node.domain / op_type / overload in model.functions
+    2. a converter that the user registered       converters.py
+    3. an operator rule                           registry.py, ops/
+    4. the function body that ONNX defines        function_bodies.py, lowered in turn
+    5. onnx2torch's converter                     converters.py
+
+A rule that raises NeedsRuntimeValues is lowered as a RuntimeNode: the same rule runs when the graph runs. Nodes that
+nothing lowers are collected as problems, so that all of them are reported at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +25,7 @@ from onnx import defs
 from torch.utils import _pytree as pytree
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_graph.index import subgraphs
+from onward.trainer.onnx_graph.index import nodes_inside, subgraphs
 from onward.trainer.onnx_graph.shape_inference import Probes
 from onward.trainer.onnx_import import converters
 from onward.trainer.onnx_import.converters import onnx2torch_converter, user_converter
@@ -34,12 +46,12 @@ Body = onnx.GraphProto | onnx.FunctionProto
 
 
 def opsets_of(model: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
-    """The version of each domain that a model or a function is written in."""
+    """Return the opset version of each domain that a model or a function imports."""
     return {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in model.opset_import}
 
 
 def local_functions(model: onnx.ModelProto) -> LocalFunctions:
-    """The functions a model defines itself."""
+    """Return the functions that a model defines."""
     return {(function.domain, function.name, function.overload): function for function in model.functions}
 
 
@@ -56,18 +68,18 @@ def _since(operator: str, opset: int, domain: str) -> int:
 
 
 def since_version(node: onnx.NodeProto, opset: int) -> int:
-    """The opset in which the operator took the meaning it has in `opset`."""
+    """Return the version of the operator (ONNX's `since_version`) that is in force in an opset."""
     return _since(node.op_type, opset, _domain(node))
 
 
 def node_label(node: onnx.NodeProto, opset: int) -> str:
-    """The node as problems name it."""
+    """Return the node as messages name it, such as "node 'relu_1': Relu-14"."""
     operator = f"{_domain(node)}.{node.op_type}" if _domain(node) else node.op_type
     return f"node {node.name or next(filter(None, node.output), '')!r}: {operator}-{since_version(node, opset)}"
 
 
 def unknown_operators(model: onnx.ModelProto) -> list[str]:
-    """A sentence for every node, inner graphs and functions included, no rule, converter or definition exists for."""
+    """Return a sentence for every node that nothing can lower, including those in inner graphs and functions."""
     functions = local_functions(model)
     found = [
         *_unknown(model.graph.node, opsets_of(model), functions),
@@ -77,24 +89,18 @@ def unknown_operators(model: onnx.ModelProto) -> list[str]:
 
 
 def _unknown(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], functions: LocalFunctions) -> Iterable[str]:
-    for node in nodes:
+    for node in nodes_inside(nodes):
         opset = opsets.get(_domain(node), 1)
-        if _function(node, functions) is None and not _known(node, opset):
+        if _function(node, functions) is None and _route(node, opset) == "nothing":
             yield f"{node_label(node, opset)}: it is not implemented"
-        for graph in subgraphs(node):
-            yield from _unknown(graph.node, opsets, functions)
 
 
 def _function(node: onnx.NodeProto, functions: LocalFunctions) -> onnx.FunctionProto | None:
     return functions.get((node.domain, node.op_type, node.overload))
 
 
-def _known(node: onnx.NodeProto, opset: int) -> bool:
-    return _route(node, opset) != "nothing"
-
-
 def _route(node: onnx.NodeProto, opset: int) -> str:
-    """What imports a node, in the words of `onward doctor`."""
+    """Return what lowers a node, in the words that `onward doctor` prints."""
     version = since_version(node, opset)
     if user_converter(node, version) is not None:
         return "your converter"
@@ -106,16 +112,14 @@ def _route(node: onnx.NodeProto, opset: int) -> str:
 
 
 def list_operators(model: onnx.ModelProto) -> Iterable[tuple[str, int, str]]:
-    """(operator, version, what imports it) of every node, inner graphs and functions included."""
+    """Yield (operator, version, what lowers it) of every node, including those in inner graphs and functions."""
     functions = local_functions(model)
 
     def of(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int]) -> Iterable[tuple[str, int, str]]:
-        for node in nodes:
+        for node in nodes_inside(nodes):
             opset = opsets.get(_domain(node), 1)
             route = "function" if _function(node, functions) is not None else _route(node, opset)
             yield f"{_domain(node)}.{node.op_type}".lstrip("."), since_version(node, opset), route
-            for graph in subgraphs(node):
-                yield from of(graph.node, opsets)
 
     yield from of(model.graph.node, opsets_of(model))
     for body in model.functions:
@@ -128,7 +132,7 @@ def _rule(node: onnx.NodeProto, version: int) -> Any:
 
 
 def _without_unread(node: onnx.NodeProto, read: set[str]) -> onnx.NodeProto:
-    """The node with the outputs nobody reads left out: rules then need not compute them."""
+    """Return the node without the outputs that nothing reads, so that rules need not compute them."""
     if len(node.output) < 2 or node.op_type == "Split" or all(name in read for name in node.output):
         return node
     lean = onnx.NodeProto()
@@ -138,42 +142,43 @@ def _without_unread(node: onnx.NodeProto, read: set[str]) -> onnx.NodeProto:
 
 
 def lower_eagerly(
-    node: onnx.NodeProto, values: Mapping[str, Value], around: NodeContext, tracer: EagerTracer
+    node: onnx.NodeProto, values: Mapping[str, Value], context: NodeContext, tracer: EagerTracer
 ) -> Sequence[Value]:
-    """Compute one node with real tensors: what a leaf does when the graph runs."""
-    return GraphLowering(tracer, onnx.GraphProto(), around.functions).lower(node, {"": None, **values}, around.opsets)
+    """Compute one node on real tensors; a RuntimeNode calls this when the graph runs."""
+    return GraphLowering(tracer, onnx.GraphProto(), context.functions).lower(node, {"": None, **values}, context.opsets)
 
 
 @dataclass
 class GraphLowering:
-    """Walks the nodes of a graph; collects what is refused instead of stopping at the first."""
+    """Lowers the nodes of a graph in their order and collects the problems of all of them."""
 
     tracer: Tracer
     graph: onnx.GraphProto
-    """The whole graph, for converters that look around in it."""
+    """The whole graph; onnx2torch converters read initializers and types from it."""
     functions: LocalFunctions = field(default_factory=dict)
     batch: int | None = None
+    """The batch size that the file declares, if it is treated as dynamic."""
     base: Any = None
     """The directory of external data."""
     problems: list[str] = field(default_factory=list)
     shapes: Callable[[], Mapping[str, Probes]] = dict
-    """What is known, without running them, of the values of the whole graph."""
+    """Returns the probes of values of the main graph that ONNX's shape inference knows."""
     depth: int = 0
-    """How many definitions and inner graphs it is inside; their values have names of their own."""
+    """How many function bodies and inner graphs the current node is in; `shapes` does not apply there."""
 
     @property
     def eager(self) -> bool:
         return isinstance(self.tracer, EagerTracer)
 
     def run(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int]) -> None:
-        """Lower every node of a graph or a definition; the results go into `values`, by name."""
+        """Lower every node of a graph or a function body and add the results to `values`, by name."""
         returned = (output if isinstance(output, str) else output.name for output in body.output)
         read = {*returned, *(name for node in body.node for name in (*node.input, *outer_names_read(node)))}
         for node in body.node:
             if node.op_type == "Constant" and node.output[0] in values:
-                continue  # its tensor is stored
+                continue  # the tensor was registered with the initializers
             if not all(name in values for name in (*node.input, *outer_names_read(node))):
-                continue  # it depends on a node that was refused
+                continue  # it depends on a node with a problem, which is reported once
             try:
                 results = self._node(node if self.eager else _without_unread(node, read), values, opsets)
             except UnsupportedNode as error:
@@ -186,23 +191,23 @@ class GraphLowering:
                 values[""] = None
                 for name, result in zip(node.output, results, strict=False):
                     if isinstance(result, Traced):
-                        result.node.meta["onnx"] = (*result.node.meta.get("onnx", ()), name)  # for parallel.cuts
+                        result.node.meta["onnx"] = (*result.node.meta.get("onnx", ()), name)  # names for cuts
 
     def _node(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
-        """Lower one node, as a leaf if need be."""
+        """Lower one node; as a RuntimeNode if its rule needs values that are known only when the graph runs."""
         if self.eager:
             return self.lower(node, values, opsets)
-        if any(True for _ in subgraphs(node)):
+        if any(subgraphs(node)):
             node, constants = hoist_stored_tensors(node, self.base)
             values.update(constants)
         try:
             return self.lower(node, values, opsets)
         except NeedsRuntimeValues:
             self._check_attributes(node, opsets.get(_domain(node), 1))
-            return self._leaf(node, values, opsets)
+            return self._runtime_node(node, values, opsets)
 
     def _check_attributes(self, node: onnx.NodeProto, opset: int) -> None:
-        """A leaf's rule has not read its attributes yet; those the operator does not have are refused now."""
+        """Refuse attributes that the operator does not have; the rule itself has not read its attributes yet."""
         try:
             known = defs.get_schema(node.op_type, opset, _domain(node)).attributes
         except defs.SchemaError:
@@ -210,32 +215,34 @@ class GraphLowering:
         if unread := sorted({attribute.name for attribute in node.attribute} - set(known)):
             raise UnsupportedNode(f"attribute {', '.join(unread)} is not implemented")
 
-    def _leaf(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
-        around = NodeContext(opsets, self.functions)
+    def _runtime_node(
+        self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]
+    ) -> Sequence[Value]:
+        context = NodeContext(opsets, self.functions)
         names = list(dict.fromkeys(name for name in (*node.input, *outer_names_read(node)) if name))
         args = [self.tracer.to_tensor(values[name]) for name in names]
         if not any(isinstance(value, Traced) for value in pytree.tree_leaves(args)):
             tracer = EagerTracer(torch.device("cpu"), training=self.tracer.training)
             with torch.no_grad():
-                return lower_eagerly(node, dict(zip(names, args, strict=True)), around, tracer)
+                return lower_eagerly(node, dict(zip(names, args, strict=True)), context, tracer)
         name = (node.name or next(filter(None, node.output))).replace(".", "_").replace("/", "_")
         known = {} if self.depth else self.shapes()
         results = [known.get(output) for output in node.output]
-        return self.tracer.add_runtime_node(name, RuntimeNode(node, names, around, lower_eagerly), args, results)
+        return self.tracer.add_runtime_node(name, RuntimeNode(node, names, context, lower_eagerly), args, results)
 
     def lower(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
-        """The user's converter, else our rule, else onnx2torch's converter, else ONNX's own definition."""
+        """Lower one node by the first of the ways listed at the top of this file."""
         opset = opsets.get(_domain(node), 1)
         operands = [values[name] for name in node.input]
         if (function := _function(node, self.functions)) is not None:
-            return self._expand(node, local_body(function, node), values, opsets)
+            return self._lower_function(node, local_body(function, node), values, opsets)
         version = since_version(node, opset)
         rule = _rule(node, version)
         converter = user_converter(node, version)
         if converter is None and rule is not None:
 
             def run_body(body: onnx.GraphProto, inputs: Sequence[Value]) -> list[Value]:
-                return self._inner(body, inputs, values, opsets)
+                return self._lower_subgraph(body, inputs, values, opsets)
 
             return run_rule(Call(node, version, self.tracer, batch=self.batch, run_body=run_body), rule, operands)
         body = function_body(node, opset, operands)
@@ -244,32 +251,32 @@ class GraphLowering:
             return converters.run_converter(converter, node, graph=self.graph, operands=operands, tracer=self.tracer)
         if body is None:
             raise UnsupportedNode("it is not implemented")
-        return self._expand(node, body, values, opsets)
+        return self._lower_function(node, body, values, opsets)
 
-    def _expand(
+    def _lower_function(
         self, node: onnx.NodeProto, body: onnx.FunctionProto, outer: Mapping[str, Value], opsets: Mapping[str, int]
     ) -> Sequence[Value]:
-        """Lower a definition in place of the node it defines, in its own opsets where it names them."""
+        """Lower a function body in place of the node that calls it, in the opsets that the body imports."""
         inner: dict[str, Value] = {
             name: outer[name] for name in outer_names_read(node)
-        }  # some definitions take them over
+        }  # some bodies contain the node's inner graphs
         inner.update({"": None, **dict.fromkeys(body.input, None)})
         inner.update(zip(body.input, (outer[name] for name in node.input), strict=False))
-        self._run_inside(body, inner, {**opsets, **opsets_of(body)}, "definition")
+        self._run_nested(body, inner, {**opsets, **opsets_of(body)}, "definition")
         wanted = [formal for formal, actual in zip(body.output, node.output, strict=False) if actual]
         if missing := [name for name in wanted if name not in inner]:
             raise UnsupportedNode(f"its definition does not compute {', '.join(missing)}")
         return [inner.get(name) for name in body.output][: len(node.output)]
 
-    def _inner(
+    def _lower_subgraph(
         self, body: onnx.GraphProto, inputs: Sequence[Value], outer: Mapping[str, Value], opsets: Mapping[str, int]
     ) -> list[Value]:
-        """The results of an inner graph, which reads the outer values too."""
+        """Lower an inner graph, which may read outer-scope values; return its results."""
         inner = {**outer, **dict(zip((value.name for value in body.input), inputs, strict=False))}
-        self._run_inside(body, inner, opsets, "body")
+        self._run_nested(body, inner, opsets, "body")
         return [inner[value.name] for value in body.output]
 
-    def _run_inside(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int], what: str) -> None:
+    def _run_nested(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int], what: str) -> None:
         before = len(self.problems)
         self.depth += 1
         try:

@@ -1,6 +1,6 @@
-"""Run-time leaves: one ONNX node as a module that applies the node's rule to real tensors when the graph runs.
+"""An ONNX node whose rule runs each time the graph runs, on real tensors, because its result depends on data.
 
-A leaf holds no tensors of its own: weights and constants reach it as operands, so they keep their names,
+The module holds no tensors of its own: weights and constants are passed to it as operands, so they keep their names,
 their gradients and their device.
 """
 
@@ -22,45 +22,45 @@ from onward.trainer.onnx_import.tracing import ANCHOR
 from onward.trainer.onnx_import.values import Value
 
 LocalFunctions = Mapping[tuple[str, str, str], onnx.FunctionProto]
-"""(domain, name, overload) -> a function the model itself defines."""
+"""(domain, name, overload) -> a function that the model defines itself."""
 
 
 @dataclass(frozen=True)
 class NodeContext:
-    """What a node's meaning depends on besides its operands."""
+    """What the meaning of a node depends on besides its operands."""
 
     opsets: Mapping[str, int]
     functions: LocalFunctions
 
 
 EagerLowering = Callable[[onnx.NodeProto, Mapping[str, Value], NodeContext, EagerTracer], Sequence[Value]]
-"""Computes a node with the values its operands, and the names its inner graphs capture, have."""
+"""Computes a node, given the values of its operands and of the outer names that its inner graphs read."""
 
 
 class RuntimeNode(nn.Module):
-    """One node, computed by its rule each time the graph runs. Follows train() and eval()."""
+    """One ONNX node, computed by its rule each time the graph runs. Follows train() and eval()."""
 
-    def __init__(self, node: onnx.NodeProto, names: Sequence[str], around: NodeContext, lower: EagerLowering) -> None:
+    def __init__(self, node: onnx.NodeProto, names: Sequence[str], context: NodeContext, lower: EagerLowering) -> None:
         super().__init__()
         self.node = node
         self.names = tuple(names)
-        """The names of the arguments: the node's operands, then what its inner graphs capture."""
-        self.around = around
+        """The names of the arguments: the node's operands, then the outer names that its inner graphs read."""
+        self.context = context
         self.lower = lower
         self.register_buffer(ANCHOR, torch.empty(0), persistent=False)
 
     def forward(self, *args: Any) -> Any:
-        """args: tensors, sequences of tensors, or None, by `names`. Gives one value for each output of the node."""
-        dynamo = sys.modules.get("torch._dynamo")  # only somebody who compiles has imported it
+        """args: a tensor, a sequence of tensors or None for each of `names`. Returns one value for each output."""
+        dynamo = sys.modules.get("torch._dynamo")  # imported only by torch.compile; importing it takes seconds
         return self._compute(*args) if dynamo is None else dynamo.disable(self._compute)(*args)
 
     def _compute(self, *args: Any) -> Any:
         tracer = EagerTracer(self.get_buffer(ANCHOR).device, training=self.training)
         values = dict(zip(self.names, args, strict=True))
         device = tracer.anchor.device
-        with contextlib.nullcontext() if device.type == "cpu" else device:  # where new tensors are put
+        with contextlib.nullcontext() if device.type == "cpu" else device:  # default device of new tensors
             try:
-                results = self.lower(self.node, values, self.around, tracer)
+                results = self.lower(self.node, values, self.context, tracer)
             except UnsupportedNode as error:
                 raise RuntimeError(f"node {self.node.name or self.node.output[0]!r}: {error}") from error
         outputs = tuple(tracer.to_tensor(result) for result in results)
@@ -71,5 +71,5 @@ class RuntimeNode(nn.Module):
         return f"{self.node.op_type}: {', '.join(self.names)}"
 
 
-# torch.compile leaves it, and all it calls, to Python: what it does depends on data
+# torch.compile does not trace it, nor what it calls: its control flow depends on data
 RuntimeNode.forward._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -1,9 +1,8 @@
-"""Makes torchvision importable where its native operators cannot load.
+"""Import torchvision, also where its native operators cannot be loaded.
 
-onnx2torch and torchmetrics import torchvision. Its wheel is built for one build of torch; beside another
-(a CPU torch next to the CUDA wheel), its native library stays unloaded and the import then fails on
-*describing* two operators that nobody will call: "operator torchvision::nms does not exist". Declaring
-their schemas is enough.
+onnx2torch and torchmetrics import torchvision. Its wheel is built for one build of torch. Beside another build (the
+CUDA wheel beside a CPU torch) its native library is not loaded, and the import fails with "operator torchvision::nms
+does not exist". Onward never calls these operators, so declaring their schemas is enough.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 @functools.cache
 def import_torchvision() -> None:
-    """Call before importing onnx2torch or torchmetrics."""
+    """Import torchvision; call this before importing onnx2torch or torchmetrics."""
     try:
         import torchvision
     except RuntimeError as error:

@@ -1,0 +1,95 @@
+"""What operators do with their operands, as far as the analysis of roles needs it (roles.py)."""
+
+from __future__ import annotations
+
+# fmt: off
+QUANTIZERS = (
+    "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv", "QLinearAdd",
+    "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax", "QLinearConcat", "QLinearAveragePool",
+    "QLinearGlobalAveragePool", "QGemm", "QAttention", "MatMulInteger", "ConvInteger", "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QEmbedLayerNormalization", "QOrderedMatMul",
+)
+QUANTIZED_WEIGHTS = ("MatMulNBits", "MatMulBnb4")
+VALUE_FREE = (
+    "Shape", "Size", "Range", "ConstantOfShape", "EyeLike", "OneHot", "NonMaxSuppression",
+    "HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix",
+)
+COMPARISONS = (
+    "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "IsInf",
+    "ArgMax", "ArgMin", "NonZero",
+)
+FIRST_ONLY = (
+    "CastLike", "Clip", "CumSum", "Dropout", "Expand", "Pad", "Pow", "Reshape", "Resize", "RotaryEmbedding",
+    "SequenceAt", "Slice", "Split", "SplitToSequence", "Squeeze", "Tile", "TopK", "Trilu", "Unsqueeze", "Upsample",
+    "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum",
+    "ReduceLogSumExp", "ReduceSumSquare", "SequenceErase", *QUANTIZED_WEIGHTS,
+)
+# fmt: on
+
+DIFFERENTIABLE_OPERANDS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(FIRST_ONLY, (0,)),
+    **dict.fromkeys((*VALUE_FREE, *COMPARISONS, *QUANTIZERS), ()),
+    # gradients pass through these as through the identity (ops/quant.py)
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), (0,)),
+    **dict.fromkeys(("QLinearMatMul", "QLinearConv"), (0, 3)),
+    **dict.fromkeys(("MatMulInteger", "ConvInteger"), (0, 1)),
+    "Where": (1, 2),
+    "Gather": (0,),
+    "GatherElements": (0,),
+    "GatherND": (0,),
+    "ScatterElements": (0, 2),
+    "ScatterND": (0, 2),
+    "Scatter": (0, 2),
+    "TensorScatter": (0, 1),
+    "SequenceInsert": (0, 1),
+    "BatchNormalization": (0, 1, 2),
+    "SoftmaxCrossEntropyLoss": (0,),
+    "NegativeLogLikelihoodLoss": (0,),
+    "GroupQueryAttention": (0, 1, 2, 3, 4),
+    "RoiAlign": (0,),
+    "MaxRoiPool": (0,),
+    "GridSample": (0, 1),
+    "STFT": (0, 2),
+}
+"""Operator -> the operands whose values reach its result; every operand for operators that are not listed."""
+
+PARAMETER_MEANING: dict[str, str] = {
+    **dict.fromkeys(QUANTIZERS, "a scale of quantization"),
+    **dict.fromkeys(QUANTIZED_WEIGHTS, "a scale of quantized weights"),
+    **dict.fromkeys(COMPARISONS, "only compared with: comparisons have no gradient"),
+    **dict.fromkeys(("RotaryEmbedding", "GroupQueryAttention"), "a table of rotation angles"),
+    "Clip": "a bound of Clip",
+    "Pad": "the value padded with",
+    "Pow": "an exponent",
+    "Dropout": "the ratio of Dropout",
+    "Resize": "only says how large a result is",
+    "Upsample": "only says how large a result is",
+    "OneHot": "the values of OneHot",
+    "NonMaxSuppression": "thresholds",
+}
+"""Operator -> what its operands are that are not in DIFFERENTIABLE_OPERANDS."""
+
+# fmt: off
+LAYERS = frozenset((
+    "Conv", "ConvTranspose", "DeformConv", "CausalConvWithState", "FusedConv", "NhwcConv", "Gemm", "FusedGemm",
+    "BatchNormalization", "LayerNormalization", "InstanceNormalization", "GroupNormalization", "RMSNormalization",
+    "PRelu", "LSTM", "GRU", "RNN", "EmbedLayerNormalization", "SkipLayerNormalization", "BiasGelu",
+    "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "SkipGroupNorm", "GroupNorm",
+))
+"""Operators whose stored operands are weights even if they hold a single number."""
+ELEMENTWISE = frozenset(("Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Mean"))
+KEEPS_INPUT = frozenset((
+    "Add", "Sub", "Mul", "Div", "Cast", "Clip", "Concat", "Gather", "Identity", "Pad", "Reshape", "Resize", "Slice",
+    "Squeeze", "Transpose", "Unsqueeze",
+))
+"""Operators after which an input is still pixels or samples, only rescaled or rearranged."""
+KEEPS_WEIGHT = frozenset((
+    "Add", "Sub", "Sum", "Where", "Concat", "Max", "Min", "Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze",
+    "Expand", "Transpose", "Slice", "Split", "Tile", "Pad", "Gather", "GatherND", "ScatterND", "ScatterElements",
+))
+"""Operators after which a weight combined with integers can still be a weight, such as an attention bias to which a
+mask is added; a weight multiplied by integers cannot."""
+# fmt: on
+
+INITIAL_STATES = {"LSTM": (5, 6), "GRU": (5,), "RNN": (5,)}
+"""Operator -> the operands that are its initial state."""

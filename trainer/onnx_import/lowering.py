@@ -277,6 +277,7 @@ class GraphLowering:
         return [inner[value.name] for value in body.output]
 
     def _run_nested(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int], what: str) -> None:
+        """Lower nested nodes. The first problem among them becomes the problem of the outer node."""
         before = len(self.problems)
         self.depth += 1
         try:

@@ -1,8 +1,8 @@
-"""configure: refuse what can be refused before anything starts; make the run directory, or find it again.
+"""configure: validate the configuration, then create the run directory and the MLflow run, or find both again.
 
-The directory is named after the Prefect flow run, so that a Retry from the UI (same flow run, new process)
-finds it; `onward resume` is a new flow run that names the old directory. The saved configuration never
-changes: parameters that differ from it are refused, each by name.
+The directory is named after the Prefect flow run, so a Retry in Prefect (the same flow run in a new process) finds it;
+`onward resume` starts a new flow run that names the old directory. The saved configuration never changes: parameters
+that differ from it are refused, and the error names each.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import contextlib
 import datetime
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +22,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.settings import get_current_settings
 
 from onward.infra import tracking
+from onward.tasks.subprocesses import run_module
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import model_digest
@@ -40,15 +39,14 @@ CHOSEN = {
     *(f"parallel.{name}" for name in ("data", "tensor", "pipeline", "zero")),
     "recompute.mode",
 }
-"""What `parallel = "auto"` chooses: of a run that began with it, the saved configuration holds what was chosen."""
+"""Settings that `parallel = "auto"` chooses. The saved configuration of such a run holds the chosen values."""
 
 
 @task(name="configure", task_run_name="configure", cache_policy=NO_CACHE)
 def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
-    """Validate everything, then fill the run directory and make the MLflow run, or find both as they were.
+    """Validate `settings` (the fields of RunConfig); write `config.json` and `identity.json`; start the MLflow run.
 
-    Leaves `config.json` and `identity.json`. Raises ConfigError with every problem at once, and what
-    `identify` raises.
+    Raises ConfigError with all problems at once, and the errors of `identify`.
     """
     config = build_config(dict(settings), check=check_sections)
     if run.config.exists():
@@ -56,7 +54,7 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
         refuse_changes(saved, config)
         config = saved
     else:
-        config = divided(config)
+        config = choose_layout(config)
         write_record(run.config, config)
     identity = identify(run, config)
     write_record(run.identity, identity)
@@ -66,31 +64,32 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
 
 
 def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
-    """Raises ConfigError, naming every setting that differs: a run keeps the configuration it began with."""
-    before, now = _settings(saved), _settings(given)
+    """Raise ConfigError with every setting that differs: a run keeps the configuration that it began with."""
+    before, now = _flat_settings(saved), _flat_settings(given)
+    # With "auto" the saved values were chosen when the run began, and the given ones are still the defaults.
     if given.parallel.sizes == saved.parallel.sizes == "auto":
         chosen = CHOSEN if given.parallel.memory_gib else {*CHOSEN, "parallel.memory_gib"}
         before, now = ({key: value for key, value in each.items() if key not in chosen} for each in (before, now))
     if changed := [key for key in before if before[key] != now[key]]:
         raise ConfigError(
             [f"{key} was {before[key]!r} when the run began, now {now[key]!r}" for key in changed]
-            + ["a run keeps the configuration it began with; start a new run, or resume without changes"]
+            + ["a run keeps the configuration that it began with: resume it without changes, or start a new run"]
         )
 
 
-def divided(config: RunConfig) -> RunConfig:
-    """The configuration, its sizes chosen if `parallel = "auto"`.
+def choose_layout(config: RunConfig) -> RunConfig:
+    """Return the configuration, with the sizes that the planner chose if `parallel.sizes` is "auto".
 
-    Raises what `plan` raises where the graph cannot be cut, marked or held as configured: before anything is launched.
+    Raises the errors of `plan` if the graph cannot be divided as configured, before anything is launched.
     """
     given, parallel = config.parallel.sizes == "given", config.parallel
-    cut = parallel.pipeline > 1 or parallel.zero or parallel.units or config.recompute.mode != "none"
-    if given and not cut and parallel.tensor == 1:
+    needs_units = parallel.pipeline > 1 or parallel.zero or parallel.units or config.recompute.mode != "none"
+    if given and not needs_units and parallel.tensor == 1:
         return config
     try:
         found = plan(config)
     except UnsupportedModel:
-        if given and not cut:  # shapes that depend on data cannot be told beforehand, but trained
+        if given and not needs_units:  # shapes that depend on data have no estimate, but such a graph can be trained
             return config
         raise
     if given:
@@ -101,36 +100,27 @@ def divided(config: RunConfig) -> RunConfig:
 
 
 def plan(config: RunConfig) -> Plan:
-    """How a run would be divided, found by the trainer in a process of its own: it imports the model, and torch.
+    """Return the plan of a run: layout, memory and messages. A process of its own makes it, because it imports torch.
 
-    Raises the process's own error (ConfigError, UnsupportedModel: the graph cannot be divided like that),
-    RuntimeUnavailable when it dies.
+    Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like that), or
+    RuntimeUnavailable when the process ends without a plan.
     """
     with tempfile.TemporaryDirectory(prefix="onward-plan-") as name:
         folder = Path(name)
         write_record(folder / "config.json", config)
-        ended = subprocess.run(
-            [sys.executable, "-m", "onward.trainer", "plan", str(folder)],
-            cwd=folder,  # a directory of Onward's own: `-m` looks for modules in the working directory first
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        ending = run_module("onward.trainer", "plan", str(folder), folder=folder, log=folder / "plan.log")
         if refusal_in(folder).exists():
             raise own_error(read_record(refusal_in(folder), Refusal))
-        if ended.returncode or not (folder / "plan.json").exists():
-            lines = "\n  | ".join((ended.stdout + ended.stderr).splitlines()[-20:])
-            raise RuntimeUnavailable(f"the planning process ended with status {ended.returncode}\n  | {lines}")
+        if ending or not (folder / "plan.json").exists():
+            raise RuntimeUnavailable(f"the planning process {ending or 'left no plan'}")
         return read_record(folder / "plan.json", Plan)
 
 
 def identify(run: RunDir, config: RunConfig) -> RunIdentity:
-    """Who the run is, in every system that shows it; makes or finds its MLflow run.
+    """Return the run's ids in Prefect and MLflow; create or find its MLflow run.
 
-    Raises ConfigError when the ONNX file is no longer the one the run began with, RuntimeUnavailable when a
-    new run finds no MLflow, or MLflow refuses. A run that was known before goes on without an MLflow that is away:
-    its events are shipped later.
+    Raises ConfigError when the ONNX file has changed since the run began, RuntimeUnavailable when MLflow refuses, or
+    when it cannot be reached and the run is new. A resumed run continues without MLflow; its events are sent later.
     """
     digest = model_digest(config.model.path)
     known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
@@ -154,7 +144,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             key=identity.run_id,
             name=config.name,
             tags=_tags(run, config, identity),
-            params=_settings(config),
+            params=_flat_settings(config),
         )
         tracker.log_file(run.config)
     except tracking.TrackingUnavailable as error:
@@ -162,7 +152,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             raise RuntimeUnavailable(
                 f"{error}; start it, or set MLFLOW_TRACKING_URI or monitor.tracking_uri (empty = Onward's own store)"
             ) from None
-        log.warning("going on without MLflow, which gets everything later: %s", error)
+        log.warning("MLflow cannot be reached; the run continues and sends its metrics later: %s", error)
         mlflow_run_id, mlflow_url = known.mlflow_run_id, known.mlflow_url
     except tracking.TrackingError as error:
         raise RuntimeUnavailable(str(error)) from None
@@ -170,7 +160,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
 
 
 def _tracking_uri(config: RunConfig) -> str:
-    """Where MLflow is, whatever directory `onward resume` is called in."""
+    """Return the tracking URI; a relative SQLite path is made absolute, for `onward resume` in another directory."""
     chosen = config.monitor.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or tracking.local_store(onward_home())
     database = chosen.removeprefix("sqlite:///")
     return chosen if database == chosen else f"sqlite:///{Path(database).absolute()}"
@@ -187,21 +177,21 @@ def _tags(run: RunDir, config: RunConfig, identity: RunIdentity) -> dict[str, st
     }
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
-    """`section.key` -> value."""
+def _flat_settings(config: RunConfig) -> dict[str, Any]:
+    """Return `section.key` -> value."""
     sections = config.model_dump(mode="json")
     flat = {"name": sections.pop("name")}
     return flat | {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
 def _prefect_url() -> str:
-    """The flow run's page; empty outside of a flow."""
+    """Return the address of the flow run's page; empty outside of a flow."""
     flow_run_id, ui = runtime.flow_run.get_id(), get_current_settings().ui_url
     return f"{ui}/v2/runs/flow-run/{flow_run_id}" if flow_run_id and ui else ""
 
 
 def _show_links(identity: RunIdentity) -> None:
-    """Put the MLflow run's address on the flow run's page."""
+    """Show a link to the MLflow run on the flow run's page."""
     if identity.prefect_url and identity.mlflow_url:
-        with contextlib.suppress(Exception):  # a link is not worth a run
+        with contextlib.suppress(Exception):  # a missing link must not fail the run
             create_link_artifact(key="mlflow", link=identity.mlflow_url, link_text=f"{identity.name} in MLflow")

@@ -1,6 +1,6 @@
-"""init runtime: start the real ranks under the real launcher once, and judge what they find.
+"""init runtime: start the ranks once under mpirun and check what each of them reports.
 
-A wrong MPI, a missing GPU or a full disk costs seconds here instead of an hour later.
+A wrong MPI library, a missing GPU or a full disk is found in seconds here, and not an hour later in the training.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RankReport, RuntimeReport, read_record, write_record
 
 MEMORY_FACTOR = 6
-"""Memory one rank needs at least, in sizes of the model file: weights, gradients, two moments, the reducer's
-buckets, one more for a checkpoint. Activations come on top and are not known here."""
+"""Memory of one rank, at least, as a multiple of the model file's size: weights, gradients, two optimizer moments, the
+reducer's buckets and one copy for a checkpoint. Activations are not included; their size is not known here."""
 
 CHECKPOINT_FACTOR = 3
-"""Size of one checkpoint in sizes of the model file: weights and two moments."""
+"""Size of one checkpoint as a multiple of the model file's size: weights and two optimizer moments."""
 
 
 @task(name="init runtime", task_run_name="init runtime", cache_policy=NO_CACHE)
 def init_runtime(run: RunDir) -> RuntimeReport:
-    """Run the preflight on every rank; leaves `runtime.json`.
+    """Run the preflight on every rank and write `runtime.json`.
 
-    Raises RuntimeUnavailable with everything that is wrong: no launcher, a living job, another world than the
-    configured one, no GPU for a rank, a wrong sum, too little memory or disk.
+    Raises RuntimeUnavailable with all problems: no mpirun, a job of this run that is still running, a world size other
+    than the configured one, no GPU for a rank, a wrong all-reduce, too little memory or disk.
     """
     config = read_config(run)
     folder = run.root / "preflight"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    # Attempt 0 is the preflight; its errors are those of an earlier start of this run.
     for old in run.errors.glob("000-rank-*.json"):
         old.unlink()
     launch_s = _launch(run, config, log=folder / "preflight.log")
@@ -53,7 +54,7 @@ def init_runtime(run: RunDir) -> RuntimeReport:
 
 
 def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
-    """Start the preflight and wait for it; returns the seconds it took."""
+    """Run the preflight on all ranks; return the seconds it took."""
     job = mpirun.MpiJob(
         module=("onward.trainer", "preflight", str(run.root)),
         num_ranks=config.world_size,
@@ -66,31 +67,32 @@ def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
         outcome = job.run()
     except mpirun.LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
-    if (first := run.first_error(0)) is not None:  # attempt 0 is the preflight
+    if (first := run.first_error(0)) is not None:
         sentence = first.cause.removeprefix("RuntimeUnavailable: ")
         raise RuntimeUnavailable([f"rank {first.rank} on {first.host}: {line}" for line in sentence.splitlines()])
     if outcome.returncode != 0:
         limit = f" within {config.launch.start_timeout_s:g} s" if outcome.reason == "start_timeout" else ""
         tail = "\n  | ".join(log.read_text(errors="replace").splitlines()[-20:])
         raise RuntimeUnavailable(
-            f"{config.world_size} ranks did not start{limit}: mpirun ended with status {outcome.returncode}\n  | {tail}"
+            f"{config.world_size} ranks did not start{limit}: mpirun ended with status {outcome.returncode}; "
+            f"the end of {log}:\n  | {tail}"
         )
     return outcome.elapsed_s
 
 
 def problems(report: RuntimeReport, config: RunConfig, *, model_bytes: int) -> Iterable[str]:
-    """What is wrong with the machine, one sentence each, with the numbers."""
+    """Yield one sentence for each problem of the machine, with the numbers."""
     ranks = report.ranks
     if missing := sorted(set(range(config.world_size)) - {rank.rank for rank in ranks}):
-        yield f"the job needs {config.world_size} ranks; there is no report of rank {', '.join(map(str, missing))}"
+        yield f"the job needs {config.world_size} ranks; no report came from rank {', '.join(map(str, missing))}"
     for rank in ranks:
         where = f"rank {rank.rank} on {rank.host}"
         if rank.world_size != config.world_size:
-            yield f"{where} sees a world of {rank.world_size}, but the job needs {config.world_size} ranks"
+            yield f"{where} has world size {rank.world_size}, but the job needs {config.world_size} ranks"
         if rank.all_reduce != rank.all_reduce_expected:
-            yield f"{where} got {rank.all_reduce:g} for a sum over all ranks that is {rank.all_reduce_expected:g}"
+            yield f"{where} got {rank.all_reduce:g} from an all-reduce whose sum is {rank.all_reduce_expected:g}"
     yield from _memory(ranks, need_bytes=MEMORY_FACTOR * model_bytes)
-    copies = (config.checkpoint.keep_newest + 2) * CHECKPOINT_FACTOR  # the best, and the one being written
+    copies = (config.checkpoint.keep_newest + 2) * CHECKPOINT_FACTOR  # 2: the best one, and the one being written
     if report.disk_free_bytes < copies * model_bytes:
         yield (
             f"{_mb(report.disk_free_bytes)} of disk are free, but {config.checkpoint.keep_newest + 2} checkpoints of "
@@ -100,7 +102,7 @@ def problems(report: RuntimeReport, config: RunConfig, *, model_bytes: int) -> I
 
 
 def _memory(ranks: Sequence[RankReport], *, need_bytes: int) -> Iterable[str]:
-    """Ranks on CPUs share their host's memory; each GPU has its own."""
+    """Yield a sentence for each host or GPU with too little memory. CPU ranks share the memory of their host."""
     places = [(rank.host, rank.device) for rank in ranks]
     for (host, device), count in Counter(places).items():
         free = min(rank.memory_bytes for rank in ranks if (rank.host, rank.device) == (host, device))

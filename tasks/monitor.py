@@ -1,34 +1,37 @@
-"""monitor: beside the training, turns the event log into MLflow, TensorBoard, a Prefect artifact and log lines.
+"""monitor: beside the training, send the event log to MLflow, TensorBoard, Prefect and the terminal.
 
-The log is the truth and stays on disk, so nothing here is lost: MLflow may be away for hours, this process
-may be killed at any point, the next monitor goes on where the cursor says. Training does not wait for any
-of it. The other direction is here too: a flow run that is cancelled or suspended in Prefect's UI ends its job.
+    events.jsonl --read from the cursor's offset--> Shipper --1,000 points at a time--> MLflow
+                                                       |
+                                                       +--after each batch--> cursor.json
+
+The event log stays on disk, so nothing is lost: MLflow may be unavailable for hours, this process may be killed at any
+moment, and the next monitor continues at the cursor. Training never waits for this task. In the other direction, a flow
+run that is cancelled or suspended in Prefect's UI stops its job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import statistics
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 from uuid import UUID
 
-from prefect import get_run_logger, runtime, task
+from prefect import runtime, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.context import TaskRunContext
-from prefect.exceptions import MissingContextError
 from pydantic import Field
 
 from onward.infra import mpirun
 from onward.infra.tensorboard import TensorBoard
 from onward.infra.tracking import BATCH, Point, Status, Tracker, TrackingError, metric_name
+from onward.tasks.task_logger import Log, task_logger
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import AttemptResult, MetricsSummary, Record, RunIdentity, read_record, write_record
@@ -37,32 +40,32 @@ LOG_PERIOD_S = 10.0
 ARTIFACT_PERIOD_S = 5.0
 STATE_PERIOD_S = 3.0
 OUTAGE_PERIOD_S = 5.0
-"""Pause before MLflow is tried again."""
-Log = logging.Logger | logging.LoggerAdapter[Any]
+"""Seconds until MLflow is tried again after an outage."""
 
-TAIL = 256
-"""Bytes before the cursor by which the log is recognised."""
+TAIL_BYTES = 256
+"""Bytes before the cursor whose checksum shows that the log is still the same one."""
 
 
 @task(name="monitor", task_run_name="monitor", cache_policy=NO_CACHE)
 def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> MetricsSummary:
-    """Follow the event log until the flow closes it, then ship what is left; leaves `metrics.json`.
+    """Read the event log every `tick_s` until the flow closes it, send what is left, and write `metrics.json`.
 
-    Looks at the log every `tick_s`. When MLflow is away at the end, keeps trying for `patience_s`, then says
-    so and leaves the rest to the next monitor of this run (`onward resume`).
+    When MLflow cannot be reached at the end, the task tries for another `patience_s`, logs an error and leaves the rest
+    to the next monitor of this run (`onward resume`).
     """
-    log = _logger()
+    log = task_logger(__name__)
     identity = read_record(run.identity, RunIdentity)
-    shipping = Shipping(Shipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id)), log)
+    shipping = RetryingShipper(Shipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id)), log)
     board = TensorBoard(run.tensorboard, wanted=read_config(run).monitor.tensorboard)
-    progress, lines = Progress(), Lines(log)
+    progress, lines = Progress(), LogLines(log)
     artifact, stop = ProgressArtifact(), StopRequest(run)
     offset, closed = 0, False
     while not closed:
-        closed = run.closed.exists()  # before reading: what was written before closing is read below
+        # Read first, so that the last pass reads everything that was written before the log was closed.
+        closed = run.closed.exists()
         for event, after in read_events(run.events, offset):
             progress.add(event)
-            draw(board, event)
+            add_to_tensorboard(board, event)
             lines.add(event)
             offset = after
         board.flush()
@@ -79,8 +82,8 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     return summary
 
 
-def draw(board: TensorBoard, event: Event) -> None:
-    """Put an event's metrics or histogram on the board, under their own names."""
+def add_to_tensorboard(board: TensorBoard, event: Event) -> None:
+    """Write an event's metrics or histogram under their own names."""
     if event.kind == "histogram":
         board.histogram(**event.fields, step=event.step, at_ms=event.at_ms)
     elif event.kind in ("scalars", "evaluation"):
@@ -88,23 +91,15 @@ def draw(board: TensorBoard, event: Event) -> None:
 
 
 def _outcome(run: RunDir) -> Literal["FINISHED", "FAILED", "KILLED"]:
-    """How training ended: what rank 0 of the newest attempt wrote; no result means that it failed."""
+    """Return how training ended, from the result of the newest attempt; without a result it has failed."""
     result = run.result(run.current_attempt)
     if not result.exists():
         return "FAILED"
     return "FINISHED" if read_record(result, AttemptResult).status == "done" else "KILLED"
 
 
-def _logger() -> Log:
-    """Prefect's logger of this task run; outside of one, the module's."""
-    try:
-        return get_run_logger()
-    except MissingContextError:
-        return logging.getLogger(__name__)
-
-
 class Periodic:
-    """True when called, but not more often than once in `period_s`."""
+    """Returns True when called, at most once in `period_s`."""
 
     def __init__(self, period_s: float) -> None:
         self.period_s = period_s
@@ -117,8 +112,8 @@ class Periodic:
         return True
 
 
-class Lines:
-    """Log lines: each evaluation and checkpoint, and every few seconds how far the training is."""
+class LogLines:
+    """Logs each evaluation and each checkpoint, and the progress every LOG_PERIOD_S."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -126,7 +121,7 @@ class Lines:
         self._live = False
 
     def add(self, event: Event) -> None:
-        """Report an event, unless it was there before this monitor."""
+        """Log a new event. Events from before the first `tick` belong to an earlier monitor."""
         if self._live and event.kind == "evaluation":
             values = (f"{key} {value:.4g}" for key, value in event.fields["values"].items())
             self._log.info("step %d: %s", event.step, ", ".join(values))
@@ -134,17 +129,14 @@ class Lines:
             self._log.info("step %d: saved %s", event.step, event.fields["path"])
 
     def tick(self, progress: Progress) -> None:
-        """Call after the new events."""
+        """Log the progress if it is due. Call after the new events were added."""
         self._live = True
         if self._due() and progress.step:
             self._log.info("%s", progress)
 
 
-# -- what is known of the training so far
-
-
 class Progress:
-    """Where the training is, from the events so far; `str()` of it is one line for people."""
+    """The progress of the training, from the events so far; `str()` is one line for the log."""
 
     def __init__(self) -> None:
         self.step = self.num_steps = self.num_events = 0
@@ -155,7 +147,7 @@ class Progress:
         self._last: tuple[int, dict[str, float]] = (-1, {})
 
     def add(self, event: Event) -> None:
-        """Take the next event into account."""
+        """Update the progress with the next event."""
         self.num_events += 1
         self.step = max(self.step, event.step)
         values = event.fields.get("values", {})
@@ -175,7 +167,7 @@ class Progress:
 
     @property
     def remaining_s(self) -> float:
-        """Time left at the newest speed; NaN while that is unknown."""
+        """Seconds left at the newest speed; NaN while the speed is unknown."""
         return (self.num_steps - self.step) * self._samples_per_step / self.samples_per_s
 
     @property
@@ -186,7 +178,7 @@ class Progress:
         return f"step {self.step}/{self.num_steps}, {self.pace()}"
 
     def pace(self) -> str:
-        """Loss, speed and time left, as far as they are known."""
+        """Return loss, speed and time left as text, as far as they are known."""
         parts = [] if math.isnan(self.loss) else [f"loss {self.loss:.4g}"]
         if not math.isnan(self.samples_per_s):
             parts.append(f"{self.samples_per_s:.4g} samples/s")
@@ -196,7 +188,7 @@ class Progress:
         return ", ".join(parts) or "starting"
 
     def summary(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> MetricsSummary:
-        """The record of it, once training ended as `status`. Speed: the median over all steps."""
+        """Return the record for a training that ended as `status`. The speed is the median over all steps."""
         speed = statistics.median(self._speeds) if self._speeds else 0.0
         return MetricsSummary(
             status=status,
@@ -212,35 +204,36 @@ class Progress:
 
 
 class Cursor(Record):
-    """How far the event log is shipped: everything before `offset`, and each metric up to its step in `last`."""
+    """How far the event log is sent: everything before byte `offset`, and each metric up to its step in `last`."""
 
     mlflow_run_id: str
     offset: int = 0
     tail: int = 0
-    """CRC-32 of the bytes before `offset`: after a power cut the log may be shorter, or another one."""
+    """CRC-32 of the TAIL_BYTES before `offset`. After a power failure the log may be shorter or different."""
     last: dict[str, int] = Field(default_factory=dict)
-    """Metric -> greatest step shipped; a resumed attempt repeats steps, which are not shipped again."""
+    """Metric -> greatest step sent. A resumed attempt repeats steps, which are not sent again."""
 
 
 class Shipper:
-    """Sends each metric's points to MLflow in the order of steps: none is left out, none is sent anew.
+    """Sends the points of the event log to MLflow, each exactly once and in the order of steps.
 
-    A batch is sent first and the cursor written after it. A crash in between sends the same batch again,
-    timestamps included, which MLflow stores once.
+    The cursor is written after a batch was sent. A crash in between sends the same batch again, with the same
+    timestamps, and MLflow stores equal points once.
     """
 
     def __init__(self, run: RunDir, tracker: Tracker) -> None:
         self._run = run
         self.tracker = tracker
         self.cursor = Cursor(mlflow_run_id=tracker.run_id)
-        with contextlib.suppress(Exception):  # absent or unreadable: from the beginning, which is only slower
+        with contextlib.suppress(Exception):  # without a readable cursor everything is sent again, which is only slower
             found = read_record(run.cursor, Cursor)
             if found.mlflow_run_id == tracker.run_id:
+                # After a power failure the log may have lost its end: read it from the beginning, and skip by step.
                 same_log = _tail(run.events, found.offset) == found.tail
                 self.cursor = found if same_log else found.model_copy(update={"offset": 0, "tail": 0})
 
     def ship(self) -> int:
-        """Send everything the log has; returns the number of points. Raises TrackingError, having lost nothing."""
+        """Send everything in the log; return the number of points. The call may be repeated after a TrackingError."""
         sent = 0
         while True:
             points, cursor = self._next()
@@ -253,7 +246,7 @@ class Shipper:
             sent += len(points)
 
     def _next(self) -> tuple[list[Point], Cursor]:
-        """The next batch of points, and the cursor after it."""
+        """Return the next batch of points and the cursor after it."""
         points: list[Point] = []
         offset, last = self.cursor.offset, dict(self.cursor.last)
         for event, after in read_events(self._run.events, offset):
@@ -270,7 +263,7 @@ class Shipper:
 
 
 def points_of(event: Event) -> Iterator[Point]:
-    """The metric points of one event, under the names MLflow accepts; what is not a number is left out."""
+    """Yield the metric points of one event, under names that MLflow accepts; values that are no numbers are skipped."""
     if event.kind in ("scalars", "evaluation"):
         for key, value in event.fields.get("values", {}).items():
             if isinstance(value, int | float):
@@ -278,24 +271,24 @@ def points_of(event: Event) -> Iterator[Point]:
 
 
 def _tail(path: Path, offset: int) -> int:
-    """CRC-32 of the last bytes before `offset`."""
+    """Return the CRC-32 of the TAIL_BYTES before `offset`."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(max(0, offset - TAIL))
-        return zlib.crc32(file.read(min(offset, TAIL)))
+        file.seek(max(0, offset - TAIL_BYTES))
+        return zlib.crc32(file.read(min(offset, TAIL_BYTES)))
     return 0
 
 
-class Shipping:
-    """A Shipper with patience: an outage is said once and waited out."""
+class RetryingShipper:
+    """A Shipper that logs an outage of MLflow once and tries again every OUTAGE_PERIOD_S."""
 
     def __init__(self, shipper: Shipper, log: Log) -> None:
         self._shipper = shipper
         self._log = log
         self._due = Periodic(0.0)
-        self._status: Status = "FAILED"  # of an attempt before this one, perhaps
+        self._status: Status = "FAILED"  # so that the first tick sets RUNNING; an earlier attempt may have set another
 
     def tick(self, status: Status = "RUNNING") -> bool:
-        """Ship what there is and tell MLflow the status; False while MLflow, or the disk of the cursor, is away."""
+        """Send new points and the status; return False while MLflow, or the disk of the cursor, is unavailable."""
         if not self._due():
             return False
         try:
@@ -304,41 +297,41 @@ class Shipping:
                 self._shipper.tracker.set_status(status)
         except (TrackingError, OSError) as error:
             if not self._due.period_s:
-                self._log.warning("metrics wait in the event log: %s", error)
+                self._log.warning("metrics stay in the event log until MLflow can be reached again: %s", error)
             self._due = Periodic(OUTAGE_PERIOD_S)
             self._due()
             return False
         if self._due.period_s:
-            self._log.info("MLflow has everything again")
+            self._log.info("MLflow has all metrics again")
         self._due, self._status = Periodic(0.0), status
         return True
 
     def finish(self, status: Status, *, patience_s: float) -> None:
-        """Ship the rest and the final status, for at most `patience_s`."""
-        give_up_at = time.monotonic() + patience_s
+        """Send the rest and the final status; give up after `patience_s`."""
+        deadline = time.monotonic() + patience_s
         while not self.tick(status):
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > deadline:
                 self._log.error(
-                    "MLflow did not take the metrics for %.0f s: it has the event log up to byte %d, and %s as the "
-                    "run's status is missing; `onward resume` of this run sends the rest",
+                    "MLflow could not be reached for %.0f s: it has the event log up to byte %d, and lacks the final "
+                    "status %s; `onward resume` of this run sends the rest",
                     *(patience_s, self._shipper.cursor.offset, status),
                 )
                 return
             time.sleep(0.2)
 
 
-# -- Prefect: whose server may be away, which must not end the watch
+# -- Prefect: an error of its server must not end the monitor
 
 
 class ProgressArtifact:
-    """The progress bar on the task run's page; nothing outside of a task run."""
+    """The progress bar on the task run's page. Outside of a task run it does nothing."""
 
     def __init__(self) -> None:
         self._due = Periodic(ARTIFACT_PERIOD_S)
         self._id: UUID | None = None
 
     def show(self, progress: Progress, *, now: bool = False) -> None:
-        """Bring the artifact up to date, every few seconds or `now`."""
+        """Update the artifact, every few seconds or `now`."""
         if TaskRunContext.get() is None or not (self._due() or now):
             return
         with contextlib.suppress(Exception):
@@ -349,10 +342,10 @@ class ProgressArtifact:
 
 
 class StopRequest:
-    """Asks Prefect every few seconds whether the flow run shall stop; nothing outside of a flow run.
+    """Stops the job when its flow run is cancelled or suspended in Prefect. Outside of a flow run it does nothing.
 
-    Prefect itself stops only runs that a worker started: without this, cancelling any other in the UI would
-    leave it "Cancelling" for ever, and a suspended one training.
+    Prefect itself stops only the runs that a worker started. Without this class any other run would stay in the state
+    Cancelling, and a suspended run would go on training.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -360,7 +353,7 @@ class StopRequest:
         self._due = Periodic(STATE_PERIOD_S)
 
     def poll(self) -> None:
-        """Stop the job of this run, softly, if its flow run is being cancelled or suspended."""
+        """Read the flow run's state every STATE_PERIOD_S, and let the job save and stop if it is to end."""
         flow_run_id = runtime.flow_run.get_id()
         if not flow_run_id or not self._due():
             return

@@ -1,4 +1,4 @@
-"""shard data: make the shards, or find them in the cache; check the whole data against the model."""
+"""shard data: write the shards or find them in the cache, and check all of the data against the model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 @task(name="shard-data", task_run_name="shard-data", cache_policy=NO_CACHE)
 def shard_data(run: RunDir) -> ShardManifest:
-    """Leave RUN_DIR/shards, a link into the shard cache; unchanged data is not sharded twice.
+    """Create RUN_DIR/shards, a link into the shard cache; unchanged data is not sharded twice.
 
-    Raises DataError for data that cannot be read (file and line), ConfigError where all of the data, unlike
-    its first rows, does not fit the model, or where the data is no longer what the run began to learn from.
+    Raises DataError with file and line for data that cannot be read, ConfigError when the data does not fit the model
+    (`onward run` has checked only the first rows before), or has changed since training began.
     """
     config = read_config(run)
     started_at = time.monotonic()
@@ -56,18 +56,18 @@ def shard_data(run: RunDir) -> ShardManifest:
 
 
 def _refuse_changes(run: RunDir, key: str) -> None:
-    """Raises ConfigError when training began on other data: its checkpoints' sample order would mean nothing here."""
+    """Raise ConfigError when training began on other data, to which the sample order in its checkpoints belongs."""
     if not (run.current_attempt and run.shards.is_symlink()):
         return
-    before = run.shards.readlink().name  # the cache names shards by their key; they themselves may be gone
+    before = run.shards.readlink().name  # the cache names a directory by its key; the directory may be deleted
     if before != key:
         raise ConfigError(
-            f"the data changed since the run began ({before[:12]}, now {key[:12]}); put it back, or start a new run"
+            f"the data changed since the run began (key {before[:12]}, now {key[:12]}); put it back, or start a new run"
         )
 
 
 def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
-    """Name the data in MLflow by its digest, so that runs on equal data are found; an outage costs only that."""
+    """Record the data in MLflow by its digest. When MLflow cannot be reached, only this record is missing."""
     identity = read_record(run.identity, RunIdentity)
     if not identity.mlflow_run_id:
         return
@@ -77,11 +77,11 @@ def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
             Path(config.data.source).name, digest=manifest.key, source=run.shards.resolve(), rows=rows
         )
     except TrackingError as error:
-        log.warning("the data is not named in MLflow: %s", error)
+        log.warning("the data is not recorded in MLflow, and the run continues without: %s", error)
 
 
 def _link(link: Path, target: Path) -> None:
-    """Point `link` at `target`, without a moment in which it is absent."""
+    """Make `link` a symbolic link to `target`, in one rename, so that readers never find it missing."""
     link.parent.mkdir(parents=True, exist_ok=True)
     partial = link.with_name(f".{link.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)

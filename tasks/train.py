@@ -1,8 +1,9 @@
-"""train: one attempt after the other under mpirun, until the last step is made or the job is stopped.
+"""train: start attempts under mpirun, one after the other, until the last step is done or the job is stopped.
 
-Runs in the flow's main thread, the only one that gets signals: a cancellation or Ctrl-C raises inside
-`MpiJob.run`, which lets the ranks save before it goes on. Each attempt resumes from the newest whole checkpoint;
-what proves its success is the result file that rank 0 wrote for this attempt, never an exit status.
+The task runs in the flow's main thread, which alone receives signals: a cancellation or Ctrl-C raises an exception
+inside `MpiJob.run`, which lets the ranks save a checkpoint and then passes the exception on. Each attempt resumes from
+the newest complete checkpoint. An attempt has succeeded when rank 0 has written its result file; an exit status of 0
+proves nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from onward.trainer.run.records import AttemptResult, RankError, TrainResult, re
 log = logging.getLogger(__name__)
 
 RANK = ("onward.trainer", "train")
-"""The module that every rank runs, and its command."""
+"""Module and command that every rank runs."""
 
 TAIL_LINES = 20
 
 
 def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Only a job that died: the same wrong configuration, data or device would be refused again."""
+    """Return whether the job failed in a way that may not repeat; a wrong configuration would be refused again."""
     try:
         state.result()
     except TrainingFailed:
@@ -43,37 +44,37 @@ def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -
 
 @task(name="train", task_run_name="train", cache_policy=NO_CACHE, retry_condition_fn=worth_retrying)
 def train(run: RunDir) -> TrainResult | State[Any]:
-    """Run the next attempt; leaves `train.json`. A run whose training is done is left alone.
+    """Run the next attempt and write `train.json`; return the record at once if training is done already.
 
-    Returns a Cancelled state when the job was stopped: what it saved is kept, and `train` goes on from there.
-    Raises TrainingFailed with the first rank's error, which a retry may mend, and what cannot be mended by one
-    as what the rank raised: Refused, Diverged, Fenced, CheckpointError; RuntimeUnavailable without a mpirun.
+    Returns a Cancelled state when the job was stopped; the next `train` continues from its last checkpoint. Raises
+    TrainingFailed with the error of the first rank that failed, after which a retry makes sense. Raises the rank's own
+    error where it does not: Refused, Diverged, Fenced, CheckpointError; RuntimeUnavailable without mpirun.
     """
     config = read_config(run)
     before = _result(run, run.current_attempt)
     if before is not None and before.status == "done":
-        return _leave_record(run, before)
+        return _write_record(run, before)
     try:
         mpirun.wait_until_free(run.root)
         attempt = run.begin_attempt()
-        log.info("attempt %d: %d ranks, log in %s", attempt, config.world_size, run.log(attempt))
-        outcome = job(run, config, attempt=attempt).run()
+        log.info("attempt %d: %d ranks, log: %s", attempt, config.world_size, run.log(attempt))
+        outcome = mpi_job(run, config, attempt=attempt).run()
     except mpirun.LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     result = _result(run, attempt)
-    record = _leave_record(run, result) if result is not None else None
+    record = _write_record(run, result) if result is not None else None
     if record is not None and record.status == "done":
         return record
     if record is not None:
-        return Cancelled(message=f"stopped after step {record.step}, which is saved")
+        return Cancelled(message=f"stopped; the checkpoint of step {record.step} is saved")
     if outcome.reason == "stopped":
-        grace_s = config.launch.stop_grace_s
-        return Cancelled(message=f"stopped before it could save within {grace_s:g} s; what was saved before is kept")
+        limit = f"{config.launch.stop_grace_s:g} s (launch.stop_grace_s)"
+        return Cancelled(message=f"stopped, but it did not save within {limit}; earlier checkpoints are kept")
     raise failure(run, attempt, ending=describe(outcome, config))
 
 
-def job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
-    """The attempt as mpirun will start it."""
+def mpi_job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
+    """Return the job that mpirun starts for an attempt."""
     return mpirun.MpiJob(
         module=(*RANK, str(run.root)),
         num_ranks=config.world_size,
@@ -81,25 +82,26 @@ def job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
         log=run.log(attempt),
         heartbeat=run.heartbeat,
         start_timeout_s=config.launch.start_timeout_s,
-        silence_timeout_s=config.launch.heartbeat_timeout_s + 2,  # the ranks' own watchdogs print tracebacks first
+        # 2 s more than the watchdogs in the ranks, which print tracebacks first.
+        silence_timeout_s=config.launch.heartbeat_timeout_s + 2,
         grace_s=config.launch.stop_grace_s,
         hostfile=config.launch.hostfile,
     )
 
 
 def describe(outcome: mpirun.Outcome, config: RunConfig) -> str:
-    """How the job ended, when no rank could say it."""
+    """Describe how the job ended, for a failure without an error record of a rank."""
     start, silence = config.launch.start_timeout_s, config.launch.heartbeat_timeout_s
     return {
-        "exited": f"mpirun ended with status {outcome.returncode}, without a result",
+        "exited": f"mpirun ended with status {outcome.returncode} without a result",
         "stopped": "it was stopped",
-        "silent": f"no heartbeat for {silence:g} s (launch.heartbeat_timeout_s), so it was killed",
-        "start_timeout": f"no heartbeat in the first {start:g} s (launch.start_timeout_s), so it was killed",
+        "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s)",
+        "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",
     }[outcome.reason]
 
 
 def failure(run: RunDir, attempt: int, *, ending: str) -> OnwardError:
-    """The error to raise for a failed attempt: the first rank's own, or TrainingFailed with the log's last lines."""
+    """Return the error to raise for a failed attempt: the first rank's own, or TrainingFailed with the log's end."""
     first = run.first_error(attempt)
     if first is not None and (own := _own_error(first)) is not None:
         return own
@@ -109,7 +111,7 @@ def failure(run: RunDir, attempt: int, *, ending: str) -> OnwardError:
 
 
 def _own_error(error: RankError) -> OnwardError | None:
-    """An error of Onward's tree as the rank raised it; None for any other exception."""
+    """Return the OnwardError that a rank raised; None for any other exception."""
     name, _, sentence = error.cause.partition(": ")
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, OnwardError)):
@@ -123,7 +125,7 @@ def _result(run: RunDir, attempt: int) -> AttemptResult | None:
     return read_record(path, AttemptResult) if path.exists() else None
 
 
-def _leave_record(run: RunDir, last: AttemptResult) -> TrainResult:
+def _write_record(run: RunDir, last: AttemptResult) -> TrainResult:
     attempts = [_result(run, number) for number in range(1, run.current_attempt + 1)]
     record = TrainResult(
         status=last.status,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from onward.infra.tracking import Tracker
-from onward.tasks.checkpoint import checkpoint, judged
+from onward.tasks.checkpoint import checkpoint, mark_best
 from onward.trainer.checkpoint.manifest import TrainState, announced
 from onward.trainer.checkpoint.save_load import save
 from onward.trainer.config.run_config import RunConfig
@@ -162,7 +162,7 @@ def test_the_best_is_the_first_of_the_best_values(
         CheckpointInfo(step=s, path=Path(str(s)), bytes=1, digest="", metrics={} if v is None else {"m": v}, best=True)
         for s, v in enumerate(values)
     ]
-    flags = [info.best for info in judged(infos, CheckpointConfig(best_metric="m", best_is=best_is))]
+    flags = [info.best for info in mark_best(infos, CheckpointConfig(best_metric="m", best_is=best_is))]
     assert flags == [place == expected for place in range(len(values))]
 
 
@@ -187,7 +187,7 @@ def test_an_outage_of_mlflow_delays_the_records_and_nothing_else(
         watcher = threading.Thread(target=lambda: checkpoint.fn(run, tick_s=0.01), daemon=True)
         watcher.start()
         save_steps(run, {1: 0.5, 2: 0.4, 3: 0.3})
-        wait_until(lambda: "recorded in MLflow when it is back" in caplog.text)
+        wait_until(lambda: "checkpoints are recorded when it is back" in caplog.text)
         wait_until(lambda: [info.step for info in announced(run)] == [2, 3])
         server.start()
         run.close_log()
@@ -208,7 +208,7 @@ def test_an_mlflow_that_stays_away_ends_in_an_error_line_not_in_a_failed_task(
     result = checkpoint.fn(run, patience_s=0.0)
     assert result is not None
     assert result.step == 1
-    assert "did not take the checkpoints for 0 s" in caplog.text
+    assert "could not be reached for 0 s" in caplog.text
 
 
 def test_a_run_that_mlflow_does_not_know_costs_its_record_only(
@@ -218,4 +218,4 @@ def test_a_run_that_mlflow_does_not_know_costs_its_record_only(
     save_steps(run, {1: 0.5})
     run.close_log()
     assert checkpoint.fn(run) is not None
-    assert "MLflow did not take the record of" in caplog.text
+    assert "MLflow refused the record of" in caplog.text

@@ -124,7 +124,7 @@ def test_an_outage_of_mlflow_loses_nothing(tmp_path: Path, process: Process, mon
     monkeypatch.setattr(task, "PAUSES_S", (0.0,))
     copy = tmp_path / "deployed" / "digits.onnx"
     run = make_run(tmp_path, Tracker(f"http://127.0.0.1:{free_port()}", "1"), register_as="late", path=str(copy))
-    with pytest.raises(RuntimeUnavailable, match=r"tried 2 times.*whole at .*model\.onnx.*onward resume"):
+    with pytest.raises(RuntimeUnavailable, match=r"tried 2 times.*complete at .*model\.onnx.*onward resume"):
         task.export.fn(run, RESULT, infos(run, 20))
     assert copy.read_bytes() == (run.export / "model.onnx").read_bytes()
 
@@ -151,7 +151,7 @@ def test_what_mlflow_refuses_is_said_at_once(tmp_path: Path, process: Process) -
     process("export")
     tracker = new_run()
     run = make_run(tmp_path, Tracker(tracker.tracking_uri, "f" * 32), register_as="refused-run")
-    with pytest.raises(RuntimeUnavailable, match=r"refused: .*whole at .*model\.onnx"):
+    with pytest.raises(RuntimeUnavailable, match=r"refused: .*complete at .*model\.onnx"):
         task.export.fn(run, RESULT, infos(run, 20))
 
 

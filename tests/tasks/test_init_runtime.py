@@ -85,7 +85,7 @@ def test_what_a_launcher_says_that_cannot_start_is_passed_on(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _put_mpirun(tmp_path, monkeypatch, "#!/bin/sh\necho no route to host h1\nexit 213\n")
-    with pytest.raises(RuntimeUnavailable, match=r"2 ranks did not start: .* status 213\n  \| no route to host h1"):
+    with pytest.raises(RuntimeUnavailable, match=r"2 ranks did not start: .* status 213; the end of .*\n  \| no route to host h1"):
         init_runtime.fn(run)
 
 
@@ -128,12 +128,12 @@ def reported(*changes: dict[str, Any], disk: int = PLENTY) -> RuntimeReport:
     ("report", "sentences"),
     [
         (reported({}, {}), []),
-        (reported({}), ["the job needs 2 ranks; there is no report of rank 1"]),
+        (reported({}), ["the job needs 2 ranks; no report came from rank 1"]),
         (
             reported({}, {"world_size": 1, "all_reduce": 1.0}),
             [
-                "rank 1 on h0 sees a world of 1, but the job needs 2 ranks",
-                "rank 1 on h0 got 1 for a sum over all ranks that is 3",
+                "rank 1 on h0 has world size 1, but the job needs 2 ranks",
+                "rank 1 on h0 got 1 from an all-reduce whose sum is 3",
             ],
         ),
         (

@@ -132,7 +132,7 @@ def test_an_outage_to_the_end_is_said_and_the_next_monitor_ships_everything(
     with caplog.at_level(logging.WARNING, "onward.tasks.monitor"):
         summary = monitor.fn(run, patience_s=0.1)
     assert summary.last == {"evaluation/loss": 0.1}  # which needs no MLflow
-    assert "metrics wait in the event log" in caplog.text
+    assert "metrics stay in the event log" in caplog.text
     assert "`onward resume` of this run sends the rest" in caplog.text
 
     tracker = new_run()
@@ -161,7 +161,7 @@ def test_a_full_disk_is_said_once_and_waited_out_and_ends_only_the_view(
     with caplog.at_level(logging.WARNING):
         assert monitor.fn(run).status == "FINISHED"
     assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]
-    assert caplog.text.count("metrics wait in the event log: [Errno 28]") == 1
+    assert caplog.text.count("metrics stay in the event log until MLflow can be reached again: [Errno 28]") == 1
     assert caplog.text.count("TensorBoard gets nothing more") == 1
 
 

@@ -67,7 +67,7 @@ def test_data_that_changed_since_training_began_is_refused_with_both_keys(tmp_pa
     run.begin_attempt()
     configured(tmp_path, np.arange(40) % 4)
     shutil.rmtree(tmp_path / "home" / "shards")  # somebody emptied the cache
-    with pytest.raises(ConfigError, match=rf"since the run began \({other[:12]}, now {before[:12]}\); put it back"):
+    with pytest.raises(ConfigError, match=rf"since the run began \(key {other[:12]}, now {before[:12]}\); put it back"):
         shard_data.fn(run)
     configured(tmp_path, np.arange(44) % 4)
     assert shard_data.fn(run).key == other

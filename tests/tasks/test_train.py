@@ -56,7 +56,7 @@ def test_exit_status_0_without_a_result_is_a_failure(run: RunDir, ranks: Any) ->
     ranks("lies")
     with pytest.raises(TrainingFailed) as failed:
         train.fn(run)
-    assert "attempt 1: mpirun ended with status 0, without a result" in str(failed.value)
+    assert "attempt 1: mpirun ended with status 0 without a result" in str(failed.value)
     assert "all is well" in str(failed.value)  # the end of the log
     assert not run.train.exists()
 
@@ -111,7 +111,7 @@ def test_a_stopped_job_is_cancelled_not_failed_and_can_go_on(run: RunDir, ranks:
     ranks("waits")
     state = _stop_when_moving(run)
     assert state.is_cancelled()
-    assert state.message == "stopped after step 5, which is saved"
+    assert state.message == "stopped; the checkpoint of step 5 is saved"
     assert read_record(run.train, TrainResult).status == "stopped"
     ranks("finishes")
     result = train.fn(run)
@@ -123,7 +123,7 @@ def test_a_job_stopped_before_it_could_save_is_not_retried_either(run: RunDir, r
     ranks("does_not_save")
     state = _stop_when_moving(run)
     assert state.is_cancelled()
-    assert state.message == "stopped before it could save within 2 s; what was saved before is kept"
+    assert state.message == "stopped, but it did not save within 2 s (launch.stop_grace_s); earlier checkpoints are kept"
 
 
 def test_without_mpirun_it_is_unavailable(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

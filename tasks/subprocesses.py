@@ -1,0 +1,27 @@
+"""Run one command of the trainer in a process of its own, so that a crash in native code ends only that process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TAIL_LINES = 20
+
+
+def run_module(*arguments: str, folder: Path, log: Path) -> str:
+    """Run `python -m ARGUMENTS` to its end; return "" on success, else how it ended and the last lines of `log`."""
+    with log.open("wb") as output:
+        ended = subprocess.run(
+            [sys.executable, "-m", *arguments],
+            cwd=folder,  # `-m` imports from the working directory first, so it must not be a directory of the user's
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if not ended.returncode:
+        return ""
+    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"status {ended.returncode}"
+    return "\n  | ".join([f"ended with {how}, without a result. Its last lines:", *lines])

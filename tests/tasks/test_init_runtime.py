@@ -85,7 +85,8 @@ def test_what_a_launcher_says_that_cannot_start_is_passed_on(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _put_mpirun(tmp_path, monkeypatch, "#!/bin/sh\necho no route to host h1\nexit 213\n")
-    with pytest.raises(RuntimeUnavailable, match=r"2 ranks did not start: .* status 213; the end of .*\n  \| no route to host h1"):
+    message = r"2 ranks did not start: .* status 213; the end of .*\n  \| no route to host h1"
+    with pytest.raises(RuntimeUnavailable, match=message):
         init_runtime.fn(run)
 
 

@@ -123,7 +123,8 @@ def test_a_job_stopped_before_it_could_save_is_not_retried_either(run: RunDir, r
     ranks("does_not_save")
     state = _stop_when_moving(run)
     assert state.is_cancelled()
-    assert state.message == "stopped, but it did not save within 2 s (launch.stop_grace_s); earlier checkpoints are kept"
+    limit = "2 s (launch.stop_grace_s)"
+    assert state.message == f"stopped, but it did not save within {limit}; earlier checkpoints are kept"
 
 
 def test_without_mpirun_it_is_unavailable(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

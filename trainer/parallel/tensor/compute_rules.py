@@ -1,7 +1,13 @@
-"""How a divided dimension goes through calls that compute: one rule for each kind of call.
+"""Sharding rules of the calls that compute: element by element, products, attention, normalisation, reductions.
 
-Each looks at a call with a divided operand and says which dimension of its result is divided, what else the call needs
-(a part of an operand, a length of its own in an argument), or why it cannot be.
+A rule says which dimension of a call's output is sharded, and notes what else the call needs: this rank's part of a
+weight or operand, this rank's number in an argument. Two convolutions, by channels, over 2 ranks:
+
+    x [n, 3, h, w] --- conv [64, 3, 3, 3] --- batch_norm --- relu --- conv [64, 64, 3, 3] --- bias ---
+
+    x --- copy_to_region --- conv [32, 3, 3, 3] --- batch_norm --- relu --- conv [64, 32, 3, 3] --- all-reduce --- bias
+                             output channels        [n, 32, h, w]           input channels          added once
+                             (column-parallel)                              (row-parallel)
 """
 
 from __future__ import annotations
@@ -32,8 +38,9 @@ from onward.trainer.onnx_import.ops.reduce import (
     reduce_sum_square,
 )
 from onward.trainer.onnx_import.passes.attention import Attention, nan_where_empty, without_empty_rows
-from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, Division, Product, Whole
-from onward.trainer.parallel.tensor.propagation import Attempt, called, rule
+from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, Product
+from onward.trainer.parallel.tensor.propagation import Propagation, called, rule, unary_rule
+from onward.trainer.parallel.tensor.sharding import CannotShard, Replicated, Result, Sharding
 
 # -- element by element
 
@@ -56,114 +63,120 @@ ELEMENTWISE = (
     *ELEMENTWISE,
     *(hard_sigmoid, scaled_elu, shrink, swish),
 )
-def elementwise(t: Attempt, node: Any) -> Division:
-    """Operands broadcast; the result is divided as they are."""
-    return t.aligned(node, t.tensors(node), t.rank(node))
+def elementwise(p: Propagation, node: Any) -> Sharding:
+    return p.broadcast(node, [operand for operand in node.all_input_nodes if p.graph.is_tensor(operand)], p.rank(node))
 
 
 @rule(Dropout)
-def dropout(t: Attempt, node: Any) -> Division:
-    if t.facts.submodule(node).with_mask:
-        raise Whole(f"the mask of {node.name} is read, too")
-    t.work.apart.append(node.name)
-    return elementwise(t, node)
+def dropout(p: Propagation, node: Any) -> Result:
+    if p.graph.submodule(node).with_mask:
+        return CannotShard(f"the mask of {node.name} is an output, too")
+    p.edits.random_modules.append(node.name)
+    return elementwise(p, node)
 
 
 @rule(StochasticDepth)
-def stochastic_depth(t: Attempt, node: Any) -> Division:
-    """A sample is dropped on all ranks or on none: but for its channels, each has its own."""
-    division = elementwise(t, node)
-    if division.dim < t.facts.submodule(node).whole:
-        t.work.apart.append(node.name)
-    return division
+def stochastic_depth(p: Propagation, node: Any) -> Result:
+    sharding = elementwise(p, node)
+    # The leading dimensions have a draw for each index. All ranks make the same draws for samples; where the sharded
+    # dimension (channels) is among them, each rank needs draws of its own.
+    if sharding.dim < p.graph.submodule(node).whole:
+        p.edits.random_modules.append(node.name)
+    return sharding
 
 
 # -- products
 
 
 @rule(F.linear, torch.addmm)
-def linear(t: Attempt, node: Any) -> Any:
-    product = t.facts.products.get(node)
+def linear(p: Propagation, node: Any) -> Result:
+    product = p.graph.products.get(node)
     if product is None:
-        raise Whole(f"{node.name} multiplies by a matrix that is computed")
-    division = t.division(product.x)
-    if division is None or t.division(product.bias) is not None:
-        raise Whole(f"{node.name} adds a divided value")
-    return row(t, product, division) if division.dim == t.rank(product.x) - 1 else apart(t, product, division)
+        return CannotShard(f"{node.name} multiplies by a computed matrix")
+    x = p.sharding(product.x)
+    if x is None or p.sharding(product.bias) is not None:
+        return CannotShard(f"{node.name} adds a sharded value")
+    return _row_parallel(p, product, x) if x.dim == p.rank(product.x) - 1 else _replicated_weight(p, product, x)
 
 
-def row(t: Attempt, product: Product, division: Division) -> Any:
-    """The product that adds up the parts: its result is whole."""
-    rows = t.facts.tensor(product.row_path).shape[product.inputs]
-    if rows != division.period:
-        raise Whole(f"{product.name} has {rows} rows, of which {division.period} repeat")
-    t.part(product.node, product.row_path, division.moved(product.inputs))
-    t.rows.append(product)
-    t.work.rows.append(product.node.name)
+def _row_parallel(p: Propagation, product: Product, x: Sharding) -> Result:
+    """Shard the input features of the weight; each rank's output is a partial sum."""
+    rows = p.graph.tensor(product.row_path).shape[product.inputs]
+    p.require(rows == x.period, f"{product.name} has {rows} rows, in which {x.period} sharded ones repeat")
+    p.shard_weight(product.node, product.row_path, x.on_dim(product.inputs))
+    p.row_products.append(product)
+    p.edits.row_products.append(product.node.name)
+    return Replicated()
 
 
-def apart(t: Attempt, product: Product, division: Division) -> Division:
-    """Each part is multiplied by the whole matrix: the divided dimension is not the product's own."""
-    for whole in (*product.others, product.bias):
-        if isinstance(whole, fx.Node):
-            t.enter(whole)
-    return division
+def _replicated_weight(p: Propagation, product: Product, x: Sharding) -> Sharding:
+    """Multiply each rank's samples or heads by the full weight: a dimension that the product does not sum over."""
+    for operand in (*product.weight_operands, product.bias):
+        if isinstance(operand, fx.Node):
+            p.copy_to_region(operand)
+    return x
 
 
 @rule(torch.matmul, torch.mm, torch.bmm)
-def matmul(t: Attempt, node: Any) -> Any:
-    if node in t.facts.products:
-        return linear(t, node)
+def matmul(p: Propagation, node: Any) -> Result:
+    if node in p.graph.products:
+        return linear(p, node)
     a, b = node.args
-    ranks, rank = (t.rank(a), t.rank(b)), t.rank(node)
-    if min(ranks) < 2:
-        raise Whole(f"{node.name} multiplies by a vector")
-    places = [None if (own := t.division(x)) is None else n - own.dim for x, n in zip((a, b), ranks, strict=True)]
-    if places[0] == 1 or places[1] == 2:
-        raise Whole(f"{node.name} adds up products along the divided dimension")
-    if places[0] == 2 or places[1] == 1:  # rows of the one, columns of the other: each is the result's own dimension
-        if None not in places:
-            raise Whole(f"two dimensions of {node.name} would be divided")
-        own, other, last = (t.division(a), b, 2) if places[1] is None else (t.division(b), a, 1)
-        assert own is not None
-        t.enter(other)
-        return own.moved(rank - last)
-    return t.aligned(node, [a, b], rank)
+    rank = p.rank(node)
+    if min(p.rank(a), p.rank(b)) < 2:
+        return CannotShard(f"{node.name} multiplies by a vector")
+    a_sharding, b_sharding = p.sharding(a), p.sharding(b)
+    # dimensions counted from the end, for a [.., rows, summed] and b [.., summed, columns]: -1 is the last one
+    a_dim = a_sharding.dim - p.rank(a) if a_sharding else None
+    b_dim = b_sharding.dim - p.rank(b) if b_sharding else None
+    if a_dim == -1 or b_dim == -2:
+        return CannotShard(f"{node.name} sums over the sharded dimension")
+    if (a_dim == -2 or b_dim == -1) and a_sharding and b_sharding:
+        return CannotShard(f"two dimensions of {node.name} would be sharded")
+    if a_sharding and a_dim == -2:  # the rows of a are those of the output; b is replicated
+        p.copy_to_region(b)
+        return a_sharding.on_dim(rank - 2)
+    if b_sharding and b_dim == -1:
+        p.copy_to_region(a)
+        return b_sharding.on_dim(rank - 1)
+    return p.broadcast(node, [a, b], rank)  # a dimension of the batch, such as heads
 
 
 @rule(*CONVOLUTIONS, *TRANSPOSED)
-def convolution(t: Attempt, node: Any) -> Any:
-    product = t.facts.products.get(node)
+def convolution(p: Propagation, node: Any) -> Result:
+    product = p.graph.products.get(node)
     if product is None:
-        raise Whole(f"{node.name} convolves with a kernel that is computed")
-    division = t.division(product.x)
-    if t.division(product.bias) is not None:
-        raise Whole(f"{node.name} adds a divided value")
-    if division is None or division.dim > 1:
-        raise Whole(f"{node.name} convolves along the divided dimension")
-    if division.dim == 0:
-        return apart(t, product, division)
-    return row(t, product, division) if product.groups == 1 else grouped(t, product, division)
+        return CannotShard(f"{node.name} convolves with a computed kernel")
+    x = p.sharding(product.x)
+    if p.sharding(product.bias) is not None:
+        return CannotShard(f"{node.name} adds a sharded value")
+    if x is None or x.dim > 1:
+        return CannotShard(f"{node.name} convolves along the sharded dimension")
+    if x.dim == 0:
+        return _replicated_weight(p, product, x)
+    return _row_parallel(p, product, x) if product.groups == 1 else _grouped_convolution(p, product, x)
 
 
-def grouped(t: Attempt, product: Product, division: Division) -> Division:
-    """Each rank has whole groups: of single channels, or as many as divide evenly."""
-    channels, groups = division.period, product.groups
-    _once(t, product.node, product.x)
+def _grouped_convolution(p: Propagation, product: Product, x: Sharding) -> Result:
+    """Give each rank complete groups: single channels (depthwise), or as many groups as divide evenly."""
+    channels, groups = x.period, product.groups
+    _require_no_repeats(p, product.node, product.x, x)
     if product.outputs:
-        raise Whole(f"{product.node.name} is a transposed convolution in {groups} groups")
-    outputs = t.facts.tensor(product.path).shape[0]
+        return CannotShard(f"{product.node.name} is a transposed convolution in {groups} groups")
+    outputs = p.graph.tensor(product.path).shape[0]
+    outputs_per_group = outputs // groups
     if groups == channels:
-        own, after = division, outputs // groups
-    elif len(division.blocks) == 1 and division.even(t.size) and groups % t.size == 0:
-        own, after = Division(1, (groups,)), outputs // groups
+        by_group = x
+    elif len(x.blocks) == 1 and x.is_even(p.size) and groups % p.size == 0:
+        by_group = Sharding(1, (groups,))
     else:
-        raise Whole(f"{product.node.name} has {groups} groups of {channels} channels, over {t.size} ranks")
-    result = replace(own, inner=own.inner * after, unit=own.unit if after == 1 else 0)
-    t.part(product.node, product.path, result.moved(0))
+        return CannotShard(f"{product.node.name} has {groups} groups of {channels} channels, over {p.size} ranks")
+    columns = by_group.columns_per_unit if outputs_per_group == 1 else 0
+    result = replace(by_group, inner=by_group.inner * outputs_per_group, columns_per_unit=columns)
+    p.shard_weight(product.node, product.path, result.on_dim(0))
     if isinstance(product.bias, fx.Node):
-        t.operand(product.node, product.bias, 0, result)
-    t.length(product.node, (6,), own)
+        p.shard_operand(product.node, product.bias, -1, result)
+    p.set_local_length(product.node, (6,), by_group)  # the argument `groups`
     return result
 
 
@@ -171,155 +184,160 @@ def grouped(t: Attempt, product: Product, division: Division) -> Division:
 
 
 @rule(Attention, F.scaled_dot_product_attention)
-def attention(t: Attempt, node: Any) -> Division:
+def attention(p: Propagation, node: Any) -> Result:
+    """Shard by heads: query, key, value [.., heads, sequence, features], mask [.., heads or 1, sequence, sequence]."""
     query, key, value, *rest = node.args
     mask = rest[0] if rest else node.kwargs.get("attn_mask")
     if node.op == "call_module":
-        if t.facts.submodule(node).dropout > 0:
-            t.work.apart.append(node.name)
+        if p.graph.submodule(node).dropout > 0:
+            p.edits.random_modules.append(node.name)
     elif node.kwargs.get("dropout_p") or len(rest) > 1:
-        raise Whole(f"{node.name} drops out weights in another way than Attention")
-    rank = t.rank(query)
-    at, heads = next(
-        (own.dim - t.rank(x), own) for x in (query, key, value, mask) if (own := t.division(x)) is not None
+        return CannotShard(f"{node.name} has a dropout that only the module Attention can shard")
+    rank = p.rank(query)
+    dim, heads = next(  # counted from the end, since the mask may have fewer dimensions
+        (found.dim - p.rank(x), found) for x in (query, key, value, mask) if (found := p.sharding(x)) is not None
     )
-    if at >= -2:
-        raise Whole(f"{node.name} would be divided along dimension {rank + at} of {rank}, not by heads")
+    if dim >= -2:
+        return CannotShard(f"{node.name} would be sharded along dimension {rank + dim} of {rank}, not by heads")
     for operand in (query, key, value):
-        _heads(t, node, operand, rank + at, heads)
-    if (own := t.division(query)) is None:
-        raise Whole(f"the query of {node.name} is the same for all heads")
-    for other in (t.division(key), t.division(value)):
-        if other is not None and other.period == own.period:
-            t.same(own, other, node)
-        elif other is not None and not _beside(own, other, t.size):
-            raise Whole(f"{node.name}: {own.period} heads share {other.period}, not evenly over {t.size} ranks")
+        _shard_heads(p, node, operand, dim, heads)
+    if (queries := p.sharding(query)) is None:
+        return CannotShard(f"the query of {node.name} is the same for all heads")
+    for other in (p.sharding(key), p.sharding(value)):
+        if other is not None and other.period == queries.period:
+            p.require_alike(queries, other, node)
+        elif other is not None:
+            p.require(
+                _groups_align(queries, other, p.size),
+                f"{node.name}: {queries.period} heads of the query share {other.period}, "
+                f"which do not divide evenly over {p.size} ranks",
+            )
     if isinstance(mask, fx.Node):
-        _mask(t, node, mask, at, own)
-    t.work.attends = True
-    return own
+        _shard_mask(p, node, mask, dim, queries)
+    p.edits.has_attention = True
+    return queries
 
 
-def _beside(heads: Division, shared: Division, size: int) -> bool:
-    """Whether each rank has just those heads of the query that share its heads of key or value."""
+def _groups_align(heads: Sharding, shared: Sharding, size: int) -> bool:
+    """Whether each rank's heads of the query are just those that share its heads of key or value."""
     times = heads.period // shared.period
     blocks = [block * heads.inner for block in heads.blocks]
-    return (
-        [block * shared.inner * times for block in shared.blocks] == blocks and shared.even(size) and heads.even(size)
+    grouped = [block * shared.inner * times for block in shared.blocks]
+    return grouped == blocks and shared.is_even(size) and heads.is_even(size)
+
+
+def _shard_heads(p: Propagation, node: fx.Node, operand: fx.Node, dim: int, heads: Sharding) -> None:
+    """Require that query, key or value be sharded by heads, unless it has one head for all."""
+    rank = p.rank(operand)
+    if (found := p.sharding(operand)) is not None:
+        p.require(
+            found.dim == rank + dim, f"{node.name} would be sharded along dimensions {rank + dim} and {found.dim}"
+        )
+        return
+    lengths = p.shapes(operand)[dim]
+    # fewer heads than the query has, each for a group of them; with samples merged into heads, both are multiples
+    is_grouped = lengths != (1, 1) and any(length % heads.period for length in lengths)
+    few = Sharding(rank + dim, lengths[:1])
+    p.require(
+        not is_grouped or _groups_align(heads, few, p.size),
+        f"{node.name}: {heads.period} heads of the query share {lengths[0]}, "
+        f"which do not divide evenly over {p.size} ranks",
     )
+    p.shard_operand(node, operand, dim, few if is_grouped else heads)
 
 
-def _heads(t: Attempt, node: fx.Node, operand: fx.Node, at: int, heads: Division) -> None:
-    """Query, key or value: divided by heads, or one head for all, or to be divided."""
-    own = t.division(operand)
-    if own is None:
-        lengths = t.shapes(operand)[at]
-        shared = lengths != (1, 1) and any(length % heads.period for length in lengths)  # or samples x heads
-        few = Division(at, lengths[:1])
-        if shared and not _beside(heads, few, t.size):
-            share = f"{heads.period} heads of the query share {lengths[0]}"
-            raise Whole(f"{node.name}: {share}, which do not divide evenly over {t.size} ranks")
-        t.operand(node, operand, at, few if shared else heads)
-    elif own.dim != at:
-        raise Whole(f"{node.name} would be divided along dimensions {at} and {own.dim}")
-
-
-def _mask(t: Attempt, node: fx.Node, mask: fx.Node, at: int, heads: Division) -> None:
-    """at: which dimension is divided, counted from behind."""
-    own = t.division(mask)
-    if own is None:
-        t.operand(node, mask, t.rank(mask) + at, heads)
-    elif own.dim - t.rank(mask) != at:
-        raise Whole(f"the mask of {node.name} is divided along another dimension")
+def _shard_mask(p: Propagation, node: fx.Node, mask: fx.Node, dim: int, heads: Sharding) -> None:
+    found = p.sharding(mask)
+    if found is None:
+        p.shard_operand(node, mask, dim, heads)
+    elif found.dim - p.rank(mask) != dim:
+        p.require(False, f"the mask of {node.name} is sharded along another dimension than its heads")
     else:
-        t.same(own, heads, node)
+        p.require_alike(found, heads, node)
 
 
 @rule(F.softmax, F.log_softmax, torch.softmax, torch.log_softmax)
-def softmax(t: Attempt, node: Any) -> Division:
-    division = elementwise(t, node)
+def softmax(p: Propagation, node: Any) -> Result:
+    sharding = elementwise(p, node)
     dim: Any = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1)
-    _not_along(t, node, division, [dim])
-    t.work.attends = True
-    return division
+    _require_not_along(p, node, sharding, [dim])
+    p.edits.has_attention = True
+    return sharding
 
 
-def _not_along(t: Attempt, node: fx.Node, division: Division, dims: Iterable[int]) -> None:
-    """Raises if one of these dimensions of the first operand is the divided one."""
-    rank = t.rank(node.args[0])  # type: ignore[arg-type]
-    if division.dim in [dim % rank for dim in dims]:
-        raise Whole(f"{called(node)} works along the divided dimension ({node.name})")
+def _require_not_along(p: Propagation, node: fx.Node, sharding: Sharding, dims: Iterable[int]) -> None:
+    """Require that the sharded dimension be none of these of the first operand, which the call works along."""
+    rank = p.rank(node.args[0])  # type: ignore[arg-type]
+    along = [dim % rank for dim in dims]
+    p.require(sharding.dim not in along, f"{called(node)} works along the sharded dimension ({node.name})")
 
 
 @rule(rotate, nan_where_empty, without_empty_rows)
-def rowwise(t: Attempt, node: Any) -> Division:
-    """Row by row, which is the last dimension."""
-    division = t.aligned(node, t.tensors(node), t.rank(node))
-    _not_along(t, node, division, [-1])
-    return division
+def last_dimension(p: Propagation, node: Any) -> Result:
+    sharding = elementwise(p, node)
+    _require_not_along(p, node, sharding, [-1])
+    return sharding
 
 
 # -- normalisation, reduction, pooling
 
 
-@rule(F.layer_norm, F.rms_norm)
-def layer_norm(t: Attempt, node: Any) -> Division:
+@unary_rule(F.layer_norm, F.rms_norm)
+def layer_norm(p: Propagation, node: Any, x: Sharding) -> Result:
     _, shape, *weights = node.args
-    division = t.first(node)
-    _not_along(t, node, division, range(-len(shape), 0))
+    _require_not_along(p, node, x, range(-len(shape), 0))
     for weight in (*weights, node.kwargs.get("weight"), node.kwargs.get("bias")):
         if isinstance(weight, fx.Node):
-            t.enter(weight)
-    return division
+            p.copy_to_region(weight)
+    return x
 
 
-@rule(rms_norm)
-def rms_norm_without_weight(t: Attempt, node: Any) -> Division:
-    x, axis, *_ = node.args
-    division = t.first(node)
-    _not_along(t, node, division, range(axis, t.rank(x)))
-    return division
+@unary_rule(rms_norm)
+def rms_norm_without_weight(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, axis, *_ = node.args
+    _require_not_along(p, node, x, range(axis, p.rank(operand)))
+    return x
 
 
-@rule(BatchNorm)
-def batch_norm(t: Attempt, node: Any) -> Division:
-    x, *stored = node.args
-    _once(t, node, x)  # of running statistics a part is taken for good, or it would be a copy that moves
-    return _by_channel(t, node, x, stored)
+@unary_rule(BatchNorm)
+def batch_norm(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, *stored = node.args
+    # Running statistics must be sharded where they are stored: the update of a slice made in the graph would be lost.
+    _require_no_repeats(p, node, operand, x)
+    return _by_channel(p, node, x, stored)
 
 
-@rule(instance_norm)
-def instance_norm_(t: Attempt, node: Any) -> Division:
-    return _by_channel(t, node, node.args[0], node.args[1:3])
+@unary_rule(instance_norm)
+def instance_norm_(p: Propagation, node: Any, x: Sharding) -> Result:
+    return _by_channel(p, node, x, node.args[1:3])
 
 
-def _once(t: Attempt, node: fx.Node, x: Any) -> None:
-    """Raises if the divided dimension of `x` holds the elements several times: a rank's are in several places then."""
-    division = t.division(x)
-    if division is not None and t.shapes(x)[division.dim] != (division.period,) * 2:
-        raise Whole(f"{node.name} has {t.shapes(x)[division.dim][0]} channels, of which {division.period} repeat")
+def _require_no_repeats(p: Propagation, node: fx.Node, operand: fx.Node, x: Sharding) -> None:
+    """Require that the sharded dimension be one period: else a rank's channels are in several places."""
+    lengths = p.shapes(operand)[x.dim]
+    repeats = f"{node.name} has {lengths[0]} channels, in which {x.period} sharded ones repeat"
+    p.require(lengths == (x.period, x.period), repeats)
 
 
-def _by_channel(t: Attempt, node: fx.Node, x: Any, weights: Iterable[Any]) -> Division:
-    division = t.division(x)
-    if division is None or division.dim != 1:
-        raise Whole(f"{node.name} normalises along the divided dimension")
+def _by_channel(p: Propagation, node: fx.Node, x: Sharding, weights: Iterable[Any]) -> Result:
+    if x.dim != 1:
+        return CannotShard(f"{node.name} normalises along the sharded dimension")
     for weight in weights:
         if isinstance(weight, fx.Node):
-            t.operand(node, weight, 0, division)
-    return division
+            p.shard_operand(node, weight, -1, x)
+    return x
 
 
-@rule(F.group_norm)
-def group_norm(t: Attempt, node: Any) -> Division:
-    x, groups, *weights = node.args
-    own = t.division(x)
-    _once(t, node, x)
-    if own is not None and (len(own.blocks) > 1 or not own.even(t.size) or groups % t.size):
-        raise Whole(f"{node.name} has {groups} groups of {own.period} channels, over {t.size} ranks")
-    division = _by_channel(t, node, x, weights[:2])
-    t.length(node, (1,), Division(0, (groups,)))
-    return division
+@unary_rule(F.group_norm)
+def group_norm(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, groups, *weights = node.args
+    _require_no_repeats(p, node, operand, x)
+    p.require(
+        len(x.blocks) == 1 and x.is_even(p.size) and groups % p.size == 0,
+        f"{node.name} has {groups} groups of {x.period} channels, over {p.size} ranks",
+    )
+    p.set_local_length(node, (1,), Sharding(0, (groups,)))
+    return _by_channel(p, node, x, weights[:2])
 
 
 REDUCTIONS = (
@@ -328,32 +346,28 @@ REDUCTIONS = (
 )
 
 
-@rule(*REDUCTIONS)
-def reduction(t: Attempt, node: Any) -> Division:
-    x, *rest = node.args
-    division, dims = t.division(x), rest[0] if rest else node.kwargs.get("dim")
-    if division is None or dims is None:
-        raise Whole(f"{called(node)} adds up the divided dimension ({node.name})")
-    dims = [dim % t.rank(x) for dim in ([dims] if isinstance(dims, int) else dims)]
-    _not_along(t, node, division, dims)
-    lost = sum(dim < division.dim for dim in dims) if t.rank(node) < t.rank(x) else 0
-    return division.moved(division.dim - lost)
+@unary_rule(*REDUCTIONS)
+def reduction(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, *rest = node.args
+    dims = rest[0] if rest else node.kwargs.get("dim")
+    if dims is None:
+        return CannotShard(f"{called(node)} reduces the sharded dimension ({node.name})")
+    dims = [dim % p.rank(operand) for dim in ([dims] if isinstance(dims, int) else dims)]
+    _require_not_along(p, node, x, dims)
+    removed = sum(dim < x.dim for dim in dims) if p.rank(node) < p.rank(operand) else 0
+    return x.on_dim(x.dim - removed)
 
 
-@rule(
+@unary_rule(
     *(F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
     *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d, torch.avg_pool1d),
 )
-def pool(t: Attempt, node: Any) -> Division:
-    division = t.division(node.args[0])
-    if division is None or division.dim > 1:
-        raise Whole(f"{called(node)} works along the divided dimension ({node.name})")
-    return division
+def pool(p: Propagation, node: Any, x: Sharding) -> Result:
+    return x if x.dim <= 1 else CannotShard(f"{called(node)} works along the sharded dimension ({node.name})")
 
 
-@rule(F.pad)
-def pad(t: Attempt, node: Any) -> Division:
-    borders = node.args[1]
-    division = t.first(node)
-    _not_along(t, node, division, (-1 - i // 2 for i, n in enumerate(borders) if n != 0))
-    return division
+@unary_rule(F.pad)
+def pad(p: Propagation, node: Any, x: Sharding) -> Result:
+    borders = node.args[1]  # (before, after) of the last dimension, then of the one before it, ...
+    _require_not_along(p, node, x, (-1 - i // 2 for i, width in enumerate(borders) if width != 0))
+    return x

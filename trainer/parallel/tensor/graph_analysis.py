@@ -1,17 +1,15 @@
-"""what tensor parallelism knows of a graph: how a dimension is divided, its weights, its products."""
+"""What tensor parallelism reads off an fx graph: shapes, and which calls multiply by a stored matrix."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from onward.trainer.distributed.placement import Interval, Placement, share
 from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
@@ -19,131 +17,38 @@ TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.addmm, *CONVOLUTIONS, *TRANSPOSED)
 
 
-class Whole(Exception):
-    """A rule is broken; says which one, with its numbers."""
-
-
-class Finer(Exception):
-    """The columns of a weight are to be divided block by block, and a block ends at each of these."""
-
-    def __init__(self, source: str, cuts: Iterable[int], otherwise: str = "") -> None:
-        super().__init__(source)
-        self.source, self.cuts = source, frozenset(cuts)
-        self.otherwise = otherwise
-        """The rule that is broken if this does not help."""
-
-
-class Joined(Exception):
-    """These products, too, are to be divided by columns: their results meet a divided one."""
-
-    def __init__(self, products: Iterable[fx.Node]) -> None:
-        super().__init__()
-        self.products = tuple(products)
-
-
-@dataclass(frozen=True)
-class Division:
-    """One dimension as [outer x] blocks x inner elements: every rank has its share of each block.
-
-    32 channels of 4 x 4 pixels, flattened      dim 1, blocks (32,), inner 16
-    query, key and value in one                 dim 2, blocks (64, 64, 64), inner 1
-    """
-
-    dim: int
-    blocks: tuple[int, ...]
-    inner: int = 1
-    source: str = ""
-    """The weight whose columns these are, the first of them, and how many each element of a block stands for."""
-    start: int = 0
-    unit: int = 0
-    """0: they are not consecutive columns of one weight any more."""
-
-    @property
-    def length(self) -> int:
-        return sum(self.blocks)
-
-    @property
-    def period(self) -> int:
-        """Elements of the dimension, without the outer factor."""
-        return self.length * self.inner
-
-    def even(self, size: int) -> bool:
-        return all(block % size == 0 for block in self.blocks)
-
-    def held(self, rank: int, size: int) -> list[Interval]:
-        """The intervals that a rank has of each period."""
-        starts = itertools.accumulate(self.blocks, initial=0)
-        shares = [
-            tuple((start + end) * self.inner for end in share(block, rank, size))
-            for start, block in zip(starts, self.blocks, strict=False)
-        ]
-        joined: list[Interval] = []
-        for first, last in shares:
-            if joined and joined[-1][1] == first:
-                joined[-1] = (joined[-1][0], last)
-            elif first < last:
-                joined.append((first, last))
-        return joined
-
-    def own(self, rank: int, size: int) -> int:
-        """Elements that a rank has of each period."""
-        return sum(stop - start for start, stop in self.held(rank, size))
-
-    def placement(self, shape: Sequence[int], rank: int, size: int) -> Placement:
-        """The part of a tensor of this shape that a rank has."""
-        whole = Placement.whole(shape).intervals
-        return Placement(tuple(shape), (*whole[: self.dim], tuple(self.held(rank, size)), *whole[self.dim + 1 :]))
-
-    @property
-    def how(self) -> tuple[int, tuple[int, ...], int]:
-        """All that decides which elements a rank has."""
-        return self.dim, self.blocks, self.inner
-
-    def moved(self, dim: int) -> Division:
-        return replace(self, dim=dim)
-
-    def finer(self, ends: Sequence[int], what: str, otherwise: str = "") -> Exception:
-        """Asks for blocks that end at these elements, too; or says that this cannot be."""
-        own = {*itertools.accumulate(self.blocks)}
-        wanted = {end // self.inner for end in ends}
-        if not self.unit or any(end % self.inner for end in ends) or wanted <= own:
-            return Whole(otherwise or f"{what} cuts the divided dimension across, at {sorted(ends)} of {self.period}")
-        return Finer(self.source, (self.start + end * self.unit for end in wanted), otherwise)
-
-
-# -- what is known of the graph
-
-
 @dataclass(frozen=True)
 class Product:
-    """A product or a convolution with a stored matrix, or with two of them: a low-rank adapter (model/adapters.py)."""
+    """A matrix product or a convolution with a stored weight, or a low-rank adapter's with two (model/adapters.py)."""
 
     node: fx.Node
     x: fx.Node
     bias: Any
     path: str
-    """Of the weight whose `outputs` dimension is the columns."""
+    """Of the weight that has the output features, for column parallelism."""
     outputs: int
+    """Their dimension."""
     row_path: str
-    """Of the weight whose `inputs` dimension is the rows: the same one but of an adapter, x A' B'."""
+    """Of the weight that has the input features, for row parallelism: the same one, except in an adapter, x A' B'."""
     inputs: int
+    """Their dimension."""
     name: str
-    """Of the first, in the file."""
-    others: tuple[fx.Node, ...] = ()
+    """The initializer name of `path`."""
+    weight_operands: tuple[fx.Node, ...] = ()
     """The operands that are the weights, transposed or not."""
     groups: int = 1
 
     @property
-    def convolution(self) -> bool:
+    def is_convolution(self) -> bool:
         return self.node.target in (*CONVOLUTIONS, *TRANSPOSED)
 
     @property
-    def low_rank(self) -> bool:
+    def is_low_rank(self) -> bool:
         return self.path != self.row_path
 
 
-class Facts:
-    """Shapes, weights and products of a graph."""
+class GraphAnalysis:
+    """The shapes, weights and products of a graph, and how values depend on each other."""
 
     def __init__(self, module: fx.GraphModule, onnx_names: dict[str, str]) -> None:
         self.module, self.names = module, onnx_names
@@ -154,68 +59,71 @@ class Facts:
             if node.op == "get_attr":
                 self.reads.setdefault(str(node.target), []).append(node)
         computed = self._computed_from({node for node in self.order if self._parameter(node)})
-        self.gradient = {node for node in computed if self._may_be_float(node)}
-        self.sampled = self._computed_from({node for node in self.order if node.op == "placeholder"})
+        self.has_gradient = {node for node in computed if self._may_be_float(node)}
+        self.depends_on_input = self._computed_from({node for node in self.order if node.op == "placeholder"})
         self.products = {node: product for node in self.order if (product := self._product(node)) is not None}
 
     # -- values
 
-    def shapes(self, node: fx.Node) -> list[tuple[int, int]]:
-        """Each length at both sizes the graph was traced at. Raises Whole where that is not known."""
+    def has_known_shape(self, node: fx.Node) -> bool:
+        """Whether the shape (or the number) that a node gives is known before the graph runs."""
         try:
-            first, second = self._rewriter.shapes(node)
+            self._rewriter.probes(node)
         except NoMatch:
-            raise Whole(f"the shape of {node.name} is known only at run time") from None
-        return list(zip(first, second, strict=True))
+            return False
+        return True
 
     def is_tensor(self, node: fx.Node) -> bool:
-        """Whether it is a tensor. Raises Whole where that is not known."""
-        try:
-            return isinstance(self._rewriter.probes(node)[0], torch.Tensor)
-        except NoMatch:
-            raise Whole(f"the shape of {node.name} is known only at run time") from None
+        """Whether a node of known shape gives a tensor, not a number or a tuple."""
+        return isinstance(self._rewriter.probes(node)[0], torch.Tensor)
+
+    def shapes(self, node: fx.Node) -> list[tuple[int, int]]:
+        """Return the length of each dimension of a tensor of known shape.
+
+        A pair each, since the graph is traced at two sizes of its inputs: a length that differs is a dynamic one.
+        """
+        first, second = self._rewriter.shapes(node)
+        return list(zip(first, second, strict=True))
 
     def rank(self, node: fx.Node) -> int:
         return len(self.shapes(node))
 
     def stored(self, value: Any) -> str:
-        """The path of the weight or running statistic that a node reads; "" for any other value."""
-        read = isinstance(value, fx.Node) and value.op == "get_attr" and value.target in self.names
-        return str(value.target) if read else ""
+        """Return the path of the weight or running statistic that a node reads; "" for any other value."""
+        is_stored = isinstance(value, fx.Node) and value.op == "get_attr" and value.target in self.names
+        return str(value.target) if is_stored else ""
 
     def tensor(self, path: str) -> torch.Tensor:
-        owner, _, leaf = path.rpartition(".")
-        tensor: torch.Tensor = getattr(self.module.get_submodule(owner), leaf)
-        return tensor
+        return stored_tensor(self.module, path)
 
     def submodule(self, node: fx.Node) -> Any:
-        """The module that a node calls."""
+        """Return the module that a call_module node calls."""
         return self.module.get_submodule(str(node.target))
 
     def readers(self, path: str) -> Iterator[fx.Node]:
-        """Who reads a stored tensor, or its transpose."""
+        """Yield the nodes that read a stored tensor or its transpose."""
         waiting = [user for node in self.reads[path] for user in node.users]
         while waiting:
             node = waiting.pop()
-            if transposes(node):
+            if is_transpose(node):
                 waiting += node.users
             else:
                 yield node
 
-    def nearest(self, node: fx.Node) -> list[fx.Node]:
-        """The last products that a value is computed from, in order."""
+    def nearest_products(self, node: fx.Node) -> list[fx.Node]:
+        """Return the last products that a value is computed from, in the order of the graph."""
         found, seen, waiting = set(), set(), [node]
         while waiting:
             node = waiting.pop()
             if node in self.products:
                 found.add(node)
-            elif node not in seen and self._may_be_float(node):  # lengths are the same on all ranks
+            elif node not in seen and self._may_be_float(node):  # integers are lengths, the same on all ranks
                 seen.add(node)
                 waiting += node.all_input_nodes
         return sorted(found, key=self.order.__getitem__)
 
     def ancestors(self, node: fx.Node) -> set[fx.Node]:
-        """All that a value is computed from, itself included."""
+        """Return all that a value is computed from, itself included."""
         seen, waiting = set(), [node]
         while waiting:
             node = waiting.pop()
@@ -225,7 +133,7 @@ class Facts:
         return seen
 
     def computed_matrices(self) -> Iterator[tuple[str, fx.Node]]:
-        """(name of a weight, product) where a product's matrix is computed from the weight, whatever the input."""
+        """Yield (name of a weight, product) where a product's matrix is computed from that weight alone."""
         for node in self.order:
             if node.target not in (*PRODUCTS, torch.bmm) or node in self.products:
                 continue
@@ -235,7 +143,7 @@ class Facts:
                         yield self.names[path], node
 
     def _sources(self, node: fx.Node) -> list[str]:
-        """The weights that alone a value is computed from; none if something else is in it."""
+        """Return the weights that a value is computed from; none if an input of the graph is among its sources."""
         found, waiting = [], [node]
         while waiting:
             node = waiting.pop()
@@ -246,9 +154,9 @@ class Facts:
             waiting += node.all_input_nodes
         return found
 
-    def _computed_from(self, begins: set[fx.Node]) -> set[fx.Node]:
-        """What carries values, not just lengths, of these nodes."""
-        found = {*begins}
+    def _computed_from(self, sources: set[fx.Node]) -> set[fx.Node]:
+        """Return the nodes whose values depend on these, other than through lengths (`size`)."""
+        found = {*sources}
         for node in self.order:
             if node.target != "size" and any(operand in found for operand in node.all_input_nodes):
                 found.add(node)
@@ -268,49 +176,61 @@ class Facts:
         if node.op != "call_function" or node.kwargs.keys() - {"beta", "alpha"}:
             return None
         args: list[Any] = list(node.args)
-        of = node.target
-        if of is F.linear and len(args) in (2, 3):
-            return self._matrix(node, args[0], args[1], [*args, None][2], turned=True)
-        if of in (torch.matmul, torch.mm) and len(args) == 2:
-            return self._matrix(node, args[0], args[1], None, turned=False)
-        if of is torch.addmm and len(args) == 3:
-            return self._matrix(node, args[1], args[2], args[0], turned=False)
-        if of in (*CONVOLUTIONS, *TRANSPOSED) and len(args) >= 7 and (path := self._parameter(args[1])):
-            x, weight, bias, outputs = *args[:3], int(of in TRANSPOSED)
-            where = (path, outputs, path, 1 - outputs)
-            return Product(node, x, bias, *where, self.names[path], others=(weight,), groups=args[6])
-        return self._adapter(node, args) if low_rank(node) else None
+        target = node.target
+        if target is F.linear and len(args) in (2, 3):
+            return self._matrix(node, args[0], args[1], [*args, None][2], transposed=True)
+        if target in (torch.matmul, torch.mm) and len(args) == 2:
+            return self._matrix(node, args[0], args[1], None, transposed=False)
+        if target is torch.addmm and len(args) == 3:
+            return self._matrix(node, args[1], args[2], args[0], transposed=False)
+        if target in (*CONVOLUTIONS, *TRANSPOSED) and len(args) >= 7 and (path := self._parameter(args[1])):
+            x, weight, bias, outputs = *args[:3], int(target in TRANSPOSED)
+            dims = (path, outputs, path, 1 - outputs)
+            return Product(node, x, bias, *dims, self.names[path], weight_operands=(weight,), groups=args[6])
+        return self._adapter(node, args) if is_low_rank(node) else None
 
-    def _matrix(self, node: fx.Node, x: Any, weight: Any, bias: Any, *, turned: bool) -> Product | None:
-        """turned: the operand is [outputs, inputs]."""
+    def _matrix(self, node: fx.Node, x: Any, weight: Any, bias: Any, *, transposed: bool) -> Product | None:
+        """transposed: the operand is [outputs, inputs]."""
         read = weight
-        while isinstance(read, fx.Node) and transposes(read):
-            read, turned = read.args[0], not turned
+        while isinstance(read, fx.Node) and is_transpose(read):
+            read, transposed = read.args[0], not transposed
         path = self._parameter(read)
         if not path or self.tensor(path).ndim != 2 or not isinstance(x, fx.Node) or self.stored(x):
             return None
-        return Product(node, x, bias, path, int(not turned), path, int(turned), self.names[path], others=(weight,))
+        dims = (path, int(not transposed), path, int(transposed))
+        return Product(node, x, bias, *dims, self.names[path], weight_operands=(weight,))
 
     def _adapter(self, node: fx.Node, args: list[Any]) -> Product | None:
-        """x, a [rank, inputs], b [outputs, rank], scale, reverse: with the weight's own transpose if reverse."""
+        """low_rank(x, a [rank, inputs], b [outputs, rank], scale, reverse): x A' B', or x B A if reverse."""
         x, a, b, _, reverse = args
         first, last = (b, a) if reverse else (a, b)
         row_path, path = self._parameter(first), self._parameter(last)
         if not row_path or not path or self.tensor(path).ndim != 2:
             return None
-        return Product(node, x, None, path, int(reverse), row_path, int(not reverse), self.names[path], others=(a, b))
+        dims = (path, int(reverse), row_path, int(not reverse))
+        return Product(node, x, None, *dims, self.names[path], weight_operands=(a, b))
 
     def _parameter(self, value: Any) -> str:
         path = self.stored(value)
         return path if path and isinstance(self.tensor(path), nn.Parameter) else ""
 
 
-def low_rank(node: fx.Node) -> bool:
-    """Whether it is an adapter's product, which trainer/model/adapters.py puts in: that module is above this one."""
+def stored_tensor(module: nn.Module, path: str) -> torch.Tensor:
+    """Return a parameter or buffer by its path."""
+    owner, _, leaf = path.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(owner), leaf)
+    return tensor
+
+
+def is_low_rank(node: fx.Node) -> bool:
+    """Whether a node is the product of an adapter, which trainer/model/adapters.py adds.
+
+    The function is recognised by its name, so that what imports this module need not import the adapters.
+    """
     return getattr(node.target, "__name__", "") == "low_rank" and len(node.args) == 5
 
 
-def transposes(node: Any) -> bool:
+def is_transpose(node: Any) -> bool:
     """Whether a node is the transpose of a matrix."""
     if node.target in ("t", torch.t):
         return True

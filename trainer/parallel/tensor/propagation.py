@@ -1,7 +1,15 @@
-"""One attempt at dividing the columns of some products: their division followed through the graph.
+"""Propagation of a sharding through the graph, from column-parallel products to the row-parallel ones that end it.
 
-Rules (compute_rules.py, view_rules.py) say what each call does to a division; they change
-nothing, but note in `Work` what is to be changed.
+    x [b, s, 64] --- linear --- gelu --- linear --- y            before: 2 layers, 64 -> 256 -> 64
+
+    x --- linear ------- gelu ------- linear --- all-reduce --- y    over 2 ranks
+          column-        [b, s, 128]  row-
+          parallel       on each      parallel                       what `shardings` holds:
+          Sharding(dim 2, blocks (256,))      Replicated             linear and gelu; the region ends at the second
+
+The nodes are visited in the order of the graph. The rule of each call (compute_rules.py, view_rules.py) gets the
+shardings of its operands and returns that of its output, or why there is none (`sharding.Problem`). A rule changes
+nothing: what must be changed in the graph it notes in `RegionEdits`.
 """
 
 from __future__ import annotations
@@ -14,231 +22,315 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from onward.trainer.parallel.tensor.graph_analysis import Division, Facts, Joined, Product, Whole, low_rank
+from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, is_low_rank
+from onward.trainer.parallel.tensor.sharding import (
+    CannotShard,
+    MustShardTogether,
+    NeedsFinerBlocks,
+    Problem,
+    Replicated,
+    Result,
+    Sharding,
+)
 
 
 @dataclass(frozen=True)
-class Length:
-    """An argument that becomes this rank's: what it has of `outer` periods, or of as many as the argument says."""
+class LocalLength:
+    """An argument of a call that must become this rank's length, such as the number of heads in a reshape."""
 
     node: str
-    where: tuple[int | str, ...]
-    """Of args (or, by name, of kwargs), then of the list that this is."""
-    division: Division
-    outer: int = 1
+    argument: tuple[int | str, ...]
+    """Index in args (or name in kwargs), then index in the list that is there."""
+    sharding: Sharding
+    periods: int = 1
+    """A constant argument becomes the rank's part of so many periods; a computed one is scaled."""
 
 
 @dataclass
-class Work:
-    """What is to be changed where, by names of nodes."""
+class RegionEdits:
+    """What is to be changed in the graph for one region, by names of nodes."""
 
-    rows: list[str] = field(default_factory=list)
-    inside: list[str] = field(default_factory=list)
-    """Every node with a divided value."""
-    parts: dict[str, Division] = field(default_factory=dict)
-    """Path of a weight or running statistic -> how it is divided."""
-    readers: dict[str, list[str]] = field(default_factory=dict)
-    """Path -> the nodes that read it divided."""
-    entered: list[str] = field(default_factory=list)
-    """Whole values with a gradient that go in."""
-    sliced: dict[tuple[str, str], Division] = field(default_factory=dict)
-    """(node, operand): of which only a part goes in."""
-    lengths: list[Length] = field(default_factory=list)
-    measured: list[tuple[str, Division]] = field(default_factory=list)
-    """Nodes that ask for the length of a divided dimension."""
-    apart: list[str] = field(default_factory=list)
-    """Modules that draw random numbers, different ones on each rank."""
-    attends: bool = False
+    row_products: list[str] = field(default_factory=list)
+    sharded: list[str] = field(default_factory=list)
+    """Every node whose output is sharded."""
+    weights: dict[str, Sharding] = field(default_factory=dict)
+    """Path of a weight or running statistic -> how it is sharded."""
+    weight_readers: dict[str, list[str]] = field(default_factory=dict)
+    """Path -> the nodes that read the sharded weight."""
+    copied: list[str] = field(default_factory=list)
+    """Replicated values with a gradient that the region reads: each goes through copy_to_region."""
+    sliced: dict[tuple[str, str], Sharding] = field(default_factory=dict)
+    """(node, replicated operand): the node reads only this rank's part of it."""
+    local_lengths: list[LocalLength] = field(default_factory=list)
+    size_calls: list[tuple[str, Sharding]] = field(default_factory=list)
+    """Calls of `size` for the sharded dimension: their result is scaled back to the full length."""
+    random_modules: list[str] = field(default_factory=list)
+    """Modules that must draw different random numbers on each rank."""
+    has_attention: bool = False
 
 
-class Attempt:
-    """Follows the division of some products' columns until it ends in products by rows, or a rule is broken."""
+class Propagation:
+    """One attempt to shard the columns of some products, up to the row-parallel products that end the region.
 
-    def __init__(self, facts: Facts, size: int, columns: Iterable[fx.Node], cuts: dict[str, frozenset[int]]) -> None:
-        self.facts, self.size = facts, size
+    columns: the products to be column-parallel. cuts: by weight, the columns at which a new block begins.
+    """
+
+    def __init__(
+        self, graph: GraphAnalysis, size: int, columns: Iterable[fx.Node], cuts: dict[str, frozenset[int]]
+    ) -> None:
+        self.graph, self.size = graph, size
         self.columns = set(columns)
         self.cuts = cuts
-        self.states: dict[fx.Node, Any] = {}
-        self.rows: list[Product] = []
-        self.work = Work()
+        self.shardings: dict[fx.Node, Any] = {}
+        """Node -> Sharding, or a list of them for a tuple of outputs. All these nodes have known shapes."""
+        self.row_products: list[Product] = []
+        self.edits = RegionEdits()
+        self._unmet: Problem | None = None
 
-    def run(self) -> Work:
-        """Raises Whole, Finer or Joined."""
+    def run(self) -> RegionEdits | Problem:
+        """Return what to change in the graph, or the first problem."""
         waiting = {*self.columns}
         while waiting:
-            node = min(waiting, key=self.facts.order.__getitem__)
+            node = min(waiting, key=self.graph.order.__getitem__)
             waiting.remove(node)
-            state = self.column(node) if node in self.columns else self._apply(node)
-            if state is not None:
-                self.states[node] = state
-                self.work.inside.append(node.name)
+            result = self._result_of(node)
+            if isinstance(result, CannotShard | NeedsFinerBlocks | MustShardTogether):
+                return result
+            if not isinstance(result, Replicated):
+                self.shardings[node] = result
+                self.edits.sharded.append(node.name)
                 waiting |= node.users.keys()
-        if not self.rows:
-            raise Whole("no product by rows follows that could add the parts up")
-        return self.work
+        if not self.row_products:
+            return CannotShard("no row-parallel product follows it")
+        return self.edits
 
-    def _apply(self, node: fx.Node) -> Any:
+    def _result_of(self, node: fx.Node) -> Result:
+        """Apply the rule of a node. An unmet requirement comes before the result, which is meaningless then."""
+        result = self._column_parallel(node) if node in self.columns else self._apply_rule(node)
+        return self._unmet or result
+
+    def _apply_rule(self, node: fx.Node) -> Result:
         if node.op == "output":
-            raise Whole("it is an output of the graph")
+            return CannotShard("its output reaches an output of the graph, and no row-parallel product comes before")
         target: Any = node.target
         if node.op == "call_module":
-            target = type(self.facts.submodule(node))
-        if low_rank(node):
+            target = type(self.graph.submodule(node))
+        if is_low_rank(node):
             target = torch.matmul
-        if (follow := RULES.get(target)) is None:
-            raise Whole(f"{called(node)} is not known to work on parts ({node.name})")
-        return follow(self, node)
+        if (apply := RULES.get(target)) is None:
+            return CannotShard(f"there is no sharding rule for {called(node)} ({node.name})")
+        if not self.graph.has_known_shape(node):
+            return _unknown_shape(node)
+        return apply(self, node)
 
-    def column(self, node: fx.Node) -> Division:
-        """A product whose columns are divided."""
-        product = self.facts.products[node]
+    def _column_parallel(self, node: fx.Node) -> Result:
+        product = self.graph.products[node]
         if product.groups > 1:
-            raise Whole(f"it is a convolution in {product.groups} groups")
-        if product.x in self.states:
-            raise Whole(f"the input of {product.name} is divided already")
-        total = self.facts.tensor(product.path).shape[product.outputs]
+            return CannotShard(f"a convolution in {product.groups} groups cannot be column-parallel")
+        if product.x in self.shardings:
+            return CannotShard(f"the input of {product.name} is sharded already")
+        if not self.graph.has_known_shape(node):
+            return _unknown_shape(node)
+        total = self.graph.tensor(product.path).shape[product.outputs]
         self._check_chain(product, total)
         ends = sorted({total, *self.cuts.get(product.name, ())})
         blocks = tuple(end - start for start, end in itertools.pairwise([0, *ends]))
-        if min(blocks) < self.size:
-            raise Whole(f"its {min(blocks)} columns are fewer than {self.size} ranks")
-        dim = 1 if product.convolution else self.rank(node) - 1
-        own = Division(dim, blocks, source=product.name, unit=1)
-        self.enter(product.x)
-        self.part(node, product.path, own.moved(product.outputs))
-        if product.low_rank:
-            self.enter(next(node for node in product.others if self.facts.stored(node) == product.row_path))
+        self.require(min(blocks) >= self.size, f"its {min(blocks)} columns are fewer than {self.size} ranks")
+        dim = 1 if product.is_convolution else self.rank(node) - 1
+        sharding = Sharding(dim, blocks, weight=product.name, columns_per_unit=1)
+        self.copy_to_region(product.x)
+        self.shard_weight(node, product.path, sharding.on_dim(product.outputs))
+        if product.is_low_rank:
+            # x A' B': only B has the columns; A is replicated, and its gradient is a sum over the ranks
+            weights = product.weight_operands
+            self.copy_to_region(next(node for node in weights if self.graph.stored(node) == product.row_path))
         if isinstance(product.bias, fx.Node):
-            self.operand(node, product.bias, self.rank(product.bias) - 1, own)
-        return own
+            self.shard_operand(node, product.bias, -1, sharding)
+        return sharding
 
     def _check_chain(self, product: Product, total: int) -> None:
-        """Two products in a row, the second by columns again, are worth it only where few numbers pass between them."""
-        rows = {row.node: self.facts.tensor(row.path).shape[row.outputs] for row in self.rows}
-        nearest = self.facts.nearest(product.x)
-        for node in self.facts.ancestors(product.x) & rows.keys():
-            if node not in nearest or rows[node] >= total:
-                raise Whole(f"{product.name} reads what the same division gives, {rows[node]} columns for {total}")
+        """Require that a product after a row-parallel one of the same region be worth its all-reduce.
 
-    # -- what rules ask for
+        Such a chain x W1 W2 W3 (column, row, column again) is allowed only where fewer numbers pass between the second
+        and the third than the third has columns, as in squeeze-and-excitation.
+        """
+        rows = {row.node: self.graph.tensor(row.path).shape[row.outputs] for row in self.row_products}
+        nearest = self.graph.nearest_products(product.x)
+        for node in self.graph.ancestors(product.x) & rows.keys():
+            self.require(
+                node in nearest and rows[node] < total,
+                f"{product.name}, with {total} columns, follows a row-parallel product of {rows[node]} columns",
+            )
+
+    # -- what rules ask of their call
 
     def shapes(self, node: fx.Node) -> list[tuple[int, int]]:
-        return self.facts.shapes(node)
+        return self.graph.shapes(node)
 
     def rank(self, node: fx.Node) -> int:
-        return self.facts.rank(node)
+        return self.graph.rank(node)
 
-    def division(self, value: Any) -> Division | None:
-        """How a value is divided; None if it is not."""
-        return self.states.get(value) if isinstance(value, fx.Node) else None
+    def sharding(self, value: Any) -> Sharding | None:
+        """Return how a value is sharded; None if it is replicated."""
+        return self.shardings.get(value) if isinstance(value, fx.Node) else None
 
-    def first(self, node: fx.Node) -> Division:
-        """The division of a call's first operand. Raises Whole if another one is divided instead."""
-        if (division := self.division(node.args[0])) is None:
-            raise Whole(f"{node.name} reads a divided value where a whole one is needed")
-        return division
+    # -- what rules require. They return nothing: an unmet requirement ends the propagation after the rule, and the
+    # first one is its result. So a rule reads as the list of its conditions, without a test after each.
 
-    def tensors(self, node: fx.Node) -> list[fx.Node]:
-        """The operands that are tensors."""
-        return [operand for operand in node.all_input_nodes if self.facts.is_tensor(operand)]
+    def require(self, condition: bool, reason: str) -> None:
+        if not condition:
+            self.add_problem(CannotShard(reason))
 
-    def enter(self, operand: fx.Node) -> None:
-        """A whole value goes in: what comes back is a part of its gradient."""
-        if operand in self.facts.gradient and operand.name not in self.work.entered:
-            self.work.entered.append(operand.name)
+    def add_problem(self, problem: Problem) -> None:
+        self._unmet = self._unmet or problem
 
-    def part(self, node: fx.Node, path: str, division: Division) -> None:
-        """A node reads a part of a stored tensor."""
-        before = self.work.parts.setdefault(path, division)
-        if before.how != division.how:
-            raise Whole(f"{self.facts.names[path]} is divided in two ways")
-        self.work.readers.setdefault(path, []).append(node.name)
+    def copy_to_region(self, operand: fx.Node) -> None:
+        """Let the region read a replicated value: each rank computes a part of its gradient, which is summed."""
+        if operand in self.graph.has_gradient and operand.name not in self.edits.copied:
+            self.edits.copied.append(operand.name)
 
-    def operand(self, node: fx.Node, operand: fx.Node, dim: int, division: Division) -> None:
-        """A whole operand whose dimension `dim` meets a divided one: a part of it, unless it has one element there."""
+    def shard_weight(self, node: fx.Node, path: str, sharding: Sharding) -> None:
+        """Require that a stored tensor, which `node` reads, be sharded."""
+        before = self.edits.weights.setdefault(path, sharding)
+        self.require(
+            before.pattern == sharding.pattern, f"{self.graph.names[path]} would be sharded in two different ways"
+        )
+        self.edits.weight_readers.setdefault(path, []).append(node.name)
+
+    def shard_operand(self, node: fx.Node, operand: fx.Node, dim: int, sharding: Sharding) -> None:
+        """Require this rank's part of a replicated operand whose dimension `dim` (negative) meets a sharded one.
+
+        An operand that broadcasts along the dimension is read as it is.
+        """
+        if not self.graph.has_known_shape(operand):
+            self.add_problem(_unknown_shape(operand))
+            return
         shapes = self.shapes(operand)
+        dim += len(shapes)
         if dim < 0 or shapes[dim] == (1, 1):
-            self.enter(operand)
+            self.copy_to_region(operand)
             return
-        division = division.moved(dim)
-        if any(length % division.period for length in shapes[dim]):
-            raise Whole(f"{operand.name} has {shapes[dim][0]} elements where {division.period} are divided")
-        if self.facts.stored(operand) and shapes[dim] == (division.period, division.period):
-            self.part(node, str(operand.target), division)
+        sharding = sharding.on_dim(dim)
+        self.require(
+            all(length % sharding.period == 0 for length in shapes[dim]),
+            f"{operand.name} has {shapes[dim][0]} elements where {sharding.period} are sharded",
+        )
+        if self.graph.stored(operand) and shapes[dim] == (sharding.period, sharding.period):
+            self.shard_weight(node, str(operand.target), sharding)
             return
-        rows = [row.node for row in self.rows]
-        if products := [product for product in self.facts.nearest(operand) if product not in rows]:
-            raise Joined(products)
-        # heads may meet a bias of their own; single features meet the residual stream, which nothing else divides
-        if division.unit == 1 and operand in self.facts.gradient & self.facts.sampled:
-            raise Whole(f"{node.name} meets {operand.name}, which every rank has whole")
-        self.enter(operand)
-        self.work.sliced[node.name, operand.name] = division
+        row_nodes = [row.node for row in self.row_products]
+        if products := [each for each in self.graph.nearest_products(operand) if each not in row_nodes]:
+            self.add_problem(MustShardTogether(tuple(products)))
+        # Heads may meet a bias of their own, such as ALiBi's slopes. Single features would meet the residual stream,
+        # which is replicated everywhere else.
+        self.require(
+            sharding.columns_per_unit != 1 or operand not in self.graph.has_gradient & self.graph.depends_on_input,
+            f"{node.name} combines sharded features with {operand.name}, which is replicated",
+        )
+        self.copy_to_region(operand)
+        self.edits.sliced[node.name, operand.name] = sharding
 
-    def length(self, node: fx.Node, where: tuple[int | str, ...], division: Division, outer: int = 1) -> None:
-        """An argument becomes this rank's length."""
-        self.work.lengths.append(Length(node.name, where, division, outer))
+    def require_alike(self, one: Sharding, other: Sharding, node: fx.Node) -> None:
+        """Require that two shardings that meet give each rank the same elements."""
+        if one.blocks == other.blocks and one.inner == other.inner:
+            return
+        sizes = [[block * sharding.inner for block in sharding.blocks] for sharding in (one, other)]
+        if one.period != other.period:
+            self.require(False, f"{node.name} combines {one.period} sharded elements with {other.period}")
+        elif sizes[0] == sizes[1]:
+            # the same blocks in units of different size: alike where all blocks divide evenly
+            self.require(
+                one.is_even(self.size) and other.is_even(self.size),
+                f"{node.name} combines {sizes[0]} elements in units of {one.inner} and of {other.inner}, "
+                f"which do not divide evenly over {self.size} ranks",
+            )
+        else:
+            # the one with fewer blocks must have those of the other
+            ends = [{*itertools.accumulate(size)} for size in sizes]
+            coarse, wanted = (one, ends[1]) if ends[1] - ends[0] else (other, ends[0])
+            self.add_problem(coarse.with_block_ends(sorted(wanted), called(node)))
 
-    def reached(self, node: fx.Node, lengths: Any, dim: int, division: Division) -> None:
-        """The same of one of several lengths, a list or arguments of their own; -1 and 1 stay what they are."""
+    def broadcast(self, node: fx.Node, operands: Sequence[fx.Node], rank: int) -> Sharding:
+        """Return the sharding of a result of `rank` dimensions from operands that broadcast to it.
+
+        Requires that sharded operands be sharded alike, and shards the replicated ones.
+        """
+        found: Sharding | None = None
+        for operand in operands:
+            if (sharding := self.sharding(operand)) is None:
+                continue
+            sharding = sharding.on_dim(sharding.dim + rank - self.rank(operand))
+            if found is None:
+                found = sharding
+            elif found.dim != sharding.dim:
+                self.require(False, f"dimensions {found.dim} and {sharding.dim} of {node.name} would both be sharded")
+            else:
+                self.require_alike(found, sharding, node)
+        assert found is not None
+        for operand in operands:
+            if self.sharding(operand) is None:
+                self.shard_operand(node, operand, found.dim - rank, found)
+        return found
+
+    # -- what rules change in their call
+
+    def set_local_length(
+        self, node: fx.Node, argument: tuple[int | str, ...], sharding: Sharding, periods: int = 1
+    ) -> None:
+        """Replace an argument by this rank's length."""
+        self.edits.local_lengths.append(LocalLength(node.name, argument, sharding, periods))
+
+    def set_local_shape(self, node: fx.Node, lengths: Any, dim: int, sharding: Sharding) -> None:
+        """Replace the length of dimension `dim` in a shape, given as a list or as single arguments; -1 and 1 stay."""
         listed = isinstance(lengths[0], list | tuple)
         given = lengths[0][dim] if listed else lengths[dim]
         if given not in (-1, 1):
-            outer = given // division.period if isinstance(given, int) else 1
-            self.length(node, (1, dim) if listed else (1 + dim,), division, outer)
-
-    def same(self, one: Division, other: Division, node: fx.Node) -> None:
-        """Raises unless two divisions that meet are one."""
-        if one.blocks == other.blocks and one.inner == other.inner:
-            return
-        if one.period != other.period:
-            raise Whole(f"{one.period} divided elements meet {other.period} ({node.name})")
-        sizes = [[block * division.inner for block in division.blocks] for division in (one, other)]
-        if sizes[0] == sizes[1]:
-            if one.even(self.size) and other.even(self.size):
-                return
-            raise Whole(f"{sizes[0]} in units of {one.inner} and of {other.inner} over {self.size} ranks ({node.name})")
-        ends = [{*itertools.accumulate(size)} for size in sizes]
-        coarse, wanted = (one, ends[1]) if ends[1] - ends[0] else (other, ends[0])
-        raise coarse.finer(sorted(wanted), called(node))
-
-    def aligned(self, node: fx.Node, operands: Sequence[fx.Node], rank: int) -> Division:
-        """The division of a result of `rank` dimensions, with which operands broadcast, counted from the last."""
-        found: Division | None = None
-        for operand in operands:
-            if (own := self.division(operand)) is not None:
-                own = own.moved(own.dim + rank - self.rank(operand))
-                if found is not None and found.dim != own.dim:
-                    raise Whole(f"dimensions {found.dim} and {own.dim} of {node.name} would be divided")
-                if found is not None:
-                    self.same(found, own, node)
-                found = found or own
-        assert found is not None
-        for operand in operands:
-            if self.division(operand) is None:
-                self.operand(node, operand, found.dim - (rank - self.rank(operand)), found)
-        return found
+            periods = given // sharding.period if isinstance(given, int) else 1
+            self.set_local_length(node, (1, dim) if listed else (1 + dim,), sharding, periods)
 
 
 def called(node: fx.Node) -> str:
-    """What a node calls, as reasons name it."""
+    """Return the name of what a node calls, for messages."""
     return str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-Rule = Callable[[Attempt, Any], Any]
+def _unknown_shape(node: fx.Node) -> CannotShard:
+    return CannotShard(f"the shape of {node.name} is known only at run time")
+
+
+# -- the registry of rules
+
+Rule = Callable[[Propagation, Any], Result]
+UnaryRule = Callable[[Propagation, Any, Sharding], Result]
 R = TypeVar("R", bound=Rule)
-# Each says which dimension of a call's result is divided, notes what else the call needs (a part of an operand, a
-# length of its own in an argument), or raises why it cannot be.
 RULES: dict[Any, Rule] = {}
-"""Function, name of a method, or type of a module -> what it does to a division. Gives that of the result; a list of a
-tuple's; None where the result is whole."""
+"""Function, name of a method, or type of a module -> what it does to shardings."""
 
 
 def rule(*targets: Any) -> Callable[[R], R]:
-    """Files the rule of these calls."""
+    """Register the rule of calls of which any operand may be sharded; the shapes of all operands are known."""
 
-    def file(function: R) -> R:
-        RULES.update(dict.fromkeys(targets, function))
+    def register(function: R) -> R:
+        def checked(p: Propagation, node: Any) -> Result:
+            unknown = [operand for operand in node.all_input_nodes if not p.graph.has_known_shape(operand)]
+            return _unknown_shape(unknown[0]) if unknown else function(p, node)
+
+        RULES.update(dict.fromkeys(targets, checked))
         return function
 
-    return file
+    return register
+
+
+def unary_rule(*targets: Any) -> Callable[[UnaryRule], UnaryRule]:
+    """Register the rule of calls of which the first operand must be the sharded one; the rule gets its sharding."""
+
+    def register(function: UnaryRule) -> UnaryRule:
+        def checked(p: Propagation, node: Any) -> Result:
+            if (x := p.sharding(node.args[0])) is None:
+                return CannotShard(f"{node.name} reads a sharded value where it needs a replicated one")
+            return function(p, node, x)
+
+        RULES.update(dict.fromkeys(targets, checked))
+        return function
+
+    return register

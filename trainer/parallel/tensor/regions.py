@@ -1,12 +1,24 @@
-"""Tensor parallelism: pairs of products divided over the ranks of one group, column by column, then row by row.
+"""Find the tensor-parallel regions of a graph: column-parallel products, what follows, row-parallel products.
 
-    x -- enter -- x W1 (columns) -- ... heads or channels, each rank its own ... -- h W2 (rows) -- leave -- + bias
+An MLP, hidden size 64, over 2 ranks (Megatron-LM, Shoeybi et al. 2019, section 3; f and g are its names):
 
-The pairs (regions) are found in the graph, whatever model it is of: from a product whose columns are divided, the
-division is followed through every call (compute_rules.py) until it ends in products by rows. What breaks a
-rule stays whole on every rank, and the plan says which rule. Then the graph is rewritten: `enter` and `leave` at the
-borders, this rank's lengths in its arguments, this rank's parts in place of its weights. Its collectives are
-Megatron-LM's (Shoeybi et al. 2019, section 3): one all-reduce for each way into a region and each product by rows.
+    x [b, s, 64] --- linear [256, 64] --- gelu --- linear [64, 256] --- + bias
+
+    x --- f --- linear [128, 64] --- gelu --- linear [64, 128] --- g --- + bias
+          |     column-parallel               row-parallel         |     added once, to the sum
+          copy_to_region                                           reduce_from_region
+          (all-reduce in the backward pass)                        (all-reduce in the forward pass)
+
+Attention, 4 heads of 16; one fused weight is sharded in three blocks, so that each rank has 2 heads of each:
+
+    x --- linear [192, 64] --- split in 3 --- 4 heads --- attention --- merge --- linear [64, 64] --- + bias
+
+    x --- f --- linear [96, 64] --- split in 3 --- 2 heads --- attention --- merge --- linear [64, 32] --- g --- + bias
+
+No model is known by name: from every product whose columns may be sharded, the sharding is propagated through the graph
+(propagation.py) until it ends in row-parallel products. If a condition is not met the weight stays replicated, and
+`TensorSharding.replicated` holds the reason. One all-reduce for each way into a region and each row-parallel product:
+the numbers of collectives are Megatron-LM's. The rewriting of the graph is in rewrite.py.
 """
 
 from __future__ import annotations
@@ -18,49 +30,41 @@ import torch
 from torch import fx
 
 import onward.trainer.parallel.tensor.compute_rules
-import onward.trainer.parallel.tensor.view_rules  # noqa: F401  both file the rules
+import onward.trainer.parallel.tensor.view_rules  # noqa: F401  both register the rules
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.parallel.tensor.graph_analysis import (
-    TRANSPOSED,
-    Facts,
-    Finer,
-    Joined,
-    Product,
-    Whole,
-)
-from onward.trainer.parallel.tensor.propagation import Attempt, Work
+from onward.trainer.parallel.tensor.graph_analysis import TRANSPOSED, GraphAnalysis, Product
+from onward.trainer.parallel.tensor.propagation import Propagation, RegionEdits
+from onward.trainer.parallel.tensor.sharding import CannotShard, MustShardTogether, NeedsFinerBlocks
 
 FLOPS_PER_BYTE = 250
-"""A division by channels must save so much arithmetic for each byte it sends: about what a device computes in the time
+"""Sharding convolutions must save so much arithmetic for each byte it sends: about what a device computes in the time
 it sends a byte to its neighbour (60 TFLOP/s beside 240 GB/s; 100 GFLOP/s beside 0.4 GB/s over gloo)."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Products that are divided together."""
+    """Products that are sharded together."""
 
     kind: str
     """attention, mlp or convolutions."""
     columns: tuple[str, ...]
-    """Names of the weights of which each rank has some columns (outputs), those of convolutions in groups included."""
+    """Names of the column-parallel weights (output features sharded), those of grouped convolutions included."""
     rows: tuple[str, ...]
-    """Names of the weights of which each rank has some rows (inputs)."""
-    work: Work = field(repr=False, compare=False)
+    """Names of the row-parallel weights (input features sharded)."""
+    edits: RegionEdits = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class TensorSharding:
-    """What is divided over `size` ranks, and what is not."""
+    """What is sharded over `size` ranks, and what is not."""
 
     size: int
     regions: tuple[Region, ...]
     replicated: tuple[tuple[str, str], ...]
-    """(weight of a product or convolution that every rank holds whole, the rule that keeps it so)"""
+    """(weight of a product or convolution that every rank holds completely, the reason)"""
 
 
-# -- the plan
-
-MEETS = "its result meets that of"
+COMBINED = "its output is combined with that of"
 
 
 def find_regions(module: ImportedGraph, size: int, *, convolutions: str = "auto") -> TensorSharding:
@@ -70,130 +74,154 @@ def find_regions(module: ImportedGraph, size: int, *, convolutions: str = "auto"
     """
     if size == 1:
         return TensorSharding(1, (), ())
-    return _Planner(module, size, convolutions).plan()
+    return _Finder(module, size, convolutions).find()
 
 
-class _Planner:
+class _Finder:
     def __init__(self, module: ImportedGraph, size: int, convolutions: str) -> None:
-        self.module, self.size, self.convolutions = module, size, convolutions
-        self.facts = Facts(module, module.onnx_names)
+        self.size, self.convolutions = size, convolutions
+        self.graph = GraphAnalysis(module, module.onnx_names)
         self.taken: set[fx.Node] = set()
+        """Products of the regions found so far."""
         self.reasons: dict[fx.Node, str] = {}
+        """Product -> why no region begins with it."""
 
-    def plan(self) -> TensorSharding:
+    def find(self) -> TensorSharding:
         found = []
-        for node in self.facts.products:
+        for node in self.graph.products:
             if node in self.taken or node in self.reasons:
                 continue
-            if (region := self._region(node)) is not None:
+            region = self._region(node)
+            if isinstance(region, CannotShard):
+                self.reasons[node] = region.reason
+            else:
                 found.append(region)
-        regions = self._consistent(found)
-        divided = {path for region in regions for path in region.work.parts}
-        whole = {
-            product.name: self.reasons.get(node, "no divided value reaches it")
-            for node, product in self.facts.products.items()
-            if product.path not in divided and not product.low_rank
+                self.taken |= {product.node for product in self._products_of(region.edits)}
+        regions = self._without_conflicts(found)
+        sharded = {path for region in regions for path in region.edits.weights}
+        replicated = {
+            product.name: self.reasons.get(node, "no region shards its rows or columns")
+            for node, product in self.graph.products.items()
+            if product.path not in sharded and not product.is_low_rank
         }
-        for name, node in self.facts.computed_matrices():
-            whole.setdefault(name, f"the matrix of {node.name} is computed from it")
-        return TensorSharding(self.size, tuple(regions), tuple(whole.items()))
+        for name, node in self.graph.computed_matrices():
+            replicated.setdefault(name, f"{node.name} multiplies by a matrix that is computed from it")
+        return TensorSharding(self.size, tuple(regions), tuple(replicated.items()))
 
-    def _region(self, seed: fx.Node) -> Region | None:
-        """The region that begins with a product, and those it meets; None, and the reason noted, if there is none."""
-        columns, cuts, doubt = {seed}, dict[str, frozenset[int]](), ""
+    def _region(self, seed: fx.Node) -> Region | CannotShard:
+        """Find the region that begins with a product, together with the products that its sharding meets.
+
+        Each propagation either succeeds or says what to change: it is repeated with more products or finer blocks,
+        both of which only grow, until it succeeds or cannot.
+        """
+        columns, cuts, first_doubt = {seed}, dict[str, frozenset[int]](), ""
         while True:
-            try:
-                work = Attempt(self.facts, self.size, columns, cuts).run()
-                region = self._made(columns, work)
-                self.taken |= {product.node for product in (*self._inside(work), *self._rows(work))}
-                return region
-            except Finer as finer:
-                cuts[finer.source] = cuts.get(finer.source, frozenset()) | finer.cuts
-                doubt = doubt or finer.otherwise
-            except Joined as joined:
-                if {*joined.products} <= columns:
-                    self.reasons[seed] = "its result meets what is computed from it whole"
-                    return None
-                columns |= {*joined.products}
-                if (met := self._unfit(joined.products)) is not None:
-                    self.reasons[seed] = f"{MEETS} {met}"
-                    return None
-            except Whole as reason:
-                self.reasons[seed] = doubt or str(reason)
-                return None
+            result = Propagation(self.graph, self.size, columns, cuts).run()
+            match result:
+                case NeedsFinerBlocks(weight, at, otherwise):
+                    cuts[weight] = cuts.get(weight, frozenset()) | at
+                    first_doubt = first_doubt or otherwise
+                case MustShardTogether(products):
+                    if {*products} <= columns:
+                        return CannotShard("its output is combined with a replicated value that is computed from it")
+                    if (reason := self._why_replicated(products)) is not None:
+                        return CannotShard(f"{COMBINED} {reason}")
+                    columns |= {*products}
+                case CannotShard(reason):
+                    return CannotShard(first_doubt or reason)
+                case RegionEdits():
+                    region = self._checked_region(columns, result)
+                    if isinstance(region, CannotShard):
+                        return CannotShard(first_doubt or region.reason)
+                    return region
 
-    def _unfit(self, products: Iterable[fx.Node]) -> str | None:
-        """The weight of one of these that cannot be divided by columns, and why."""
+    def _why_replicated(self, products: Iterable[fx.Node]) -> str | None:
+        """Return the weight of the first product that cannot be column-parallel, and why; None if all can."""
         for node in products:
-            name = self.facts.products[node].name
+            name = self.graph.products[node].name
             if node in self.taken:
-                return f"{name}, which is whole"
+                return f"{name}, which is replicated"
             if (reason := self.reasons.get(node)) is not None:
-                return f"{name}, which is whole{'' if reason.startswith(MEETS) else f': {reason}'}"
+                # a chain of such reasons would repeat itself
+                return f"{name}, which is replicated{'' if reason.startswith(COMBINED) else f': {reason}'}"
         return None
 
-    def _made(self, columns: set[fx.Node], work: Work) -> Region:
-        inside, rows = self._inside(work), self._rows(work)
+    def _checked_region(self, columns: set[fx.Node], edits: RegionEdits) -> Region | CannotShard:
+        inside, rows = self._inside(edits), self._rows(edits)
         if any(product.node in self.taken for product in (*inside, *rows)):
-            raise Whole("it meets another region")
-        kind = "attention" if work.attends else "mlp"
-        if any(product.convolution for product in (*rows, *(self.facts.products[node] for node in columns))):
+            return CannotShard("its sharded output reaches another region")
+        kind = "attention" if edits.has_attention else "mlp"
+        if any(product.is_convolution for product in (*rows, *(self.graph.products[node] for node in columns))):
             kind = "convolutions"
-            self._check_convolutions(inside, rows, work)
-        columns_of = dict.fromkeys(product.name for product in inside if product.path in work.parts)
-        rows_of = dict.fromkeys(self.facts.names[product.row_path] for product in rows)
-        return Region(kind, tuple(columns_of), tuple(rows_of), work)
+            if reason := self._why_not_worth_it(inside, rows, edits):
+                return CannotShard(reason)
+        columns_of = dict.fromkeys(product.name for product in inside if product.path in edits.weights)
+        rows_of = dict.fromkeys(self.graph.names[product.row_path] for product in rows)
+        return Region(kind, tuple(columns_of), tuple(rows_of), edits)
 
-    def _inside(self, work: Work) -> list[Product]:
-        return [product for node, product in self.facts.products.items() if node.name in work.inside]
+    def _inside(self, edits: RegionEdits) -> list[Product]:
+        """Return the products with a sharded output."""
+        return [product for node, product in self.graph.products.items() if node.name in edits.sharded]
 
-    def _rows(self, work: Work) -> list[Product]:
-        return [product for node, product in self.facts.products.items() if node.name in work.rows]
+    def _rows(self, edits: RegionEdits) -> list[Product]:
+        return [product for node, product in self.graph.products.items() if node.name in edits.row_products]
 
-    def _check_convolutions(self, inside: Sequence[Product], rows: Sequence[Product], work: Work) -> None:
+    def _products_of(self, edits: RegionEdits) -> list[Product]:
+        return [*self._inside(edits), *self._rows(edits)]
+
+    def _why_not_worth_it(self, inside: Sequence[Product], rows: Sequence[Product], edits: RegionEdits) -> str:
+        """Return why convolutions are not sharded by the setting parallel.convolutions; "" if they are."""
         if self.convolutions == "never":
-            raise Whole("parallel.convolutions is never")
+            return "parallel.convolutions is never"
         if self.convolutions == "always":
-            return
-        saved = 3 * (1 - 1 / self.size) * sum(self._flops(product) for product in (*inside, *rows))
-        entered = [node for node in self.facts.order if node.name in work.entered]
-        crossing = sum(self._numel(node) for node in (*(row.node for row in rows), *entered))
-        sent = 4 * crossing * 2 * (1 - 1 / self.size)
-        if saved < FLOPS_PER_BYTE * sent:
-            ratio = f"{saved / sent:.0f} operations for each byte sent, less than {FLOPS_PER_BYTE}"
-            raise Whole(f"convolutions: auto; divided with {rows[0].name} it would save {ratio}")
+            return ""
+        copied = [node for node in self.graph.order if node.name in edits.copied]
+        all_reduced = [*(row.node for row in rows), *copied]
+        if unknown := [node.name for node in all_reduced if not self.graph.has_known_shape(node)]:
+            return f"the shape of {unknown[0]} is known only at run time"
+        # 3: the backward pass has a product for the input's gradient and one for the weight's.
+        flops_saved = 3 * (1 - 1 / self.size) * sum(self._flops(product) for product in (*inside, *rows))
+        # A ring all-reduce sends every element (4 bytes) 2 (size - 1) / size times.
+        bytes_sent = 4 * sum(self._numel(node) for node in all_reduced) * 2 * (1 - 1 / self.size)
+        if flops_saved >= FLOPS_PER_BYTE * bytes_sent:
+            return ""
+        ratio = f"{flops_saved / bytes_sent:.0f} operations for each byte sent, less than {FLOPS_PER_BYTE}"
+        return f"parallel.convolutions is auto, and to shard it with {rows[0].name} would save {ratio}"
 
     def _numel(self, node: fx.Node) -> int:
-        return torch.Size(length for length, _ in self.facts.shapes(node)).numel()
+        return torch.Size(length for length, _ in self.graph.shapes(node)).numel()
 
     def _flops(self, product: Product) -> int:
-        """Of the forward pass."""
-        if product.low_rank:
-            return 0  # next to nothing
-        weight = self.facts.tensor(product.path).shape
-        if not product.convolution:
+        """Return the arithmetic operations of the forward pass; an adapter's few are neglected."""
+        if product.is_low_rank:
+            return 0
+        weight = self.graph.tensor(product.path).shape
+        if not product.is_convolution:
             return 2 * self._numel(product.node) * weight[product.inputs]
+        # each element of the input is multiplied by the kernel if transposed, else each element of the output
         over = product.x if product.node.target in TRANSPOSED else product.node
         return 2 * self._numel(over) * weight[1:].numel()
 
-    def _consistent(self, regions: list[Region]) -> list[Region]:
-        """Without regions of weights that something else reads whole, or divided in another way."""
+    def _without_conflicts(self, regions: list[Region]) -> list[Region]:
+        """Remove regions with weights that something else reads completely, or that are sharded in another way there.
+
+        Begins again after each removal, since another region may have been consistent only with the removed one.
+        """
         while True:
             for region in regions:
                 if (reason := self._conflict(region, regions)) is not None:
-                    products = (*self._inside(region.work), *self._rows(region.work))
-                    self.reasons |= {product.node: reason for product in products}
+                    self.reasons |= {product.node: reason for product in self._products_of(region.edits)}
                     regions = [other for other in regions if other is not region]
                     break
             else:
                 return regions
 
     def _conflict(self, region: Region, regions: Sequence[Region]) -> str | None:
-        for path, division in region.work.parts.items():
-            others = [other.work for other in regions if path in other.work.parts]
-            readers = {name for work in others for name in work.readers[path]}
-            if strangers := [node.name for node in self.facts.readers(path) if node.name not in readers]:
-                return f"{self.facts.names[path]} is also read by {strangers[0]}, where it is whole"
-            if any(work.parts[path].how != division.how for work in others):
-                return f"{self.facts.names[path]} is divided in two ways"
+        for path, sharding in region.edits.weights.items():
+            all_edits = [other.edits for other in regions if path in other.edits.weights]
+            readers = {name for edits in all_edits for name in edits.weight_readers[path]}
+            if others := [node.name for node in self.graph.readers(path) if node.name not in readers]:
+                return f"{self.graph.names[path]} is also read by {others[0]}, which needs all of it"
+            if any(edits.weights[path].pattern != sharding.pattern for edits in all_edits):
+                return f"{self.graph.names[path]} would be sharded in two different ways"
         return None

@@ -1,4 +1,16 @@
-"""The rewriting of a graph into what one rank of the tensor axis computes of it."""
+"""Rewrite a graph into what one rank of the tensor axis computes of it.
+
+    x = inputs                                      weight [256, 64], weight_1 [64, 256]
+    linear = linear(x, weight, bias)
+    reshape = linear.reshape(-1, 4, 64)             4 heads
+
+    x = inputs                                      weight [128, 64], weight_1 [64, 128]
+    copied = copy_to_region(x, group)
+    linear = linear(copied, weight, bias)           bias [128]
+    reshape = linear.reshape(-1, 2, 64)             this rank's 2 heads: a local length
+
+The row-parallel product that ends the region loses its bias, which reduce_from_region's result gets.
+"""
 
 from __future__ import annotations
 
@@ -11,135 +23,147 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
-from onward.trainer.distributed.placement import Interval, Placement
+from onward.trainer.distributed.placement import Interval, Placement, slices
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, Division, low_rank
-from onward.trainer.parallel.tensor.propagation import Length, Work
+from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, is_low_rank, stored_tensor
+from onward.trainer.parallel.tensor.propagation import LocalLength, RegionEdits
 from onward.trainer.parallel.tensor.regions import TensorSharding
+from onward.trainer.parallel.tensor.sharding import Sharding
 
-# -- what stands in the divided graph beside enter and leave
+# -- what stands in the rewritten graph beside copy_to_region and reduce_from_region
 
 
-def local_slice(x: Tensor, dim: int, period: int, held: Sequence[Interval]) -> Tensor:
-    """Of each `period` elements along a dimension those in the intervals `held`."""
-    parts = x.unflatten(dim, (-1, period))  # type: ignore[no-untyped-call]
-    pieces = [parts.narrow(dim + 1, start, stop - start) for start, stop in held]
+def local_slice(x: Tensor, dim: int, period: int, intervals: Sequence[Interval]) -> Tensor:
+    """Return the elements in `intervals` of each `period` elements along a dimension."""
+    periods = x.unflatten(dim, (-1, period))  # type: ignore[no-untyped-call]
+    pieces = [periods.narrow(dim + 1, start, stop - start) for start, stop in intervals]
     return torch.cat(pieces, dim + 1).flatten(dim, dim + 1) if len(pieces) > 1 else pieces[0].flatten(dim, dim + 1)
 
 
 def row_parallel_low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool, group: str) -> Tensor:
-    """An adapter's product of a divided x, whose `rank` intermediate results are summed: they are the fewest."""
+    """Return an adapter's product x A' B' (x B A if reverse) of an x whose features are sharded. Collective.
+
+    The all-reduce is between the two products, where the result has only the adapter's `rank` features.
+    """
     narrow = reduce_from_region(x @ (b if reverse else a.mT), group)
     return (narrow * scale) @ (a if reverse else b.mT)
 
 
 class RankSeeded(nn.Module):
-    """A module inside a region whose random numbers are other ones on each rank of the group.
+    """A module inside a region that draws different random numbers on each rank of the group.
 
-    Their seed is drawn from torch's generator, which is in the same state on all of them and stays so, however many
-    numbers each draws here; who restores that generator (recomputation) gets the same numbers again.
+    Its seed is drawn from torch's generator, whose state is the same on all ranks. The generator advances by one draw
+    on each, whatever the module draws, so that the states stay the same; recomputation, which restores the state,
+    gets the same numbers again.
     """
 
-    def __init__(self, drawing: nn.Module, coordinate: int) -> None:
+    def __init__(self, drawing: nn.Module, tensor_rank: int) -> None:
         super().__init__()
         self.drawing = drawing
-        self.coordinate = coordinate
+        self.tensor_rank = tensor_rank
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        """As the module's own."""
         if not self.training or is_fake(x):
             return self.drawing(x, *more)  # type: ignore[no-any-return]
-        seed = int(torch.randint(2**62, ())) + self.coordinate
+        seed = int(torch.randint(2**62, ())) + self.tensor_rank
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
             torch.manual_seed(seed)
             return self.drawing(x, *more)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        return f"coordinate={self.coordinate}"
+        return f"tensor_rank={self.tensor_rank}"
 
 
 # -- the rewriting
 
 
-def shard_regions(module: ImportedGraph, plan: TensorSharding, *, rank: int, group: str) -> dict[str, Placement]:
+def shard_regions(module: ImportedGraph, found: TensorSharding, *, rank: int, group: str) -> dict[str, Placement]:
     """Rewrite the graph, in place, to what one rank of the tensor axis computes of it.
 
-    rank: this rank's coordinate; group: the name of the axis's process group. Divided weights and running statistics
-    become this rank's parts; returns which part each is, by name in the file. Every node whose value is divided, a part
-    of a sum or on its way in gets the number of its region as `meta["tensor_parallel"]`: no cut may go through it.
+    rank: this rank's coordinate; group: the name of the axis's process group. Sharded weights and running statistics
+    become this rank's parts; returns which part each is, by initializer name. Every node whose value is sharded, a
+    partial sum or on its way into a region gets the number of its region as `meta["tensor_parallel"]`: pipeline stages
+    cannot be cut there.
     """
-    rewritings = [_Rewriting(module, r.work, n, (rank, plan.size), group) for n, r in enumerate(plan.regions)]
-    for rewriting in rewritings:
-        rewriting.apply()
-    for rewriting in rewritings:  # last: one region's sum may be what enters another
-        rewriting.leave()
+    rewriters = [
+        _RegionRewriter(module, region.edits, number, (rank, found.size), group)
+        for number, region in enumerate(found.regions)
+    ]
+    for rewriter in rewriters:
+        rewriter.apply()
+    for rewriter in rewriters:  # last: the sum that leaves one region may be the value that enters another
+        rewriter.reduce_row_products()
     placements = {}
-    for path, division in {path: own for region in plan.regions for path, own in region.work.parts.items()}.items():
-        placements[module.onnx_names[path]] = _replace(module, path, division, rank, plan.size)
+    # one weight may be in several regions, sharded alike
+    for path, sharding in {path: s for region in found.regions for path, s in region.edits.weights.items()}.items():
+        placement = sharding.placement(stored_tensor(module, path).shape, rank, found.size)
+        keep_shard(module, path, placement)
+        placements[module.onnx_names[path]] = placement
     module.graph.lint()
     module.recompile()
     return placements
 
 
-def _replace(module: nn.Module, path: str, division: Division, rank: int, size: int) -> Placement:
-    """Put this rank's part in place of a stored tensor."""
+def keep_shard(module: nn.Module, path: str, placement: Placement) -> None:
+    """Replace a stored tensor by the part that a placement describes."""
     name, _, leaf = path.rpartition(".")
     owner = module.get_submodule(name)
-    whole: Tensor = getattr(owner, leaf)
-    placement = division.placement(whole.shape, rank, size)
-    part = whole.new_empty(placement.local_shape)
+    full = stored_tensor(module, path)
+    shard = full.new_empty(placement.local_shape)
     with torch.no_grad():
-        pieces = [whole.narrow(division.dim, start, stop - start) for start, stop in division.held(rank, size)]
-        torch.cat(pieces, division.dim, out=part)
-    if isinstance(whole, nn.Parameter):
-        owner.register_parameter(leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
+        for box, piece in placement.take(full):
+            shard[slices(box)] = piece
+    if isinstance(full, nn.Parameter):
+        owner.register_parameter(leaf, nn.Parameter(shard, requires_grad=full.requires_grad))
     else:
-        owner.register_buffer(leaf, part, persistent=leaf not in owner._non_persistent_buffers_set)
-    return placement
+        owner.register_buffer(leaf, shard, persistent=leaf not in owner._non_persistent_buffers_set)
 
 
-class _Rewriting:
-    """One region of one graph."""
+class _RegionRewriter:
+    """Applies the edits of one region. place: (this rank's coordinate, size of the tensor axis)."""
 
-    def __init__(self, module: ImportedGraph, work: Work, number: int, place: tuple[int, int], group: str) -> None:
-        self.module, self.graph, self.work, self.number = module, module.graph, work, number
+    def __init__(
+        self, module: ImportedGraph, edits: RegionEdits, number: int, place: tuple[int, int], group: str
+    ) -> None:
+        self.module, self.graph, self.edits, self.number = module, module.graph, edits, number
         self.place, self.group = place, group
         self.nodes = {node.name: node for node in self.graph.nodes}
 
     def apply(self) -> None:
-        """Arguments first: what goes in and comes out changes who reads what."""
-        for name in (*self.work.inside, *self.work.rows):
+        # arguments first: the nodes that are put in below change who reads what
+        for name in (*self.edits.sharded, *self.edits.row_products):
             self.nodes[name].meta["tensor_parallel"] = self.number
-        for length in self.work.lengths:
-            self._shorten(length)
-        for name, division in self.work.measured:
-            self._measure(self.nodes[name], division)
-        for name in self.work.apart:
-            self._set_apart(self.nodes[name])
-        for name in self.work.entered:
-            self._enter(self.nodes[name])
-        for (reader, operand), division in self.work.sliced.items():
-            self._slice(self.nodes[reader], self.nodes[operand], division)
+        for length in self.edits.local_lengths:
+            self._set_local_length(length)
+        for name, sharding in self.edits.size_calls:
+            self._scale_to_full_length(self.nodes[name], sharding)
+        for name in self.edits.random_modules:
+            self._seed_by_rank(self.nodes[name])
+        for name in self.edits.copied:
+            self._copy_to_region(self.nodes[name])
+        for (reader, operand), sharding in self.edits.sliced.items():
+            self._slice(self.nodes[reader], self.nodes[operand], sharding)
 
-    def leave(self) -> None:
-        """Add up what the products by rows give: after all regions were applied."""
-        for name in self.work.rows:
-            self._leave(self.nodes[name])
+    def reduce_row_products(self) -> None:
+        """Sum the partial results of the row-parallel products, after all regions were applied."""
+        for name in self.edits.row_products:
+            self._reduce(self.nodes[name])
 
     def _call(self, function: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(function, args)
         node.meta["tensor_parallel"] = self.number
         return node
 
-    def _shorten(self, length: Length) -> None:
-        node, (first, *rest) = self.nodes[length.node], length.where
+    def _set_local_length(self, length: LocalLength) -> None:
+        node, (first, *rest) = self.nodes[length.node], length.argument
         value: Any = node.kwargs[first] if isinstance(first, str) else node.args[first]
         old = value[rest[0]] if rest else value
-        new: Any = length.outer * length.division.own(*self.place)
+        local = length.sharding.local_length(*self.place)
+        new: Any = length.periods * local
         if isinstance(old, fx.Node):
             with self.graph.inserting_before(node):
-                new = self._scaled(old, length.division.own(*self.place), length.division.period)
+                new = self._call(operator.floordiv, self._call(operator.mul, old, local), length.sharding.period)
         if rest:
             new = [*value[: rest[0]], new, *value[rest[0] + 1 :]]  # type: ignore[operator]
         if isinstance(first, str):
@@ -147,18 +171,15 @@ class _Rewriting:
         else:
             node.update_arg(first, new)
 
-    def _scaled(self, number: fx.Node, by: int, over: int) -> fx.Node:
-        return self._call(operator.floordiv, self._call(operator.mul, number, by), over)
-
-    def _measure(self, node: fx.Node, division: Division) -> None:
-        """A length of this rank's part, as that of the whole value."""
+    def _scale_to_full_length(self, node: fx.Node, sharding: Sharding) -> None:
+        """Make a `size` call that gives this rank's length give the length of the full tensor."""
         with self.graph.inserting_after(node):
-            product = self._call(operator.mul, node, division.period)
+            product = self._call(operator.mul, node, sharding.period)
         with self.graph.inserting_after(product):
-            whole = self._call(operator.floordiv, product, division.own(*self.place))
-        node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not product)
+            full = self._call(operator.floordiv, product, sharding.local_length(*self.place))
+        node.replace_all_uses_with(full, delete_user_cb=lambda user: user is not product)
 
-    def _set_apart(self, node: fx.Node) -> None:
+    def _seed_by_rank(self, node: fx.Node) -> None:
         target = f"{str(node.target).replace('.', '_')}_rank_seeded_{self.number}"
         while hasattr(self.module, target):
             target += "_"
@@ -166,25 +187,27 @@ class _Rewriting:
         self.module.add_module(target, RankSeeded(drawing, self.place[0]).train(drawing.training))
         node.target = target
 
-    def _enter(self, operand: fx.Node) -> None:
-        """One node for all readers inside, so that they share one all-reduce."""
-        inside = {*self.work.inside}  # a product by rows reads nothing whole but what is added to the sum
-        readers = [user for user in operand.users if user.name in inside]
+    def _copy_to_region(self, operand: fx.Node) -> None:
+        """Insert one node for all readers inside the region, so that they share one all-reduce."""
+        # a row-parallel product is not among them: all that it reads replicated is its bias, added to the sum
+        sharded = {*self.edits.sharded}
+        readers = [user for user in operand.users if user.name in sharded]
         with self.graph.inserting_before(min(readers)):
-            entered = self._call(copy_to_region, operand, self.group)
-        entered.meta.update({key: operand.meta[key] for key in ("probes", "rank") if key in operand.meta})
+            copied = self._call(copy_to_region, operand, self.group)
+        copied.meta.update({key: operand.meta[key] for key in ("probes", "rank") if key in operand.meta})
         for reader in readers:
-            reader.replace_input_with(operand, entered)
-        self.nodes[operand.name] = entered  # of which a part may be taken
+            reader.replace_input_with(operand, copied)
+        self.nodes[operand.name] = copied  # `_slice` takes its part of this one
 
-    def _slice(self, reader: fx.Node, operand: fx.Node, division: Division) -> None:
+    def _slice(self, reader: fx.Node, operand: fx.Node, sharding: Sharding) -> None:
+        intervals = sharding.intervals(*self.place)
         with self.graph.inserting_before(reader):
-            part = self._call(local_slice, operand, division.dim, division.period, division.held(*self.place))
+            part = self._call(local_slice, operand, sharding.dim, sharding.period, intervals)
         reader.replace_input_with(operand, part)
 
-    def _leave(self, node: fx.Node) -> None:
-        """The sum of a product by rows; its bias is added once, to the sum."""
-        if low_rank(node):
+    def _reduce(self, node: fx.Node) -> None:
+        """Sum a row-parallel product over the ranks, and add its bias once, to the sum."""
+        if is_low_rank(node):
             node.target, node.args = row_parallel_low_rank, (*node.args, self.group)
             node.meta.pop("tensor_parallel")
             return
@@ -197,22 +220,23 @@ class _Rewriting:
                 result = self.graph.call_function(torch.mul, (result, alpha))
         if bias is not None:
             convolutions = [*CONVOLUTIONS, *TRANSPOSED]
-            dims = 1 + convolutions.index(node.target) % 3 if node.target in convolutions else 0
-            result = self._add(result, bias, beta, dims)
+            spatial_dims = 1 + convolutions.index(node.target) % 3 if node.target in convolutions else 0
+            result = self._add_bias(result, bias, beta, spatial_dims)
+        # without the mark, so that a stage may end behind the sum
         result.meta.update({key: value for key, value in node.meta.items() if key != "tensor_parallel"})
         for reader in readers:
             reader.replace_input_with(node, result)
 
-    def _add(self, total: fx.Node, bias: fx.Node, factor: Any, dims: int) -> fx.Node:
-        """dims: behind the bias's own."""
+    def _add_bias(self, total: fx.Node, bias: fx.Node, factor: Any, spatial_dims: int) -> fx.Node:
         with self.graph.inserting_after(total):
-            shaped = self.graph.call_method("reshape", (bias, [-1, *[1] * dims])) if dims else bias
-        with self.graph.inserting_after(shaped if dims else total):
+            shape = [-1, *[1] * spatial_dims]
+            shaped = self.graph.call_method("reshape", (bias, shape)) if spatial_dims else bias
+        with self.graph.inserting_after(shaped if spatial_dims else total):
             return self.graph.call_function(torch.add, (total, shaped), {"alpha": factor} if factor != 1 else {})
 
 
 def _take_bias(node: fx.Node) -> tuple[Any, Any, Any]:
-    """Take the bias out of a call; returns it, and what product and bias are multiplied by."""
+    """Remove the bias from a call; returns it (None without one), and the factors of product and bias."""
     if node.target is torch.addmm:
         bias, x, weight = node.args
         factors = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)

@@ -1,4 +1,18 @@
-"""How a divided dimension goes through calls that move, cut and join dimensions; see compute_rules.py."""
+"""Sharding rules of the calls that move, split and join dimensions.
+
+Reshapes are followed by the strides of the sharded elements. Over 2 ranks, with 0 and 1 the rank of each element:
+
+    [b, s, 8]        0 0 0 0 1 1 1 1              dim 2, blocks (8,), inner 1
+    -> [b, s, 2, 4]  [0 0 0 0] [1 1 1 1]          dim 2, blocks (2,), inner 1: each rank has one head
+    -> [b, s, 8]     0 0 0 0 1 1 1 1              dim 2, blocks (2,), inner 4: a head is never separated
+
+One weight for query, key and value. Its output is split into three, so that the propagation begins again with blocks
+(NeedsFinerBlocks):
+
+    [b, s, 12]       0 0 0 0 0 0 1 1 1 1 1 1      blocks (12,): the first rank has no value, the second no query
+    [b, s, 12]       0 0 1 1 0 0 1 1 0 0 1 1      blocks (4, 4, 4)
+    -> 3 [b, s, 4]   0 0 1 1                      blocks (4,) of each
+"""
 
 from __future__ import annotations
 
@@ -15,272 +29,287 @@ from torch import fx
 
 from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.ops.shape import expand
-from onward.trainer.parallel.tensor.graph_analysis import Division, Whole
-from onward.trainer.parallel.tensor.propagation import Attempt, called, rule
+from onward.trainer.parallel.tensor.propagation import Propagation, called, rule, unary_rule
+from onward.trainer.parallel.tensor.sharding import (
+    CannotShard,
+    Problem,
+    Replicated,
+    Result,
+    Sharding,
+)
 
 # -- moving dimensions
 
 
-@rule("size")
-def size(t: Attempt, node: Any) -> None:
-    """All numbers of the graph stay those of whole values."""
-    x, dim = node.args
-    division = t.division(x)
-    if division is not None and dim % t.rank(x) == division.dim:
-        t.work.measured.append((node.name, division))
+@unary_rule("size")
+def size(p: Propagation, node: Any, x: Sharding) -> Result:
+    """Keep every number in the graph that of the full tensor, so that all ranks compute the same shapes."""
+    operand, dim = node.args
+    if dim % p.rank(operand) == x.dim:
+        p.edits.size_calls.append((node.name, x))
+    return Replicated()
 
 
-@rule("permute", torch.permute, "transpose", torch.transpose, "t", torch.t)
-def permute(t: Attempt, node: Any) -> Division:
-    x, *rest = node.args
-    division, rank = t.first(node), t.rank(x)
+@unary_rule("permute", torch.permute, "transpose", torch.transpose, "t", torch.t)
+def permute(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, *rest = node.args
+    rank = p.rank(operand)
     order = list(range(rank))
     if called(node) == "permute":
-        order = [dim % rank for dim in (rest[0] if isinstance(rest[0], list | tuple) else rest)]
+        order = [dim % rank for dim in _listed(rest)]
     else:
         one, other = rest or (0, rank - 1)
         order[one], order[other] = order[other], order[one]
-    return division.moved(order.index(division.dim))
+    return x.on_dim(order.index(x.dim))
 
 
-@rule(torch.unsqueeze, "unsqueeze")
-def unsqueeze(t: Attempt, node: Any) -> Division:
-    dim = node.args[1]
-    division = t.first(node)
-    return division.moved(division.dim + (dim % t.rank(node) <= division.dim))
+@unary_rule(torch.unsqueeze, "unsqueeze")
+def unsqueeze(p: Propagation, node: Any, x: Sharding) -> Result:
+    return x.on_dim(x.dim + (node.args[1] % p.rank(node) <= x.dim))
 
 
-@rule(torch.squeeze, "squeeze")
-def squeeze(t: Attempt, node: Any) -> Division:
-    x, *rest = node.args
-    division = t.division(x)
-    if division is None or not rest:
-        raise Whole(f"{node.name} does not say which dimensions it takes away")
-    dims = [dim % t.rank(x) for dim in (rest[0] if isinstance(rest[0], list | tuple) else rest)]
-    gone = [dim for dim in dims if t.shapes(x)[dim] == (1, 1)]
-    return division.moved(division.dim - sum(dim < division.dim for dim in gone))
+@unary_rule(torch.squeeze, "squeeze")
+def squeeze(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, *rest = node.args
+    if not rest:
+        return CannotShard(f"{node.name} does not name the dimensions it removes")
+    dims = [dim % p.rank(operand) for dim in _listed(rest)]
+    removed = [dim for dim in dims if p.shapes(operand)[dim] == (1, 1)]
+    return x.on_dim(x.dim - sum(dim < x.dim for dim in removed))
 
 
-@rule("reshape", "view", torch.reshape, "flatten", torch.flatten)
-def reshape(t: Attempt, node: Any) -> Division:
-    x, *rest = node.args
-    division = t.first(node)
-    result = regroup(t.shapes(x), t.shapes(node), division, t.size, node.name)
-    if called(node) != "flatten":
-        t.reached(node, rest, result.dim, result)
+def _listed(args: Sequence[Any]) -> Sequence[Any]:
+    """Return dimensions or lengths that are given as one list or as single arguments."""
+    listed: Sequence[Any] = args[0] if isinstance(args[0], list | tuple) else args
+    return listed
+
+
+@unary_rule("reshape", "view", torch.reshape, "flatten", torch.flatten)
+def reshape(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, *rest = node.args
+    result = reshaped(p.shapes(operand), p.shapes(node), x, p.size, node.name)
+    if isinstance(result, Sharding) and called(node) != "flatten":
+        p.set_local_shape(node, rest, result.dim, result)
     return result
 
 
 Pairs = Sequence[tuple[int, int]]
-FEW = 8
-"""So many elements of a divided dimension may turn out to be blocks, as query, key and value are."""
+MAX_SPLIT = 8
+"""Units of a sharded dimension that may turn out to be blocks, as query, key and value are three."""
 
 
-def regroup(before: Pairs, after: Pairs, division: Division, size: int, name: str) -> Division:
-    """Where a divided dimension is after a reshape, by the strides of its elements (at both sizes of the inputs).
+def reshaped(before: Pairs, after: Pairs, x: Sharding, size: int, name: str) -> Sharding | Problem:
+    """Return where a sharded dimension is after a reshape.
 
-    [.., 64] -> [.., 4, 16]     4 heads are divided: they must divide evenly
-    [.., 4, 16] -> [.., 64]     blocks of 16 elements each
+    before, after: both traced lengths of each dimension. A unit of the sharding is a run of elements in memory, of
+    `unit_stride` elements, and a period of `period_stride`; the reshape does not move elements, so that the sharded
+    dimension is the one whose stride is below a period and whose extent (stride x length) is not.
+
+    [.., 64] -> [.., 4, 16]     unit_stride 1, of the 4 heads 16: 16 units become one; 4 must divide evenly over ranks
+    [.., 4, 16] -> [.., 64]     unit_stride 16, of the features 1: a unit has 16 elements
     """
     sides = (0, 1)
-    behind = [division.inner * math.prod(length[side] for length in before[division.dim + 1 :]) for side in sides]
-    top = [n * division.length for n in behind]  # stride of what is outside the divided factor
+    unit_stride = [x.inner * math.prod(length[side] for length in before[x.dim + 1 :]) for side in sides]
+    period_stride = [stride * x.num_units for stride in unit_stride]
     strides = [[math.prod(length[side] for length in after[dim + 1 :]) for side in sides] for dim in range(len(after))]
-    spans = [[stride[side] * length[side] for side in sides] for stride, length in zip(strides, after, strict=True)]
+    extents = [[stride[side] * length[side] for side in sides] for stride, length in zip(strides, after, strict=True)]
     dims = [
-        dim for dim in range(len(after)) if all(strides[dim][side] < top[side] <= spans[dim][side] for side in sides)
+        dim
+        for dim in range(len(after))
+        if all(strides[dim][side] < period_stride[side] <= extents[dim][side] for side in sides)
     ]
     if not dims:
-        raise Whole(f"{name} merges the divided dimension in two ways")
+        return CannotShard(f"{name} merges the sharded dimension in a way that depends on dynamic lengths")
     [dim] = dims
-    stride, span = strides[dim], spans[dim]
-    if any(m % n for n, m in zip(top, span, strict=True)):
-        raise Whole(f"{name} cuts the divided dimension across")
-    if all(n % s == 0 for s, n in zip(stride, behind, strict=True)):
-        inner = {n // s for s, n in zip(stride, behind, strict=True)}
+    stride, extent = strides[dim], extents[dim]
+    if any(m % n for n, m in zip(period_stride, extent, strict=True)):
+        return CannotShard(f"{name} splits the sharded dimension across its periods")
+    if all(n % s == 0 for s, n in zip(stride, unit_stride, strict=True)):
+        # a unit is one or more elements of the new dimension
+        inner = {n // s for s, n in zip(stride, unit_stride, strict=True)}
         if len(inner) > 1:
-            raise Whole(f"{name} merges the divided dimension with one of dynamic length behind it")
-        return replace(division, dim=dim, inner=inner.pop())
-    if any(s % n for s, n in zip(stride, behind, strict=True)) or any(n % s for s, n in zip(stride, top, strict=True)):
-        raise Whole(f"{name} cuts the divided dimension across")
-    unit = stride[0] // behind[0]
-    blocks = division.blocks
-    count = division.length // unit
-    if len(blocks) == count > 1 and set(blocks) == {unit}:  # the blocks are a dimension of their own now
-        inside = replace(division, blocks=(unit,), unit=0)
-        return regroup(before, after, inside, size, name)
-    finer = replace(division, dim=dim, blocks=tuple(block // unit for block in blocks), unit=division.unit * unit)
-    if all(block % unit == 0 for block in blocks) and finer.even(size):
-        return finer
-    broken = f"{name} makes {count} heads of {unit} each; {count} do not divide evenly over {size} ranks"
-    if len(blocks) > 1 or unit < size or count > FEW:
-        raise Whole(broken)
-    raise division.finer([unit * i * division.inner for i in range(1, count)], name, broken)
+            return CannotShard(f"{name} merges the sharded dimension with a dynamic length behind it")
+        return replace(x, dim=dim, inner=inner.pop())
+    if any(s % n for s, n in zip(stride, unit_stride, strict=True)) or any(
+        n % s for s, n in zip(stride, period_stride, strict=True)
+    ):
+        return CannotShard(f"{name} splits the sharded dimension across its units")
+    # several units become one element of the new dimension, as 16 features become one head
+    merged = stride[0] // unit_stride[0]
+    count = x.num_units // merged
+    if len(x.blocks) == count > 1 and set(x.blocks) == {merged}:
+        # the blocks are a dimension of their own now ([.., 3 x 64] -> [.., 3, 64]): follow the units of one block
+        return reshaped(before, after, replace(x, blocks=(merged,), columns_per_unit=0), size, name)
+    heads = replace(
+        x,
+        dim=dim,
+        blocks=tuple(block // merged for block in x.blocks),
+        columns_per_unit=x.columns_per_unit * merged,
+    )
+    if all(block % merged == 0 for block in x.blocks) and heads.is_even(size):
+        return heads
+    uneven = f"{name} makes {count} heads of {merged} each, which do not divide evenly over {size} ranks"
+    if len(x.blocks) > 1 or merged < size or count > MAX_SPLIT:
+        return CannotShard(uneven)
+    return x.with_block_ends([merged * i * x.inner for i in range(1, count)], name, uneven)
 
 
-@rule(expand, "expand")
-def expand_(t: Attempt, node: Any) -> Division:
-    x, *rest = node.args
-    division = t.first(node)
-    result = division.moved(division.dim + t.rank(node) - t.rank(x))
-    lengths = rest[0] if isinstance(rest[0], list | tuple) else rest
-    place = result.dim - (t.rank(node) - len(lengths))
-    if place >= 0:
-        t.reached(node, rest, place, result)
+@unary_rule(expand, "expand")
+def expand_(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, *rest = node.args
+    result = x.on_dim(x.dim + p.rank(node) - p.rank(operand))
+    # the shape may be shorter than the result: it broadcasts, too
+    position = result.dim - (p.rank(node) - len(_listed(rest)))
+    if position >= 0:
+        p.set_local_shape(node, rest, position, result)
     return result
 
 
-@rule("repeat")
-def repeat(t: Attempt, node: Any) -> Division:
-    x, *rest = node.args
-    division = t.first(node)
-    counts = rest[0] if isinstance(rest[0], list | tuple) else rest
-    result = division.moved(division.dim + t.rank(node) - t.rank(x))
-    if counts[result.dim] != 1:
-        raise Whole(f"{node.name} repeats the divided dimension")
+@unary_rule("repeat")
+def repeat(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, *rest = node.args
+    result = x.on_dim(x.dim + p.rank(node) - p.rank(operand))
+    p.require(_listed(rest)[result.dim] == 1, f"{node.name} repeats the sharded dimension")
     return result
 
 
-@rule(torch.repeat_interleave, "repeat_interleave")
-def repeat_interleave(t: Attempt, node: Any) -> Division:
-    x, count, *rest = node.args
+@unary_rule(torch.repeat_interleave, "repeat_interleave")
+def repeat_interleave(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, count, *rest = node.args
     dim = rest[0] if rest else node.kwargs.get("dim")
-    division = t.division(x)
-    if division is None or not isinstance(dim, int) or not isinstance(count, int):
-        raise Whole(f"{node.name} repeats by a value")
-    if dim % t.rank(x) != division.dim:
-        return division
-    result = replace(division, inner=division.inner * count)
+    if not isinstance(dim, int) or not isinstance(count, int):
+        return CannotShard(f"{node.name} repeats a number of times that is known only at run time")
+    if dim % p.rank(operand) != x.dim:
+        return x
+    result = replace(x, inner=x.inner * count)
     if "output_size" in node.kwargs:
-        t.length(node, ("output_size",), result)
+        p.set_local_length(node, ("output_size",), result)
     return result
 
 
-# -- cutting and joining
+# -- splitting and joining
 
 
 @rule(operator.getitem)
-def getitem(t: Attempt, node: Any) -> Division:
-    parts, index = node.args
-    states = t.states[parts]
-    if not isinstance(states, list) or not isinstance(index, int):
-        raise Whole(f"{node.name} indexes a divided value")
-    part: Division = states[index]
-    return part
+def getitem(p: Propagation, node: Any) -> Result:
+    outputs, index = node.args
+    shardings = p.shardings.get(outputs)
+    if not isinstance(shardings, list) or not isinstance(index, int):
+        return CannotShard(f"{node.name} indexes a sharded tensor")
+    sharding: Sharding = shardings[index]
+    return sharding
 
 
-@rule(torch.split, "split", torch.chunk, "chunk")
-def split(t: Attempt, node: Any) -> list[Division]:
-    x, lengths = node.args[:2]
-    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % t.rank(x)
-    division, total = t.first(node), t.shapes(x)[dim]
+@unary_rule(torch.split, "split", torch.chunk, "chunk")
+def split(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, lengths = node.args[:2]
+    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % p.rank(operand)
+    total = p.shapes(operand)[dim]
     count = max((int(user.args[1]) for user in node.users if user.target is operator.getitem), default=0) + 1
-    if dim != division.dim:
-        return [division] * count
-    if total != (division.period, division.period):
-        raise Whole(f"{node.name} cuts a dimension of dynamic length")
-    alike = isinstance(lengths, int)
-    if alike:
+    if dim != x.dim:
+        return [x] * count
+    if total != (x.period, x.period):
+        return CannotShard(f"{node.name} splits a dimension of dynamic length")
+    is_one_length = isinstance(lengths, int)
+    if is_one_length:
         each = -(-total[0] // lengths) if called(node) == "chunk" else lengths
         lengths = [min(each, total[0] - start) for start in range(0, total[0], each)]
     ends = list(itertools.accumulate(lengths))
-    pieces = [_piece(division, start, end, node) for start, end in itertools.pairwise([0, *ends])]
-    if alike and len({piece.blocks for piece in pieces}) > 1:
-        raise Whole(f"{node.name} cuts into pieces of {lengths}, which are not divided alike")
+    ranges = [_block_range(p, x, start, end, node) for start, end in itertools.pairwise([0, *ends])]
+    if is_one_length:  # one argument is the length of all of them, on each rank
+        p.require(
+            len({each.blocks for each in ranges}) == 1,
+            f"{node.name} splits into parts of {lengths}, which are not sharded alike",
+        )
     if called(node) != "chunk":
-        for i, piece in enumerate(pieces[:1] if alike else pieces):
-            t.length(node, (1,) if alike else (1, i), piece)
-    return pieces
+        for i, each in enumerate(ranges[:1] if is_one_length else ranges):
+            p.set_local_length(node, (1,) if is_one_length else (1, i), each)
+    return ranges
 
 
-def _piece(division: Division, start: int, end: int, node: fx.Node) -> Division:
-    """The elements from start to end of a divided dimension; asks for blocks that end there."""
-    ends = [0, *(end * division.inner for end in itertools.accumulate(division.blocks))]
-    if start not in ends or end not in ends:
-        raise division.finer([place for place in (start, end) if place not in ends], called(node))
-    blocks = division.blocks[ends.index(start) : ends.index(end)]
-    return replace(division, blocks=blocks, start=division.start + start // division.inner * division.unit)
+def _block_range(p: Propagation, x: Sharding, start: int, end: int, node: fx.Node) -> Sharding:
+    """Return the sharding of the elements from `start` to `end`; requires that blocks begin and end there."""
+    ends = [0, *(end * x.inner for end in itertools.accumulate(x.blocks))]
+    if missing := [place for place in (start, end) if place not in ends]:
+        p.add_problem(x.with_block_ends(missing, called(node)))
+        return x
+    blocks = x.blocks[ends.index(start) : ends.index(end)]
+    return replace(x, blocks=blocks, first_column=x.first_column + start // x.inner * x.columns_per_unit)
 
 
-@rule(strided)
-def slice_(t: Attempt, node: Any) -> Division:
-    x, axis, start, end, step = node.args
-    division, rank = t.first(node), t.rank(x)
-    if axis % rank != division.dim:
-        return division
-    total = t.shapes(x)[division.dim]
-    if step != 1 or total != (division.period,) * 2 or not isinstance(start, int) or not isinstance(end, int):
-        raise Whole(f"{node.name} cuts the divided dimension across")
-    start, end, _ = slice(start, end).indices(division.period)
-    piece = _piece(division, start, end, node)
+@unary_rule(strided)
+def slice_(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, axis, start, end, step = node.args
+    if axis % p.rank(operand) != x.dim:
+        return x
+    total = p.shapes(operand)[x.dim]
+    if step != 1 or total != (x.period, x.period) or not isinstance(start, int) or not isinstance(end, int):
+        return CannotShard(f"{node.name} slices the sharded dimension with a step, or by dynamic numbers")
+    start, end, _ = slice(start, end).indices(x.period)
+    result = _block_range(p, x, start, end, node)
     if start:
-        t.length(node, (2,), _piece(division, 0, start, node))
-    t.length(node, (3,), _piece(division, 0, end, node))
-    return piece
+        p.set_local_length(node, (2,), _block_range(p, x, 0, start, node))
+    p.set_local_length(node, (3,), _block_range(p, x, 0, end, node))
+    return result
 
 
-@rule(torch.unbind, "unbind")
-def unbind(t: Attempt, node: Any) -> list[Division]:
-    x, *rest = node.args
-    dim = (rest[0] if rest else node.kwargs.get("dim", 0)) % t.rank(x)
-    division = t.first(node)
-    count = t.shapes(x)[dim][0]
-    _not_picked(t, node, division, dim)
-    return [division.moved(division.dim - (dim < division.dim))] * count
+@unary_rule(torch.unbind, "unbind")
+def unbind(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, *rest = node.args
+    dim = (rest[0] if rest else node.kwargs.get("dim", 0)) % p.rank(operand)
+    _require_not_selected(p, node, x, dim)
+    return [x.on_dim(x.dim - (dim < x.dim))] * p.shapes(operand)[dim][0]
 
 
-@rule(torch.select, "select")
-def select(t: Attempt, node: Any) -> Division:
-    x, dim, _ = node.args
-    division = t.first(node)
-    _not_picked(t, node, division, dim % t.rank(x))
-    return division.moved(division.dim - (dim % t.rank(x) < division.dim))
+@unary_rule(torch.select, "select")
+def select(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, dim, _ = node.args
+    dim %= p.rank(operand)
+    _require_not_selected(p, node, x, dim)
+    return x.on_dim(x.dim - (dim < x.dim))
 
 
-def _not_picked(t: Attempt, node: fx.Node, division: Division, dim: int) -> None:
-    """Raises if single elements of the divided dimension are picked: few of them may be blocks of their own."""
-    if dim != division.dim:
-        return
-    if division.length > FEW:
-        raise Whole(f"{node.name} picks one of {division.length} divided elements")
-    raise division.finer([i * division.inner for i in range(1, division.length)], called(node))
+def _require_not_selected(p: Propagation, node: fx.Node, x: Sharding, dim: int) -> None:
+    """Require that no single element of the sharded dimension be selected: a few of them may be blocks instead."""
+    if dim == x.dim and x.num_units > MAX_SPLIT:
+        p.require(False, f"{node.name} selects one of {x.num_units} sharded elements")
+    elif dim == x.dim:
+        p.add_problem(x.with_block_ends([i * x.inner for i in range(1, x.num_units)], called(node)))
 
 
 @rule(torch.cat)
-def cat(t: Attempt, node: Any) -> Division:
-    parts = list(node.args[0])
-    rank = t.rank(node)
+def cat(p: Propagation, node: Any) -> Result:
+    operands = list(node.args[0])
+    rank = p.rank(node)
     dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
-    divisions = [t.division(part) for part in parts]
-    first = next(own for own in divisions if own is not None)
+    shardings = [p.sharding(operand) for operand in operands]
+    first = next(sharding for sharding in shardings if sharding is not None)
     if first.dim != dim:
-        return t.aligned(node, parts, rank)
+        return p.broadcast(node, operands, rank)
     blocks: list[int] = []
-    for part, own in zip(parts, divisions, strict=True):
-        if own is None or own.dim != dim or t.shapes(part)[dim] != (own.period,) * 2:
-            raise Whole(f"{node.name} joins divided and whole values along the divided dimension")
-        if own.inner > 1 and not own.even(t.size):
-            raise Whole(f"{node.name} joins {own.length} x {own.inner} elements, over {t.size} ranks")
-        blocks += [block * own.inner for block in own.blocks]
-    return Division(dim, tuple(blocks))
+    for operand, x in zip(operands, shardings, strict=True):
+        if x is None or x.dim != dim or p.shapes(operand)[dim] != (x.period, x.period):
+            return CannotShard(f"{node.name} joins sharded and replicated values along the sharded dimension")
+        if x.inner > 1 and not x.is_even(p.size):
+            return CannotShard(f"{node.name} joins {x.num_units} x {x.inner} elements, over {p.size} ranks")
+        blocks += [block * x.inner for block in x.blocks]
+    return Sharding(dim, tuple(blocks))
 
 
 @rule(torch.stack)
-def stack(t: Attempt, node: Any) -> Division:
-    parts, rank = list(node.args[0]), t.rank(node)
+def stack(p: Propagation, node: Any) -> Result:
+    rank = p.rank(node)
     dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
-    division = t.aligned(node, parts, rank - 1)
-    return division.moved(division.dim + (dim <= division.dim))
+    x = p.broadcast(node, list(node.args[0]), rank - 1)
+    return x.on_dim(x.dim + (dim <= x.dim))
 
 
-@rule(F.glu)
-def glu(t: Attempt, node: Any) -> Division:
-    x = node.args[0]
-    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)) % t.rank(x)
-    division = t.first(node)
-    if dim != division.dim:
-        return division
-    half = division.period // 2
-    first, second = _piece(division, 0, half, node), _piece(division, half, division.period, node)
-    t.same(first, second, node)
-    return first
+@unary_rule(F.glu)
+def glu(p: Propagation, node: Any, x: Sharding) -> Result:
+    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)) % p.rank(node.args[0])
+    if dim != x.dim:
+        return x
+    half = x.period // 2
+    value, gate = _block_range(p, x, 0, half, node), _block_range(p, x, half, x.period, node)
+    p.require_alike(value, gate, node)
+    return value

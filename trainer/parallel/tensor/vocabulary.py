@@ -1,11 +1,16 @@
-"""Vocabulary parallelism: embeddings, heads and their cross-entropy, divided by words over the ranks of one group.
+"""Vocabulary parallelism: embedding tables, the output layer (head) and its cross-entropy, sharded by words.
 
-    ids -- lookup_local_rows -- reduce_from_region -- x ... h -- copy_to_region -- head -- logits of this rank's words
+Megatron-LM (Shoeybi et al. 2019, section 3); table and head may be one tied weight [words, width]:
 
-The logits stay divided: the cross-entropy is computed from the parts (`loss.Slice`), so a head is divided only if
-that loss, and nothing else, reads what it gives. A table that is the head, too, is divided at both ends alike, or at
-none. All-reduces (Megatron-LM, Shoeybi et al. 2019, section 3): one for each look-up forward, one for the head
-backward, two small ones for the loss.
+    ids --- gather_rows --- x ... h --- matmul --- logits [b, s, words] --- cross-entropy
+
+    ids --- lookup_local_rows --- all-reduce --- x ... h --- copy_to_region --- matmul --- logits [b, s, words / size]
+            0 for the words of                                                 this          |
+            other ranks                                                        rank's words  cross-entropy (loss.Slice)
+
+The logits stay sharded: the cross-entropy is computed from the parts, so that a head is sharded only if that loss, and
+nothing else, reads its output. All-reduces: one for each look-up in the forward pass, one for the head in the backward
+pass, two small ones for the loss.
 """
 
 from __future__ import annotations
@@ -22,14 +27,16 @@ from onward.trainer.config.sections import ModelConfig
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.placement import Interval, Placement, share
 from onward.trainer.model.loss import Slice, output_index
-from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.gather import from_front, gather_rows
-from onward.trainer.parallel.tensor.graph_analysis import Facts, Product, Whole, transposes
+from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, is_transpose, stored_tensor
+from onward.trainer.parallel.tensor.rewrite import keep_shard
+from onward.trainer.parallel.tensor.sharding import CannotShard
 
 FIRST_REGION = 1_000_000
-"""`meta["tensor_parallel"]` of nodes inside: other numbers than those of the regions of regions.py."""
+"""`meta["tensor_parallel"]` of the nodes inside: numbers that no region of regions.py has."""
 ELEMENTWISE = ("to", "float", torch.add, torch.sub, torch.mul, torch.div, torch.tanh)
-"""What may stand between the head's product and the output: it works on each logit by itself."""
+"""Calls that may come between the head's product and the output: they work on each logit by itself."""
 
 
 @dataclass(frozen=True)
@@ -39,179 +46,196 @@ class Head:
     product: str
     chain: tuple[str, ...]
     """From the product to the output, both ends included."""
-    parts: dict[str, int]
-    """Path of each stored tensor that is divided (the matrix, biases) -> along which dimension."""
+    weights: dict[str, int]
+    """Path of each stored tensor that is sharded (the matrix, biases) -> the dimension of the words."""
     constants: tuple[tuple[str, str], ...]
-    """(node, operand): constants with a number for each word, of which the node gets this rank's."""
+    """(node, operand): constants with a number for each word; the node reads this rank's part."""
     total: int
     """Words, or classes."""
 
 
 @dataclass(frozen=True)
 class VocabularySharding:
-    """What is divided by words over `size` ranks, and what is not."""
+    """What is sharded by words over `size` ranks, and what is not."""
 
     size: int
     weights: tuple[str, ...] = ()
-    """Tables, the head's matrix and its bias, by name in the file."""
+    """Names of tables, of the head's matrix and of its bias."""
     lookups: tuple[str, ...] = ()
-    """Nodes that look rows up in a divided table: each all-reduces its result."""
+    """Nodes that look rows up in a sharded table: each all-reduces its result."""
     replicated: tuple[tuple[str, str], ...] = ()
-    """(table or matrix of the head that every rank holds whole, the rule that keeps it so)"""
+    """(table or matrix of the head that every rank holds completely, the reason)"""
     head: Head | None = field(default=None, repr=False)
-    parts: dict[str, int] = field(default_factory=dict, repr=False)
-    """Path of each stored tensor that is divided -> along which dimension."""
+    dims: dict[str, int] = field(default_factory=dict, repr=False)
+    """Path of each stored tensor that is sharded -> the dimension of the words."""
 
     def classes(self, rank: int, group: str) -> Slice | None:
-        """What rank `rank` computes of the logits, for the loss; None if it is all of them."""
+        """Return which of the logits a rank computes, for the loss; None if it computes all."""
         if self.head is None:
             return None
         return Slice(*share(self.head.total, rank, self.size), self.head.total, group)
 
 
-# -- the plan
+# -- the search
 
 
 def find_vocabulary_sharding(
     module: ImportedGraph, size: int, config: ModelConfig, *, taken: Collection[str] = ()
 ) -> VocabularySharding:
-    """Find what of a graph can be divided by words for `size` ranks. Changes nothing, and needs no ranks.
+    """Find what of a graph can be sharded by words over `size` ranks. Changes nothing, and needs no ranks.
 
-    config: says which loss reads which output. taken: names of weights that are divided in another way already.
+    config: names the loss and the output that it reads. taken: names of weights that are sharded otherwise already.
     Raises ConfigError when `model.output` is no output of the graph.
     """
     if size == 1:
         return VocabularySharding(1)
-    return _Planner(module, size, config, taken).plan()
+    return _Finder(module, size, config, taken).find()
 
 
-class _Planner:
+class _Finder:
+    """Methods that begin with `_why` return the reason why a weight cannot be sharded, "" if it can."""
+
     def __init__(self, module: ImportedGraph, size: int, config: ModelConfig, taken: Collection[str]) -> None:
-        self.facts = Facts(module, module.onnx_names)
+        self.graph = GraphAnalysis(module, module.onnx_names)
         self.size, self.loss, self.taken = size, config.loss, taken
         (self.end,) = module.graph.find_nodes(op="output")
         (value,) = self.end.args
         self.outputs: Sequence[Any] = value if isinstance(value, tuple | list) else (value,)
-        self.chain, self.product = self._chain(self.outputs[output_index(config, module.output_names)])
+        self.chain, self.product = self._head_chain(self.outputs[output_index(config, module.output_names)])
 
-    def plan(self) -> VocabularySharding:
-        whole, parts, lookups, head = dict[str, str](), dict[str, int](), list[str](), None
+    def find(self) -> VocabularySharding:
+        replicated, dims, lookups = dict[str, str](), dict[str, int](), list[str]()
+        head: Head | None = None
         if self.product is not None:
-            try:
-                head = self._head(self.product)
-                parts |= head.parts
-            except Whole as reason:
-                whole[self.product.name] = str(reason)
+            found = self._head(self.product)
+            if isinstance(found, CannotShard):
+                replicated[self.product.name] = found.reason
+            else:
+                head = found
+                dims |= head.weights
         for path, nodes in self._tables().items():
-            name = self.facts.names[path]
-            try:
-                if name in whole:
-                    raise Whole(whole[name])
-                if path not in parts:
-                    dim = _dim_of_rows(nodes[0].args[0])
-                    self._refuse_positions(nodes)
-                    self._worth(path, dim)
-                    self._refuse_others(path, dim)
-                    parts[path] = dim
+            name = self.graph.names[path]
+            dim = _dim_of_rows(nodes[0].args[0])
+            # a table that is the head, too, is sharded at both ends or at none
+            if name not in replicated and path not in dims and (reason := self._why_not_table(path, dim, nodes)):
+                replicated[name] = reason
+            if name not in replicated:
+                dims.setdefault(path, dim)
                 lookups += [node.name for node in nodes]
-            except Whole as reason:
-                whole[name] = str(reason)
-        names = tuple(self.facts.names[path] for path in parts)
-        return VocabularySharding(self.size, names, tuple(lookups), tuple(whole.items()), head, parts)
-
-    # -- what there is
+        names = tuple(self.graph.names[path] for path in dims)
+        return VocabularySharding(self.size, names, tuple(lookups), tuple(replicated.items()), head, dims)
 
     def _tables(self) -> dict[str, list[fx.Node]]:
-        """Path of each matrix of which rows are looked up -> the nodes that do so."""
+        """Return the path of each matrix in which rows are looked up -> the nodes that do so."""
         tables: dict[str, list[fx.Node]] = {}
-        for node in self.facts.order:
-            if node.target is gather_rows and (path := self._matrix(node.args[0])):
+        for node in self.graph.order:
+            if node.target is gather_rows and (path := self._table(node.args[0])):
                 tables.setdefault(path, []).append(node)
         return tables
 
-    def _matrix(self, table: Any) -> str:
-        """Path of the weight that an operand is, or is the transpose of; "" if it is none."""
-        path = self.facts.stored(_source(table))
-        return path if path and isinstance(self.facts.tensor(path), nn.Parameter) else ""
+    def _table(self, operand: Any) -> str:
+        """Return the path of the weight that an operand, or its transpose, is; "" if it is none."""
+        path = self.graph.stored(_source(operand))
+        return path if path and isinstance(self.graph.tensor(path), nn.Parameter) else ""
 
-    def _chain(self, value: Any) -> tuple[list[fx.Node], Product | None]:
-        """From the product of a stored matrix to an output, and the product; none if the way there is not one way."""
+    def _head_chain(self, value: Any) -> tuple[list[fx.Node], Product | None]:
+        """Return the nodes from the product with a stored matrix to an output, and the product.
+
+        None where a node on the way has two computed operands.
+        """
         chain: list[fx.Node] = []
         while isinstance(value, fx.Node):
             chain.insert(0, value)
-            if (product := self.facts.products.get(value)) is not None:
-                plain = not product.convolution and not product.low_rank
-                return chain, product if plain else None
+            if (product := self.graph.products.get(value)) is not None:
+                is_matrix = not product.is_convolution and not product.is_low_rank
+                return chain, product if is_matrix else None
             computed = [operand for operand in value.all_input_nodes if operand.op != "get_attr"]
             if len(computed) != 1:
                 break
             (value,) = computed
         return [], None
 
-    # -- what is refused
-
-    def _head(self, product: Product) -> Head:
-        """Raises Whole where the product, or what becomes of its result, breaks a rule."""
-        if self.loss != "cross_entropy":
-            raise Whole(f"the loss is {self.loss}: only cross_entropy is computed from divided logits")
-        for node in self.chain[1:]:
-            if node.target not in ELEMENTWISE and not _keeps_last(node):
-                raise Whole(f"{node.name} comes between its result and the loss, and may need all words at once")
-        self._refuse_readers()
-        self._worth(product.path, product.outputs)
-        self._refuse_others(product.path, product.outputs, reader=product.node)
-        total = self.facts.tensor(product.path).shape[product.outputs]
-        parts, constants = {product.path: product.outputs}, []
-        for node, operand in self._joining(product):
+    def _head(self, product: Product) -> Head | CannotShard:
+        if reason := self._why_not_head(product):
+            return CannotShard(reason)
+        total = self.graph.tensor(product.path).shape[product.outputs]
+        weights, constants = {product.path: product.outputs}, []
+        for node, operand in self._operands_of_chain(product):
             if self._is_bias(operand, total):
                 path = str(operand.target)
-                parts[path] = self.facts.tensor(path).ndim - 1
-                self._refuse_others(path, parts[path], reader=node)
-            elif operand.op != "get_attr" or self.facts.stored(operand):
-                raise Whole(f"{node.name} joins its result with {operand.name}, which is not divided by words")
-            elif self._last(operand) == total:
+                weights[path] = self.graph.tensor(path).ndim - 1
+                if reason := self._why_needed_elsewhere(path, weights[path], reader=node):
+                    return CannotShard(reason)
+            elif operand.op != "get_attr" or self.graph.stored(operand):
+                return CannotShard(
+                    f"{node.name} combines its output with {operand.name}, which is not sharded by words"
+                )
+            elif self._last_length(operand) == total:
                 constants.append((node.name, operand.name))
-        return Head(product.node.name, tuple(node.name for node in self.chain), parts, tuple(constants), total)
+        return Head(product.node.name, tuple(node.name for node in self.chain), weights, tuple(constants), total)
 
-    def _joining(self, product: Product) -> list[tuple[fx.Node, fx.Node]]:
-        """(node, operand) of all that meets the logits on their way, the product's bias included."""
-        known = {product.x, *product.others, *self.chain}
+    def _operands_of_chain(self, product: Product) -> list[tuple[fx.Node, fx.Node]]:
+        """Return (node, operand) of all that is combined with the logits, the product's bias included."""
+        known = {product.x, *product.weight_operands, *self.chain}
         return [(node, operand) for node in self.chain for operand in node.all_input_nodes if operand not in known]
 
-    def _refuse_readers(self) -> None:
+    def _last_length(self, operand: fx.Node) -> int:
+        """Return the length of the last dimension of a stored tensor or a constant; 1 for a number."""
+        shape = self.graph.tensor(str(operand.target)).shape
+        return shape[-1] if shape else 1
+
+    def _is_bias(self, operand: fx.Node, total: int) -> bool:
+        """Whether an operand is a weight with one number for each word."""
+        tensor = self.graph.tensor(self.graph.stored(operand)) if self.graph.stored(operand) else None
+        return isinstance(tensor, nn.Parameter) and self._last_length(operand) == tensor.numel() == total
+
+    # -- conditions
+
+    def _why_not_table(self, path: str, dim: int, lookups: Sequence[fx.Node]) -> str:
+        if not any(self._depends_on_values(node.args[1]) for node in lookups):
+            # positions depend on lengths alone: every rank needs the same few rows, and sharding would save nothing
+            return f"{lookups[0].name} looks up positions in it, not words: every rank needs the same few rows"
+        return self._why_too_small(path, dim) or self._why_needed_elsewhere(path, dim)
+
+    def _why_not_head(self, product: Product) -> str:
+        if self.loss != "cross_entropy":
+            return f"the loss is {self.loss}: only cross_entropy is computed from sharded logits"
+        for node in self.chain[1:]:
+            if node.target not in ELEMENTWISE and not _keeps_last_dim(node):
+                return f"{node.name} comes between its output and the loss, and may need all words at once"
         for node, reader in zip(self.chain, [*self.chain[1:], self.end], strict=True):
-            others = [user.name for user in node.users if user is not reader]
-            if others:
-                raise Whole(f"{others[0]} reads its result, too")
+            if others := [user.name for user in node.users if user is not reader]:
+                return f"{others[0]} reads its output, too"
         if (times := sum(value is self.chain[-1] for value in self.outputs)) > 1:
-            raise Whole(f"its result is {times} of the graph's outputs")
+            return f"its output is {times} of the graph's outputs"
+        return self._why_too_small(product.path, product.outputs) or self._why_needed_elsewhere(
+            product.path, product.outputs, reader=product.node
+        )
 
-    def _worth(self, path: str, dim: int) -> None:
-        words, width = self.facts.tensor(path).shape[dim], self.facts.tensor(path).shape[1 - dim]
+    def _why_too_small(self, path: str, dim: int) -> str:
+        words, width = self.graph.tensor(path).shape[dim], self.graph.tensor(path).shape[1 - dim]
         if words < self.size:
-            raise Whole(f"its {words} words are fewer than {self.size} ranks")
+            return f"its {words} words are fewer than {self.size} ranks"
         if words < width:
-            # what a division saves is proportional to the words, what it sends to the width
-            raise Whole(f"its {words} words are fewer than its width of {width}: it would send more than it saves")
+            # what sharding saves is proportional to the words, what it sends to the width
+            return f"its {words} words are fewer than its width of {width}: it would send more than it saves"
+        return ""
 
-    def _refuse_others(self, path: str, dim: int, *, reader: fx.Node | None = None) -> None:
-        """Raises Whole if something but look-ups and one reader reads a stored tensor, or along another dimension."""
-        name = self.facts.names[path]
+    def _why_needed_elsewhere(self, path: str, dim: int, *, reader: fx.Node | None = None) -> str:
+        """Allow only look-ups along `dim`, and one other reader, of a stored tensor."""
+        name = self.graph.names[path]
         if name in self.taken:
-            raise Whole(f"{name} is divided with other layers already")
-        for node in self.facts.readers(path):
+            return f"{name} is sharded with other layers already"
+        for node in self.graph.readers(path):
             if node is reader:
                 continue
-            if node.target is not gather_rows or self._matrix(node.args[0]) != path:
-                raise Whole(f"{node.name} reads {name}, too, and needs all of it")
+            if node.target is not gather_rows or self._table(node.args[0]) != path:
+                return f"{node.name} reads {name}, too, and needs all of it"
             if _dim_of_rows(node.args[0]) != dim:
-                raise Whole(f"{node.name} looks up along dimension {1 - dim} of {name}, the words are dimension {dim}")
+                return f"{node.name} looks up along dimension {1 - dim} of {name}, the words are dimension {dim}"
+        return ""
 
-    def _refuse_positions(self, lookups: Sequence[fx.Node]) -> None:
-        if not any(self._from_data(node.args[1]) for node in lookups):
-            raise Whole(f"{lookups[0].name} looks up positions in it, not words: every rank needs the same few rows")
-
-    def _from_data(self, value: Any) -> bool:
+    def _depends_on_values(self, value: Any) -> bool:
         """Whether a value depends on more of the graph's inputs than their lengths."""
         waiting, seen = [value], set()
         while waiting:
@@ -224,37 +248,27 @@ class _Planner:
             waiting += node.all_input_nodes
         return False
 
-    def _last(self, operand: fx.Node) -> int:
-        """Length of the last dimension of a stored tensor or a constant; 1 for a number."""
-        shape = self.facts.tensor(str(operand.target)).shape
-        return shape[-1] if shape else 1
 
-    def _is_bias(self, operand: fx.Node, total: int) -> bool:
-        """Whether it is a weight of one number for each word."""
-        tensor = self.facts.tensor(self.facts.stored(operand)) if self.facts.stored(operand) else None
-        return isinstance(tensor, nn.Parameter) and self._last(operand) == tensor.numel() == total
-
-
-def _keeps_last(node: fx.Node) -> bool:
-    """Whether a node moves dimensions, but not the last one."""
+def _keeps_last_dim(node: fx.Node) -> bool:
+    """Whether a node permutes dimensions other than the last one, which is that of the words."""
     if node.target not in ("permute", torch.permute):
         return False
     order: Any = node.args[1]
     return order[-1] in (-1, len(order) - 1)
 
 
-def _source(table: Any) -> Any:
-    """What an operand is, or is the transpose of."""
-    while isinstance(table, fx.Node) and transposes(table):
-        table = table.args[0]
-    return table
+def _source(operand: Any) -> Any:
+    """Return the node whose transpose an operand is; the operand itself if it is none."""
+    while isinstance(operand, fx.Node) and is_transpose(operand):
+        operand = operand.args[0]
+    return operand
 
 
-def _dim_of_rows(table: Any) -> int:
-    """Which dimension of what is stored the rows of an operand are: 1 if it is the transpose."""
+def _dim_of_rows(operand: Any) -> int:
+    """Return which dimension of the stored matrix the rows of an operand are: 1 if the operand is its transpose."""
     dim = 0
-    while isinstance(table, fx.Node) and transposes(table):
-        table, dim = table.args[0], 1 - dim
+    while isinstance(operand, fx.Node) and is_transpose(operand):
+        operand, dim = operand.args[0], 1 - dim
     return dim
 
 
@@ -262,41 +276,46 @@ def _dim_of_rows(table: Any) -> int:
 
 
 def lookup_local_rows(table: Tensor, indices: Tensor, start: int, total: int) -> Tensor:
-    """Of the rows of a table of `total` rows those that this rank has, from `start` on; 0 in place of the others.
+    """Look up rows of a table of which this rank has those from `start` on; zeros in place of other ranks' rows.
 
-    table [n, width], indices [...] below `total`, negative ones counted from the back -> [..., width]. An index that
-    is no row of any rank is not masked on the first or the last one, and raises there what `gather_rows` raises.
+    table [n, width], indices [...] below `total`, negative ones counted from the end -> [..., width]. An index out of
+    range is not masked on the first or the last rank, and raises there what `gather_rows` raises.
     """
-    place, num = from_front(indices, total) - start, table.shape[0]
-    elsewhere = (place < 0) & (start > 0) | (place >= num) & (start + num < total)
-    rows = F.embedding(place.masked_fill(elsewhere, 0), table)
+    row, num_rows = from_front(indices, total) - start, table.shape[0]
+    elsewhere = (row < 0) & (start > 0) | (row >= num_rows) & (start + num_rows < total)
+    rows = F.embedding(row.masked_fill(elsewhere, 0), table)
     return rows.masked_fill(elsewhere[..., None], 0.0)
 
 
-def shard_vocabulary(module: ImportedGraph, plan: VocabularySharding, *, rank: int, group: str) -> dict[str, Placement]:
+def shard_vocabulary(
+    module: ImportedGraph, found: VocabularySharding, *, rank: int, group: str
+) -> dict[str, Placement]:
     """Rewrite the graph, in place, to what one rank of the tensor axis computes of tables and head.
 
-    rank: this rank's coordinate; group: the name of the axis's process group. Divided weights become this rank's
-    parts; returns which part each is, by name in the file. The output that the loss reads becomes [..., this rank's
-    classes]: give the loss `plan.classes(rank, group)`.
+    rank: this rank's coordinate; group: the name of the axis's process group. Sharded weights become this rank's
+    parts; returns which part each is, by initializer name. The output that the loss reads becomes [..., this rank's
+    classes]: give the loss `found.classes(rank, group)`.
     """
-    nodes, stored = {node.name: node for node in module.graph.nodes}, named_weights(module)
-    for number, name in enumerate(plan.lookups, FIRST_REGION):
+    nodes = {node.name: node for node in module.graph.nodes}
+    for number, name in enumerate(found.lookups, FIRST_REGION):
         table = nodes[name].args[0]
-        words = stored[module.onnx_names[_source(table).target]].shape[_dim_of_rows(table)]
-        _divide_lookup(nodes[name], share(words, rank, plan.size)[0], words, number, group)
-    if plan.head is not None:
-        _divide_head(nodes, plan.head, share(plan.head.total, rank, plan.size), FIRST_REGION + len(plan.lookups), group)
+        words = stored_tensor(module, _source(table).target).shape[_dim_of_rows(table)]
+        _shard_lookup(nodes[name], share(words, rank, found.size)[0], words, number, group)
+    if found.head is not None:
+        interval = share(found.head.total, rank, found.size)
+        _shard_head(nodes, found.head, interval, FIRST_REGION + len(found.lookups), group)
     placements = {}
-    for path, dim in plan.parts.items():
-        name = module.onnx_names[path]
-        placements[name] = _keep(module, path, stored[name], dim, share(stored[name].shape[dim], rank, plan.size))
+    for path, dim in found.dims.items():
+        shape = stored_tensor(module, path).shape
+        placement = Placement.whole(shape).narrow(dim, *share(shape[dim], rank, found.size))
+        keep_shard(module, path, placement)
+        placements[module.onnx_names[path]] = placement
     module.graph.lint()
     module.recompile()
     return placements
 
 
-def _divide_lookup(node: fx.Node, start: int, words: int, number: int, group: str) -> None:
+def _shard_lookup(node: fx.Node, start: int, words: int, number: int, group: str) -> None:
     table, indices = node.args
     node.target, node.args = lookup_local_rows, (table, indices, start, words)
     node.meta["tensor_parallel"] = number
@@ -306,29 +325,21 @@ def _divide_lookup(node: fx.Node, start: int, words: int, number: int, group: st
     node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
-def _divide_head(nodes: dict[str, fx.Node], head: Head, own: Interval, number: int, group: str) -> None:
+def _shard_head(nodes: dict[str, fx.Node], head: Head, interval: Interval, number: int, group: str) -> None:
     product, graph = nodes[head.product], nodes[head.product].graph
     x = product.args[1 if product.target is torch.addmm else 0]
     assert isinstance(x, fx.Node)
     with graph.inserting_before(product):
-        entered = graph.call_function(copy_to_region, (x, group))
-    entered.meta.update(
+        copied = graph.call_function(copy_to_region, (x, group))
+    copied.meta.update(
         {key: value for key, value in x.meta.items() if key != "tensor_parallel"}, tensor_parallel=number
     )
-    product.replace_input_with(x, entered)
-    start, stop = own
+    product.replace_input_with(x, copied)
+    start, stop = interval
     for name, operand in head.constants:
         with graph.inserting_before(nodes[name]):
             part = graph.call_method("narrow", (nodes[operand], -1, start, stop - start))
         nodes[name].replace_input_with(nodes[operand], part)
     for name in head.chain:
         nodes[name].meta["tensor_parallel"] = number
-        nodes[name].meta.pop("probes", None)  # another shape now
-
-
-def _keep(module: nn.Module, path: str, whole: Tensor, dim: int, own: Interval) -> Placement:
-    """Put this rank's part in place of a weight."""
-    owner, _, leaf = path.rpartition(".")
-    part = whole.detach().narrow(dim, own[0], own[1] - own[0]).clone(memory_format=torch.contiguous_format)
-    setattr(module.get_submodule(owner), leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
-    return Placement.whole(whole.shape).narrow(dim, *own)
+        nodes[name].meta.pop("probes", None)  # the traced shapes were those of all words

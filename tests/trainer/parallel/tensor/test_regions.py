@@ -1,4 +1,4 @@
-"""Regions: which are found and why others are not; and that real ranks that divide them compute the same as one."""
+"""Which tensor-parallel regions are found, why others are not, and that real ranks compute what one rank does."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from onward.trainer.model.adapters import add_adapters
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
-from onward.trainer.parallel.tensor.graph_analysis import Division, Finer, Whole
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import RankSeeded, local_slice, shard_regions
-from onward.trainer.parallel.tensor.view_rules import regroup
+from onward.trainer.parallel.tensor.sharding import CannotShard, NeedsFinerBlocks, Sharding
+from onward.trainer.parallel.tensor.view_rules import reshaped
 from tests.support import graphs, zoo
 from tests.support.ranks import run_ranks
 
@@ -32,7 +32,7 @@ from tests.support.ranks import run_ranks
 
 
 def fused_grouped_queries() -> onnx.ModelProto:
-    """One matrix for 4 heads of the query and 2 of key and value, cut after the heads are; biases throughout."""
+    """One matrix for 4 heads of the query and 2 of key and value, split after the reshape to heads; with biases."""
     g = GraphWriter("fused_grouped_queries")
     x = g.input("x", ("batch", "sequence", 16))
     fused = g.op("MatMul", x, g.weight("qkv.weight", g.normal(0.25, 16, 32)))
@@ -170,9 +170,9 @@ def there_and_back() -> onnx.ModelProto:
     return _given(g, g.op("MatMul", h, g.op("Transpose", "matrix", perm=[1, 0])))
 
 
-def divided_bias(*, rows: bool) -> onnx.ModelProto:
-    """A product that adds what its own operand comes of: as a sum over what is divided, or row by row."""
-    g = GraphWriter("divided_bias")
+def sharded_bias(*, rows: bool) -> onnx.ModelProto:
+    """A product that adds the sharded value that it multiplies: along the sharded features, or row by row."""
+    g = GraphWriter("sharded_bias")
     h = g.op("MatMul", g.input("x", ("batch", 8)), g.weight("up", g.normal(0.3, 8, 8)))
     if rows:
         h = g.op("Reshape", h, g.weight("heads", [-1, 4]))
@@ -184,7 +184,7 @@ def divided_bias(*, rows: bool) -> onnx.ModelProto:
 
 
 def shuffled(between: str) -> onnx.ModelProto:
-    """ShuffleNet: the channels of a convolution, interleaved, meet what knows them one by one."""
+    """ShuffleNet: interleaved channels of a convolution, followed by a call with a parameter for each channel."""
     g = GraphWriter("shuffled", opset=21)
     x = g.op("Relu", g.op("Conv", g.input("x", ("batch", 4, 4, 4)), g.weight("up", g.normal(0.5, 12, 4, 1, 1))))
     x = _interleaved(g, x, 2, 6)
@@ -206,7 +206,7 @@ def _interleaved(g: GraphWriter, x: str, outer: int, inner: int) -> str:
 
 
 def queries_in_two_parts(*, memory: bool) -> onnx.ModelProto:
-    """Four heads of the query, two before and two after the two of key and value; or those are weights."""
+    """Four heads of the query, two before and two after the two of key and value; with `memory` those are weights."""
     g = GraphWriter("queries_in_two_parts", opset=23)
     x = g.op("Tanh", g.op("Mul", g.input("x", ("batch", 5, 8)), g.weight("mix", g.normal(1.0, 8))))
     g.op("MatMul", x, g.weight("into", g.normal(0.5, 8, 32)), outputs="wide")
@@ -244,24 +244,24 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
     **graphs.MODELS,
     **{build.__name__: build for build in (fused_grouped_queries, one_key_head, parallel_block, channels, tied)},
     **{build.__name__: build for build in (merged_heads, one_after_the_other, residual_as_bias, there_and_back)},
-    "divided bias": lambda: divided_bias(rows=False),
-    "divided bias of rows": lambda: divided_bias(rows=True),
+    "sharded bias": lambda: sharded_bias(rows=False),
+    "sharded bias of rows": lambda: sharded_bias(rows=True),
     "shuffled Conv": lambda: shuffled("Conv"),
     "shuffled GroupNormalization": lambda: shuffled("GroupNormalization"),
     "shuffled BatchNormalization": lambda: shuffled("BatchNormalization"),
     "queries in two parts": lambda: queries_in_two_parts(memory=False),
     "queries in two parts of a memory": lambda: queries_in_two_parts(memory=True),
 }
-STAYS_WHOLE = {
-    "divided bias": "adds a divided value",
-    "divided bias of rows": "adds a divided value",
-    "shuffled Conv": "has 12 channels, of which 2 repeat",
-    "shuffled GroupNormalization": "has 12 channels, of which 2 repeat",
-    "shuffled BatchNormalization": "has 12 channels, of which 2 repeat",
-    "queries in two parts": "4 heads share 2, not evenly over 2 ranks",
+REPLICATED = {
+    "sharded bias": "adds a sharded value",
+    "sharded bias of rows": "adds a sharded value",
+    "shuffled Conv": "has 12 channels, in which 2 sharded ones repeat",
+    "shuffled GroupNormalization": "has 12 channels, in which 2 sharded ones repeat",
+    "shuffled BatchNormalization": "has 12 channels, in which 2 sharded ones repeat",
+    "queries in two parts": "4 heads of the query share 2, which do not divide evenly over 2 ranks",
     "queries in two parts of a memory": "4 heads of the query share 2, which do not divide evenly over 2 ranks",
 }
-"""What divides otherwise on every rank than its neighbours do -> why it is not divided."""
+"""Graphs in which a rank would get other elements of one tensor than of the next -> why they are not sharded."""
 
 
 def plan(name: str, size: int = 2, *, fuse: bool = True, convolutions: str = "always") -> TensorSharding:
@@ -296,12 +296,13 @@ LAYERS = {
         ("mlp", "layers.{0}.mlp.gate.weight layers.{0}.mlp.up.weight", "layers.{}.mlp.down.weight"),
     ],
 }
-"""The regions of each layer."""
+"""The regions of each layer: kind, columns, rows."""
+AT_OUTPUT = "its output reaches an output of the graph, and no row-parallel product comes before"
 LAST = {"tiny_bert": [("mlp", "pooler.weight", "classifier.weight")]}
-WHOLE = {
-    "tiny_transformer": {"transformer.wte.weight": "it is an output of the graph"},
+OTHERS = {
+    "tiny_transformer": {"transformer.wte.weight": AT_OUTPUT},
     "tiny_bert": {},
-    "tiny_llama": {"lm_head.weight": "it is an output of the graph"},
+    "tiny_llama": {"lm_head.weight": AT_OUTPUT},
 }
 
 
@@ -311,28 +312,30 @@ def test_each_layer_of_a_transformer_is_two_regions(name: str, fuse: bool) -> No
     found = plan(name, fuse=fuse)
     expected = [tuple(part.format(layer) for part in region) for layer in range(2) for region in LAYERS[name]]
     assert regions(found) == expected + LAST.get(name, [])
-    assert dict(found.replicated) == WHOLE[name]
+    assert dict(found.replicated) == OTHERS[name]
 
 
-def test_convolutions_are_divided_in_pairs_and_skips_stay_whole() -> None:
+def test_convolutions_are_sharded_in_pairs_and_skip_connections_are_replicated() -> None:
     found = plan("tiny_resnet")
     assert regions(found) == [
         ("convolutions", "layer1.0.conv1.weight", "layer1.0.conv2.weight"),
         ("convolutions", "layer2.0.conv1.weight", "layer2.0.conv2.weight"),
     ]
     assert dict(found.replicated) == {
-        "conv1.weight": "layer1.0.conv2.weight reads what the same division gives, 8 columns for 8",
-        "layer2.0.downsample.0.weight": "its result meets that of layer2.0.conv2.weight, which is whole",
-        "classifier.weight": "it is an output of the graph",
+        "conv1.weight": "layer1.0.conv2.weight, with 8 columns, follows a row-parallel product of 8 columns",
+        "layer2.0.downsample.0.weight": (
+            "its output is combined with that of layer2.0.conv2.weight, which is replicated"
+        ),
+        "classifier.weight": AT_OUTPUT,
     }
 
 
-def test_convolutions_are_divided_where_it_pays() -> None:
+def test_convolutions_are_sharded_where_they_save_more_than_they_send() -> None:
     assert plan("tiny_resnet", convolutions="never").regions == ()
     reasons = dict(plan("tiny_resnet", convolutions="auto").replicated)
     assert reasons["layer1.0.conv1.weight"] == (
-        "convolutions: auto; divided with layer1.0.conv2.weight it would save 54 operations for each byte sent, "
-        "less than 250"
+        "parallel.convolutions is auto, and to shard it with layer1.0.conv2.weight would save 54 operations for each "
+        "byte sent, less than 250"
     )
     g = GraphWriter("wide")
     x = g.op("Conv", g.input("x", ("batch", 64, 8, 8)), g.weight("a", g.normal(0.1, 64, 64, 3, 3)), pads=[1] * 4)
@@ -341,37 +344,37 @@ def test_convolutions_are_divided_where_it_pays() -> None:
     assert regions(find_regions(to_module(g.model()), 2, convolutions="auto")) == [("convolutions", "a", "b")]
 
 
-def test_heads_that_do_not_divide_stay_whole_and_uneven_widths_do_not() -> None:
+def test_heads_must_divide_evenly_over_the_ranks_and_single_features_need_not() -> None:
     found = plan("tiny_transformer", 3)
     assert [kind for kind, _, _ in regions(found)] == ["mlp", "mlp"]
     assert dict(found.replicated)["transformer.h.0.attn.c_attn.weight"] == (
-        "reshape makes 2 heads of 16 each; 2 do not divide evenly over 3 ranks"
+        "reshape makes 2 heads of 16 each, which do not divide evenly over 3 ranks"
     )
-    shapes = [part.placement((128, 32), rank, 3).local_shape for rank in range(3) for part in [Division(0, (128,))]]
+    shapes = [part.placement((128, 32), rank, 3).local_shape for rank in range(3) for part in [Sharding(0, (128,))]]
     assert shapes == [(42, 32), (43, 32), (43, 32)]
 
 
-def test_heads_of_keys_must_divide_too() -> None:
+def test_heads_of_keys_must_divide_evenly_too() -> None:
     reasons = dict(plan("tiny_llama", 4).replicated)
     assert reasons["layers.0.q_proj.weight"] == (
         "attention_0: 4 heads of the query share 2, which do not divide evenly over 4 ranks"
     )
 
 
-def test_a_weight_that_is_read_whole_elsewhere_stays_whole() -> None:
+def test_a_weight_of_which_another_node_needs_all_is_replicated() -> None:
     found = plan("tied")
     assert found.regions == ()
-    assert dict(found.replicated)["first.weight"] == "table is also read by gather_rows, where it is whole"
+    assert dict(found.replicated)["first.weight"] == "table is also read by gather_rows, which needs all of it"
 
 
-@pytest.mark.parametrize("name", STAYS_WHOLE)
-def test_what_would_be_divided_otherwise_than_its_neighbours_stays_whole(name: str) -> None:
+@pytest.mark.parametrize("name", REPLICATED)
+def test_a_region_whose_tensors_would_be_sharded_differently_is_replicated(name: str) -> None:
     found = plan(name)
     assert found.regions == ()
-    assert any(STAYS_WHOLE[name] in why for _, why in found.replicated), found.replicated
+    assert any(REPLICATED[name] in why for _, why in found.replicated), found.replicated
 
 
-def test_fewer_columns_than_ranks_stay_whole() -> None:
+def test_a_weight_with_fewer_columns_than_ranks_is_replicated() -> None:
     module = to_module(graphs.tiny_mlp(hidden=3))
     assert dict(find_regions(module, 4).replicated) == {
         "fc1.weight": "its 3 columns are fewer than 4 ranks",
@@ -379,7 +382,7 @@ def test_fewer_columns_than_ranks_stay_whole() -> None:
     }
 
 
-def test_one_rank_divides_nothing_and_a_plan_changes_nothing() -> None:
+def test_one_rank_has_no_regions_and_the_search_changes_nothing() -> None:
     module = to_module(graphs.tiny_llama())
     code = module.code
     assert find_regions(module, 1).regions == ()
@@ -387,7 +390,7 @@ def test_one_rank_divides_nothing_and_a_plan_changes_nothing() -> None:
     assert module.code == code
 
 
-def test_adapters_are_divided_with_their_weights() -> None:
+def test_adapters_are_sharded_with_their_weights() -> None:
     module = to_module(graphs.tiny_transformer())
     add_adapters(module, LoraConfig(weights=("*.h.*",), rank=2, alpha=4.0), seed=0)
     layer = "transformer.h.0.mlp"
@@ -398,8 +401,8 @@ def test_adapters_are_divided_with_their_weights() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in GRAPHS if name != "there_and_back"])  # whose matrix is in it twice
-def test_a_plan_names_every_matrix_once(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name != "there_and_back"])  # reads one matrix twice
+def test_every_matrix_is_named_once(name: str) -> None:
     module = to_module(GRAPHS[name]())
     matrices = {module.onnx_names[path] for path, weight in module.named_parameters() if weight.ndim > 1}
     tables = {f"{name}.weight" for name in ("transformer.wpe", "embeddings.word", "embeddings.position", "embed")}
@@ -421,7 +424,7 @@ def shape(*lengths: int | tuple[int, int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("before", "division", "after", "found"),
+    ("before", "sharding", "after", "found"),
     [
         (shape(BATCH, LENGTH, 64), (2, (64,), 1), shape(BATCH, LENGTH, 4, 16), (2, (4,), 1)),
         (shape(BATCH, LENGTH, 4, 16), (2, (4,), 1), shape(BATCH, LENGTH, 64), (2, (4,), 16)),
@@ -435,31 +438,41 @@ def shape(*lengths: int | tuple[int, int]) -> list[tuple[int, int]]:
         (shape(BATCH, LENGTH, 64), (2, (64,), 1), shape((21, 55), 64), (1, (64,), 1)),
     ],
 )  # fmt: skip
-def test_a_division_is_followed_through_reshapes(before: Any, division: Any, after: Any, found: Any) -> None:
-    assert regroup(before, after, Division(*division), SIZE, "reshape").how == found
+def test_a_sharding_is_followed_through_reshapes(before: Any, sharding: Any, after: Any, found: Any) -> None:
+    result = reshaped(before, after, Sharding(*sharding), SIZE, "reshape")
+    assert isinstance(result, Sharding)
+    assert result.pattern == found
 
 
 @pytest.mark.parametrize(
-    ("before", "division", "after", "reason"),
+    ("before", "sharding", "after", "reason"),
     [
-        (shape(BATCH, 48), (1, (48,), 1), shape(BATCH, 3, 16), "3 heads of 16 each; 3 do not divide evenly over 2"),
-        (shape(BATCH, 2, LENGTH), (1, (2,), 1), shape(BATCH, (14, 22)), "dynamic length behind it"),
-        (shape(2, BATCH), (0, (2,), 1), shape(BATCH, 2), "cuts the divided dimension across"),
+        (shape(BATCH, 48), (1, (48,), 1), shape(BATCH, 3, 16), "3 heads of 16 each, which do not divide evenly over 2"),
+        (shape(BATCH, 2, LENGTH), (1, (2,), 1), shape(BATCH, (14, 22)), "with a dynamic length behind it"),
+        (shape(2, BATCH), (0, (2,), 1), shape(BATCH, 2), "splits the sharded dimension across its units"),
     ],
 )
-def test_a_division_that_a_reshape_cuts_across_is_refused(before: Any, division: Any, after: Any, reason: str) -> None:
-    with pytest.raises(Whole, match=reason):
-        regroup(before, after, Division(*division), SIZE, "reshape")
+def test_a_reshape_that_splits_across_the_ranks_is_refused(before: Any, sharding: Any, after: Any, reason: str) -> None:
+    result = reshaped(before, after, Sharding(*sharding), SIZE, "reshape")
+    assert isinstance(result, CannotShard)
+    assert reason in result.reason
 
 
-def test_three_parts_in_front_of_the_heads_are_asked_to_be_blocks() -> None:
-    own = Division(1, (96,), source="qkv", unit=1)
-    with pytest.raises(Finer) as finer:
-        regroup(shape(BATCH, 96), shape(BATCH, 3, 4, 8), own, SIZE, "reshape")
-    assert (finer.value.source, finer.value.cuts) == ("qkv", {32, 64})
+def test_a_fused_weight_reshaped_to_three_parts_needs_three_blocks() -> None:
+    fused = Sharding(1, (96,), weight="qkv", columns_per_unit=1)
+    result = reshaped(shape(BATCH, 96), shape(BATCH, 3, 4, 8), fused, SIZE, "reshape")
+    assert isinstance(result, NeedsFinerBlocks)
+    assert (result.weight, result.cuts) == ("qkv", {32, 64})
 
 
-def test_a_portion_of_merged_heads_is_that_of_each_sample() -> None:
+def test_a_rank_holds_its_units_of_every_block() -> None:
+    sharding = Sharding(1, (4, 4), inner=2)  # the drawing in sharding.py
+    assert sharding.intervals(0, 2) == [(0, 4), (8, 12)]
+    assert sharding.intervals(1, 2) == [(4, 8), (12, 16)]
+    assert (sharding.period, sharding.local_length(0, 2)) == (16, 8)
+
+
+def test_a_local_slice_of_merged_heads_takes_the_same_heads_of_each_sample() -> None:
     x = torch.arange(12.0).reshape(1, 12)  # 2 samples of 3 heads of 2
     assert local_slice(x, 1, 6, [(0, 2), (4, 6)]).tolist() == [[0, 1, 4, 5, 6, 7, 10, 11]]
     assert local_slice(x, 1, 12, [(3, 5)]).tolist() == [[3, 4]]
@@ -498,7 +511,7 @@ def loss_of(outputs: list[Tensor]) -> Tensor:
 
 
 def train(module: ImportedGraph, inputs: list[Tensor]) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Losses, first gradients and last weights of a few steps; collectives of one forward and one backward pass."""
+    """Return losses, first gradients and last weights of a few steps, and the numbers of collectives of one step."""
     found: dict[str, Any] = {}
     for step in range(STEPS):
         module.zero_grad()
@@ -538,7 +551,7 @@ def without_dropout(module: ImportedGraph) -> ImportedGraph:
 
 
 def compare(whole: ImportedGraph, inputs: list[Tensor], mpi: MPIContext, group: str) -> dict[str, Any]:
-    """The greatest difference of this rank's part from one rank alone, relative to the whole tensor's greatest."""
+    """Return the largest difference of this rank's part from one rank alone, relative to the full tensor's largest."""
     without_dropout(whole)
     divided = copy.deepcopy(whole)
     found = find_regions(divided, mpi.world_size, convolutions="always")
@@ -591,7 +604,7 @@ def adapters(mpi: MPIContext, group: str, name: str, pattern: str) -> dict[str, 
 
 
 def dropout(mpi: MPIContext, group: str) -> dict[str, Any]:
-    """Masks inside and outside, of two steps and of one done again."""
+    """Return dropout masks inside and outside of a region, of two steps; one step is repeated with the same state."""
     module = to_module(dropped()).train()
     shard_regions(module, find_regions(module, mpi.world_size), rank=mpi.rank, group=group)
     inside: list[Tensor] = []
@@ -654,7 +667,7 @@ def test_two_ranks_compute_what_one_does_with_the_collectives_of_megatron() -> N
     assert all(found[0][f"{name} {fuse}"]["regions"] == 1 for name, fuse in (*CASES[6:12], *CASES[13:15]))
     assert max(rank[adapted]["worst"] for rank in found for adapted in ("adapters", "adapter there and back")) < 1e-5
     first, second = (rank["dropout"] for rank in found)
-    assert first["outputs"] == second["outputs"]  # masks behind the region are one, though 7 and 8 columns drew others
+    assert first["outputs"] == second["outputs"]  # masks outside are the same, although 7 and 8 columns drew others
     assert len(first["inside"]) == 7
     assert len(second["inside"]) == 8
     assert first["inside"] != second["inside"][:7]
@@ -680,13 +693,13 @@ def zoo_parity(mpi: MPIContext, name: str) -> dict[str, Any]:
 
 
 REGIONS = {"gpt2": 4, "bert": 5, "llama": 4, "t5": 5, "vit": 2, "transformer_classifier": 4, "mamba": 1}
-"""What there is to divide in the real transformers, and in a state space model."""
+"""The number of regions in real transformers, and in a state space model."""
 
 
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_what_exporters_write_is_divided_or_left_whole(name: str) -> None:
+def test_exported_models_are_sharded_or_replicated_correctly(name: str) -> None:
     for rank in run_ranks(2, "tests.trainer.parallel.tensor.test_regions:zoo_parity", name, timeout_s=240):
         for case, result in rank.items():
             assert result["worst"] < 1e-4, (case, result)

@@ -1,4 +1,4 @@
-"""Tables and heads divided by words: which are and why others are not; real ranks compute the same as one."""
+"""Which tables and heads are sharded by words, why others are not, and that real ranks compute what one does."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def plan(model: onnx.ModelProto, size: int = 2, **settings: Any) -> VocabularySh
 # -- the plan
 
 
-def test_a_tied_table_is_divided_at_both_ends_and_positions_stay_whole() -> None:
+def test_a_tied_table_is_sharded_at_both_ends_and_positions_are_replicated() -> None:
     found = plan(graphs.tiny_transformer())
     assert found.weights == ("transformer.wte.weight",)
     assert found.lookups == ("gather_rows",)
@@ -110,18 +110,18 @@ def test_a_tied_table_is_divided_at_both_ends_and_positions_stay_whole() -> None
     assert found.replicated == (("transformer.wpe.weight", rule),)
 
 
-def test_a_head_of_its_own_is_divided_with_its_bias_beside_the_table() -> None:
+def test_an_untied_head_is_sharded_with_its_bias_and_so_is_the_table() -> None:
     assert plan(language_model(head="own")).weights == ("head.weight", "head.bias", "wte")
     assert plan(graphs.tiny_llama()).weights == ("lm_head.weight", "embed.weight")
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-def test_the_same_is_found_whether_the_graph_is_fused_or_not(fuse: bool) -> None:
+def test_the_sharding_of_an_unfused_graph_is_that_of_the_fused_one(fuse: bool) -> None:
     module = to_module(language_model(head="own"), fuse=fuse)
     assert find_vocabulary_sharding(module, 3, config()).weights == ("head.weight", "head.bias", "wte")
 
 
-def test_what_works_on_each_logit_by_itself_may_follow_the_head() -> None:
+def test_elementwise_calls_may_follow_the_head() -> None:
     found = plan(language_model(after="capped"))
     assert found.head is not None
     assert found.weights == ("wte", "shift")
@@ -130,12 +130,17 @@ def test_what_works_on_each_logit_by_itself_may_follow_the_head() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "the loss is no cross-entropy": ({}, {"loss": "mse"}, "wte", "the loss is mse: only cross_entropy"),
-    "somebody reads the logits": ({"after": "read"}, {}, "wte", "softmax reads its result, too"),
-    "they are two outputs": ({"after": "twice"}, {}, "wte", "its result is 2 of the graph's outputs"),
-    "they meet another weight": ({"after": "lifted"}, {}, "wte", "joins its result with level, which is not divided"),
+    "another node reads the logits": ({"after": "read"}, {}, "wte", "softmax reads its output, too"),
+    "they are two outputs": ({"after": "twice"}, {}, "wte", "its output is 2 of the graph's outputs"),
+    "they meet another weight": (
+        {"after": "lifted"},
+        {},
+        "wte",
+        "its output with level, which is not sharded by words",
+    ),
     # an Add of a fixed length is a module, of which nothing is known
-    "a module follows": ({"after": "placed"}, {}, "wte", "add_10 comes between its result and the loss"),
-    "a softmax follows": ({"after": "softened"}, {}, "wte", "softmax comes between its result and the loss"),
+    "a module follows": ({"after": "placed"}, {}, "wte", "add_10 comes between its output and the loss"),
+    "a softmax follows": ({"after": "softened"}, {}, "wte", "softmax comes between its output and the loss"),
     "the table is read otherwise": ({"after": "decayed"}, {}, "wte", "reads wte, too, and needs all of it"),
     "it is small": ({"words": 7}, {}, "wte", "its 7 words are fewer than its width of 8"),
     "the loss reads another output": ({}, {"output": "hidden"}, "wte", "matmul_1 reads wte, too, and needs all of it"),
@@ -143,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_tied_table_stays_whole_at_both_ends_and_the_plan_says_why(case: str) -> None:
+def test_a_tied_table_is_replicated_at_both_ends_with_a_reason(case: str) -> None:
     made, settings, name, rule = REFUSED[case]
     found = plan(language_model(**made), **settings)
     assert found.head is None
@@ -152,19 +157,19 @@ def test_a_tied_table_stays_whole_at_both_ends_and_the_plan_says_why(case: str) 
     assert found.classes(0, "tensor") is None
 
 
-def test_a_table_is_divided_though_the_head_is_not() -> None:
+def test_a_table_is_sharded_although_the_head_is_not() -> None:
     found = plan(language_model(head="own"), loss="mse")
     assert found.weights == ("wte",)
     assert dict(found.replicated)["head.weight"].startswith("the loss is mse")
 
 
-def test_what_another_division_has_taken_is_left_to_it() -> None:
+def test_a_weight_that_a_region_shards_is_left_to_it() -> None:
     found = find_vocabulary_sharding(to_module(language_model(head="own")), 2, config(), taken=("head.weight",))
     assert found.weights == ("wte",)
-    assert dict(found.replicated)["head.weight"] == "head.weight is divided with other layers already"
+    assert dict(found.replicated)["head.weight"] == "head.weight is sharded with other layers already"
 
 
-def test_a_head_with_an_adapter_stays_whole() -> None:
+def test_a_head_with_an_adapter_is_replicated() -> None:
     module = to_module(language_model(head="own"))
     add_adapters(module, LoraConfig(weights=("head.weight",), rank=2), seed=0)
     found = find_vocabulary_sharding(module, 2, config())
@@ -172,7 +177,7 @@ def test_a_head_with_an_adapter_stays_whole() -> None:
     assert found.weights == ("wte",)
 
 
-def test_a_graph_without_words_has_nothing_to_divide() -> None:
+def test_a_graph_without_a_vocabulary_has_nothing_to_shard() -> None:
     assert plan(graphs.tiny_mlp(), loss="mse").weights == ()
     assert plan(graphs.tiny_transformer(), 1) == VocabularySharding(1)
     assert dict(plan(language_model(), 34).replicated)["wte"] == "its 33 words are fewer than 34 ranks"
@@ -180,7 +185,7 @@ def test_a_graph_without_words_has_nothing_to_divide() -> None:
     assert classes == "its 4 words are fewer than its width of 128: it would send more than it saves"
 
 
-def test_nothing_inside_the_divided_stretches_may_be_cut() -> None:
+def test_nodes_where_no_stage_may_be_cut_are_marked() -> None:
     module = to_module(graphs.tiny_transformer())
     shard_vocabulary(module, find_vocabulary_sharding(module, 2, config()), rank=1, group="tensor")
     inside = {node.name: node.meta["tensor_parallel"] for node in module.graph.nodes if "tensor_parallel" in node.meta}
@@ -191,7 +196,7 @@ def test_nothing_inside_the_divided_stretches_may_be_cut() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_rows_of_all_ranks_add_up_to_the_tables_at_any_size(size: int) -> None:
+def test_the_rows_of_all_ranks_add_up_to_those_of_the_table(size: int) -> None:
     table = torch.randn(50257, 3)
     indices = torch.cat((torch.randint(-50257, 50257, (2, 50)), torch.tensor([[0, -1], [50256, -50257]])), 1)
     total = torch.zeros(2, 52, 3)
@@ -200,7 +205,7 @@ def test_the_rows_of_all_ranks_add_up_to_the_tables_at_any_size(size: int) -> No
     torch.testing.assert_close(total, gather_rows(table, indices), rtol=0, atol=0)
 
 
-def test_an_index_that_is_no_word_is_an_error_on_the_rank_at_that_end() -> None:
+def test_an_index_out_of_range_is_an_error_on_the_first_or_last_rank() -> None:
     table = torch.randn(10, 2)
     for index, last in ((10, True), (-11, False)):
         indices = torch.tensor([index])
@@ -224,7 +229,7 @@ CASES: dict[str, dict[str, Any]] = {
 BATCH, LENGTH, WORDS = 4, 6, 33
 
 
-def test_real_ranks_divide_tables_heads_and_the_loss_as_one_rank_has_them_whole() -> None:
+def test_real_ranks_with_sharded_tables_heads_and_loss_compute_what_one_rank_does() -> None:
     counts = run_ranks(3, "tests.trainer.parallel.tensor.test_vocabulary:trains_alike")
     assert counts[0] == counts[1]
     for name, counted in counts[0].items():
@@ -395,7 +400,7 @@ ARCHITECTURES = ("gpt2", "bert", "llama", "t5", "lstm_language_model")
 
 
 @pytest.mark.slow
-def test_what_exporters_write_is_divided_as_it_is_whole() -> None:
+def test_exported_models_compute_the_same_when_sharded() -> None:
     run_ranks(4, "tests.trainer.parallel.tensor.test_vocabulary:exports_alike", timeout_s=300)
 
 

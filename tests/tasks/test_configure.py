@@ -134,7 +134,7 @@ def test_what_the_graph_does_not_allow_is_refused_before_anything_is_there(
     cut = {**sections, "train": train, "parallel": ParallelConfig(pipeline=2, cuts=("pooled_",))}
     with pytest.raises(ConfigError, match=r"parallel.cuts: the graph computes no tensor pooled_; did you mean "):
         begin(cut)
-    with pytest.raises(ConfigError, match=r"recompute.units: no tensor matches 'layer9\*'"):
+    with pytest.raises(ConfigError, match=r"recompute.units: no tensor or weight of the graph matches 'layer9\*'"):
         begin({**sections, "recompute": RecomputeConfig(mode="whole", units=("layer9*",))})
     with pytest.raises(ConfigError, match=r"nothing of this graph can be divided over parallel.tensor = 2"):
         begin({**sections, "parallel": ParallelConfig(tensor=2, convolutions="never", vocabulary=False)})

@@ -23,14 +23,15 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.loss import Slice
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import BatchNorm
-from onward.trainer.parallel.cost import Autocast, NodeCost, costs
+from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
 from onward.trainer.parallel.memory import budget
 from onward.trainer.parallel.pipeline.balance import choose_cuts, choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import CutPoint, cuts_by_name, find_cut_points
 from onward.trainer.parallel.pipeline.rematerialise import partitioned_nodes
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
-from onward.trainer.parallel.recompute import by_budget, by_name, recompute, unit_costs
+from onward.trainer.parallel.recompute import recompute
+from onward.trainer.parallel.recompute_choice import choose_by_budget, choose_by_name, unit_costs
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
 from onward.trainer.parallel.tensor.vocabulary import VocabularySharding, find_vocabulary_sharding, shard_vocabulary
@@ -146,7 +147,7 @@ def _cuts(
     in_units = parallel.zero or parallel.units or config.recompute.mode != "none"
     if num_stages == 1 and not in_units and not price:
         return Cuts((), (), {})
-    priced = costs(module, example, autocast=autocast)
+    priced = estimate_costs(module, example, autocast=autocast)
     points = find_cut_points(module.graph, priced)
     amounts = node_work(module.graph, priced)
     if parallel.cuts:
@@ -240,7 +241,7 @@ def recompute_units(
         chosen = [() for _ in stages]
     elif config.recompute.units:
         elsewhere = [part for stage in whole.stages for part in stage.chain.parts]
-        chosen = [by_name(stage.chain, config.recompute.units, elsewhere=elsewhere) for stage in stages]
+        chosen = [choose_by_name(stage.chain, config.recompute.units, elsewhere=elsewhere) for stage in stages]
     elif config.parallel.memory_gib:
         chosen = _affordable(whole.largest or whole, config, inputs, pipeline=pipeline)
     else:
@@ -260,6 +261,6 @@ def _affordable(
     units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, whole.cuts.priced)]
     size = sum(value.nbytes for value in inputs)
     left, in_flight = budget(stages, weights, config, pipeline=pipeline, batch_bytes=size)
-    _, picked = by_budget(units, in_flight=in_flight, budget_bytes=left, modes=("none", config.recompute.mode))
+    _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left, modes=("none", config.recompute.mode))
     ends = [0, *itertools.accumulate(len(stage.chain.parts) for stage in stages)]
     return [[n - begin for n in picked if begin <= n < end] for begin, end in itertools.pairwise(ends)]

@@ -29,7 +29,7 @@ from onward.trainer.model.compile import accelerate
 from onward.trainer.model.loss import Loss
 from onward.trainer.model.trainable import Trainee
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
-from onward.trainer.parallel.cost import Autocast, costs
+from onward.trainer.parallel.cost import Autocast, estimate_costs
 from onward.trainer.parallel.layout import arrange, is_trained, recompute_units
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.reducer import Reducer, gradient
@@ -155,7 +155,9 @@ def _shapes_of(
     inputs: Sequence[Tensor],
 ) -> list[Stage]:
     """This rank's stages with what crosses their borders for other inputs."""
-    priced = costs(module, inputs, autocast=autocast, training=False)  # BatchNorm refuses a single row in training
+    priced = estimate_costs(
+        module, inputs, autocast=autocast, training=False
+    )  # BatchNorm refuses a single row in training
     again = build_stages(module, [stage.chain.parts for stage in stages], priced)
     return [
         replace(stage, received_meta=again[stage.index].received_meta, output_meta=again[stage.index].output_meta)

@@ -1,4 +1,4 @@
-"""Costs without computing are those of the real run: arithmetic, what is kept, what comes out."""
+"""Estimated costs equal those of the real run: FLOPs, bytes kept for the backward pass, and outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import BatchNorm
 from onward.trainer.onnx_import.train_selection import select_trained
-from onward.trainer.parallel.cost import Autocast, NodeCost, costs
+from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
 from tests.support import graphs
 
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
@@ -41,19 +41,22 @@ def load(name: str) -> tuple[ImportedGraph, list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_arithmetic_is_what_torch_counts_in_the_real_run(name: str) -> None:
+def test_estimated_flops_are_those_that_torch_counts_in_the_real_run(name: str) -> None:
     module, inputs = load(name)
-    found = costs(module, inputs)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # torch counts no fused one on CPUs
+    found = estimate_costs(module, inputs)
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # torch has no FLOP formula for the fused kernel of CPUs
         module(*inputs)
     assert sum(cost.flops for cost in found.values()) == counter.get_total_flops() > 0
 
 
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_kept_bytes_are_what_autograd_saves_in_the_real_run(name: str, cast: str) -> None:
+def test_estimated_kept_bytes_are_those_that_autograd_saves_in_the_real_run(name: str, cast: str) -> None:
     module, inputs = load(name)
-    predicted = sum(cost.kept_bytes for cost in costs(module, inputs, autocast=CASTS[cast]).values())
+    predicted = sum(cost.kept_bytes for cost in estimate_costs(module, inputs, autocast=CASTS[cast]).values())
     saved: dict[int, Tensor] = {}
     with saved_tensors_hooks(lambda tensor: saved.setdefault(_storage(tensor), tensor), _unpacked), CASTS[cast]():
         module(*inputs)
@@ -75,7 +78,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _stored(module: fx.GraphModule) -> list[Tensor]:
-    """Constants of the graph, which are no buffers."""
+    """Return the tensors that the graph reads by get_attr, constants included."""
     interpreter = fx.Interpreter(module)
     values = [interpreter.fetch_attr(str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
     return [value for value in values if isinstance(value, Tensor)]
@@ -83,16 +86,16 @@ def _stored(module: fx.GraphModule) -> list[Tensor]:
 
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("name", ["tiny_bert", "tiny_resnet", "tiny_two_outputs"])
-def test_every_node_gives_tensors_of_the_kind_it_gives_in_the_real_run(name: str, cast: str) -> None:
+def test_estimated_outputs_have_the_shape_type_and_gradient_of_the_real_run(name: str, cast: str) -> None:
     module, inputs = load(name)
-    found = costs(module, inputs, autocast=CASTS[cast])
+    found = estimate_costs(module, inputs, autocast=CASTS[cast])
 
-    class Watched(fx.Interpreter):
+    class Comparing(fx.Interpreter):
         def run_node(self, n: fx.Node) -> object:
             result = super().run_node(n)
             if isinstance(result, Tensor):
                 (output,) = found[n.name].outputs
-                assert type(output) is Tensor, "and no fake one, of which all that is made would be fake"
+                assert type(output) is Tensor, "a fake tensor would make all that is computed from it fake"
                 assert output.is_meta
                 kinds = [(one.shape, one.dtype, one.requires_grad) for one in (output, result)]
                 assert kinds[0] == kinds[1], n.name
@@ -100,20 +103,20 @@ def test_every_node_gives_tensors_of_the_kind_it_gives_in_the_real_run(name: str
             return result
 
     with CASTS[cast]():
-        Watched(module).run(*inputs)
+        Comparing(module).run(*inputs)
 
 
-# -- what it changes and needs
+# -- side effects
 
 
 @pytest.mark.parametrize("name", ["tiny_conv_net_with_batch_norm", "dropout"])
-def test_pricing_changes_neither_weights_nor_statistics_nor_modes_nor_random_numbers(name: str) -> None:
+def test_an_estimate_changes_neither_weights_nor_statistics_nor_modes_nor_random_numbers(name: str) -> None:
     module, inputs = load(name)
     before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
     random = torch.get_rng_state()
     for training in (True, False):
         module.train(not training)
-        costs(module, inputs, training=training)
+        estimate_costs(module, inputs, training=training)
         assert module.training is not training
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(tensor, before[key]) for key, tensor in module.state_dict().items())
@@ -121,34 +124,34 @@ def test_pricing_changes_neither_weights_nor_statistics_nor_modes_nor_random_num
 
 
 @pytest.mark.parametrize("name", ["tiny_transformer", "tiny_resnet"])
-def test_weights_and_inputs_may_be_without_data(name: str) -> None:
+def test_weights_and_inputs_may_be_on_the_meta_device(name: str) -> None:
     module, inputs = load(name)
-    expected = _numbers(costs(module, inputs))
+    expected = _numbers(estimate_costs(module, inputs))
     for path, weight in [*module.named_parameters()]:
         owner, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(weight.detach().to("meta")))
-    assert _numbers(costs(module, [value.to("meta") for value in inputs])) == expected
+    assert _numbers(estimate_costs(module, [value.to("meta") for value in inputs])) == expected
 
 
 def _numbers(found: dict[str, NodeCost]) -> dict[str, tuple[int, int, int]]:
     return {name: (cost.flops, cost.kept_bytes, cost.output_bytes) for name, cost in found.items()}
 
 
-def test_a_frozen_beginning_keeps_nothing() -> None:
+def test_frozen_first_layers_keep_nothing() -> None:
     module, inputs = load("tiny_conv_net")
     select_trained(module, freeze=("features.*",))
-    found = costs(module, inputs)
+    found = estimate_costs(module, inputs)
     assert {name: cost.kept_bytes for name, cost in found.items() if cost.kept_bytes} == {"linear": 4 * 128 * 4}
     assert found["conv2d"].flops > 0
 
 
-def test_evaluation_drops_nothing_out() -> None:
+def test_dropout_keeps_no_mask_in_evaluation() -> None:
     module, inputs = load("dropout")
-    training, evaluation = (costs(module, inputs, training=training) for training in (True, False))
+    training, evaluation = (estimate_costs(module, inputs, training=training) for training in (True, False))
     assert sum(cost.kept_bytes for cost in evaluation.values()) < sum(cost.kept_bytes for cost in training.values())
 
 
-# -- what cannot be priced
+# -- shapes that depend on data
 
 
 def compressed() -> onnx.ModelProto:
@@ -180,23 +183,23 @@ def test_a_shape_that_depends_on_data_is_refused_with_what_to_do(
 ) -> None:
     module = to_module(build())
     assert len(module(example)) == 3
-    with pytest.raises(UnsupportedModel, match=f"what {node} gives depends on data") as raised:
-        costs(module, [example])
+    with pytest.raises(UnsupportedModel, match=f"the shape of {node} depends on data") as raised:
+        estimate_costs(module, [example])
     for setting in ("parallel.pipeline = 1", "parallel.zero = 0", "parallel.units = 0", "recompute.mode = 'none'"):
         assert setting in str(raised.value)
     assert "\n" not in str(raised.value), "one sentence"
 
 
-def test_an_error_of_another_kind_stays_what_it_is() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     module, _ = load("tiny_mlp")
     with pytest.raises(RuntimeError, match="same reduction dim"):
-        costs(module, [torch.ones(4, 5)])
+        estimate_costs(module, [torch.ones(4, 5)])
 
 
-def test_every_module_stays_in_its_own_mode() -> None:
-    """Stages are priced in between, for evaluation, and share modules with the whole graph."""
+def test_every_module_keeps_its_own_mode() -> None:
+    """Stages share modules with the graph, and one may be in evaluation mode when costs are estimated."""
     module, inputs = load("tiny_resnet")
     norms = [child for child in module.modules() if isinstance(child, BatchNorm)]
     norms[0].eval()
-    costs(module, inputs, training=False)
+    estimate_costs(module, inputs, training=False)
     assert [norm.training for norm in norms] == [False] + [True] * (len(norms) - 1)

@@ -15,7 +15,7 @@ from onward.trainer.config.sections import ModelConfig, ParallelConfig
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
-from onward.trainer.parallel.cost import costs
+from onward.trainer.parallel.cost import estimate_costs
 from onward.trainer.parallel.memory import Alive, order, rehearse
 from onward.trainer.parallel.pipeline.balance import choose_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points
@@ -35,7 +35,7 @@ def in_units(name: str, mode: Mode) -> tuple[Stage, list[Tensor], Loss]:
     module = to_module(model)
     select_trained(module, train=("*",), freeze=())
     inputs = [torch.from_numpy(value) for value in feed(model, 6).values()]
-    priced = costs(module, inputs)
+    priced = estimate_costs(module, inputs)
     narrow = [point for point in find_cut_points(module.graph, priced) if point.is_narrow]
     parts = split(module, choose_cuts(narrow, node_work(module.graph, priced), 3))
     stage = build_stages(module, [parts], priced)[0]

@@ -1,4 +1,4 @@
-"""Recomputed gradients are the same bits; less is kept, products are not computed twice; what to recompute."""
+"""Recomputation leaves every gradient bit for bit the same, keeps less, and in mode selective repeats no product."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 import torch
@@ -19,27 +18,19 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout
 from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
 from onward.trainer.onnx_import.passes.attention import Attention
-from onward.trainer.parallel.cost import costs
+from onward.trainer.parallel.cost import estimate_costs
 from onward.trainer.parallel.pipeline.balance import choose_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Chain, Part, build_stages
-from onward.trainer.parallel.recompute import (
-    Mode,
-    UnitCost,
-    _is_kept,
-    by_budget,
-    by_name,
-    peak_bytes,
-    recompute,
-    unit_costs,
-)
+from onward.trainer.parallel.recompute import Mode, _keeps_result, recompute
+from onward.trainer.parallel.recompute_choice import UnitCost, unit_costs
 from tests.support.graphs import MODELS, feed, tiny_transformer
 from tests.support.ranks import run_ranks
 
@@ -57,9 +48,9 @@ def whole(model: onnx.ModelProto) -> Chain:
 
 
 def in_units(model: onnx.ModelProto, number: int, inputs: Sequence[Tensor]) -> tuple[Chain, list[UnitCost]]:
-    """A model as a chain of at most so many units, and what each takes."""
+    """Return a model as a chain of at most so many units, and the cost of each."""
     module = to_module(model)
-    found = costs(module, inputs)
+    found = estimate_costs(module, inputs)
     narrow = [point for point in find_cut_points(module.graph, found) if point.is_narrow]
     points = choose_cuts(narrow, node_work(module.graph, found), min(number, len(narrow) + 1))
     stage = build_stages(module, [split(module, points)], found)[0]
@@ -67,7 +58,7 @@ def in_units(model: onnx.ModelProto, number: int, inputs: Sequence[Tensor]) -> t
 
 
 class Block(nn.Module):
-    """Everything that must not happen twice: normalisation by the batch, and every kind of random number."""
+    """Everything whose repetition could be noticed: batch normalisation and every kind of random number."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -145,7 +136,9 @@ def test_gradients_and_statistics_of_graphs_are_the_same_bits(name: str, cast: s
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("chosen", [[1], [0, 1, 2]])
-def test_every_kind_of_random_number_and_statistic_is_as_without(chosen: list[int], cast: str, mode: Mode) -> None:
+def test_random_numbers_and_running_statistics_are_those_without_recomputation(
+    chosen: list[int], cast: str, mode: Mode
+) -> None:
     chain, again = blocks(), blocks()
     recompute(again, mode, chosen)
     batches = [[torch.randn(8, 16)], [torch.randn(6, 16)], [torch.randn(8, 16)]]
@@ -173,8 +166,8 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing(mode: Mode) 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_single_sample_is_normalised_with_the_statistics_of_its_time(mode: Mode) -> None:
-    """It has none of its own. A later micro-batch has moved the running ones when its unit runs again."""
+def test_a_single_sample_is_normalised_with_the_statistics_of_its_forward_pass(mode: Mode) -> None:
+    """A batch of one has no statistics. A later micro-batch has updated the running ones before the unit runs again."""
     one, two = torch.randn(1, 16), torch.randn(8, 16)
     chain, again = blocks(1), blocks(1)
     recompute(again, mode, [0])
@@ -187,8 +180,8 @@ def test_a_single_sample_is_normalised_with_the_statistics_of_its_time(mode: Mod
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_weight_cast_before_the_unit_ran_is_cast_again(mode: Mode) -> None:
-    """Autocast keeps its casts while its context is open: over two micro-batches here, and not in the backward pass."""
+def test_a_weight_that_autocast_had_cached_is_cast_again(mode: Mode) -> None:
+    """Autocast caches casts while its context is open: over two micro-batches here, but not in the backward pass."""
 
     def gradients(chain: Chain) -> list[Tensor]:
         torch.manual_seed(1)
@@ -203,7 +196,7 @@ def test_a_weight_cast_before_the_unit_ran_is_cast_again(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_unit_whose_backward_pass_is_made_in_two_goes_runs_again_in_each(mode: Mode) -> None:
+def test_a_unit_whose_backward_pass_runs_in_two_parts_is_recomputed_in_each(mode: Mode) -> None:
     def gradients(chain: Chain) -> list[Tensor]:
         torch.manual_seed(1)
         x = torch.randn(8, 16, requires_grad=True)
@@ -217,7 +210,7 @@ def test_a_unit_whose_backward_pass_is_made_in_two_goes_runs_again_in_each(mode:
 
 
 class Mixed(nn.Module):
-    """Reads integers, booleans and what needs no gradient; gives some of it on."""
+    """Reads integers, booleans and tensors without gradient, and returns some of them unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +224,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("needs", [True, False])
-def test_integers_booleans_and_what_needs_no_gradient_pass_through(needs: bool, mode: Mode) -> None:
+def test_integers_booleans_and_tensors_without_gradient_pass_through(needs: bool, mode: Mode) -> None:
     ids, mask, x = torch.tensor([0, 3, 4]), torch.tensor([True, False, True]), torch.randn(3, 8)
     torch.manual_seed(0)
     part = Part(Mixed(), ("ids", "mask", "x"), ("h", "next", "same", "most", "y"))
@@ -263,7 +256,7 @@ def test_frozen_normalisation_keeps_its_statistics() -> None:
 
 
 class Layers(nn.Module):
-    """A product and much beside it, of which autograd keeps eight tensors of its size."""
+    """A product and pointwise operators, for which autograd keeps eight tensors of its size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,14 +267,14 @@ class Layers(nn.Module):
 
 
 def live_bytes(chain: Chain, x: Tensor) -> int:
-    """What a forward pass has allocated and not freed, all kinds of keeping included; not its results."""
+    """Return the bytes that a forward pass has allocated and not freed, without its results."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         kept = [output.grad_fn for output in chain(x)]
     assert None not in kept
     return int(sum(event.self_cpu_memory_usage for event in record.key_averages()))
 
 
-def test_selective_keeps_the_products_and_whole_the_inputs_alone() -> None:
+def test_selective_keeps_inputs_and_products_and_whole_keeps_inputs_alone() -> None:
     x = torch.randn(512, 32)
     found = {}
     for mode in ("none", *MODES):
@@ -295,7 +288,7 @@ def test_selective_keeps_the_products_and_whole_the_inputs_alone() -> None:
     assert 7 * x.nbytes <= found["selective"] < 7 * x.nbytes + states
 
 
-def test_what_each_mode_keeps_is_known_before() -> None:
+def test_the_estimated_bytes_of_each_mode_are_those_that_it_keeps() -> None:
     model = build_gpt2(vocab_size=64, sequence_length=64, num_layers=4, num_heads=2, width=64, dropout=0.0)
     inputs = [torch.randint(64, (8, 64))]
     for mode in ("none", *MODES):
@@ -303,7 +296,7 @@ def test_what_each_mode_keeps_is_known_before() -> None:
         assert len(takes) == 4
         recompute(chain, mode, range(4))  # type: ignore[arg-type]
         chain(*inputs)
-        expected = sum(unit.stored(mode) for unit in takes)  # type: ignore[arg-type]
+        expected = sum(unit.stored_bytes(mode) for unit in takes)  # type: ignore[arg-type]
         assert live_bytes(chain, inputs[0]) == pytest.approx(expected, rel=0.02, abs=4 * 5056)
 
 
@@ -326,7 +319,7 @@ def test_selective_computes_no_product_and_no_convolution_twice(name: str) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_training_the_unit_is_called_as_it_is(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_training_the_unit_is_called_directly(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "onward.trainer.parallel.recompute.checkpoint", lambda *_, **__: pytest.fail("it was recomputed")
     )
@@ -352,9 +345,11 @@ def test_without_training_the_unit_is_called_as_it_is(mode: Mode, monkeypatch: p
         (torch.ops._c10d_functional.wait_tensor.default, (), False),
     ],
 )
-def test_products_and_sums_over_ranks_are_kept_but_not_kernels_that_draw(func: Any, arguments: Any, kept: bool) -> None:
-    """Attention with a mask of its own, left out the second time, would leave its numbers to the next Dropout."""
-    assert _is_kept(func, arguments, {}) == kept
+def test_products_and_collectives_are_kept_but_not_kernels_that_draw_random_numbers(
+    func: Any, arguments: Any, kept: bool
+) -> None:
+    """If the second pass skipped attention with dropout, the next Dropout would draw its random numbers."""
+    assert _keeps_result(func, arguments, {}) == kept
 
 
 class InPlace(nn.Module):
@@ -362,7 +357,7 @@ class InPlace(nn.Module):
         return ((x @ x.T).mul_(2).tanh(),)
 
 
-def test_a_kept_product_that_is_written_over_is_refused() -> None:
+def test_writing_over_a_kept_product_is_refused() -> None:
     chain = blocks(1, of=InPlace)
     recompute(chain, "selective", [0])
     with pytest.raises(UnsupportedModel, match=r"product of shape \[4, 4\] .*mul_.*'whole'"):
@@ -408,7 +403,7 @@ def assert_recomputed_when_compiled(name: str, mode: Mode) -> None:
 
 
 def on_two_ranks(mpi: MPIContext) -> dict[str, Any]:
-    """{what: whether it is the same bits as without, or numbers of collectives}"""
+    """Return {case: whether the gradients are bit for bit equal, or the number of collectives}."""
     found: dict[str, Any] = {}
     for mode in MODES:
         found[f"sharded {mode}"] = equal(sharded("none"), sharded(mode))
@@ -463,7 +458,7 @@ def pipeline(mpi: MPIContext, mode: Mode) -> list[Tensor]:
 
 
 class Region(nn.Module):
-    """Columns, rows, and a sum over ranks in between and behind."""
+    """A column-parallel and a row-parallel product, with all-reduces between and behind them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,7 +475,7 @@ class Region(nn.Module):
 
 
 def divided(mode: Mode) -> tuple[list[Tensor], int]:
-    """Gradients of a divided region, and how many sums over the ranks one forward and backward pass takes."""
+    """Return gradients of a tensor-parallel region, and the number of all-reduces of a forward and backward pass."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     chain = blocks(2, of=Region)
@@ -496,90 +491,3 @@ def test_under_sharding_pipelines_and_tensor_parallelism_the_bits_are_the_same()
         sums = {mode: found.pop(f"sums {mode}") for mode in ("none", *MODES)}
         assert all(found.values()), found
         assert sums == {"none": 4, "selective": 4, "whole": 6}, "2 regions: forward, backward, and forward again"
-
-
-# -- which units
-
-
-def test_units_are_chosen_by_the_tensors_they_compute_and_the_weights_they_use() -> None:
-    chain = blocks(3)
-    chain.units[1].onnx_names = {"up": "h.1.up"}  # type: ignore[assignment]
-    assert by_name(chain, ["x1"]) == (0,)
-    assert by_name(chain, ["h.1.*", "x3"]) == (1, 2)
-    assert by_name(chain, ["x*"]) == (0, 1, 2)
-    assert by_name(whole(MODELS["tiny_two_outputs"]()), ["late"]) == (0,), "as the file calls it"
-    model = MODELS["tiny_transformer"]()
-    units, _ = in_units(model, 4, inputs_of(model))
-    assert by_name(units, ["transformer.h.1.*"])[0] > 0
-    assert by_name(units, ["transformer.wpe.*"]) == (0,)
-
-
-def test_a_pattern_without_a_match_is_refused_with_what_is_near() -> None:
-    chain, later = blocks(2), blocks(1)
-    later.parts = (Part(later.parts[0].module, ("x2",), ("logits",)),)
-    assert by_name(chain, ["x2", "logits"], elsewhere=later.parts) == (1,)
-    with pytest.raises(ConfigError) as refused:
-        by_name(chain, ["x2", "logit", "nothing.*"], elsewhere=later.parts)
-    assert len(refused.value.problems) == 2
-    assert "no tensor matches 'logit'; there is logits" in refused.value.problems[0]
-
-
-EVEN = [UnitCost(flops=100, kept_bytes=80, product_bytes=30, boundary_bytes=10)] * 4
-UNEVEN = [
-    UnitCost(flops=400, kept_bytes=100, product_bytes=40, boundary_bytes=10),
-    UnitCost(flops=10, kept_bytes=100, product_bytes=80, boundary_bytes=10),
-    UnitCost(flops=50, kept_bytes=20, product_bytes=5, boundary_bytes=20),
-]
-
-
-@pytest.mark.parametrize(
-    ("units", "in_flight", "budget", "expected"),
-    [
-        (EVEN, 1, 320, ("none", ())),
-        (EVEN, 1, 319, ("selective", (0,))),
-        (EVEN, 1, 280, ("selective", (0,))),
-        (EVEN, 1, 200, ("selective", (0, 1, 2))),
-        (EVEN, 1, 199, ("whole", (0, 1))),
-        (EVEN, 1, 110, ("whole", (0, 1, 2))),
-        (EVEN, 2, 640, ("none", ())),
-        (EVEN, 2, 360, ("selective", (0, 1, 2, 3))),
-        (EVEN, 2, 150, ("whole", (0, 1, 2, 3))),
-        (UNEVEN, 1, 219, ("selective", (0,))),
-        (UNEVEN, 1, 165, ("selective", (0, 1))),
-        (UNEVEN, 1, 130, ("whole", (0,))),
-        (UNEVEN, 1, 120, ("whole", (0, 1))),
-        ([], 3, 0, ("none", ())),
-    ],
-)
-def test_the_least_recomputation_that_fits(
-    units: list[UnitCost], in_flight: int, budget: int, expected: tuple[Mode, tuple[int, ...]]
-) -> None:
-    mode, chosen = by_budget(units, in_flight=in_flight, budget_bytes=budget)
-    assert (mode, chosen) == expected
-    assert peak_bytes(units, mode, chosen, in_flight=in_flight) <= budget
-
-
-def test_what_fits_in_no_way_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"4 micro-batches take 230 bytes with all 4 units .*but 200 are left"):
-        by_budget(EVEN, in_flight=4, budget_bytes=200)
-
-
-def test_no_choice_of_units_that_fits_recomputes_much_less() -> None:
-    """Against every choice there is: greedy, but within a third of the least FLOPs, and never over the budget."""
-    random = np.random.default_rng(0)
-    worst = 1.0
-    for _ in range(40):
-        units = [
-            UnitCost(*(int(x) for x in (random.integers(1, 100), random.integers(50, 100), 50, random.integers(1, 20))))
-            for _ in range(6)
-        ]
-        choices = [c for n in range(7) for c in itertools.combinations(range(6), n)]
-        budget = int(random.integers(100, 400))
-        fitting = [c for c in choices if peak_bytes(units, "whole", c, in_flight=1) <= budget]
-        if not fitting:
-            continue
-        mode, chosen = by_budget(units, in_flight=1, budget_bytes=budget)
-        least = min(sum(units[n].flops for n in c) for c in fitting)
-        if mode == "whole":
-            worst = max(worst, sum(units[n].flops for n in chosen) / max(least, 1))
-    assert worst < 1.34

@@ -14,7 +14,7 @@ from torch import Tensor
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.parallel.cost import NodeCost, costs
+from onward.trainer.parallel.cost import NodeCost, estimate_costs
 from onward.trainer.parallel.pipeline import balance
 from onward.trainer.parallel.pipeline.balance import SLACK, choose_cuts, choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import CutPoint, cuts_by_name, find_cut_points
@@ -24,7 +24,7 @@ from tests.support import graphs
 def load(build: Callable[[], onnx.ModelProto]) -> tuple[ImportedGraph, list[Tensor], dict[str, NodeCost]]:
     model = build()
     module, inputs = to_module(model), [torch.from_numpy(value) for value in graphs.feed(model, 4).values()]
-    return module.train(), inputs, costs(module, inputs)
+    return module.train(), inputs, estimate_costs(module, inputs)
 
 
 # -- stages

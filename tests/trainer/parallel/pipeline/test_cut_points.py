@@ -14,7 +14,7 @@ from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.train_selection import select_trained
-from onward.trainer.parallel.cost import NodeCost, costs
+from onward.trainer.parallel.cost import NodeCost, estimate_costs
 from onward.trainer.parallel.pipeline.cut_points import cuts_by_name, find_cut_points
 from tests.support import graphs
 
@@ -22,7 +22,7 @@ from tests.support import graphs
 def load(build: Callable[[], onnx.ModelProto]) -> tuple[ImportedGraph, list[Tensor], dict[str, NodeCost]]:
     model = build()
     module, inputs = to_module(model), [torch.from_numpy(value) for value in graphs.feed(model, 4).values()]
-    return module.train(), inputs, costs(module, inputs)
+    return module.train(), inputs, estimate_costs(module, inputs)
 
 
 # -- where it may be cut
@@ -46,9 +46,8 @@ def test_narrow_counts_what_has_a_gradient() -> None:
     assert at["mul", "add_8"] is True
     assert at["mul", "layer_norm_11", "gelu"] is False
     select_trained(module, freeze=("embeddings.*",))
-    frozen = [
-        point for point in find_cut_points(module.graph, costs(module, inputs)) if "gather_rows" in point.crossing
-    ]
+    points = find_cut_points(module.graph, estimate_costs(module, inputs))
+    frozen = [point for point in points if "gather_rows" in point.crossing]
     assert [point.differentiable for point in frozen] == [()]
 
 

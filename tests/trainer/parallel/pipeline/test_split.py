@@ -14,7 +14,7 @@ from torch import Tensor
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
-from onward.trainer.parallel.cost import NodeCost, costs
+from onward.trainer.parallel.cost import NodeCost, estimate_costs
 from onward.trainer.parallel.pipeline.cut_points import CutPoint, find_cut_points
 from onward.trainer.parallel.pipeline.rematerialise import partitioned_nodes
 from onward.trainer.parallel.pipeline.split import split
@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
 def load(build: Callable[[], onnx.ModelProto]) -> tuple[ImportedGraph, list[Tensor], dict[str, NodeCost]]:
     model = build()
     module, inputs = to_module(model), [torch.from_numpy(value) for value in graphs.feed(model, 4).values()]
-    return module.train(), inputs, costs(module, inputs)
+    return module.train(), inputs, estimate_costs(module, inputs)
 
 
 def cut_in(module: ImportedGraph, points: Sequence[CutPoint], found: dict[str, NodeCost]) -> list[Stage]:

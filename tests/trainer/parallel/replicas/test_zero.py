@@ -21,7 +21,7 @@ from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
-from onward.trainer.parallel.cost import costs
+from onward.trainer.parallel.cost import estimate_costs
 from onward.trainer.parallel.layout import is_trained, what_remains
 from onward.trainer.parallel.pipeline.balance import choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points
@@ -41,7 +41,7 @@ def stage_of(name: str) -> tuple[Stage, list[Weight]]:
     """The graph as one stage of several units, and its stored tensors."""
     build, data, num_units = MODELS[name]
     module = to_module(build())
-    found = costs(module, [data(ROWS, 0)[0]])
+    found = estimate_costs(module, [data(ROWS, 0)[0]])
     points = choose_unit_cuts(
         module, find_cut_points(module.graph, found), node_work(module.graph, found), (), num_units
     )

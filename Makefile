@@ -26,7 +26,7 @@ bench: .venv/ready
 # the generated pages, then the site in build/site
 docs: .venv/ready
 	$(BIN)/python docs/generate.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f .mkdocs.yml
 
 models/squeezenet-digits.onnx: | .venv/ready
 	$(BIN)/onward reference squeezenet --num-classes 10 --image-size 64 -o $@

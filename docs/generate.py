@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import enum
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -261,23 +262,37 @@ def errors() -> str:
 def python_api() -> str:
     """The functions of `import onward`, from their signatures and docstrings."""
     import onward
+    from onward.flows import api
 
-    names = [name for name in getattr(onward, "__all__", ()) if not name.startswith("_")]
+    members = {name: getattr(onward, name) for name in onward.__all__}
+    functions = {name: member for name, member in members.items() if inspect.isfunction(member)}
     lines = [
         "# Python API",
         "",
-        _paragraph(onward.__doc__),
+        _paragraphs(onward.__doc__),
         "",
-        "The functions are those that the command line calls. They return the same records. Importing `onward` does",
-        "not import torch.",
+        "[Use Onward from Python](../how-to/use-from-python.md) has examples that run. The errors of",
+        "[Errors and exit status](errors.md) are `onward.ConfigError`, `onward.TrainingFailed` and so on.",
+        "",
+        "## What the arguments are",
+        "",
+        "| name | meaning |",
+        "|---|---|",
+        "| `AnyPath` | A path, as text or as `pathlib.Path` |",
+        *(f"| `{name}` | {_cell(text)} |" for name, text in _aliases(api)),
     ]
-    for name in names:
-        member = getattr(onward, name)
-        lines += ["", f"## onward.{name}", ""]
-        if inspect.isroutine(member):
-            lines += ["```text", _signature(name, member), "```", ""]
-        lines += [_paragraphs(inspect.getdoc(member))]
+    for name, function in functions.items():
+        lines += ["", f"## onward.{name}", "", "```text", _signature(name, function), "```", ""]
+        lines += [_paragraphs(inspect.getdoc(function))]
     return "\n".join(lines)
+
+
+def _aliases(module: Any) -> Iterator[tuple[str, str]]:
+    """(name, docstring) of the type aliases of a module that have one."""
+    body = ast.parse(inspect.getsource(module)).body
+    for node, after in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(after, ast.Expr):
+            yield node.target.id, _sentence(ast.literal_eval(after.value))
 
 
 def _signature(name: str, function: Any) -> str:

@@ -296,18 +296,25 @@ def _aliases(module: Any) -> Iterator[tuple[str, str]]:
 
 
 def _signature(name: str, function: Any) -> str:
-    signature = inspect.signature(function)
-    parameters = [re.sub(r"\bpathlib\.", "", str(each).replace("'", "")) for each in signature.parameters.values()]
-    kinds = [each.kind for each in signature.parameters.values()]
-    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
-    returned = signature.return_annotation
-    name_of_it = returned if isinstance(returned, str) else getattr(returned, "__name__", str(returned))
-    result = "" if returned is inspect.Signature.empty else f" -> {name_of_it}"
-    line = f"onward.{name}({', '.join(parameters)}){result}"
+    """A function's signature as it is written, one parameter a line if it is long."""
+    signature, shown = inspect.signature(function), list[str]()
+    before = None
+    for parameter in signature.parameters.values():
+        if before == parameter.POSITIONAL_ONLY != parameter.kind:
+            shown.append("/")
+        if parameter.kind == parameter.KEYWORD_ONLY and before not in (
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_POSITIONAL,
+        ):
+            shown.append("*")
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        shown.append(f"{stars}{parameter.name}: {parameter.annotation}{default}")
+        before = parameter.kind
+    line = f"onward.{name}({', '.join(shown)}) -> {signature.return_annotation}"
     if len(line) <= 100:
         return line
-    return f"onward.{name}(\n" + "".join(f"    {each},\n" for each in parameters) + f"){result}"
+    return f"onward.{name}(\n" + "".join(f"    {each},\n" for each in shown) + f") -> {signature.return_annotation}"
 
 
 # -- the source tree

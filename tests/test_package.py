@@ -271,3 +271,59 @@ def test_a_script_may_run_twice_and_export(installed: Installed) -> None:
     printed = installed.call("python", "-c", TWICE.format(short=list(SHORT)), limit_s=600)
     assert Path(printed.splitlines()[-1]).name == "exported.onnx"
     assert (installed.project / "exported.onnx").is_file()
+
+
+# -- the Dockerfile, as far as it can be tried without a registry of images
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return (instruction, arguments) of each step of the Dockerfile."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
+    return [(line.split()[0], line.partition(" ")[2].strip()) for line in text.splitlines() if line.strip()]
+
+
+def image_source(root: Path) -> Path:
+    """Do the COPY steps with `root` as the image's root; return the directory that pip installs from."""
+    for instruction, arguments in instructions():
+        if instruction == "COPY":
+            *sources, target = arguments.split()
+            for source in sources:
+                place = root / target.lstrip("/") / (source if target.endswith("/") else "")
+                found = [name for name in tracked() if name == source or name.startswith(f"{source}/")]
+                assert found, f"COPY {source}: git tracks no such file"
+                for name in found:
+                    copy = place / Path(name).relative_to(source) if name != source else place
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(ROOT / name, copy, follow_symlinks=False)
+    return root / "source"
+
+
+def test_the_files_that_the_image_copies_are_enough_for_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    assert content(build_wheel(image_source(tmp_path / "image"), tmp_path)) == content(wheel)
+
+
+def test_the_images_pip_command_resolves_to_the_tested_versions(tmp_path: Path) -> None:
+    """Offline: what it asks for, under its constraints, is what is installed here, and only Onward is left to do."""
+    source = image_source(tmp_path / "image")
+    (step,) = [arguments for instruction, arguments in instructions() if "pip install" in arguments]
+    command = step.partition(" && rm ")[0].replace("/source", str(source)).replace("python -m", f"{sys.executable} -m")
+    command = command.replace(
+        "pip install", "pip install --dry-run --no-index --no-build-isolation"
+    )
+    shell = {**os.environ, "DEVICE": "cuda"}  # cpu adds an index, which cannot be reached from everywhere
+    done = subprocess.run(["sh", "-c", command], env=shell, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "Would install onward-0.1.0"
+
+
+def test_each_shell_command_of_the_dockerfile_can_be_parsed() -> None:
+    commands = [arguments for instruction, arguments in instructions() if instruction == "RUN"]
+    assert len(commands) >= 3
+    for command in commands:
+        subprocess.run(["sh", "-n", "-c", command], check=True)
+
+
+def test_the_image_runs_the_demo_by_its_name() -> None:
+    """The command that `test_the_demo_runs_by_its_name_...` runs, in full."""
+    started = [json.loads(arguments) for name, arguments in instructions() if name in ("ENTRYPOINT", "CMD")]
+    assert started == [["onward"], ["run", "squeezenet-digits"]]

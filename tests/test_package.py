@@ -273,6 +273,21 @@ def test_a_script_may_run_twice_and_export(installed: Installed) -> None:
     assert (installed.project / "exported.onnx").is_file()
 
 
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_demo_runs_on_the_lowest_versions_that_are_declared(wheel: Path, tmp_path: Path) -> None:
+    """Downloads an environment: each direct dependency at its lower bound, the others as pip resolves them."""
+    groups = declared()
+    bounds = [(each, spec) for each in groups[""] + groups["flow"] + groups["mpi"] for spec in each.specifier]
+    pins = [f"{requirement.name}=={spec.version}" for requirement, spec in bounds if spec.operator == ">="]
+    (tmp_path / "lowest.txt").write_text("\n".join(pins))
+    lowest = Installed(tmp_path / "environment", tmp_path, tmp_path / "home")
+    subprocess.run([sys.executable, "-m", "venv", str(lowest.environment)], check=True)
+    lowest.call("pip", "install", "--quiet", "-c", "lowest.txt", f"{wheel}[flow,mpi]", limit_s=3000.0)
+    assert lowest.onward("run", "squeezenet-digits", *SHORT)["state"] == "exported"
+
+
 # -- the Dockerfile, as far as it can be tried without a registry of images
 
 
@@ -307,9 +322,7 @@ def test_the_images_pip_command_resolves_to_the_tested_versions(tmp_path: Path) 
     source = image_source(tmp_path / "image")
     (step,) = [arguments for instruction, arguments in instructions() if "pip install" in arguments]
     command = step.partition(" && rm ")[0].replace("/source", str(source)).replace("python -m", f"{sys.executable} -m")
-    command = command.replace(
-        "pip install", "pip install --dry-run --no-index --no-build-isolation"
-    )
+    command = command.replace("pip install", "pip install --dry-run --no-index --no-build-isolation")
     shell = {**os.environ, "DEVICE": "cuda"}  # cpu adds an index, which cannot be reached from everywhere
     done = subprocess.run(["sh", "-c", command], env=shell, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

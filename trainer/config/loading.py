@@ -55,7 +55,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"no config file {path}; the examples are in flows/configs/") from None
+        raise ConfigError(f"no config file {path}; give the path of a TOML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the config file {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:

@@ -37,7 +37,7 @@ from onward.trainer.run.directory import RunDir, read_config, variant_in
 from onward.trainer.run.records import ExportedModel, read_record, write_record
 
 if TYPE_CHECKING:
-    from onward.trainer.export.verification import Evaluator
+    from onward.trainer.export.onnx_runner import EvaluationData
 
 
 def train_rank(run: RunDir) -> int:
@@ -66,24 +66,25 @@ def train_rank(run: RunDir) -> int:
     return 0 if result.status == "done" else Stopped.exit_code
 
 
-def evaluator(run: RunDir) -> Evaluator:
-    """All evaluation data and the configured loss, as exported files are judged by."""
+def evaluation_data(run: RunDir) -> EvaluationData:
+    """Return all evaluation data and the metrics of the configured loss, with which exported files are evaluated."""
     from onward.trainer.data.batches import Batch, evaluation_batches
     from onward.trainer.data.shards import open_shards
     from onward.trainer.data.signature import read_training_signature
-    from onward.trainer.export.verification import Evaluator
-    from onward.trainer.model.loss import Evaluation, Loss
+    from onward.trainer.export.onnx_runner import EvaluationData
+    from onward.trainer.model.loss import Loss
+    from onward.trainer.model.metrics import EvaluationMetrics
 
     config, cpu = read_config(run), torch.device("cpu")
     held_out, signature = open_shards(run.shards, "evaluation"), read_training_signature(config.model)
 
-    def totals(output_names: Sequence[str]) -> Evaluation:
-        return Evaluation(Loss(config.model, output_names), ignore_index=config.model.ignore_index, device=cpu)
+    def new_metrics(output_names: Sequence[str]) -> EvaluationMetrics:
+        return EvaluationMetrics(Loss(config.model, output_names), ignore_index=config.model.ignore_index, device=cpu)
 
     def batches() -> Iterator[Batch]:
         return evaluation_batches(held_out, config, signature, replica=0, num_replicas=1, device=cpu)
 
-    return Evaluator(batches=batches, totals=totals)
+    return EvaluationData(batches=batches, new_metrics=new_metrics)
 
 
 def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False) -> int:
@@ -95,14 +96,14 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
     from onward.trainer.checkpoint.save_load import load
     from onward.trainer.export import export
 
-    with export.refusals(folder):
+    with export.exit_with_refusal(folder):
         state, tensors = load(path)
         weights = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
         checkpoint = export.Checkpoint(step=state.step, weights=weights)
         if training:
             export.export_training(run, checkpoint, folder=folder)
         else:
-            export.export(run, checkpoint, evaluator=evaluator(run), folder=folder)
+            export.export(run, checkpoint, data=evaluation_data(run), folder=folder)
     return 0
 
 
@@ -113,7 +114,7 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
 
     exported = read_record(folder / "model.json", ExportedModel)
     tolerance = read_config(run).export.variant_tolerance
-    made = variants.make_variant(kind, exported.path, evaluator=evaluator(run), tolerance=tolerance)
+    made = variants.make_variant(kind, exported.path, data=evaluation_data(run), tolerance=tolerance)
     write_record(variant_in(folder, kind), made)
     return 0
 
@@ -124,7 +125,7 @@ def make_plan(folder: RunDir) -> int:
     from onward.trainer.export import export
     from onward.trainer.parallel.planner import plan
 
-    with export.refusals(folder.root):
+    with export.exit_with_refusal(folder.root):
         write_record(folder.root / "plan.json", plan(read_config(folder)))
     return 0
 

@@ -25,10 +25,10 @@ from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
 from onward.trainer.errors import ConfigError, Diverged
 from onward.trainer.events import EventWriter, Heartbeat
-from onward.trainer.model.loss import Evaluation
+from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.model.precision import LossScaler, autocast
 from onward.trainer.model.summaries import summarise
-from onward.trainer.model.trainable import open_trainee
+from onward.trainer.model.trainable import open_trainable
 from onward.trainer.optim.optimizers import (
     build_optimizer,
     clip_factor,
@@ -74,7 +74,7 @@ def train(
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
-    model = assemble(open_trainee(config), config, mesh, mpi, example=batches.example().inputs)
+    model = assemble(open_trainable(config), config, mesh, mpi, example=batches.example().inputs)
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(
         model.stages,
@@ -99,7 +99,7 @@ def train(
     scaler = LossScaler(config.precision)
 
     def evaluate(step: int) -> dict[str, float]:
-        totals = Evaluation(model.loss, ignore_index=config.model.ignore_index, device=mpi.device)
+        totals = EvaluationMetrics(model.loss, ignore_index=config.model.ignore_index, device=mpi.device)
         part = evaluation_batches(held_out, config, signature, **share, device=mpi.device)
         values = pipeline.evaluate(part, totals, heartbeat.beat)
         metrics = {f"evaluation/{name}": value for name, value in values.items()}

@@ -22,7 +22,7 @@ import onnx
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from onward.trainer.__main__ import evaluator
+from onward.trainer.__main__ import evaluation_data
 from onward.trainer.checkpoint import save_load as checkpoint
 from onward.trainer.distributed import collectives
 from onward.trainer.distributed.processes import MPIContext
@@ -193,7 +193,7 @@ def exported(run: RunDir) -> dict[str, Array]:
     """The weights of the file that comes out, proven under onnxruntime, by name."""
     loaded = tensors(run, NUM_STEPS, "model/")
     trained = export.Checkpoint(step=NUM_STEPS, weights=loaded)
-    made = export.export(run, trained, evaluator=evaluator(run), folder=run.root / "export")
+    made = export.export(run, trained, data=evaluation_data(run), folder=run.root / "export")
     model = onnx.load(made.path)
     return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 

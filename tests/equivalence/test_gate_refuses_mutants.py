@@ -16,9 +16,11 @@ from torch import Tensor
 
 from onward.trainer.config.sections import ExportConfig, ModelConfig
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.export import Expected, prove
-from onward.trainer.export.verification import Evaluator, Judge
-from onward.trainer.model.loss import Evaluation, Loss
+from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.verification import Expected, verify
+from onward.trainer.model.loss import Loss
+from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
@@ -42,7 +44,7 @@ class Case:
     original: onnx.ModelProto
     trained: onnx.ModelProto
     module: ImportedGraph
-    evaluator: Evaluator
+    data: EvaluationData
 
     def refused(self, model: onnx.ModelProto, folder: Path) -> str:
         """Why the gate refuses a file; "" if it does not."""
@@ -50,9 +52,9 @@ class Case:
         file.write_bytes(model.SerializeToString())
         source.write_bytes(self.original.SerializeToString())
         weights = {name: weight.detach() for name, weight in named_weights(self.module).items()}
-        expected = Expected(source, self.original, weights, self.module, ModelConfig(path=source))
+        expected = Expected(ModelFile(source, self.original), weights, self.module, ModelConfig(path=source))
         try:
-            prove(file, expected, evaluator=self.evaluator, config=ExportConfig())
+            verify(ModelFile.read(file), expected, data=self.data, config=ExportConfig())
         except ExportRefused as error:
             return str(error)
         return ""
@@ -71,11 +73,11 @@ def case(name: str) -> Case:
     strip_training(trained), strip_training(original)
     rows = [Rows(tuple(map(torch.from_numpy, graphs.feed(original, 5, seed).values())), None, 5) for seed in (0, 1)]
 
-    def totals(names: Iterable[str]) -> Evaluation:
+    def new_metrics(names: Iterable[str]) -> EvaluationMetrics:
         config = ModelConfig(path=Path("-"), loss="output")
-        return Evaluation(Loss(config, list(names)), ignore_index=-100, device=torch.device("cpu"))
+        return EvaluationMetrics(Loss(config, list(names)), ignore_index=-100, device=torch.device("cpu"))
 
-    return Case(original, trained, module, Evaluator(batches=lambda: rows, totals=totals))
+    return Case(original, trained, module, EvaluationData(batches=lambda: rows, new_metrics=new_metrics))
 
 
 # -- mutations: each changes a copy of the model at one place after another
@@ -215,8 +217,8 @@ def test_onnxruntime_alone_tells_a_mutant_of_the_arithmetic(
     subject = case(name)
     for mutant in mutate(subject.trained):
         try:
-            judge = Judge(mutant, subject.evaluator)
-            problems = judge.compare(subject.module, batches=2, tolerance=1e-6)
+            runner = OnnxRunner(mutant, subject.data)
+            problems = runner.compare(subject.module, batches=2, tolerance=1e-6)
         except ExportRefused as error:  # its shapes fit no more
             problems = [str(error)]
         assert problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,12 +71,17 @@ def read_training_signature(model: ModelConfig) -> Signature:
 
 
 def model_digest(path: Path) -> str:
-    """Return the SHA-256 of a model file; with external data, the SHA-256 of the digests of all its files."""
+    """Return the digest of a model: of its file and of its external data files (see `digest_of_files`)."""
     try:
         names = locations(onnx.load(path, load_external_data=False))
     except (DecodeError, ValueError):
         names = []  # not an ONNX file: whoever reads it reports that
-    digests = [sha256(path), *(sha256(file) for name in names if (file := path.parent / name).is_file())]
+    return digest_of_files([path, *(file for name in names if (file := path.parent / name).is_file())])
+
+
+def digest_of_files(files: Sequence[Path]) -> str:
+    """Return the SHA-256 of a file; of several, the SHA-256 of their digests in this order."""
+    digests = list(map(sha256, files))
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 

@@ -1,12 +1,12 @@
-"""Further files made of the exported one for deployment, each measured beside it and refused if it lost too much.
+"""Make variants of the exported file for deployment; each is measured, and refused if it loses too much.
 
     optimized      onnxruntime's own graph optimisation, for any processor
-    fp16, bf16     weights stored in half the bytes; a Cast before their first reader brings them back to fp32
-    int8_dynamic   weights in 8 bits, activations quantized as they come
+    fp16, bf16     weights stored in half the bytes; a Cast before their first reader converts them to fp32
+    int8_dynamic   weights in 8 bits, activations quantized when the model runs
     int8_static    both in 8 bits, calibrated on evaluation data
 
-A variant that fails its gate does not come to exist; the exported file does not depend on it. Quantizers can
-take their process down, so each has one of its own: `python -m onward.trainer variant`.
+A refused variant leaves no file, and the exported file does not depend on it. Quantizers can crash their process, so
+each has one of its own: `python -m onward.trainer variant`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.verification import Array, Evaluator, Judge, open_session
+from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.onnx_runner import Array, EvaluationData, OnnxRunner, open_session
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.run.durable_files import durable_file
@@ -38,50 +39,52 @@ log = logging.getLogger(__name__)
 
 CALIBRATION_BATCHES = 32
 LATENCY_ROUNDS = 15
-"""Runs of each of the two files, in turns; the figure is the ratio of the medians."""
-SMALL = 1024
-"""Elements: what halving tensors below this saves is less than the node that brings them back costs."""
+"""Runs of each of the two files, alternately; the figure is the ratio of the medians."""
+MIN_HALVED_ELEMENTS = 1024
+"""Halving a smaller tensor saves less than the Cast node costs."""
 
 
-def make_variant(kind: str, exported: Path, *, evaluator: Evaluator, tolerance: float) -> Variant:
-    """Make one variant beside the exported file, judge it, and say what it gained and lost.
+def make_variant(kind: str, exported: Path, *, data: EvaluationData, tolerance: float) -> Variant:
+    """Make one variant beside the exported file; return its size, latency and metrics.
 
-    The record says why if there is none: too great a loss, or a step that failed.
+    If it loses more than `tolerance`, or cannot be made, no file is left and the record gives the reason.
     """
     target = exported.with_name(f"{exported.stem}.{kind}.onnx")
-    known = Judge(exported, evaluator)
-    before = known.evaluate()
-    size = _bytes(exported)
+    file = ModelFile.read(exported)
+    runner = OnnxRunner(file, data)
+    before = runner.evaluate()
+    size = sum(path.stat().st_size for path in (exported, *(exported.parent / name for name in locations(file.proto))))
     base = Variant(kind=kind, path=None, bytes=0, size_ratio=0, latency_ratio=0, metrics={})
     if size > 2**31 - 2**20:
         return base.model_copy(update={"refused": f"the file has {size:,} bytes; variants are made up to 2 GB"})
     try:
         with durable_file(target) as partial:
-            MAKERS[kind](exported, partial, known)
-            judge = Judge(partial, evaluator, shadow=False)
+            MAKERS[kind](file, partial, runner)
+            # without widening: a variant is measured in the precision that it is made for
+            variant = OnnxRunner(ModelFile.read(partial), data, widen=False)
             found = base.model_copy(
                 update={
                     "path": target,
                     "bytes": partial.stat().st_size,
                     "size_ratio": partial.stat().st_size / size,
-                    "metrics": judge.evaluate(),
-                    "latency_ratio": latency_ratio(exported, partial, known),
+                    "metrics": variant.evaluate(),
+                    "latency_ratio": latency_ratio(exported, partial, runner),
                 }
             )
             if lost := too_much(before, found.metrics, tolerance):
                 raise ExportRefused(lost)
     except (ExportRefused, OSError) as error:
         return base.model_copy(update={"refused": str(error)})
-    except Exception as error:  # whatever a quantizer or onnxruntime raises: they share no base
+    except Exception as error:  # errors of quantizers and of onnxruntime have no common base class
         return base.model_copy(update={"refused": f"{type(error).__name__}: {error}"})
     return found
 
 
 def too_much(before: dict[str, float], after: dict[str, float], tolerance: float) -> str:
-    """Why a variant is not good enough; "" if it is. Judged by accuracy, else by the loss."""
+    """Return why a variant is refused, or "". Compares the accuracy if there is one, else the loss."""
     name = next((name for name in ("evaluation/accuracy", "evaluation/loss") if name in before), "")
     if not name:
-        return f"there is nothing to judge it by among {', '.join(before) or 'no metrics'}"
+        return f"there is neither accuracy nor loss to compare among {', '.join(before) or 'no metrics'}"
     lost = before[name] - after[name] if name.endswith("accuracy") else after[name] - before[name]
     if name.endswith("loss") and before[name]:
         lost /= abs(before[name])
@@ -93,13 +96,13 @@ def too_much(before: dict[str, float], after: dict[str, float], tolerance: float
     )
 
 
-def latency_ratio(exported: Path, variant: Path, judge: Judge) -> float:
-    """Time of the variant over time of the exported file on one evaluation batch, measured in turns."""
-    feed = next(judge.feeds())
+def latency_ratio(exported: Path, variant: Path, runner: OnnxRunner) -> float:
+    """Return the variant's time for one evaluation batch over the exported file's."""
+    feed = next(runner.feeds())
     sessions = [open_session(path) for path in (exported, variant)]
     times: list[list[float]] = [[], []]
     for _ in range(LATENCY_ROUNDS + 1):
-        for session, column in zip(sessions, times, strict=True):
+        for session, column in zip(sessions, times, strict=True):  # alternately, so that both meet the same load
             started_at = time.perf_counter()
             session.run(None, feed)
             column.append(time.perf_counter() - started_at)
@@ -107,21 +110,17 @@ def latency_ratio(exported: Path, variant: Path, judge: Judge) -> float:
     return theirs / ours
 
 
-def _bytes(path: Path) -> int:
-    """The size of a model, its external data included."""
-    model = onnx.load_model(path, load_external_data=False)
-    return sum(file.stat().st_size for file in (path, *(path.parent / name for name in locations(model))))
-
-
 # -- the kinds
 
 
-def _optimized(exported: Path, target: Path, judge: Judge) -> None:
-    open_session(exported, save=target)
+def _optimized(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+    open_session(exported.path, save=target)
 
 
 def _halved(element_type: int) -> Callable[..., None]:
-    def make(exported: Path, target: Path, judge: Judge) -> None:
+    """Store fp32 weights in half the bytes. Arithmetic stays fp32, so this saves size, not time."""
+
+    def make(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
         model = _with_initializers(exported)
         opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
         if element_type == TensorProto.BFLOAT16 and opset < 13:
@@ -132,17 +131,21 @@ def _halved(element_type: int) -> Callable[..., None]:
         taken |= {tensor.name for tensor in graph.initializer}
         listed = {value.name for value in (*graph.input, *graph.output)}
         for tensor in graph.initializer:
-            if tensor.data_type != TensorProto.FLOAT or math.prod(tensor.dims) < SMALL or tensor.name in listed:
+            if (
+                tensor.data_type != TensorProto.FLOAT
+                or math.prod(tensor.dims) < MIN_HALVED_ELEMENTS
+                or tensor.name in listed
+            ):
                 continue
             values = numpy_helper.to_array(tensor)
             if element_type == TensorProto.FLOAT16 and float(np.abs(values).max()) > greatest:
                 raise ExportRefused(f"{tensor.name!r} has values beyond fp16's {greatest:g}; bf16 holds them")
-            name, stored = tensor.name, _fresh(f"{tensor.name}.half", taken)
+            name, stored = tensor.name, _unused_name(f"{tensor.name}.half", taken)
             half = helper.tensor_dtype_to_np_dtype(element_type)
             tensor.CopyFrom(numpy_helper.from_array(values.astype(half), stored))
             casts.append(helper.make_node("Cast", [stored], [name], to=TensorProto.FLOAT))
         if not casts:
-            raise ExportRefused(f"no fp32 weight has {SMALL} elements or more: there is nothing to gain")
+            raise ExportRefused(f"no fp32 weight has {MIN_HALVED_ELEMENTS} elements or more: there is nothing to gain")
         nodes = [*casts, *graph.node]
         del graph.node[:]
         graph.node.extend(nodes)
@@ -151,9 +154,9 @@ def _halved(element_type: int) -> Callable[..., None]:
     return make
 
 
-def _with_initializers(exported: Path) -> onnx.ModelProto:
-    """The exported model with the weights that it keeps in Constant nodes as initializers, where variants look."""
-    model = onnx.load_model(exported)
+def _with_initializers(exported: ModelFile) -> onnx.ModelProto:
+    """Return a copy of the model whose weights in Constant nodes are initializers, as quantizers expect."""
+    model = exported.with_external_data()
     graph = model.graph
     held = {node.output[0]: node for node in graph.node if node.op_type == "Constant"}
     for name, tensor in list(stored_protos(graph)):
@@ -165,63 +168,63 @@ def _with_initializers(exported: Path) -> onnx.ModelProto:
     return model
 
 
-def _fresh(name: str, taken: set[str]) -> str:
+def _unused_name(name: str, taken: set[str]) -> str:
     while name in taken:
         name += "_"
     taken.add(name)
     return name
 
 
-def _dynamic(exported: Path, target: Path, judge: Judge) -> None:
+def _dynamic(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
         prepared = _prepared(exported, Path(folder))
-        # convolutions want calibrated activations: onnxruntime has no fast kernel for them otherwise
+        # convolutions are left out: onnxruntime has a fast kernel for them with calibrated activations only
         quantize_dynamic(prepared, target, op_types_to_quantize=["MatMul", "Gemm", "LSTM", "Gather", "Attention"])
-    _must_differ(exported, target, "no MatMul, Gemm, LSTM or embedding; int8_static quantizes convolutions")
+    _refuse_unquantized(target, "no MatMul, Gemm, LSTM or embedding; int8_static quantizes convolutions")
 
 
-def _static(exported: Path, target: Path, judge: Judge) -> None:
+def _static(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
         quantize_static(
             _prepared(exported, Path(folder)),
             target,
-            _Calibration(judge),
+            _Calibration(runner),
             per_channel=True,
             weight_type=QuantType.QInt8,
         )
-    _must_differ(exported, target, "no layer that onnxruntime quantizes")
+    _refuse_unquantized(target, "no layer that onnxruntime quantizes")
 
 
-def _prepared(exported: Path, folder: Path) -> Path:
-    """The file with the shapes a quantizer asks for."""
+def _prepared(exported: ModelFile, folder: Path) -> Path:
+    """Write a copy with the shapes of all values, which quantizers need."""
     given, prepared = folder / "given.onnx", folder / "prepared.onnx"
     onnx.save_model(_with_initializers(exported), given)
-    with contextlib.chdir(folder):  # it leaves files where it stands when it fails
+    with contextlib.chdir(folder):  # it leaves files in the working directory when it fails
         try:
             quant_pre_process(given, prepared)
-        except Exception:  # its symbolic shape inference gives up on some graphs; onnx's own does not
+        except Exception:  # symbolic shape inference fails on some graphs that onnx's own accepts
             log.info("quantizing without symbolic shapes")
             quant_pre_process(given, prepared, skip_symbolic_shape=True)
     return prepared
 
 
-def _must_differ(exported: Path, target: Path, nothing: str) -> None:
+def _refuse_unquantized(target: Path, nothing: str) -> None:
     types = {tensor.data_type for tensor in onnx.load_model(target, load_external_data=False).graph.initializer}
     if not types & {TensorProto.INT8, TensorProto.UINT8}:
         raise ExportRefused(f"nothing was quantized: {nothing}")
 
 
 class _Calibration(CalibrationDataReader):  # type: ignore[misc]
-    """Evaluation batches, as the quantizer reads them."""
+    """Evaluation batches in the interface of onnxruntime's quantizer."""
 
-    def __init__(self, judge: Judge) -> None:
-        self._feeds: Iterator[dict[str, Array]] = itertools.islice(judge.feeds(), CALIBRATION_BATCHES)
+    def __init__(self, runner: OnnxRunner) -> None:
+        self._feeds: Iterator[dict[str, Array]] = itertools.islice(runner.feeds(), CALIBRATION_BATCHES)
 
     def get_next(self) -> dict[str, Array] | None:
         return next(self._feeds, None)
 
 
-MAKERS: dict[str, Callable[[Path, Path, Judge], None]] = {
+MAKERS: dict[str, Callable[[ModelFile, Path, OnnxRunner], None]] = {
     "optimized": _optimized,
     "fp16": _halved(TensorProto.FLOAT16),
     "bf16": _halved(TensorProto.BFLOAT16),

@@ -273,7 +273,7 @@ def _transposes(node: fx.Node) -> bool:
 # -- taking them out
 
 
-def merged(module: ImportedGraph, plain: fx.Graph, adapters: Sequence[Adapter]) -> ImportedGraph:
+def merge_adapters(module: ImportedGraph, plain: fx.Graph, adapters: Sequence[Adapter]) -> ImportedGraph:
     """The graph as it was before the adapters, with W + (alpha / rank) B A in the place of each W.
 
     It shares every other tensor with `module`. A weight whose adapter has not moved keeps its bits.

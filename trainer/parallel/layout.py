@@ -20,7 +20,7 @@ from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import Coordinate
 from onward.trainer.distributed.weights import Weight, shape_of
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.loss import Slice
+from onward.trainer.model.vocabulary_loss import ClassShard
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import BatchNorm
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
@@ -48,7 +48,7 @@ class Arrangement:
     words: VocabularySharding
     placements: Mapping[str, Placement]
     """Which part of each divided weight the rank has."""
-    classes: Slice | None
+    classes: ClassShard | None
     """Which classes of the logits it computes; None = all."""
     shared: Mapping[str, tuple[int, ...]]
     """Name -> pipeline coordinates, for every weight that several stages hold."""

@@ -25,7 +25,7 @@ from onward.trainer.distributed.weights import Weight, shape_of
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import precision
 from onward.trainer.model.loss import Loss
-from onward.trainer.model.trainable import open_trainee
+from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.layout import Arrangement, arrange, recompute_units
 from onward.trainer.parallel.memory import Rehearsal, foretell, rehearse, sharding
@@ -41,7 +41,7 @@ def plan(config: RunConfig) -> Plan:
     configured or nothing fits into memory, UnsupportedModel when its shapes depend on data.
     """
     device = torch.device("cuda" if config.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
-    module = open_trainee(config).module
+    module = open_trainable(config).module
     for owner in module.modules():
         for name, tensor in owner.named_parameters(recurse=False):
             setattr(owner, name, shape_of(tensor))

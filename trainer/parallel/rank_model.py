@@ -1,6 +1,6 @@
 """From the imported graph to what this rank computes: divided, cut into stages and units, recomputed, sharded.
 
-    trainee -> tensor -> pipeline -> units -> compile -> recomputation -> replicas
+    trainable -> tensor -> pipeline -> units -> compile -> recomputation -> replicas
 
 Each step is the identity where its size is 1. Every rank decides all of it from the same graph and the same example,
 so nothing has to be agreed on.
@@ -27,7 +27,7 @@ from onward.trainer.errors import CheckpointError
 from onward.trainer.model import precision
 from onward.trainer.model.compile import accelerate
 from onward.trainer.model.loss import Loss
-from onward.trainer.model.trainable import Trainee
+from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.cost import Autocast, estimate_costs
 from onward.trainer.parallel.layout import arrange, is_trained, recompute_units
@@ -100,14 +100,14 @@ class Assembly:
 
 
 def assemble(
-    trainee: Trainee, config: RunConfig, mesh: DeviceMesh, mpi: MPIContext, *, example: Sequence[Tensor]
+    trainable: TrainableModel, config: RunConfig, mesh: DeviceMesh, mpi: MPIContext, *, example: Sequence[Tensor]
 ) -> Assembly:
-    """This rank's share of the trainee, on its device; the trainee's module is used up.
+    """This rank's share of the trainable, on its device; the trainable's module is used up.
 
     example: the inputs of one micro-batch, the same shapes on every rank. Collective: every rank. Raises ConfigError
     or UnsupportedModel, on every rank alike, when the graph cannot be divided as configured.
     """
-    module, here = trainee.module, ParallelDims.of(config.parallel).coordinate(mpi.rank)
+    module, here = trainable.module, ParallelDims.of(config.parallel).coordinate(mpi.rank)
     stored = named_weights(module)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     trained = frozenset(name for name, tensor in stored.items() if is_trained(tensor))

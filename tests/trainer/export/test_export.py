@@ -23,11 +23,14 @@ from onward.trainer.data.signature import model_digest
 from onward.trainer.errors import CheckpointError, ExportRefused
 from onward.trainer.export import export
 from onward.trainer.export.export import Checkpoint
-from onward.trainer.export.verification import Evaluator, relative_difference
-from onward.trainer.model.loss import Evaluation, Loss
-from onward.trainer.model.trainable import judged
+from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.onnx_runner import EvaluationData, relative_difference
+from onward.trainer.export.verification import Expected, verify
+from onward.trainer.model.loss import Loss
+from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
@@ -59,12 +62,12 @@ class Case:
     def export(self) -> ExportedModel:
         config = ModelConfig(path=self.run.root, loss="output")
 
-        def totals(names: Iterable[str]) -> Evaluation:
-            return Evaluation(Loss(config, list(names)), ignore_index=-100, device=CPU)
+        def new_metrics(names: Iterable[str]) -> EvaluationMetrics:
+            return EvaluationMetrics(Loss(config, list(names)), ignore_index=-100, device=CPU)
 
-        evaluator = Evaluator(batches=lambda: self.batches, totals=totals)
+        data = EvaluationData(batches=lambda: self.batches, new_metrics=new_metrics)
         weights = {name: weight.detach().clone() for name, weight in named_weights(self.module).items()}
-        return export.export(self.run, Checkpoint(7, weights), evaluator=evaluator)
+        return export.export(self.run, Checkpoint(7, weights), data=data)
 
     def refused(self) -> tuple[str, ...]:
         """The problems, after making sure that nothing was written."""
@@ -124,6 +127,27 @@ def test_without_training_the_file_that_came_in_comes_out(name: str, make: Make)
     exported = make(model, moved=0.0).export()
     assert exported.path.read_bytes() == model.SerializeToString()
     assert exported.changed == 0
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_written_file_is_parsed_once(half: bool, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = graphs.tiny_mlp()
+    for tensor in model.graph.initializer if half else ():
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+    for value in (*model.graph.input, *model.graph.output) if half else ():
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    case, parsed = make(model, tolerance=5e-3), list[Path]()
+    case.batches = [Rows((torch.randn(6, 4),), None, 6)]
+    load = onnx.load_model
+
+    def counted(file: Any, *args: Any, **kwargs: Any) -> onnx.ModelProto:
+        parsed.append(Path(file))
+        return load(file, *args, **kwargs)
+
+    monkeypatch.setattr(onnx, "load_model", counted)
+    monkeypatch.setattr(onnx, "load", counted)
+    case.export()
+    assert len([path for path in parsed if case.run.export in path.parents]) == 1
 
 
 def test_metrics_are_those_of_the_module_before_and_after_training(make: Make) -> None:
@@ -209,7 +233,7 @@ def test_weights_in_a_directory_below_the_model_stay_there(make: Make) -> None:
 
 def test_what_a_killed_export_left_is_swept_away(make: Make) -> None:
     case = make(graphs.tiny_mlp())
-    left = case.run.export / ".proving-dead"
+    left = case.run.export / ".verifying-dead"
     left.mkdir(parents=True)
     (left / "model.onnx").write_bytes(b"half")
     case.export()
@@ -223,7 +247,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_file(make: Make, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("onward.trainer.export.export.write_model", full)
-    with pytest.raises(SystemExit) as ended, export.refusals(case.run.export):
+    with pytest.raises(SystemExit) as ended, export.exit_with_refusal(case.run.export):
         case.export()
     assert ended.value.code == 3
     refusal = read_record(refusal_in(case.run.export), Refusal)
@@ -410,7 +434,7 @@ def test_without_evaluation_data_nothing_is_proven(make: Make) -> None:
 
 
 def test_a_refusal_is_left_as_data_with_its_exit_code(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as ended, export.refusals(tmp_path):
+    with pytest.raises(SystemExit) as ended, export.exit_with_refusal(tmp_path):
         raise ExportRefused(["one", "two"])
     assert ended.value.code == 5
     assert read_record(refusal_in(tmp_path), Refusal) == Refusal(kind="ExportRefused", problems=("one", "two"))
@@ -442,16 +466,16 @@ def test_a_cut_model_called_part_is_not_written_over_by_what_is_judged_of_it(tmp
     model = load_model(source)
     inner = next(node.output[0] for node in model.graph.node if node.op_type == "Relu")
     config = ModelConfig(path=source, loss="output", output=inner)
-    module = to_module(judged(model, config), base=source.parent).eval()
+    module = to_module(extract_subgraph(model, config), base=source.parent).eval()
     write_model(module, model, source, file)
     content = file.read_bytes()
     batches = [Rows((torch.randn(3, 4),), None, 3)]
 
-    def totals(names: Iterable[str]) -> Evaluation:
-        return Evaluation(Loss(config, list(names)), ignore_index=-100, device=CPU)
+    def new_metrics(names: Iterable[str]) -> EvaluationMetrics:
+        return EvaluationMetrics(Loss(config, list(names)), ignore_index=-100, device=CPU)
 
-    evaluator = Evaluator(batches=lambda: batches, totals=totals)
+    data = EvaluationData(batches=lambda: batches, new_metrics=new_metrics)
     weights = {name: tensor.detach() for name, tensor in stored_weights(module).items()}
-    expected = export.Expected(source, model, weights, module, config)
-    assert export.prove(file, expected, evaluator=evaluator, config=ExportConfig()).parity < 1e-6
+    expected = Expected(ModelFile(source, model), weights, module, config)
+    assert verify(ModelFile.read(file), expected, data=data, config=ExportConfig()).parity < 1e-6
     assert file.read_bytes() == content

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.export import variants
+from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.onnx_runner import EvaluationData
 from onward.trainer.export.variants import make_variant, too_much
-from onward.trainer.export.verification import Evaluator
-from onward.trainer.model.loss import Evaluation, Loss
+from onward.trainer.model.loss import Loss
+from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
@@ -33,12 +35,14 @@ class Rows:
     size: int
 
 
-def totals(names: Iterable[str]) -> Evaluation:
-    return Evaluation(Loss(ModelConfig(path=Path("-")), list(names)), ignore_index=-100, device=torch.device("cpu"))
+def new_metrics(names: Iterable[str]) -> EvaluationMetrics:
+    return EvaluationMetrics(
+        Loss(ModelConfig(path=Path("-")), list(names)), ignore_index=-100, device=torch.device("cpu")
+    )
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluator]:
+def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvaluationData]:
     """A convolution net that knows the digits, as a file, and what to judge it by."""
     data = load_digits()
     images = torch.from_numpy(data.images[:, None] / 16).float()
@@ -58,11 +62,11 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluator]:
         Rows((images[start : start + 64],), labels[start : start + 64], len(labels[start : start + 64]))
         for start in range(1344, len(labels), 64)
     ]
-    return path, Evaluator(batches=lambda: held_out, totals=totals)
+    return path, EvaluationData(batches=lambda: held_out, new_metrics=new_metrics)
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluator]:
+def text(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvaluationData]:
     """A small transformer and sequences to judge it by."""
     model = graphs.tiny_transformer(vocab_size=64, width=32)
     path = tmp_path_factory.mktemp("text") / "text.onnx"
@@ -70,7 +74,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluator]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(64, (4, 8, 17), generator=generator)
     batches = [Rows((rows[:, :-1],), rows[:, 1:], 8) for rows in ids]
-    return path, Evaluator(batches=lambda: batches, totals=totals)
+    return path, EvaluationData(batches=lambda: batches, new_metrics=new_metrics)
 
 
 CASES = [
@@ -90,8 +94,8 @@ CASES = [
 def test_a_variant_runs_keeps_its_ends_and_loses_little(
     case: str, kind: str, least: float, most: float, request: pytest.FixtureRequest
 ) -> None:
-    path, evaluator = request.getfixturevalue(case)
-    variant = make_variant(kind, path, evaluator=evaluator, tolerance=0.02)
+    path, data = request.getfixturevalue(case)
+    variant = make_variant(kind, path, data=data, tolerance=0.02)
     assert not variant.refused
     assert variant.path is not None
     assert least < variant.size_ratio < most
@@ -109,10 +113,10 @@ def test_a_variant_runs_keeps_its_ends_and_loses_little(
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_the_weights_of_a_half_precision_variant_are_the_files_rounded_once(
-    kind: str, digits: tuple[Path, Evaluator]
+    kind: str, digits: tuple[Path, EvaluationData]
 ) -> None:
-    path, evaluator = digits
-    variant = make_variant(kind, path, evaluator=evaluator, tolerance=0.02)
+    path, data = digits
+    variant = make_variant(kind, path, data=data, tolerance=0.02)
     assert variant.path is not None
     before = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
     halves = {
@@ -126,19 +130,19 @@ def test_the_weights_of_a_half_precision_variant_are_the_files_rounded_once(
 
 
 def test_a_broken_variant_is_refused_with_its_figures(
-    digits: tuple[Path, Evaluator], monkeypatch: pytest.MonkeyPatch
+    digits: tuple[Path, EvaluationData], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, evaluator = digits
+    path, data = digits
 
-    def broken(exported: Path, target: Path, *_: object) -> None:
-        model = onnx.load(exported)
+    def broken(exported: ModelFile, target: Path, *_: object) -> None:
+        model = exported.with_external_data()
         tensor = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
         tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), tensor.name))
         target.write_bytes(model.SerializeToString())
 
     monkeypatch.setitem(variants.MAKERS, "optimized", broken)
     (path.parent / "digits.optimized.onnx").unlink(missing_ok=True)
-    variant = make_variant("optimized", path, evaluator=evaluator, tolerance=0.02)
+    variant = make_variant("optimized", path, data=data, tolerance=0.02)
     assert "evaluation/accuracy 0." in variant.refused
     assert variant.path is None
     assert not (path.parent / "digits.optimized.onnx").exists()
@@ -157,9 +161,9 @@ def test_a_variant_is_measured_on_what_the_file_itself_takes(what: str, tmp_path
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
     batches = [Rows((torch.rand(6, 1, 8, 8),), torch.arange(6), 6)]
-    evaluator = Evaluator(batches=lambda: batches, totals=totals)
+    data = EvaluationData(batches=lambda: batches, new_metrics=new_metrics)
     for kind in ("optimized", "int8_static") if what == "a fixed batch" else ("optimized",):
-        variant = make_variant(kind, path, evaluator=evaluator, tolerance=0.5)
+        variant = make_variant(kind, path, data=data, tolerance=0.5)
         assert not variant.refused
         assert variant.latency_ratio > 0
 
@@ -173,8 +177,8 @@ def test_weights_in_constant_nodes_are_made_smaller_too(kind: str, tmp_path: Pat
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
     batches = [Rows((torch.rand(6, 1, 8, 8),), torch.arange(6), 6)]
-    evaluator = Evaluator(batches=lambda: batches, totals=totals)
-    variant = make_variant(kind, path, evaluator=evaluator, tolerance=1.0)
+    data = EvaluationData(batches=lambda: batches, new_metrics=new_metrics)
+    variant = make_variant(kind, path, data=data, tolerance=1.0)
     assert not variant.refused
     assert {tensor.name.split("_")[0].removesuffix(".half") for tensor in _small(onnx.load(variant.path))} >= {
         "classifier.weight"
@@ -195,18 +199,18 @@ def test_a_model_with_nothing_to_quantize_is_refused_with_the_reason(tmp_path: P
     path = tmp_path / "plain.onnx"
     path.write_bytes(g.model().SerializeToString())
     batches = [Rows((torch.rand(4, 3, 8, 8),), torch.zeros(4, dtype=torch.int64), 4)]
-    evaluator = Evaluator(batches=lambda: batches, totals=totals)
+    data = EvaluationData(batches=lambda: batches, new_metrics=new_metrics)
     for kind, reason in {
         "int8_dynamic": "nothing was quantized: no MatMul",
         "fp16": "no fp32 weight has 1024 elements or more",
     }.items():
-        variant = make_variant(kind, path, evaluator=evaluator, tolerance=0.02)
+        variant = make_variant(kind, path, data=data, tolerance=0.02)
         assert reason in variant.refused
     assert [file.name for file in tmp_path.iterdir()] == ["plain.onnx"]
 
 
-def test_weights_beyond_the_range_of_fp16_are_refused(digits: tuple[Path, Evaluator]) -> None:
-    path, evaluator = digits
+def test_weights_beyond_the_range_of_fp16_are_refused(digits: tuple[Path, EvaluationData]) -> None:
+    path, data = digits
     model = onnx.load(path)
     tensor = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
     values = numpy_helper.to_array(tensor).copy()
@@ -214,9 +218,7 @@ def test_weights_beyond_the_range_of_fp16_are_refused(digits: tuple[Path, Evalua
     tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     great = path.with_name("great.onnx")
     great.write_bytes(model.SerializeToString())
-    assert (
-        "beyond fp16's 65504; bf16 holds them" in make_variant("fp16", great, evaluator=evaluator, tolerance=1).refused
-    )
+    assert "beyond fp16's 65504; bf16 holds them" in make_variant("fp16", great, data=data, tolerance=1).refused
     assert tensor.data_type == TensorProto.FLOAT
 
 

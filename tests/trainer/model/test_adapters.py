@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.export.verification import open_session
-from onward.trainer.model.trainable import Trainee, finished, open_trainee
+from onward.trainer.export.onnx_runner import open_session
+from onward.trainer.model.trainable import TrainableModel, merged_module, open_trainable
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from tests.support import graphs
 from tests.support.trained_models import model_with_weights
 
-Open = Callable[..., Trainee]
+Open = Callable[..., TrainableModel]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Open:
-    """opened(model, section={...}, ...) -> the trainee of that configuration."""
+    """opened(model, section={...}, ...) -> the trainable of that configuration."""
 
-    def opened(model: onnx.ModelProto, /, **sections: Any) -> Trainee:
+    def opened(model: onnx.ModelProto, /, **sections: Any) -> TrainableModel:
         onnx.save(model, tmp_path / "model.onnx")
-        return open_trainee(configuration(tmp_path / "model.onnx", **sections))
+        return open_trainable(configuration(tmp_path / "model.onnx", **sections))
 
     return opened
 
@@ -49,30 +49,30 @@ def inputs(model: onnx.ModelProto) -> list[Tensor]:
 
 
 @torch.no_grad()
-def moved(trainee: Trainee) -> None:
+def moved(trainable: TrainableModel) -> None:
     """Adapters as after training."""
     torch.manual_seed(0)
-    for name, tensor in named_weights(trainee.module).items():
+    for name, tensor in named_weights(trainable.module).items():
         if name.endswith(".lora_b"):
             tensor.normal_(0, 0.3)
 
 
 @torch.no_grad()
-def assert_merges(trainee: Trainee, model: onnx.ModelProto) -> None:
+def assert_merges(trainable: TrainableModel, model: onnx.ModelProto) -> None:
     """The merged file under onnxruntime is the adapted module, and not the original one."""
-    trainee.module.eval()
-    before = trainee.module(*inputs(model))
-    moved(trainee)
-    ours = trainee.module(*inputs(model))
-    done = finished(trainee)
-    out = model_with_weights(done.module, done.model)
+    trainable.module.eval()
+    before = trainable.module(*inputs(model))
+    moved(trainable)
+    ours = trainable.module(*inputs(model))
+    merged = merged_module(trainable)
+    out = model_with_weights(merged, trainable.model)
     assert [node.SerializeToString() for node in out.graph.node] == [n.SerializeToString() for n in model.graph.node]
     assert [tensor.name for tensor in out.graph.initializer] == [tensor.name for tensor in model.graph.initializer]
     theirs = open_session(out).run(None, graphs.feed(model, 3))[0]
     scale = ours.abs().max()
     assert (ours - before).abs().max() > 0.05 * scale, "the adapters did nothing"
     assert np.abs(ours.numpy() - theirs).max() <= 2e-6 * scale
-    assert (done.module(*inputs(model)) - ours).abs().max() <= 2e-6 * scale
+    assert (merged(*inputs(model)) - ours).abs().max() <= 2e-6 * scale
 
 
 # -- kinds of weights
@@ -144,11 +144,11 @@ def test_merged_adapters_are_the_adapted_model_under_onnxruntime(opened: Open, k
 
 
 def test_an_adapter_learns_in_the_rank_it_was_given(opened: Open) -> None:
-    trainee = opened(graphs.tiny_transformer(), lora={"weights": ["*.c_attn.weight"], "rank": 3, "alpha": 12})
-    moved(trainee)
+    trainable = opened(graphs.tiny_transformer(), lora={"weights": ["*.c_attn.weight"], "rank": 3, "alpha": 12})
+    moved(trainable)
     name = "transformer.h.0.attn.c_attn.weight"
-    own = named_weights(trainee.module)
-    change = named_weights(finished(trainee).module)[name] - own[name]
+    own = named_weights(trainable.module)
+    change = named_weights(merged_module(trainable))[name] - own[name]
     assert int(torch.linalg.matrix_rank(change)) == 3
     wanted = 12 / 3 * (own[f"{name}.lora_b"] @ own[f"{name}.lora_a"]).T  # the file's layout is [inputs, outputs]
     assert torch.allclose(change, wanted, atol=1e-6)
@@ -162,12 +162,13 @@ def test_without_training_adapters_change_no_result_and_not_a_byte_of_the_file(o
     model = graphs.MODELS[name]()
     weight = next(tensor for tensor in model.graph.initializer if len(tensor.dims) > 1 and tensor.data_type == 1)
     weight.raw_data = _with_negative_zero(weight)
-    trainee = opened(model, lora={"weights": ["*"]})
+    trainable = opened(model, lora={"weights": ["*"]})
     with torch.no_grad():
-        plain, ours = to_module(model).eval()(*inputs(model)), trainee.module.eval()(*inputs(model))
+        plain, ours = to_module(model).eval()(*inputs(model)), trainable.module.eval()(*inputs(model))
     assert torch.equal(plain, ours)
-    done = finished(trainee)
-    assert model_with_weights(done.module, done.model).SerializeToString() == model.SerializeToString()
+    assert (
+        model_with_weights(merged_module(trainable), trainable.model).SerializeToString() == model.SerializeToString()
+    )
 
 
 def _with_negative_zero(tensor: onnx.TensorProto) -> bytes:
@@ -190,33 +191,33 @@ def test_adapters_are_a_function_of_the_seed_and_their_name(opened: Open) -> Non
 
 def test_only_adapters_and_what_is_named_are_trained(opened: Open) -> None:
     model = graphs.tiny_bert()
-    trainee = opened(
+    trainable = opened(
         model,
         lora={"weights": ["*.query.weight"], "also_train": ["classifier.*"]},
         model={"num_classes": 5, "freeze": ["encoder.layer.1.*"]},
     )
     trained = {
         name
-        for name, tensor in named_weights(trainee.module).items()
+        for name, tensor in named_weights(trainable.module).items()
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad
     }
     adapter = "encoder.layer.0.query.weight"
     assert trained == {f"{adapter}.lora_a", f"{adapter}.lora_b", "classifier.weight", "classifier.bias"}
-    trainee.module(*inputs(model)).square().sum().backward()
-    for name, tensor in named_weights(trainee.module).items():
+    trainable.module(*inputs(model)).square().sum().backward()
+    for name, tensor in named_weights(trainable.module).items():
         assert (tensor.grad is not None) == (name in trained)
-    assert named_weights(trainee.module)[f"{adapter}.lora_b"].grad.any()
+    assert named_weights(trainable.module)[f"{adapter}.lora_b"].grad.any()
 
 
 def test_dropout_of_the_adapters_input_acts_in_training_only(opened: Open) -> None:
     model = graphs.tiny_mlp()
-    trainee = opened(model, lora={"weights": ["fc1.weight"], "dropout": 0.5})
-    moved(trainee)
+    trainable = opened(model, lora={"weights": ["fc1.weight"], "dropout": 0.5})
+    moved(trainable)
     feed = inputs(model)
     torch.manual_seed(0)
     with torch.no_grad():
-        trained = [trainee.module.train()(*feed) for _ in range(2)]
-        evaluated = [trainee.module.eval()(*feed) for _ in range(2)]
+        trained = [trainable.module.train()(*feed) for _ in range(2)]
+        evaluated = [trainable.module.eval()(*feed) for _ in range(2)]
     assert not torch.equal(*trained)
     assert torch.equal(*evaluated)
     assert_merges(opened(model, lora={"weights": ["fc*"], "dropout": 0.5}), model)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.loss import Evaluation, Loss
+from onward.trainer.model.loss import Loss
+from onward.trainer.model.metrics import EvaluationMetrics
 
 CPU = torch.device("cpu")
 
@@ -71,7 +72,7 @@ def test_an_unknown_output_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize("sizes", [[6], [1, 5], [2, 2, 2]])
 def test_evaluation_does_not_depend_on_how_the_samples_are_batched(sizes: list[int]) -> None:
     output, labels, reference = REFERENCE["cross_entropy"]
-    totals = Evaluation(loss_named("cross_entropy"), ignore_index=-100, device=CPU)
+    totals = EvaluationMetrics(loss_named("cross_entropy"), ignore_index=-100, device=CPU)
     for out, lab in zip(output.split(sizes), labels.split(sizes), strict=True):
         totals.update(out, lab, len(lab))
     values = totals.compute()
@@ -81,33 +82,33 @@ def test_evaluation_does_not_depend_on_how_the_samples_are_batched(sizes: list[i
 
 def test_regression_and_binary_tasks_have_their_metrics() -> None:
     output, labels, _ = REFERENCE["l1"]
-    totals = Evaluation(loss_named("l1"), ignore_index=-100, device=CPU)
+    totals = EvaluationMetrics(loss_named("l1"), ignore_index=-100, device=CPU)
     totals.update(output, labels, 6)
     values = totals.compute()
     assert values["mae"] == pytest.approx(values["loss"], rel=1e-6)
     assert values["mse"] == pytest.approx(float(((output - labels) ** 2).mean()), rel=1e-5)
     output, labels, _ = REFERENCE["bce_with_logits"]
-    totals = Evaluation(loss_named("bce_with_logits"), ignore_index=-100, device=CPU)
+    totals = EvaluationMetrics(loss_named("bce_with_logits"), ignore_index=-100, device=CPU)
     totals.update(output, labels, 6)
     assert totals.compute()["accuracy"] == pytest.approx(float(((output > 0) == (labels > 0)).float().mean()))
 
 
 def test_evaluating_nothing_gives_nan_not_a_good_score() -> None:
-    totals = Evaluation(loss_named("mse"), ignore_index=-100, device=CPU)
+    totals = EvaluationMetrics(loss_named("mse"), ignore_index=-100, device=CPU)
     assert math.isnan(totals.compute()["loss"])
 
 
 def test_binary_accuracy_does_not_depend_on_the_batches_even_for_logits_that_look_like_probabilities() -> None:
     logits, labels = torch.tensor([0.2, 0.3, 0.4, -1.0]), torch.tensor([1, 1, 1, 0])
     for size in (4, 2, 1):
-        totals = Evaluation(loss_named("bce_with_logits"), ignore_index=-100, device=CPU)
+        totals = EvaluationMetrics(loss_named("bce_with_logits"), ignore_index=-100, device=CPU)
         for out, lab in zip(logits.split(size), labels.split(size), strict=True):
             totals.update(out, lab, size)
         assert totals.compute()["accuracy"] == 1.0
 
 
 def test_a_batch_that_is_not_a_number_makes_the_loss_none() -> None:
-    totals = Evaluation(loss_named("mse"), ignore_index=-100, device=CPU)
+    totals = EvaluationMetrics(loss_named("mse"), ignore_index=-100, device=CPU)
     totals.update(torch.tensor([float("nan")]), torch.zeros(1), 1)
     totals.update(torch.ones(1), torch.zeros(1), 1)
     assert math.isnan(totals.compute()["loss"])

@@ -14,10 +14,11 @@ from onnx import numpy_helper
 from onward.tasks.export import export_file
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.export.verification import open_session
-from onward.trainer.model.trainable import finished, judged, open_trainee
+from onward.trainer.export.onnx_runner import open_session
+from onward.trainer.model.trainable import merged_module, open_trainable
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.reference_models import build_squeezenet
+from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.write_back import write_model
@@ -44,50 +45,49 @@ def test_the_trained_part_goes_back_into_the_whole_and_is_judged_as_it_was_train
     onnx.save(model, tmp_path / "m.onnx")
     kinds = ("LayerNormalization", "Relu")
     inner = [node.output[0] for node in model.graph.node if node.op_type in kinds]
-    part = {"start": [inner[1]], "output": inner[-1], "train": ["*"]}
-    config = configuration(tmp_path / "m.onnx", model=part)
-    trainee = open_trainee(config)
+    section = {"start": [inner[1]], "output": inner[-1], "train": ["*"]}
+    config = configuration(tmp_path / "m.onnx", model=section)
+    trainable = open_trainable(config)
     with torch.no_grad():
-        for tensor in named_weights(trainee.module).values():
+        for tensor in named_weights(trainable.module).values():
             tensor.mul_(1.5)
-    done = finished(trainee)
+    merged = merged_module(trainable)
     (tmp_path / "out").mkdir()
-    write_model(done.module, done.model, tmp_path / "m.onnx", tmp_path / "out" / "m.onnx")
+    write_model(merged, trainable.model, tmp_path / "m.onnx", tmp_path / "out" / "m.onnx")
     before, after = tensors(tmp_path / "m.onnx"), tensors(tmp_path / "out" / "m.onnx")
     changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
-    assert changed == {n for n, tensor in named_weights(trainee.module).items() if tensor.any()}
+    assert changed == {n for n, tensor in named_weights(trainable.module).items() if tensor.any()}
     assert 0 < len(changed) < len(named_weights(to_module(model)))
 
     whole = onnx.load(tmp_path / "out" / "m.onnx")
-    cut = judged(whole, config.model)
-    assert [value.name for value in cut.graph.output] == list(trainee.module.output_names) == [inner[-1]]
-    assert [value.name for value in cut.graph.input] == list(trainee.module.input_names)
+    part = extract_subgraph(whole, config.model)
+    assert [value.name for value in part.graph.output] == list(trainable.module.output_names) == [inner[-1]]
+    assert [value.name for value in part.graph.input] == list(trainable.module.input_names)
     feed = {}
-    for value in cut.graph.input:
+    for value in part.graph.input:
         _, *dims = value.type.tensor_type.shape.dim
         shape = [2, *(dim.dim_value or 5 for dim in dims)]
         feed[value.name] = np.random.default_rng(0).standard_normal(shape, np.float32)
         if value.type.tensor_type.elem_type == onnx.TensorProto.INT64:
             feed[value.name] = np.ones(shape, np.int64)
     with torch.no_grad():
-        ours = trainee.module.eval()(*(torch.from_numpy(feed[key]) for key in trainee.module.input_names)).numpy()
-    theirs = open_session(cut).run(None, feed)[0]
+        ours = trainable.module.eval()(*(torch.from_numpy(feed[key]) for key in trainable.module.input_names)).numpy()
+    theirs = open_session(part).run(None, feed)[0]
     assert np.abs(ours - theirs).max() <= 2e-6 * np.abs(ours).max()
 
 
 def test_dropout_is_put_where_it_is_said_and_the_file_never_has_it(tmp_path: Path) -> None:
     onnx.save(graphs.tiny_transformer(), tmp_path / "m.onnx")
     config = configuration(tmp_path / "m.onnx", graph={"dropout": 0.5}, lora={"weights": ["*.c_fc.weight"]})
-    trainee = open_trainee(config)
-    assert trainee.dropout
+    trainable = open_trainable(config)
+    assert trainable.dropout
     ids = torch.zeros(2, 5, dtype=torch.int64)
     with torch.no_grad():
-        evaluated = [trainee.module.eval()(ids) for _ in range(2)]
-        trained = [trainee.module.train()(ids) for _ in range(2)]
+        evaluated = [trainable.module.eval()(ids) for _ in range(2)]
+        trained = [trainable.module.train()(ids) for _ in range(2)]
     assert torch.equal(*evaluated)
     assert not torch.equal(*trained)
-    done = finished(trainee)
-    content = model_with_weights(done.module, done.model).SerializeToString()
+    content = model_with_weights(merged_module(trainable), trainable.model).SerializeToString()
     assert content == onnx.load(tmp_path / "m.onnx").SerializeToString()
 
 
@@ -184,6 +184,6 @@ def test_a_run_with_a_new_head_and_adapters_from_inner_tensor_to_inner_tensor_le
 
 def test_squeezenet_with_a_new_head_is_ready_to_train(tmp_path: Path) -> None:
     onnx.save(build_squeezenet(image_size=32, num_classes=50), tmp_path / "m.onnx")
-    trainee = open_trainee(configuration(tmp_path / "m.onnx", model={"num_classes": 3}))
+    trainable = open_trainable(configuration(tmp_path / "m.onnx", model={"num_classes": 3}))
     images = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 3, 32, 32), np.float32))
-    assert trainee.module.train()(images).shape == (2, 3)
+    assert trainable.module.train()(images).shape == (2, 3)

@@ -16,8 +16,9 @@ from torch import nn
 from onward.trainer.config.sections import ExportConfig, ModelConfig
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.export import Expected, prove
-from onward.trainer.export.verification import Evaluator
+from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.onnx_runner import EvaluationData
+from onward.trainer.export.verification import Expected, verify
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import.driver import load_model, to_module
@@ -252,14 +253,14 @@ def test_the_gate_passes_what_is_found_and_names_the_random_nodes_that_are_left(
     write_model(module, model, source, file)
     config = ModelConfig(path=source)
     weights = {name: weight.detach() for name, weight in stored_weights(module).items()}
-    expected = Expected(source, model, weights, module.eval(), config)
+    expected = Expected(ModelFile(source, model), weights, module.eval(), config)
     rows = SimpleNamespace(inputs=(torch.randn(4, 5, 8),), labels=None, size=4)
-    evaluator = Evaluator(batches=lambda: [rows], totals=lambda names: None)
+    data = EvaluationData(batches=lambda: [rows], new_metrics=lambda names: None)
     if not noise:
-        assert prove(file, expected, evaluator=evaluator, config=ExportConfig()).parity < 1e-5
+        assert verify(ModelFile.read(file), expected, data=data, config=ExportConfig()).parity < 1e-5
         return
     with pytest.raises(ExportRefused) as refusal:
-        prove(file, expected, evaluator=evaluator, config=ExportConfig())
+        verify(ModelFile.read(file), expected, data=data, config=ExportConfig())
     [named] = random_nodes(model)
     assert "off the trained module" in refusal.value.problems[0]
     assert f"still draws random numbers ({named}), so no two runs of it agree" in refusal.value.problems[-1]

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.export.verification import open_session
+from onward.trainer.export.onnx_runner import open_session
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.reference_models import build_squeezenet
 from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.processes import lost_a_peer, new_group
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.model.loss import Evaluation
+from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.parallel.pipeline.schedules import (
     Autocast,
     OnOutputs,
@@ -124,7 +124,9 @@ class Pipeline:
         return loss_sum / total.clamp(min=1)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], totals: Evaluation, beat: Callable[[], None]) -> dict[str, float]:
+    def evaluate(
+        self, batches: Iterable[Batch], totals: EvaluationMetrics, beat: Callable[[], None]
+    ) -> dict[str, float]:
         """Return the metrics over the batches of all ranks, each sample once.
 
         Collective: every rank, each with the same number of batches.

@@ -6,7 +6,7 @@ Megatron-LM (Shoeybi et al. 2019, section 3); table and head may be one tied wei
 
     ids --- lookup_local_rows --- all-reduce --- x ... h --- copy_to_region --- matmul --- logits [b, s, words / size]
             0 for the words of                                                 this          |
-            other ranks                                                        rank's words  cross-entropy (loss.Slice)
+            other ranks                                                        rank's words  cross-entropy (ClassShard)
 
 The logits stay sharded: the cross-entropy is computed from the parts, so that a head is sharded only if that loss, and
 nothing else, reads its output. All-reduces: one for each look-up in the forward pass, one for the head in the backward
@@ -26,7 +26,8 @@ from torch import Tensor, fx, nn
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.placement import Interval, Placement, share
-from onward.trainer.model.loss import Slice, output_index
+from onward.trainer.model.loss import output_index
+from onward.trainer.model.vocabulary_loss import ClassShard
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.gather import from_front, gather_rows
 from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, is_transpose, stored_tensor
@@ -69,11 +70,11 @@ class VocabularySharding:
     dims: dict[str, int] = field(default_factory=dict, repr=False)
     """Path of each stored tensor that is sharded -> the dimension of the words."""
 
-    def classes(self, rank: int, group: str) -> Slice | None:
+    def classes(self, rank: int, group: str) -> ClassShard | None:
         """Return which of the logits a rank computes, for the loss; None if it computes all."""
         if self.head is None:
             return None
-        return Slice(*share(self.head.total, rank, self.size), self.head.total, group)
+        return ClassShard(*share(self.head.total, rank, self.size), self.head.total, group)
 
 
 # -- the search

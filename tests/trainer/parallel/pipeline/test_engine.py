@@ -313,7 +313,7 @@ def replicas(mpi: MPIContext) -> dict[str, float]:
 
 
 class Sums:
-    """Sums like loss.Evaluation, which takes seconds to import."""
+    """Sums like EvaluationMetrics, which takes seconds to import."""
 
     def __init__(self) -> None:
         self.sums = torch.zeros(3, dtype=torch.float64)

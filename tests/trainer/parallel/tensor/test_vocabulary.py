@@ -20,7 +20,8 @@ from onward.trainer.config.sections import LoraConfig, ModelConfig
 from onward.trainer.distributed.placement import Placement, share, slices
 from onward.trainer.distributed.processes import MPIContext, new_group
 from onward.trainer.model.adapters import add_adapters
-from onward.trainer.model.loss import Evaluation, Loss
+from onward.trainer.model.loss import Loss
+from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
@@ -384,7 +385,7 @@ def _same_metrics(mpi: MPIContext, group: str) -> None:
     whole, mine, losses, _ = _both({}, mpi.rank, mpi.world_size, group)
     values = []
     for module, loss in zip((whole, mine), losses, strict=True):
-        totals = Evaluation(loss, ignore_index=-100, device=torch.device("cpu"))
+        totals = EvaluationMetrics(loss, ignore_index=-100, device=torch.device("cpu"))
         for step in range(3):
             ids, labels = _batch({}, step)
             with torch.no_grad():

@@ -15,7 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.verification import Evaluator, Judge, fp32_shadow, in_half_precision
+from onward.trainer.export.model_file import ModelFile, fp32_copy, in_half_precision
+from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import import converters
 from onward.trainer.onnx_import.driver import to_module
@@ -29,11 +30,11 @@ class Rows:
     size: int
 
 
-def data(*rows: Rows) -> Evaluator:
-    def totals(names: object) -> object:
+def data(*rows: Rows) -> EvaluationData:
+    def new_metrics(names: object) -> object:
         raise AssertionError("not asked for")
 
-    return Evaluator(batches=lambda: rows, totals=totals)  # type: ignore[arg-type]
+    return EvaluationData(batches=lambda: rows, new_metrics=new_metrics)  # type: ignore[arg-type]
 
 
 def one_node(operator: str, *, domain: str = "", opset: int = 20) -> onnx.ModelProto:
@@ -47,14 +48,14 @@ def one_node(operator: str, *, domain: str = "", opset: int = 20) -> onnx.ModelP
 def test_a_newer_ir_version_alone_does_not_keep_onnxruntime_from_judging() -> None:
     model = one_node("Relu")
     model.ir_version = 14
-    judge = Judge(model, data(Rows((torch.randn(3, 4),), None, 3)))
-    assert judge.compare(to_module(model), batches=1, tolerance=1e-6) == []
-    assert judge.by.startswith("onnxruntime, on a copy of IR version 1")
+    runner = OnnxRunner(model, data(Rows((torch.randn(3, 4),), None, 3)))
+    assert runner.compare(to_module(model), batches=1, tolerance=1e-6) == []
+    assert runner.runtime.startswith("onnxruntime, on a copy of IR version 1")
     assert model.ir_version == 14
 
 
 @pytest.mark.parametrize("half", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
-def test_a_file_in_half_precision_is_judged_as_its_fp32_shadow(half: int, tmp_path: Path) -> None:
+def test_a_file_in_half_precision_is_judged_as_its_fp32_copy(half: int, tmp_path: Path) -> None:
     model = graphs.tiny_mlp()
     for tensor in model.graph.initializer:
         array = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(half))
@@ -63,9 +64,9 @@ def test_a_file_in_half_precision_is_judged_as_its_fp32_shadow(half: int, tmp_pa
         value.type.tensor_type.elem_type = half
     path = tmp_path / "half.onnx"
     path.write_bytes(model.SerializeToString())
-    judge = Judge(path, data(Rows((torch.randn(6, 4),), None, 6)))
-    assert judge.compare(to_module(model), batches=1, tolerance=1e-5) == []
-    assert judge.by.endswith("fp32 shadow")
+    runner = OnnxRunner(ModelFile.read(path), data(Rows((torch.randn(6, 4),), None, 6)))
+    assert runner.compare(to_module(model), batches=1, tolerance=1e-5) == []
+    assert runner.runtime.endswith("fp32 copy of the file")
     assert in_half_precision(onnx.load(path)), "the file itself is untouched"
 
 
@@ -75,7 +76,7 @@ def test_the_shadow_widens_casts_constants_and_inner_graphs() -> None:
     x = g.op("Add", x, g.weight("bias", np.ones(4, np.float16)))
     g.op("Cast", x, to=TensorProto.FLOAT, outputs="y")
     g.output("y", ("batch", 4))
-    shadow = fp32_shadow(g.model())
+    shadow = fp32_copy(g.model())
     onnx.checker.check_model(shadow, full_check=True)
     assert not in_half_precision(shadow)
 
@@ -94,11 +95,11 @@ class Same(torch.nn.Module):
 
 
 def test_a_file_that_takes_only_single_rows_goes_row_by_row(caplog: pytest.LogCaptureFixture) -> None:
-    judge = Judge(one_row(), data(Rows((torch.randn(3, 4),), None, 3)))
-    assert judge.compare(Same(), batches=1, tolerance=1e-6) == []
-    assert judge.by == "onnxruntime, row by row"
-    assert "nobody but torch has" in caplog.text
-    (problem,) = judge.compare(torch.nn.ReLU(), batches=1, tolerance=1e-6)
+    runner = OnnxRunner(one_row(), data(Rows((torch.randn(3, 4),), None, 3)))
+    assert runner.compare(Same(), batches=1, tolerance=1e-6) == []
+    assert runner.runtime == "onnxruntime, row by row"
+    assert "its batches are not verified" in caplog.text
+    (problem,) = runner.compare(torch.nn.ReLU(), batches=1, tolerance=1e-6)
     assert problem.startswith("output 'y', ")
 
 
@@ -139,12 +140,12 @@ def test_an_output_of_any_kind_is_compared(
     node: onnx.NodeProto, end: onnx.ValueInfoProto, others: tuple[onnx.ValueInfoProto, ...]
 ) -> None:
     model = with_ends(node, "batch", *others, end)
-    judge = Judge(model, data(Rows((torch.randn(6, 4),), None, 6)))
+    runner = OnnxRunner(model, data(Rows((torch.randn(6, 4),), None, 6)))
     module = to_module(model).eval()
-    assert judge.compare(module, batches=1, tolerance=1e-6) == []
+    assert runner.compare(module, batches=1, tolerance=1e-6) == []
     with torch.no_grad():
         next(iter(module.parameters())).mul_(-1)
-    assert judge.compare(module, batches=1, tolerance=1e-6) != []
+    assert runner.compare(module, batches=1, tolerance=1e-6) != []
 
 
 @pytest.mark.parametrize(
@@ -157,8 +158,8 @@ def test_an_output_of_any_kind_is_compared(
 )
 def test_a_file_with_a_fixed_batch_is_compared_on_the_very_rows_it_takes(node: onnx.NodeProto, dims: list[int]) -> None:
     model = with_ends(node, 4, helper.make_tensor_value_info("z", TensorProto.FLOAT, dims))
-    judge = Judge(model, data(*(Rows((torch.randn(size, 4),), None, size) for size in (6, 4, 1))))
-    assert judge.compare(to_module(model).eval(), batches=3, tolerance=1e-6) == []
+    runner = OnnxRunner(model, data(*(Rows((torch.randn(size, 4),), None, size) for size in (6, 4, 1))))
+    assert runner.compare(to_module(model).eval(), batches=3, tolerance=1e-6) == []
 
 
 def test_a_fixed_batch_is_evaluated_row_for_row_and_repeated_rows_do_not_count() -> None:
@@ -177,8 +178,10 @@ def test_a_fixed_batch_is_evaluated_row_for_row_and_repeated_rows_do_not_count()
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value, value.type.tensor_type.shape.dim[1].dim_value = 4, 1
     x = torch.randn(6, 1)
-    judge = Judge(model, Evaluator(batches=lambda: [Rows((x,), x[:, 0], 6)], totals=lambda names: Seen()))
-    assert judge.evaluate() == {"evaluation/rows": 6.0}
+    runner = OnnxRunner(
+        model, EvaluationData(batches=lambda: [Rows((x,), x[:, 0], 6)], new_metrics=lambda names: Seen())
+    )
+    assert runner.evaluate() == {"evaluation/rows": 6.0}
     assert Seen.rows == [(4, 4, 4), (2, 2, 2)]
 
 
@@ -194,9 +197,9 @@ def rotary(width: int = 8) -> onnx.ModelProto:
 
 def test_rotary_embedding_is_proven_row_by_row_and_as_a_batch_by_the_reference() -> None:
     model = rotary()
-    judge = Judge(model, data(Rows((torch.randn(3, 2, 3, 8),), None, 3)))
-    assert judge.compare(to_module(model), batches=1, tolerance=1e-6) == []
-    assert judge.by == "onnxruntime, row by row"
+    runner = OnnxRunner(model, data(Rows((torch.randn(3, 2, 3, 8),), None, 3)))
+    assert runner.compare(to_module(model), batches=1, tolerance=1e-6) == []
+    assert runner.runtime == "onnxruntime, row by row"
 
 
 def masked_attention() -> onnx.ModelProto:
@@ -212,9 +215,9 @@ def masked_attention() -> onnx.ModelProto:
 def test_what_onnxruntime_loads_but_cannot_run_is_judged_by_the_reference() -> None:
     model = masked_attention()
     inputs = (*(torch.randn(2, 2, 3, 4) for _ in range(3)), torch.zeros(2, 1, 1, 3))
-    judge = Judge(model, data(Rows(inputs, None, 2)))
-    assert judge.compare(to_module(model), batches=1, tolerance=1e-5) == []
-    assert judge.by == "onnx.reference"
+    runner = OnnxRunner(model, data(Rows(inputs, None, 2)))
+    assert runner.compare(to_module(model), batches=1, tolerance=1e-5) == []
+    assert runner.runtime == "onnx.reference"
 
 
 CONVERTERS = """
@@ -250,14 +253,14 @@ def test_an_operator_of_ones_own_is_imported_and_judged_by_the_users_file(tmp_pa
     model = one_node("Double", domain="judged")
     rows = data(Rows((torch.randn(3, 4),), None, 3))
     with pytest.raises(ExportRefused, match=r"in a file of model\.converters"):
-        Judge(model, rows)
+        OnnxRunner(model, rows)
     file = tmp_path / "my_operators.py"
     file.write_text(CONVERTERS)
     converters.load_converters([file])
-    judge = Judge(model, rows)
-    assert judge.compare(to_module(model), batches=1, tolerance=1e-6) == []
-    assert judge.by == "onnx.reference"
-    (problem,) = judge.compare(Same(), batches=1, tolerance=1e-6)
+    runner = OnnxRunner(model, rows)
+    assert runner.compare(to_module(model), batches=1, tolerance=1e-6) == []
+    assert runner.runtime == "onnx.reference"
+    (problem,) = runner.compare(Same(), batches=1, tolerance=1e-6)
     assert problem.startswith("output 'y'")
 
 

@@ -1,0 +1,76 @@
+"""A parsed ONNX file, and copies of it in full and in fp32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, TypeProto, numpy_helper
+from onnx.external_data_helper import load_external_data_for_model
+
+from onward.trainer.onnx_graph.index import all_tensors, graphs_of
+
+HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A parsed ONNX file. Its external data is not loaded: tensors are read from their files when they are needed."""
+
+    path: Path
+    proto: onnx.ModelProto
+
+    @classmethod
+    def read(cls, path: Path) -> ModelFile:
+        return cls(path, onnx.load_model(str(path), load_external_data=False))
+
+    def with_external_data(self) -> onnx.ModelProto:
+        """Return a copy of the model that holds all of its tensors."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self.proto)
+        load_external_data_for_model(model, str(self.path.parent))
+        return model
+
+
+def in_half_precision(model: onnx.ModelProto) -> bool:
+    """Whether any stored tensor, input or output is fp16 or bf16."""
+    return any(tensor.data_type in HALF_TYPES for tensor in all_tensors(model)) or any(
+        value.type.tensor_type.elem_type in HALF_TYPES for value in (*model.graph.input, *model.graph.output)
+    )
+
+
+def fp32_copy(model: ModelFile | onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy in which every fp16 and bf16 is fp32: the same function, without the rounding between nodes."""
+    copy = full_copy(model)
+    for graph in graphs_of(copy.graph):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            _widen_type(value.type)
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.name in ("to", "dtype", "output_dtype", "stash_type") and attribute.i in HALF_TYPES:
+                    attribute.i = TensorProto.FLOAT
+    for tensor in all_tensors(copy):
+        if tensor.data_type in HALF_TYPES:
+            name = tensor.name
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), name))
+    return copy
+
+
+def _widen_type(kind: TypeProto) -> None:
+    if kind.HasField("tensor_type") and kind.tensor_type.elem_type in HALF_TYPES:
+        kind.tensor_type.elem_type = TensorProto.FLOAT
+    elif kind.HasField("sequence_type"):
+        _widen_type(kind.sequence_type.elem_type)
+    elif kind.HasField("optional_type"):
+        _widen_type(kind.optional_type.elem_type)
+
+
+def full_copy(model: ModelFile | onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy that holds all of its tensors."""
+    if isinstance(model, ModelFile):
+        return model.with_external_data()
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    return copy

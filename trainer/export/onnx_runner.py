@@ -1,0 +1,344 @@
+"""Run an ONNX file on evaluation data: for its metrics, and to compare its outputs with those of a torch module.
+
+Files run under onnxruntime's CPU provider. Where it cannot run a file, the first of these that can does, and
+`OnnxRunner.runtime` says which:
+
+    onnxruntime, on a copy with an older IR version         the file is newer than onnxruntime
+    onnxruntime, on an fp32 copy                            half precision: the module computes in fp32, and
+                                                            onnxruntime's CPU provider has no bfloat16
+    onnxruntime, row by row                                 it takes one row only, such as RotaryEmbedding with the
+                                                            cache of one row; two rows also go through onnx.reference
+    onnx.reference                                          onnxruntime does not run it at all
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from torch import Tensor, nn
+
+from onward.trainer.data.batches import Batch
+from onward.trainer.errors import ExportRefused
+from onward.trainer.export.model_file import HALF_TYPES, ModelFile, fp32_copy, full_copy, in_half_precision
+from onward.trainer.model.metrics import EvaluationMetrics
+
+log = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Compute = Callable[[Mapping[str, Array]], list[Array]]
+"""Input name -> array, to the outputs in order."""
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """The data and metrics that files are evaluated with."""
+
+    batches: Callable[[], Iterable[Batch]]
+    """Each call iterates over all evaluation data from its beginning, on the CPU."""
+    new_metrics: Callable[[Sequence[str]], EvaluationMetrics]
+    """Names of the graph's outputs in order -> metrics without any batch."""
+
+
+class OnnxRunner:
+    """Runs one ONNX file on evaluation data. `model`: a file, or a model that holds all of its tensors.
+
+    `widen`: run a file in half precision as a copy in fp32. Raises ExportRefused when neither onnxruntime nor
+    onnx.reference can load it.
+    """
+
+    def __init__(self, model: ModelFile | onnx.ModelProto, data: EvaluationData, *, widen: bool = True) -> None:
+        self._data = data
+        structure = model.proto if isinstance(model, ModelFile) else model
+        stored = {tensor.name for tensor in structure.graph.initializer}
+        self._inputs = [value for value in structure.graph.input if value.name not in stored]
+        self.outputs = [value.name for value in structure.graph.output]
+        self.runtime = "onnxruntime"
+        """What runs the file, for the record."""
+        self._widened = widen and in_half_precision(structure)
+        if self._widened:
+            model, self.runtime = fp32_copy(model), "onnxruntime, on an fp32 copy of the file"
+        self._model = model
+        self._compute = self._open(model)
+        self._max_rows = self._fixed_batch_size
+        """Rows that one call takes; 0 = any number."""
+        self.parity = math.nan
+        """The greatest relative difference that `compare` found."""
+
+    # -- what it measures
+
+    def compare(self, module: nn.Module, *, batches: int, tolerance: float) -> list[str]:
+        """Compare with a module over a few batches and over one row; return a sentence for each output that differs.
+
+        An output differs if its greatest difference, relative to its greatest value, is above `tolerance`. The
+        greatest over all outputs becomes `parity`. `module` takes the inputs and returns the outputs in order.
+        """
+        worst = dict.fromkeys(self.outputs, (0.0, ""))
+        for where, inputs, run in self._samples(batches):
+            with torch.no_grad():
+                results = module(*inputs)
+            expected = [results] if len(self.outputs) == 1 else results
+            for name, ours, theirs in zip(self.outputs, expected, run(inputs), strict=True):
+                difference, sentence = _output_difference(ours, theirs)
+                if not (math.isnan(worst[name][0]) or difference <= worst[name][0]):  # NaN is the worst of all
+                    worst[name] = (difference, f"output {name!r}, {where}: {sentence}")
+        problems = [
+            f"{sentence}: {self.runtime} is {difference:.3g} off the trained module, above export.tolerance "
+            f"{tolerance:g}"
+            for difference, sentence in worst.values()
+            if not difference <= tolerance
+        ]
+        self.parity = max(difference for difference, _ in worst.values())
+        return problems
+
+    def evaluate(self) -> dict[str, float]:
+        """Return loss and metrics over all evaluation data, as `evaluation/<name>`.
+
+        If the file has a fixed batch size and computes its own loss, the rows repeated to fill its last batch count.
+        """
+        metrics = self._data.new_metrics(self.outputs)
+        for batch in self._data.batches():
+            for start, stop in self._slices(batch.size):
+                labels = None if batch.labels is None else batch.labels[start:stop]
+                results = self.run([tensor[start:stop] for tensor in batch.inputs])
+                metrics.update([self._without_padding(each, stop - start) for each in results], labels, stop - start)
+        return {f"evaluation/{name}": value for name, value in metrics.compute().items()}
+
+    def example(self) -> bytes:
+        """Return one row of inputs (or as many as a fixed batch takes) as the content of an .npz file."""
+        batch = next(iter(self._data.batches()))
+        content = io.BytesIO()
+        # not np.savez, which cannot store an array named as one of its own parameters, such as `file`
+        with zipfile.ZipFile(content, "w") as archive:
+            for name, array in self.feed([tensor[: self._fixed_batch_size or 1] for tensor in batch.inputs]).items():
+                with archive.open(f"{name}.npy", "w") as file:
+                    np.lib.format.write_array(file, array, allow_pickle=False)
+        return content.getvalue()
+
+    def feeds(self) -> Iterator[dict[str, Array]]:
+        """Yield evaluation batches for a session of the file itself, with no more rows than one call takes."""
+        for batch in self._data.batches():
+            yield self.feed([tensor[: self._max_rows or batch.size] for tensor in batch.inputs], widened=False)
+
+    # -- running
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Array]:
+        """Return the outputs for one batch, and use a fallback from now on if the runtime so far fails on it.
+
+        A file with a fixed batch size gives that many rows; those beyond `inputs` are repetitions.
+        """
+        rows = len(inputs[0])
+        try:
+            return self._run_in_parts(inputs, self._max_rows or rows)
+        except Exception as error:  # onnxruntime's errors have no common base class
+            first, former = error, (self._compute, self._max_rows, self.runtime)
+        for compute, max_rows, runtime in self._fallbacks(rows):
+            self._compute, self._max_rows, self.runtime = compute, max_rows, runtime
+            try:
+                results = self._run_in_parts(inputs, max_rows or rows)
+            except Exception as error:
+                log.info("%s also fails: %s", runtime, error)
+            else:
+                log.warning(
+                    "%s cannot run %d rows of the model, so it runs under %s: %s", former[2], rows, runtime, first
+                )
+                return results
+        self._compute, self._max_rows, self.runtime = former
+        raise ExportRefused(f"{self.runtime} cannot run the model on {rows} rows: {first}") from first
+
+    def feed(self, inputs: Sequence[Tensor], *, widened: bool = True) -> dict[str, Array]:
+        """Return input name -> array of the declared type, the last row repeated up to a fixed batch size.
+
+        `widened`: of the types of the fp32 copy, if one is run; else of the file's own.
+        """
+        return {
+            value.name: tensor.numpy().astype(self._dtype(value.type.tensor_type.elem_type, widened=widened))
+            for value, tensor in zip(self._inputs, self._filled(inputs), strict=True)
+        }
+
+    def _open(self, model: ModelFile | onnx.ModelProto) -> Compute:
+        try:
+            session = self._session(model)
+        except Exception as error:  # onnxruntime's errors have no common base class
+            reason = str(error)
+        else:
+            return lambda feed: list(session.run(None, dict(feed)))
+        try:
+            reference = _reference(model)
+        except Exception as error:  # nor do those of onnx.reference
+            raise ExportRefused(
+                f"onnxruntime cannot load the model: {reason}; nor can onnx.reference: {error}. Define operators of "
+                "your own as onnx.reference.op_run.OpRun, in a file of model.converters"
+            ) from error
+        log.warning("onnxruntime cannot load the model, so it runs under onnx.reference, slowly: %s", reason)
+        self.runtime = "onnx.reference"
+        return lambda feed: list(reference.run(None, dict(feed)))
+
+    def _session(self, model: ModelFile | onnx.ModelProto) -> onnxruntime.InferenceSession:
+        """Open a session, of a copy with an older IR version if onnxruntime refuses only the version."""
+        opened = model.path if isinstance(model, ModelFile) else model
+        try:
+            return open_session(opened)
+        except Exception as error:
+            newest = re.search(r"max supported IR version: (\d+)", str(error))
+            if newest is None:
+                raise
+            copy = full_copy(model)
+            copy.ir_version = int(newest[1])
+            self.runtime += f", on a copy of IR version {copy.ir_version}"
+            return open_session(copy)
+
+    def _fallbacks(self, rows: int) -> Iterator[tuple[Compute, int, str]]:
+        """Yield (what computes, rows of one call, its name) for a batch that the runtime so far fails on."""
+        if not self._max_rows and rows > 1:
+            yield self._compute, 1, f"{self.runtime}, row by row"
+        if "onnx.reference" not in self.runtime:
+            with contextlib.suppress(Exception):  # onnx.reference does not know every operator
+                reference = _reference(self._model)
+                yield lambda feed: list(reference.run(None, dict(feed))), self._fixed_batch_size, "onnx.reference"
+
+    def _run_in_parts(self, inputs: Sequence[Tensor], rows: int) -> list[Array]:
+        parts = [
+            self._compute(self.feed([tensor[start : start + rows] for tensor in inputs]))
+            for start in range(0, max(len(inputs[0]), 1), max(rows, 1))
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return [np.concatenate(results) for results in zip(*parts, strict=True)]
+
+    # -- rows and types
+
+    def _samples(self, batches: int) -> Iterator[tuple[str, Sequence[Tensor], Callable[..., list[Array]]]]:
+        """Yield (where the rows come from, inputs, what runs them) for `compare`."""
+        number = 0
+        for number, batch in enumerate(islice(self._data.batches(), batches), start=1):
+            if number == 1:
+                yield "row 1 alone", self._filled([tensor[:1] for tensor in batch.inputs]), self.run
+            for start, stop in self._slices(batch.size):
+                rows = f"({batch.size} rows)" if not self._fixed_batch_size else f"(rows {start + 1} to {stop})"
+                yield f"batch {number} {rows}", self._filled([tensor[start:stop] for tensor in batch.inputs]), self.run
+            if number == 1 and self._max_rows == 1 and not self._fixed_batch_size and batch.size > 1:
+                # rows that only went through one by one say nothing about a batch: two go through onnx.reference
+                two = [tensor[:2] for tensor in batch.inputs]
+                yield from (
+                    ("rows 1 and 2, by onnx.reference", two, lambda _, r=r: r) for r in self._run_by_reference(two)
+                )
+        if not number:
+            raise ExportRefused("no evaluation data to verify the file on; set data.evaluation_fraction above 0")
+
+    def _run_by_reference(self, inputs: Sequence[Tensor]) -> Iterator[list[Array]]:
+        """Yield the outputs by onnx.reference, if it can run the file."""
+        try:
+            results: Any = _reference(self._model).run(None, self.feed(inputs))
+            yield list(results)
+        except Exception as error:  # they have no common base class
+            log.warning("onnx.reference cannot run the model on 2 rows, so its batches are not verified: %s", error)
+
+    @property
+    def _fixed_batch_size(self) -> int:
+        """The batch size that the file declares; 0 = any."""
+        leading = {dims[0].dim_value for value in self._inputs if (dims := value.type.tensor_type.shape.dim)}
+        return leading.pop() if len(leading) == 1 else 0
+
+    def _slices(self, rows: int) -> list[tuple[int, int]]:
+        """The parts [start, stop) of a batch that the file takes by its declaration."""
+        step = self._fixed_batch_size or max(rows, 1)
+        return [(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
+
+    def _filled(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Repeat the last row up to a fixed batch size."""
+        size = self._fixed_batch_size
+        return [
+            torch.cat([tensor, tensor[-1:].expand(size - len(tensor), *tensor.shape[1:])])
+            if 0 < len(tensor) < size
+            else tensor
+            for tensor in inputs
+        ]
+
+    def _without_padding(self, result: Any, rows: int) -> Any:
+        """Return an output as tensors, without the rows that were repeated to fill a fixed batch."""
+        if isinstance(result, list):
+            return [self._without_padding(each, rows) for each in result]
+        array = np.array(result)
+        return torch.from_numpy(array[:rows] if array.ndim and len(array) == self._fixed_batch_size else array)
+
+    def _dtype(self, element_type: int, *, widened: bool) -> np.dtype[Any]:
+        to_fp32 = widened and self._widened and element_type in HALF_TYPES
+        return np.dtype(np.float32 if to_fp32 else onnx.helper.tensor_dtype_to_np_dtype(element_type))
+
+
+# -- sessions
+
+
+def open_session(
+    model: Path | onnx.ModelProto, *, optimise: bool = True, save: Path | None = None
+) -> onnxruntime.InferenceSession:
+    """Open an onnxruntime session on the CPU. `save`: also write the graph it runs, optimised for any machine."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimise else levels.ORT_DISABLE_ALL
+    if save:  # levels above EXTENDED use memory layouts of this machine's processor
+        options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath = str(save)
+    content = str(model) if isinstance(model, Path) else model.SerializeToString()
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def _reference(model: ModelFile | onnx.ModelProto) -> ReferenceEvaluator:
+    """onnx.reference, with the operators that a file of `model.converters` has defined for it."""
+
+    def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+        for below in kind.__subclasses__():
+            yield below
+            yield from subclasses(below)
+
+    own = [kind for kind in subclasses(OpRun) if getattr(kind, "op_domain", "") and not _is_part_of_onnx(kind)]
+    return ReferenceEvaluator(str(model.path) if isinstance(model, ModelFile) else model, new_ops=own)
+
+
+def _is_part_of_onnx(kind: type[Any]) -> bool:
+    return kind.__module__.split(".")[0] == "onnx"
+
+
+# -- differences
+
+
+def relative_difference(ours: Array, theirs: Array) -> tuple[float, str]:
+    """Return (greatest |difference| / greatest |value|, a clause with both); NaN for a NaN, or for other shapes.
+
+    Equal values, infinite ones included, have no difference.
+    """
+    if ours.shape != theirs.shape:
+        return float("nan"), f"shape {list(theirs.shape)} instead of {list(ours.shape)}"
+    with np.errstate(invalid="ignore"):
+        differences = np.where(ours == theirs, 0.0, np.abs(ours - theirs))
+    greatest = float(np.abs(ours[np.isfinite(ours)]).max(initial=0.0))
+    difference = float(differences.max(initial=0.0))
+    relative = difference / greatest if greatest else difference
+    return relative, f"greatest difference {difference:.3g}, greatest value {greatest:.3g}"
+
+
+def _output_difference(ours: Any, theirs: Any) -> tuple[float, str]:
+    """`relative_difference` of an output; of a sequence, that of its worst tensor."""
+    if isinstance(ours, Tensor):
+        return relative_difference(ours.detach().double().numpy(), np.asarray(theirs).astype(np.float64))
+    if len(ours) != len(theirs):
+        return math.nan, f"{len(theirs)} tensors instead of {len(ours)}"
+    found = [_output_difference(*pair) for pair in zip(ours, theirs, strict=True)]
+    return max(found, key=lambda each: math.inf if math.isnan(each[0]) else each[0], default=(0.0, "no tensor"))

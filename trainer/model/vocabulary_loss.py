@@ -1,0 +1,91 @@
+"""Cross-entropy over logits whose classes are sharded over a tensor-parallel group, without gathering them.
+
+Megatron-LM (arXiv:1909.08053) calls it vocabulary-parallel cross-entropy. For classes c on several ranks:
+
+    rank 0  z_0 .. z_k        max over the group -> m           one all-reduce of a number per label
+    rank 1  z_k+1 .. z_C      sum over the group of
+                              exp(z_c - m), and of z_label - m  one all-reduce of two numbers per label
+
+    loss = log(sum exp(z_c - m)) - (z_label - m)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.trainer.distributed.collectives import all_reduce
+
+
+@dataclass(frozen=True)
+class ClassShard:
+    """The classes whose logits this rank computes, if a group has sharded them over its ranks."""
+
+    start: int
+    stop: int
+    total: int
+    """Number of classes of all ranks; each class is on one rank."""
+    group: str
+    """Name of the process group."""
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """Return all logits without gradient: [..., stop - start] -> [..., total]. Collective: the group."""
+        everything = logits.new_zeros(*logits.shape[:-1], self.total)
+        everything[..., self.start : self.stop] = logits
+        return all_reduce(everything, self.group, "sum")
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Return the class with the greatest logit over all ranks, the first of several: [..., stop - start] -> [...].
+
+        Collective: every rank of the group.
+        """
+        value, index = logits.detach().float().max(-1)
+        value = value.nan_to_num(math.inf, math.inf, -math.inf)  # a NaN is the greatest of all, as for torch.argmax
+        chosen = torch.where(value == all_reduce(value, self.group, "max"), index + self.start, self.total)
+        return all_reduce(chosen, self.group, "min")
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        """Return the cross-entropy of all logits, summed over labels, on every rank; its gradient is of this shard.
+
+        Two all-reduces in the forward pass, of one and two numbers per label; none in the backward pass. Collective:
+        every rank of the group.
+        """
+        return _ShardedCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), ignore_index, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """-log(exp(z_label - m) / sum of exp(z - m)) in fp32, in one pass over the logits.
+
+    Keeps exp(z - m) for the backward pass, which computes the gradient from it; the logits are not kept.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, labels: Tensor, ignore_index: int, classes: ClassShard) -> Tensor:
+        counted = labels != ignore_index
+        index = torch.where(counted, labels - classes.start, 0)
+        # a label that is no class of any rank stays in on the first or last rank, so that gather fails as in torch
+        is_last = classes.stop == classes.total
+        own = counted & ((index >= 0) | (classes.start == 0)) & ((index < logits.shape[-1]) | is_last)
+        index = torch.where(own, index, 0)[:, None]
+        greatest = all_reduce(logits.amax(-1).float(), classes.group, "max")
+        shifted = (logits - greatest[:, None]).float()  # half precision is fp32 here already, because `greatest` is
+        target = torch.where(own, shifted.gather(1, index)[:, 0], 0.0)
+        exponentials = shifted.exp_()
+        total, target = all_reduce(torch.stack((exponentials.sum(-1), target)), classes.group, "sum")
+        context.save_for_backward(exponentials, total, index, own, counted)
+        context.dtype = logits.dtype
+        return torch.where(counted, total.log() - target, 0.0).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, total, index, own, counted = context.saved_tensors
+        # ignored labels are multiplied by 0, not set to 0, so that a NaN stays a NaN as in torch's cross-entropy
+        each = torch.where(counted, gradient, 0.0)
+        result = exponentials * (each / total)[:, None]
+        result.scatter_add_(1, index, -torch.where(own, each, 0.0)[:, None])
+        return result.to(context.dtype), None, None, None

@@ -9,7 +9,7 @@ demo: .venv/ready models/squeezenet-digits.onnx
 	$(BIN)/onward run flows/configs/squeezenet-digits.toml
 
 test: .venv/ready check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 slow: .venv/ready
 	$(BIN)/python -m pytest -m slow

@@ -1,9 +1,24 @@
-"""Lets the processes that tests start import `tests`, wherever those processes work."""
+"""What all tests share: child processes can import `tests`, and servers are started by one worker at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture(scope="module")
+def only_servers() -> Iterator[None]:
+    """Wait until no other pytest-xdist worker runs a module with servers: two servers prefer the same port."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", "alone")
+    path = Path(tempfile.gettempdir()) / f"onward-servers-{session}.lock"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -25,6 +25,8 @@ from packaging.utils import canonicalize_name
 from onward.trainer.run.directory import RunDir
 from tests.support.workshop import api, until
 
+pytestmark = pytest.mark.usefixtures("only_servers")
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flows", "tasks", "trainer", "infra")
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
@@ -254,6 +256,7 @@ def test_a_deployment_runs_on_its_schedule_beside_a_project_with_the_same_packag
 
 TWICE = """
 import onward, time
+
 first = onward.run("squeezenet-digits", {short!r})
 time.sleep(8)  # Onward's own Prefect server ends 4 s after its last user
 second = onward.run("squeezenet-digits", {short!r}, train={{"num_steps": 4}})

@@ -11,7 +11,7 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.workshop import Workshop, api, ranks_of, reached, until
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900), pytest.mark.usefixtures("only_servers")]
 
 
 @pytest.fixture(scope="module")

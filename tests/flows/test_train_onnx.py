@@ -21,6 +21,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.directory import RunDir
 from tests.support.workshop import Workshop, finished, ranks_of, reached, until
 
+pytestmark = pytest.mark.usefixtures("only_servers")
+
 
 def whole(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test of whole runs, each tens of seconds."""

@@ -19,6 +19,8 @@ import pytest
 
 from onward.infra import service_definitions, service_state, services, supervisor
 
+pytestmark = pytest.mark.usefixtures("only_servers")
+
 USER = """
 import sys, time
 from pathlib import Path

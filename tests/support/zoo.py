@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import shutil
 import tempfile
 import warnings
@@ -92,15 +93,20 @@ def feed(name: str, batch: int, seed: int = 0) -> dict[str, Tensor]:
 
 @functools.cache
 def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="onward-zoo-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    """The exported files, shared by the processes of one pytest-xdist session."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
+    folder = Path(tempfile.gettempdir()) / f"onward-zoo-{session}"
+    folder.mkdir(exist_ok=True)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # a process that still needs a file makes it again
     return folder
 
 
 def export(name: str, exporter: str, *, folded: bool) -> onnx.ModelProto:
     """What this exporter writes for this architecture; made once in a session."""
-    path = _folder() / f"{name}-{exporter}-{folded}.onnx"
-    if not path.exists():
+    final = _folder() / f"{name}-{exporter}-{folded}.onnx"
+    path = final.with_suffix(f".{os.getpid()}.onnx")
+    if not final.exists():
+        final.parent.mkdir(exist_ok=True)
         kind, opset = exporter.split("-")
         with warnings.catch_warnings():
             for opening, category in IGNORED:
@@ -110,7 +116,8 @@ def export(name: str, exporter: str, *, folded: bool) -> onnx.ModelProto:
             model = onnx.load(path)
             after(model)
             onnx.save(model, path)
-    return onnx.load(path)
+        path.rename(final)
+    return onnx.load(final)
 
 
 def _dynamo(name: str, path: Path, opset: int, folded: bool) -> None:

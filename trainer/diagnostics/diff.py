@@ -15,7 +15,13 @@ from onnx import TensorProto, numpy_helper
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.element_types import element_type_name
-from onward.trainer.onnx_graph.external_data import RAW, byte_range, external_problems, is_external, read_chunks
+from onward.trainer.onnx_graph.external_data import (
+    BYTEWISE_DTYPES,
+    byte_range,
+    external_problems,
+    is_external,
+    read_chunks,
+)
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.run.records import Record
@@ -106,7 +112,7 @@ def _incomplete(model: onnx.ModelProto) -> Iterator[str]:
     for name, proto in stored_protos(model.graph):
         if proto.data_type not in TensorProto.DataType.values():
             yield f"tensor {name!r} is of type number {proto.data_type}, which this onnx does not know"
-        elif proto.data_type in RAW and not is_external(proto):
+        elif proto.data_type in BYTEWISE_DTYPES and not is_external(proto):
             size, wanted = _num_values(proto), math.prod(proto.dims)
             if size != wanted:
                 yield f"tensor {name!r} holds {size:g} values, but its shape takes {wanted}; the file is damaged"
@@ -114,7 +120,7 @@ def _incomplete(model: onnx.ModelProto) -> Iterator[str]:
 
 def _num_values(proto: TensorProto) -> float:
     if proto.HasField("raw_data"):
-        return float(len(proto.raw_data) / RAW[proto.data_type].itemsize)
+        return float(len(proto.raw_data) / BYTEWISE_DTYPES[proto.data_type].itemsize)
     return float(len(getattr(proto, onnx.helper.tensor_dtype_to_field(proto.data_type))))
 
 
@@ -267,7 +273,7 @@ def _shape(proto: TensorProto) -> str:
 def _moved(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto, Path]) -> TensorChange | None:
     """How far a tensor moved; None if its values are the same, bit by bit."""
     shape = _shape(a[0])
-    if a[0].data_type not in RAW:
+    if a[0].data_type not in BYTEWISE_DTYPES:
         same = [_content(*side) for side in (a, b)]
         return None if same[0] == same[1] else TensorChange(name=name, change="values", before=shape, after=shape)
     changed, greatest, moved, was, now, dot = 0, 0.0, 0.0, 0.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Tensors in files beside the .onnx: found, checked, mapped copy-on-write, and written back range by range."""
+"""Check, map and overwrite tensors that an ONNX model stores in other files (external data)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onward.trainer.onnx_graph.element_types import DTYPES
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.tensor_protos import read_tensor
 
-RAW: dict[int, torch.dtype] = {
+BYTEWISE_DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,
     TensorProto.FLOAT16: torch.float16,
     TensorProto.BFLOAT16: torch.bfloat16,
@@ -31,21 +31,21 @@ RAW: dict[int, torch.dtype] = {
     TensorProto.INT32: torch.int32,
     TensorProto.INT64: torch.int64,
 }
-"""Element types whose bytes in a file are those of a torch tensor."""
+"""Element types whose bytes in a file are those of a torch tensor of this type."""
 
 CHUNK_BYTES = 16 * 2**20
-"""How much of a tensor is compared and written at a time."""
+"""Tensors are compared and written in chunks of this size."""
 
 ALIGNMENT_BYTES = 4096
-"""Where a tensor begins that must be moved to the end of its file."""
+"""A tensor that is moved to the end of its file begins at a multiple of this, as onnx aligns them."""
 
 SMALL_BYTES = 64 * 2**10
-"""What is read rather than mapped when a graph is to be computed with (`with_small_tensors`)."""
+"""`load_small_tensors` reads tensors up to this size."""
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A range of bytes in a file beside the model."""
+    """A range of bytes in an external data file."""
 
     location: str
     """Relative to the model's directory."""
@@ -58,23 +58,23 @@ class ByteRange:
 
 
 def is_external(proto: TensorProto) -> bool:
-    """Whether the tensor's values are in another file."""
+    """Return whether a tensor's values are in another file."""
     return proto.data_location == TensorProto.EXTERNAL
 
 
 def byte_range(proto: TensorProto) -> ByteRange:
-    """Where an external tensor is; a length that is not given follows from its shape."""
+    """Return the byte range of an external tensor; a length that is not given follows from its shape."""
     entries = {entry.key: entry.value for entry in proto.external_data}
-    size = RAW[proto.data_type].itemsize if proto.data_type in RAW else 1
+    size = BYTEWISE_DTYPES[proto.data_type].itemsize if proto.data_type in BYTEWISE_DTYPES else 1
     length = int(entries.get("length") or size * math.prod(proto.dims))
     return ByteRange(entries.get("location", ""), int(entries.get("offset") or 0), length)
 
 
-# -- in
+# -- reading
 
 
 def external_problems(model: onnx.ModelProto, base: Path) -> list[str]:
-    """One sentence for each tensor whose file is not a plain file under `base`, or too short."""
+    """Return one sentence for each tensor whose file is not a plain file under `base`, or is too short."""
     problems = []
     for proto in filter(is_external, all_tensors(model)):
         try:
@@ -83,7 +83,11 @@ def external_problems(model: onnx.ModelProto, base: Path) -> list[str]:
             problems.append(f"tensor {proto.name!r}: its place in another file cannot be read: {error}")
             continue
         file = base / where.location
-        size = RAW[proto.data_type].itemsize * math.prod(proto.dims) if proto.data_type in RAW else where.length
+        size = (
+            BYTEWISE_DTYPES[proto.data_type].itemsize * math.prod(proto.dims)
+            if proto.data_type in BYTEWISE_DTYPES
+            else where.length
+        )
         if why := _unsafe(where.location, base):
             problems.append(f"tensor {proto.name!r}: {why}")
         elif not file.is_file():
@@ -99,7 +103,7 @@ def external_problems(model: onnx.ModelProto, base: Path) -> list[str]:
 
 
 def _unsafe(location: str, base: Path) -> str:
-    """Why a location must not be followed: onnx's rules, which keep a model from reading other people's files."""
+    """Return why a location is refused, "" if it is safe. These are onnx's own rules against path traversal."""
     parts = Path(location).parts
     if not parts or Path(location).is_absolute() or ".." in parts:
         return f"the location {location!r} of its values is outside the model's directory"
@@ -110,13 +114,13 @@ def _unsafe(location: str, base: Path) -> str:
 
 
 def map_external(proto: TensorProto, base: Path) -> torch.Tensor:
-    """An external tensor, its file mapped copy-on-write: nothing is read now, and no change reaches the file.
+    """Return an external tensor with its file mapped copy-on-write: reads are deferred, and writes stay in memory.
 
-    Halves are converted to fp32, which reads them.
+    Half-precision tensors are converted to fp32, which reads them at once.
     """
-    if proto.data_type not in RAW:
+    if proto.data_type not in BYTEWISE_DTYPES:
         return read_tensor(proto, base)
-    where, dtype = byte_range(proto), RAW[proto.data_type]
+    where, dtype = byte_range(proto), BYTEWISE_DTYPES[proto.data_type]
     if not where.length:
         return torch.empty(tuple(proto.dims), dtype=DTYPES[proto.data_type])
     data = np.memmap(base / where.location, np.uint8, "c", where.offset, (where.length,))
@@ -125,8 +129,8 @@ def map_external(proto: TensorProto, base: Path) -> torch.Tensor:
 
 
 def read_chunks(proto: TensorProto, base: Path) -> Iterator[torch.Tensor]:
-    """The values of a stored tensor, flat, as they are stored, `CHUNK_BYTES` at a time."""
-    dtype = RAW[proto.data_type]
+    """Yield the values of a stored tensor, flat and in their stored type, in chunks of CHUNK_BYTES."""
+    dtype = BYTEWISE_DTYPES[proto.data_type]
     if is_external(proto):
         where = byte_range(proto)
         with (base / where.location).open("rb") as file:
@@ -143,7 +147,7 @@ def read_chunks(proto: TensorProto, base: Path) -> Iterator[torch.Tensor]:
 
 
 def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelProto:
-    """The model with its small external tensors, and those in inner graphs and functions, read into a copy of it."""
+    """Return a copy of the model with small external tensors loaded, and all those of inner graphs and functions."""
     if base is None or not any(map(is_external, all_tensors(model))):
         return model
     model = onnx.ModelProto.FromString(model.SerializeToString())
@@ -156,11 +160,11 @@ def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelP
     return model
 
 
-# -- out
+# -- writing
 
 
 def bits_differ(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Whether writing the tensor would change what is stored: compared bit by bit, as it was read."""
+    """Return whether a tensor differs bitwise from the stored one, compared in the type in which it was read."""
     ours = tensor.detach().cpu().contiguous().reshape(-1)
     return not torch.equal(ours.view(torch.uint8), stored.to(ours.dtype).contiguous().reshape(-1).view(torch.uint8))
 
@@ -168,11 +172,14 @@ def bits_differ(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
 def write_external(
     tensors: Mapping[str, tuple[torch.Tensor, TensorProto]], kept: Iterable[TensorProto], files: Mapping[str, Path]
 ) -> None:
-    """Write each tensor over its bytes in a copy of its file, where they differ.
+    """Write changed tensors over their byte ranges in copies of the external data files.
 
-    tensors: name -> (values, where they belong); kept: all other external tensors; files: location -> the copy.
-    A changed tensor whose bytes are also those of another, which does not change alike, goes to the end of
-    the file, and its proto says so.
+    tensors: name -> (new values, proto); kept: protos of all other external tensors; files: location -> the copy.
+    Two tensors may share bytes. If they change differently, a changed one is written to the end of the file and its
+    proto is updated:
+
+        before    [ a and b          ]                     both protos: offset 0
+        after     [ b (unchanged)    ] ... [ a (new) ]     a: offset at the end, b: offset 0
     """
     for group in _overlapping([*tensors.values(), *((None, proto) for proto in kept)]):
         first, place_of_first = group[0][0], byte_range(group[0][1])
@@ -182,20 +189,22 @@ def write_external(
                 continue
             where = byte_range(proto)
             with files[where.location].open("r+b") as file:
-                if alike or _changes(tensor, RAW[proto.data_type], where, file):
-                    where = where if alike else _append(proto, where, file)
-                    _overwrite(tensor, RAW[proto.data_type], where, file)
+                if alike or _changes(tensor, BYTEWISE_DTYPES[proto.data_type], where, file):
+                    where = where if alike else _append_range(proto, where, file)
+                    _write_changes(tensor, BYTEWISE_DTYPES[proto.data_type], where, file)
 
 
-Held = tuple[torch.Tensor | None, TensorProto]
-"""What is to be written, if anything, and where it belongs."""
+Destination = tuple[torch.Tensor | None, TensorProto]
+"""(new values, or None if they do not change; proto)."""
 
 
-def _overlapping(held: Iterable[Held]) -> Iterator[list[Held]]:
-    """Those that have bytes in common, together; most are alone."""
-    group: list[Held] = []
+def _overlapping(destinations: Iterable[Destination]) -> Iterator[list[Destination]]:
+    """Group the tensors that share bytes; most groups have one member."""
+    group: list[Destination] = []
     end, location = 0, ""
-    for tensor, proto in sorted(held, key=lambda item: (byte_range(item[1]).location, byte_range(item[1]).offset)):
+    for tensor, proto in sorted(
+        destinations, key=lambda item: (byte_range(item[1]).location, byte_range(item[1]).offset)
+    ):
         where = byte_range(proto)
         if group and not (where.location == location and where.offset < end):
             yield group
@@ -212,10 +221,10 @@ def _same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
 
 
 def _changes(tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: BinaryIO) -> bool:
-    return any(True for _ in _changed_pieces(tensor, dtype, where, file))
+    return any(True for _ in _changed_chunks(tensor, dtype, where, file))
 
 
-def _append(proto: TensorProto, where: ByteRange, file: BinaryIO) -> ByteRange:
+def _append_range(proto: TensorProto, where: ByteRange, file: BinaryIO) -> ByteRange:
     end = file.seek(0, os.SEEK_END)
     offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     file.truncate(offset + where.length)
@@ -226,21 +235,21 @@ def _append(proto: TensorProto, where: ByteRange, file: BinaryIO) -> ByteRange:
     return moved
 
 
-def _overwrite(tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: BinaryIO) -> None:
-    for offset, content in _changed_pieces(tensor, dtype, where, file):
+def _write_changes(tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: BinaryIO) -> None:
+    for offset, content in _changed_chunks(tensor, dtype, where, file):
         file.seek(offset)
         file.write(content)
 
 
-def _changed_pieces(
+def _changed_chunks(
     tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: BinaryIO
 ) -> Iterator[tuple[int, bytes]]:
-    """Where the file does not hold the tensor's values, in pieces: (offset, the bytes that belong there)."""
+    """Yield (offset, new bytes) of each chunk whose bytes in the file differ from the tensor."""
     flat = tensor.detach().reshape(-1)
     step = CHUNK_BYTES // dtype.itemsize
     for start in range(0, flat.numel(), step):
-        piece, offset = flat[start : start + step].cpu(), where.offset + start * dtype.itemsize
+        chunk, offset = flat[start : start + step].cpu(), where.offset + start * dtype.itemsize
         file.seek(offset)
-        stored = torch.frombuffer(bytearray(file.read(piece.numel() * dtype.itemsize)), dtype=dtype)
-        if bits_differ(piece, stored):
-            yield offset, piece.to(dtype).view(torch.uint8).numpy().tobytes()
+        stored = torch.frombuffer(bytearray(file.read(chunk.numel() * dtype.itemsize)), dtype=dtype)
+        if bits_differ(chunk, stored):
+            yield offset, chunk.to(dtype).view(torch.uint8).numpy().tobytes()

@@ -1,7 +1,12 @@
-"""A new head for an ONNX graph: its last layer gets another number of outputs, and what follows learns of it.
+"""Replace the head of an ONNX graph: give its last layer another number of outputs (`model.num_classes`).
 
-The layer is a MatMul, Gemm or Conv with a stored weight. A weight that others read too (a tied embedding) stays
-as it is: the layer then gets one of its own.
+The layer is a MatMul, Gemm or Conv with a stored weight. Nodes after it that depend on the number of outputs are
+adapted:
+
+    before    features ---- Gemm(W [1000, 512], b [1000]) ---- Reshape([-1, 1000]) ---- logits [N, 1000]
+    after     features ---- Gemm(W [7, 512],    b [7])    ---- Reshape([-1, 7])    ---- logits [N, 7]
+
+A weight with other readers, such as a tied embedding, is not changed; the layer then gets a new weight of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.index import Index, did_you_mean, dims_of, infer_types, names_read
 
 # fmt: off
-UNCHANGED = frozenset((
+PASS_THROUGH = frozenset((
     "AveragePool", "BiasGelu", "Cast", "CastLike", "Clip", "Dropout", "Elu", "Erf", "Exp", "Expand", "Flatten",
     "Gather", "Gelu", "GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish", "Hardmax", "Identity",
     "LeakyRelu", "Log", "LogSoftmax", "MaxPool", "Neg", "NegativeLogLikelihoodLoss", "ReduceL2", "ReduceMax",
@@ -28,9 +33,9 @@ UNCHANGED = frozenset((
     "SoftmaxCrossEntropyLoss", "Softplus", "Softsign", "Split", "Sqrt", "Squeeze", "Tanh", "Transpose", "Unsqueeze",
 ))
 # fmt: on
-"""Operators that may stand between the last layer and the output; their first operand leads back to it."""
-COMBINED = frozenset(("Add", "Sub", "Mul", "Div", "Where", "Max", "Min"))
-"""The same, of which any operand may lead back to it."""
+"""Operators that may stand between the last layer and the output, which is followed back through operand 0."""
+ELEMENTWISE = frozenset(("Add", "Sub", "Mul", "Div", "Where", "Max", "Min"))
+"""Operators that may stand there too, and are followed back through every operand."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +45,24 @@ class _Layer:
     node: onnx.NodeProto
     weight: str
     axis: int
-    """Of the stored weight: the one that counts the outputs."""
-    turned: bool
-    """Whether the node reads the weight transposed."""
-    own: bool
-    """Whether nothing else reads the weight, nor what lies between it and the node."""
+    """The dimension of the stored weight that is the number of outputs."""
+    transposed: bool
+    """Whether the node reads the weight through a Transpose."""
+    exclusive: bool
+    """Whether the weight, and every value between it and the node, has no other reader."""
     data_type: int
-    """In which the node reads the weight."""
+    """The element type in which the node reads the weight."""
 
 
 def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
-    """The node as a layer; None if it is none, or its weight is computed."""
+    """Return the node as a layer; None for other operators and for a weight that is computed."""
     if node.op_type not in ("MatMul", "Gemm", "Conv") or node.domain not in ("", "ai.onnx") or len(node.input) < 2:
         return None
-    name, own, data_type = node.input[1], True, 0
+    name, exclusive, data_type = node.input[1], True, 0
     first = node.op_type == "Conv" or any(a.name == "transB" and a.i for a in node.attribute)
-    turned = False
+    transposed = False
     while True:
-        own = own and len(index.readers[name]) == 1
+        exclusive = exclusive and len(index.readers[name]) == 1
         if name in index.stored:
             break
         maker = index.makers.get(name)
@@ -65,16 +70,16 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
             return None
         if maker.op_type == "Cast":
             data_type = data_type or next(a.i for a in maker.attribute if a.name == "to")
-        turned ^= maker.op_type == "Transpose"
+        transposed ^= maker.op_type == "Transpose"
         name = maker.input[0]
     tensor = index.stored[name]
-    if (len(tensor.dims) < 3 or turned) if node.op_type == "Conv" else len(tensor.dims) != 2:
+    if (len(tensor.dims) < 3 or transposed) if node.op_type == "Conv" else len(tensor.dims) != 2:
         return None
-    return _Layer(node, name, 0 if first != turned else 1, turned, own, data_type or tensor.data_type)
+    return _Layer(node, name, 0 if first != transposed else 1, transposed, exclusive, data_type or tensor.data_type)
 
 
-def _leading_to(tensor: str, index: Index) -> list[_Layer]:
-    """The last layers before a tensor: one, unless the graph branches there."""
+def _last_layers_before(tensor: str, index: Index) -> list[_Layer]:
+    """Return the last layers before a tensor; more than one if the graph branches between them."""
     found, seen, frontier = [], set[str](), [tensor]
     while frontier:
         name = frontier.pop()
@@ -84,9 +89,9 @@ def _leading_to(tensor: str, index: Index) -> list[_Layer]:
         seen.add(name)
         if layer := _layer(node, index):
             found.append(layer)
-        elif node.op_type in UNCHANGED:
+        elif node.op_type in PASS_THROUGH:
             frontier.append(node.input[0])
-        elif node.op_type in COMBINED:
+        elif node.op_type in ELEMENTWISE:
             frontier += [name for name in node.input if name not in index.stored]
     return list({layer.node.output[0]: layer for layer in found}.values())
 
@@ -104,7 +109,7 @@ def _chosen_layer(index: Index, config: ModelConfig, output: str) -> _Layer:
             if named
             else f"model.head {config.head!r} is no weight of a MatMul, Gemm or Conv{did_you_mean(config.head, known)}"
         )
-    found = _leading_to(output, index)
+    found = _last_layers_before(output, index)
     if len(found) != 1:
         several = f"{len(found)} layers lead to it: {', '.join(layer.weight for layer in found)}"
         raise ConfigError(
@@ -116,7 +121,10 @@ def _chosen_layer(index: Index, config: ModelConfig, output: str) -> _Layer:
 
 
 def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> list[str]:
-    """New weight and bias for one layer, and every constant after it that knows the number of its outputs."""
+    """Replace weight and bias of one layer, and constants after it that contain its number of outputs.
+
+    Returns the problems; the model may then be changed in part.
+    """
     graph, index = model.graph, Index(model.graph)
     output = config.output or graph.output[0].name
     try:
@@ -128,9 +136,9 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
         return [f"model.head: {layer.weight!r} is a convolution of {group} groups, which cannot be given other outputs"]
     head = _Head(index, old=old, new=config.num_classes, seed=seed)
     head.replace_weight(layer)
-    if problems := head.follow(layer):
+    if problems := head.adapt_dependents(layer):
         return problems
-    stale = [value for value in graph.value_info if value.name in head.descended | head.changed]
+    stale = [value for value in graph.value_info if value.name in head.dependents | head.changed]
     for value in stale:
         graph.value_info.remove(value)
     return _declare(model, head, layer, config)
@@ -138,25 +146,25 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
 
 @dataclass
 class _Head:
-    """The replacement of a head in progress."""
+    """One replacement: the layer has `old` outputs and gets `new` ones."""
 
     index: Index
     old: int
     new: int
     seed: int
     bound: float = 0.0
-    descended: set[str] = field(default_factory=set)
-    """What is computed from the head."""
+    dependents: set[str] = field(default_factory=set)
+    """Values computed from the layer's result."""
     changed: set[str] = field(default_factory=set)
-    """What is stored or computed for it: its weight, how that is turned, its bias, shapes."""
+    """Values stored or computed for the layer: weight, transposed weight, bias."""
 
     def replace_weight(self, layer: _Layer) -> None:
-        """A tied one goes straight into the layer, past the Transpose or Cast that it is read through."""
+        """Replace the weight. A tied one stays: a new one is the layer's direct operand, without Transpose or Cast."""
         stored = self.index.stored[layer.weight]
         dims = list(stored.dims)
         dims[layer.axis] = self.new
         self.bound = 1 / math.sqrt(math.prod(dims) / self.new)
-        if layer.own:
+        if layer.exclusive:
             self._replace(layer.weight, dims, stored.data_type)
             name = layer.node.input[1]
             while name not in self.index.stored:
@@ -164,7 +172,7 @@ class _Head:
                 name = self.index.makers[name].input[0]
         else:
             name = layer.node.input[1]
-            layer.node.input[1] = self._add(layer.weight, dims[::-1] if layer.turned else dims, layer.data_type)
+            layer.node.input[1] = self._add(layer.weight, dims[::-1] if layer.transposed else dims, layer.data_type)
             while name not in self.index.stored and len(self.index.readers[name]) == 1:  # by the layer, until now
                 self.changed.add(name)
                 self.index.graph.node.remove(unread := self.index.makers[name])
@@ -175,38 +183,38 @@ class _Head:
         self.index.stored[name].CopyFrom(_uniform(name, dims, data_type, bound=self.bound, seed=self.seed))
 
     def _add(self, name: str, dims: Sequence[int], data_type: int) -> str:
-        """A new tensor beside one that others read; returns its name."""
+        """Add a new initializer named after one with other readers; return its name."""
         tensor = _uniform(name, dims, data_type, bound=self.bound, seed=self.seed)
         tensor.name = self.index.free_name(f"{name}.head")
         self.index.graph.initializer.append(tensor)
         return tensor.name
 
-    def follow(self, layer: _Layer) -> list[str]:
-        """Go through everything computed from the head: its bias, its shapes. Returns what does not allow another."""
+    def adapt_dependents(self, layer: _Layer) -> list[str]:
+        """Adapt bias and shapes in all nodes that depend on the layer; return a problem for each that cannot be."""
         bias_at = 1 - len(self.index.stored[layer.weight].dims) if layer.node.op_type == "Conv" else -1
-        self.descended, problems = set(layer.node.output), []
+        self.dependents, problems = set(layer.node.output), []
         has_bias = len(layer.node.input) > 2 and bool(layer.node.input[2])
         if has_bias:
             self._replace_bias(layer.node, 2, -1)
         for node in self.index.graph.node:
-            if node is layer.node or not self.descended & names_read(node) or node.op_type in ("Shape", "Size"):
+            if node is layer.node or not self.dependents & names_read(node) or node.op_type in ("Shape", "Size"):
                 continue
-            self.descended.update(filter(None, node.output))
+            self.dependents.update(filter(None, node.output))
             if node.op_type == "Reshape":
                 self._reshape(node, 1)
                 continue
             for slot, name in enumerate(node.input):
                 if node.op_type == "Add" and not has_bias and self._replace_bias(node, slot, bias_at):
                     has_bias = True
-                elif self._counts_outputs(name):
+                elif self._has_one_entry_per_output(name):
                     problems.append(
                         f"model.num_classes: {node.op_type} {node.name or node.output[0]!r} joins {name!r}, made for "
                         f"{self.old} outputs, with what {layer.weight!r} gives; name another layer as model.head"
                     )
         return problems
 
-    def _counts_outputs(self, name: str) -> bool:
-        """Whether a stored tensor has one number (or row) for each of the old outputs."""
+    def _has_one_entry_per_output(self, name: str) -> bool:
+        """Return whether a stored float tensor has a dimension as long as the old number of outputs."""
         tensor = self.index.stored.get(name)
         floats = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
         return tensor is not None and tensor.data_type in floats and self.old > 1 and self.old in tensor.dims
@@ -225,7 +233,7 @@ class _Head:
         return True
 
     def _reshape(self, node: onnx.NodeProto, slot: int) -> None:
-        """Correct the shape that a Reshape is given, where it was stored or put together by a Concat."""
+        """Replace the old number of outputs in the shape operand of a Reshape, stored or built by a Concat."""
         tensor, maker = self.index.stored.get(node.input[slot]), self.index.makers.get(node.input[slot])
         if tensor is None:
             for place in range(len(maker.input)) if maker is not None and maker.op_type == "Concat" else ():
@@ -248,17 +256,19 @@ class _Head:
 
 
 def _uniform(name: str, dims: Sequence[int], data_type: int, *, bound: float, seed: int) -> TensorProto:
-    """U(-1/sqrt(fan_in), 1/sqrt(fan_in)), as torch begins weight and bias of Linear and Conv: Kaiming-uniform with
-    a = sqrt(5) (He et al. 2015, arXiv:1502.01852). A function of name, shape and seed."""
+    """Draw from U(-bound, bound) with bound = 1 / sqrt(fan_in), as torch initialises Linear and Conv.
+
+    That is Kaiming-uniform with a = sqrt(5) (He et al. 2015, arXiv:1502.01852). Name, shape and seed determine it.
+    """
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = random.uniform(-bound, bound, tuple(dims)).astype(helper.tensor_dtype_to_np_dtype(data_type))
     return numpy_helper.from_array(values, name)
 
 
 def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelConfig) -> list[str]:
-    """Correct the shapes that the graph's outputs declare; that of the trained one must have followed."""
+    """Correct the declared shapes of the graph's outputs; return a problem if the trained output did not change."""
     output = config.output or model.graph.output[0].name
-    declared = [value for value in model.graph.output if value.name in head.descended]
+    declared = [value for value in model.graph.output if value.name in head.dependents]
     places = {value.name: [i for i, dim in enumerate(dims_of(value) or []) if dim == head.old] for value in declared}
     for value in declared:
         for place in places[value.name]:

@@ -1,7 +1,7 @@
-"""The reference models as ONNX files, made from nothing: SqueezeNet v1.1 and GPT-2, freshly initialised.
+"""Build the reference models as ONNX files: SqueezeNet v1.1 and GPT-2 with fresh weights.
 
-Names, layouts and initial distributions are those of torchvision's SqueezeNet and of the published GPT-2, so
-that their checkpoints fit by name. Only numpy and onnx are needed; the same seed gives the same bytes.
+Names, layouts and initial distributions are those of torchvision's SqueezeNet and of the published GPT-2, so that
+their checkpoints can be loaded by name. Only numpy and onnx are needed; the same seed gives the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onward.trainer.onnx_graph.builder import Array, GraphWriter
 # -- SqueezeNet v1.1 (Iandola et al. 2016, the version with 2.4x less computation)
 
 MAX_POOL = (2, 5, 8)
-"""Positions of the 3x3, stride 2 max pools in `features`."""
+"""Positions of the 3x3 max pools of stride 2 in `features`."""
 
 FIRE = {3: (16, 64), 4: (16, 64), 6: (32, 128), 7: (32, 128), 9: (48, 192), 10: (48, 192), 11: (64, 256), 12: (64, 256)}
 """Position in `features` -> channels of the squeeze layer, channels of each of the two expand layers."""
@@ -53,7 +53,7 @@ def build_squeezenet(
 
 
 def _fire(g: GraphWriter, x: str, name: str, *, width: int, squeeze: int, expand: int) -> str:
-    """Squeeze to few channels, expand by 1x1 and by 3x3 side by side."""
+    """Add a fire module: a 1x1 convolution to few channels, then 1x1 and 3x3 convolutions side by side."""
     x = _conv(g, x, f"{name}.squeeze", g.kaiming_uniform(squeeze, width, 1, 1))
     narrow = _conv(g, x, f"{name}.expand1x1", g.kaiming_uniform(expand, squeeze, 1, 1))
     wide = _conv(g, x, f"{name}.expand3x3", g.kaiming_uniform(expand, squeeze, 3, 3), pads=[1, 1, 1, 1])
@@ -67,7 +67,7 @@ def _conv(g: GraphWriter, x: str, name: str, weight: Array, **attributes: Any) -
 
 
 def _dropout(g: GraphWriter, x: str, ratio: float) -> str:
-    """A Dropout node in inference form: training switches it on, every runtime skips it."""
+    """Add a Dropout node in inference form: ImportedGraph.train() enables it, and runtimes skip it."""
     return g.op("Dropout", x, g.weight(f"dropout_{ratio:g}", float(ratio))) if ratio else x
 
 

@@ -1,11 +1,23 @@
-"""Stochastic depth as exporters write it: a random mask of zeros and ones over its mean, found among plain nodes.
+"""Find stochastic depth (and dropout) that an exporter wrote as elementary nodes.
 
-    x / k * floor(k + uniform)      HF Swin, Segformer, ConvNeXt
-    x * (bernoulli(k) / k)          timm, torchvision.ops.StochasticDepth; F.dropout1d, 2d and 3d, too
+A residual branch x is multiplied by a random mask and divided by the mask's mean k, the share of samples that is kept:
+
+    x / k * floor(k + uniform)      Hugging Face Swin, Segformer, ConvNeXt
+    x * (bernoulli(k) / k)          timm, torchvision.ops.StochasticDepth, F.dropout1d, 2d and 3d
     x / k * (uniform < k)
 
-Written for training, without a switch: only who knows the pattern can turn it off. A mask counts if its mean
-times its factor is 1 (so that leaving it out is what eval() does), and if nothing else reads it.
+ONNX has no operator for it and no switch between training and inference, so these nodes are replaced while the graph is
+imported:
+
+    before                                                              after
+
+    RandomUniformLike --- Add(k) --- Floor ---+                         x --- onward.StochasticDepth(keep=k) --- Add
+                                              Mul --- Add                                                         |
+    x ------------------- Div(k) -------------+        |                residual ---------------------------------+
+    residual ------------------------------------------+
+
+A mask is recognised only if its mean times its factor is 1 (then leaving it out is what eval() does in PyTorch) and if
+nothing else reads it.
 """
 
 from __future__ import annotations
@@ -23,33 +35,35 @@ from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 from onnx import helper, numpy_helper, shape_inference
 
 from onward.trainer.onnx_graph.external_data import is_external, load_small_tensors
+from onward.trainer.onnx_graph.index import inner_graphs, nodes_inside, nodes_of
 
 DOMAIN = "onward"
 OPERATOR = "StochasticDepth"
-"""The node that stands for a branch while a graph is imported; no file holds it."""
+"""The node that replaces a mask while a graph is imported. It is never written to a file."""
 
 RANDOM = ("RandomUniform", "RandomUniformLike", "RandomNormal", "RandomNormalLike", "Bernoulli", "Multinomial")
 SMALL = 64
-"""Stored tensors up to this many elements may be constants of the pattern, or shapes."""
+"""Stored tensors up to this many elements may be constants of the pattern or shapes."""
 
-PASSED_ON = ("Identity", "Cast", "CastLike")
-RELAID = (*PASSED_ON, "Reshape", "Squeeze", "Unsqueeze", "Expand")
+IDENTITIES = ("Identity", "Cast", "CastLike")
+KEEPS_ELEMENTS = (*IDENTITIES, "Reshape", "Squeeze", "Unsqueeze", "Expand")
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One value that training drops for whole samples."""
+    """A value that training multiplies by a random mask."""
 
     value: str
-    """What is dropped: the result without the mask."""
+    """The name of the value without the mask."""
     result: str
-    """The masked and scaled value, an output of one node."""
+    """The name of the masked and scaled value."""
     drawn: str
-    """The result of the random node."""
+    """The output of the random node."""
     keep: float
-    """The share that is kept."""
+    """The probability that an element of the mask is 1."""
     whole: int
-    """The mask has a number for each index of so many leading dimensions: 1 is a sample, 2 a channel of one, 0 all."""
+    """The number of leading dimensions in which the mask varies: 0 for one number, 1 for one per sample, 2 for one per
+    channel of each sample. The attribute of the node has the same name."""
 
     @property
     def kind(self) -> str:
@@ -57,14 +71,14 @@ class Branch:
 
 
 def find_branches(model: onnx.ModelProto, base: Path | None = None) -> list[Branch]:
-    """Every branch of the main graph with a mask as described above. base: of external data, for its small tensors."""
+    """Return every mask of the main graph as described above. base: the directory of external data."""
     if not any(_is(node, *RANDOM) for node in model.graph.node):
         return []
-    return list(_Finder(load_small_tensors(model, base)).found())
+    return list(_BranchFinder(load_small_tensors(model, base)).found())
 
 
 def mark_branches(model: onnx.ModelProto, found: Iterable[Branch]) -> onnx.ModelProto:
-    """The model with one node of our own in place of each branch's last; the model itself if there is none."""
+    """Return a copy of the model with an OPERATOR node in place of the last node of each mask."""
     places = {branch.result: branch for branch in found}
     if not places:
         return model
@@ -81,18 +95,14 @@ def mark_branches(model: onnx.ModelProto, found: Iterable[Branch]) -> onnx.Model
 
 
 def random_nodes(model: onnx.ModelProto, found: Iterable[Branch] = ()) -> list[str]:
-    """The names of all nodes that draw random numbers, but for those of branches; inner graphs and functions, too."""
+    """Return the names of all nodes that draw random numbers, except those of `found`; inner graphs included."""
     drawn = {branch.drawn for branch in found}
     nodes = (*model.graph.node, *(node for function in model.functions for node in function.node))
-    return [node.name or node.output[0] for node in _deep(nodes) if _is(node, *RANDOM) and not drawn & set(node.output)]
-
-
-def _deep(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    for node in nodes:
-        yield node
-        for attribute in node.attribute:
-            for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                yield from _deep(graph.node)
+    return [
+        node.name or node.output[0]
+        for node in nodes_inside(nodes)
+        if _is(node, *RANDOM) and not drawn & set(node.output)
+    ]
 
 
 def _is(node: onnx.NodeProto | None, *operators: str) -> bool:
@@ -103,54 +113,51 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
-def _read(node: onnx.NodeProto) -> list[str]:
+def _values_read(node: onnx.NodeProto) -> list[str]:
     names = list(node.input)
-    return names[:1] if _is(node, "CastLike") else names  # of the other it takes the type alone
+    return names[:1] if _is(node, "CastLike") else names  # it reads only the type of the other one
 
 
-class _Finder:
-    """A graph, by who computes and who reads each value."""
+class _BranchFinder:
+    """Searches a graph for masks, with the producer and the number of readers of each value."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.graph = graph = model.graph
         self.makers = {name: node for node in graph.node for name in node.output}
         self.readers = Counter([value.name for value in graph.output])
-        self.readers.update(name for node in _deep(graph.node) for name in _read(node))
-        for node in _deep(graph.node):
-            for attribute in node.attribute:
-                for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                    self.readers.update(value.name for value in inner.output)
+        self.readers.update(name for node in nodes_of(graph) for name in _values_read(node))
+        self.readers.update(value.name for inner in inner_graphs(graph.node) for value in inner.output)
         self.stored = {tensor.name: tensor for tensor in graph.initializer}
-        self.dims = _dimensions(model)
+        self.dims = _known_dims(model)
 
     def found(self) -> Iterator[Branch]:
         for node in self.graph.node:
             if _is(node, "Mul"):
                 for side in (0, 1):
-                    if branch := self._branch(node, node.input[side], node.input[1 - side]):
+                    if branch := self._match_product(node, node.input[side], node.input[1 - side]):
                         yield branch
                         break
 
-    def _branch(self, product: onnx.NodeProto, masked: str, value: str) -> Branch | None:
-        scale, mask = self._scaled(masked)
-        if (drawn := self._mask(mask)) is None:
+    def _match_product(self, product: onnx.NodeProto, masked: str, value: str) -> Branch | None:
+        scale, mask = self._factor_and_operand(masked)
+        if (drawn := self._bernoulli_mask(mask)) is None:
             return None
         draw, keep = drawn
         result = product.output[0]
-        if not _inverse(scale, keep):
-            further, unscaled = self._scaled(value, alone=False)
-            if _inverse(scale * further, keep):
+        if not _is_inverse(scale, keep):
+            further, unscaled = self._factor_and_operand(value, alone=False)
+            if _is_inverse(scale * further, keep):
                 value = unscaled
-            elif (after := self._divided(result)) and _inverse(scale * after[1], keep):
+            elif (after := self._scaled_after(result)) and _is_inverse(scale * after[1], keep):
                 result = after[0]
             else:
                 return None
-        if (whole := self._whole(draw, value)) is None:
+        if (whole := self._num_masked_dims(draw, value)) is None:
             return None
         return Branch(value=value, result=result, drawn=draw.output[0], keep=keep, whole=whole)
 
-    def _whole(self, draw: onnx.NodeProto, value: str) -> int | None:
-        """Branch.whole of a mask; None if it is of another shape, or longer than what it masks."""
+    def _num_masked_dims(self, draw: onnx.NodeProto, value: str) -> int | None:
+        """Return Branch.whole of a mask; None if its shape does not broadcast to that of the value."""
         lengths, own = self._drawn_lengths(draw), self.dims.get(value)
         if lengths is None or own is None or len(lengths) != len(own):
             return None
@@ -160,13 +167,16 @@ class _Finder:
         fits = all(None in (a, b) or a == b != 1 for a, b in zip(lengths[:whole], own[:whole], strict=True))
         if not fits or 1 in lengths[:whole]:
             return None
-        return 1 if whole == 0 and own[:1] == [1] else whole  # for a batch of one: the file cannot tell the two
+        return 1 if whole == 0 and own[:1] == [1] else whole  # with a batch of 1 the two are equal in the file
 
-    def _scaled(self, name: str, *, alone: bool = True) -> tuple[float, str]:
-        """A value as a number times another value. alone: only if nothing else reads it, whatever is passed on."""
+    def _factor_and_operand(self, name: str, *, alone: bool = True) -> tuple[float, str]:
+        """Return (number, operand) of a value that is number * operand.
+
+        alone: follow any number of nodes, as long as each has one reader. Otherwise follow one multiplication only.
+        """
         scale = 1.0
         while node := self._maker(name, alone=alone):
-            if _is(node, *PASSED_ON) and alone:
+            if _is(node, *IDENTITIES) and alone:
                 name = node.input[0]
             elif _is(node, "Div") and (number := self._number(node.input[1])):
                 scale, name = scale / number, node.input[0]
@@ -176,22 +186,22 @@ class _Finder:
                 scale, name = scale * number, node.input[1]
             else:
                 break
-            if not alone:  # one factor is the mask's; a further one would be the value's own
+            if not alone:  # a second factor belongs to the value, not to the mask
                 break
         return scale, name
 
-    def _divided(self, name: str) -> tuple[str, float] | None:
-        """(result, factor) of the one node that reads a value, if that scales it."""
+    def _scaled_after(self, name: str) -> tuple[str, float] | None:
+        """Return (result, factor) of the only node that reads a value, if that node multiplies it by a number."""
         readers = [node for node in self.graph.node if name in node.input]
         if self.readers[name] != 1 or len(readers) != 1 or not _is(readers[0], "Mul", "Div"):
             return None
-        scale, of = self._scaled(readers[0].output[0], alone=False)
+        scale, of = self._factor_and_operand(readers[0].output[0], alone=False)
         return (readers[0].output[0], scale) if of == name else None
 
-    def _mask(self, name: str) -> tuple[onnx.NodeProto, float] | None:
-        """(random node, share of ones) of a value that is zero or one at random."""
+    def _bernoulli_mask(self, name: str) -> tuple[onnx.NodeProto, float] | None:
+        """Return (random node, probability of 1) of a value that is 0 or 1 at random, else None."""
         node, inverted = self._maker(name), False
-        while _is(node, *PASSED_ON, "Not"):
+        while _is(node, *IDENTITIES, "Not"):
             assert node is not None
             inverted ^= node.op_type == "Not"
             node = self._maker(node.input[0])
@@ -203,16 +213,16 @@ class _Finder:
             keep = self._number(node.input[0], single=False)
         elif _is(node, "Floor") and _is(sum_ := self._maker(node.input[0]), "Add"):
             assert sum_ is not None
-            draw, keep = self._against_number(sum_)
+            draw, keep = self._drawn_and_number(sum_)
         elif _is(node, "Less", "LessOrEqual", "Greater", "GreaterOrEqual"):
-            draw, keep = self._against_number(node)
+            draw, keep = self._drawn_and_number(node)
             below = node.op_type.startswith("Less") == (draw is not None and self._number(node.input[1]) is not None)
             inverted ^= not below
         if draw is None or keep is None or not self._uniform(draw) or not 0 < keep < 1:
             return None
         return draw, 1 - keep if inverted else keep
 
-    def _against_number(self, node: onnx.NodeProto) -> tuple[onnx.NodeProto | None, float | None]:
+    def _drawn_and_number(self, node: onnx.NodeProto) -> tuple[onnx.NodeProto | None, float | None]:
         for one, other in (node.input, reversed(node.input)):
             if (number := self._number(other)) is not None:
                 return self._through_casts(one), number
@@ -220,20 +230,20 @@ class _Finder:
 
     def _through_casts(self, name: str) -> onnx.NodeProto | None:
         node = self._maker(name)
-        while _is(node, *PASSED_ON):
+        while _is(node, *IDENTITIES):
             assert node is not None
             node = self._maker(node.input[0])
         return node
 
     def _uniform(self, draw: onnx.NodeProto) -> bool:
-        """Whether a node draws from [0, 1), or a Bernoulli."""
+        """Return whether a node draws uniformly from [0, 1) or from a Bernoulli distribution."""
         if _is(draw, "Bernoulli"):
             return True
         own = _attributes(draw)
         return _is(draw, "RandomUniform", "RandomUniformLike") and (own.get("low", 0.0), own.get("high", 1.0)) == (0, 1)
 
     def _maker(self, name: str, *, alone: bool = True) -> onnx.NodeProto | None:
-        """The node that computes a value, if one other reads it."""
+        """Return the node that computes a value; if `alone`, only when the value has exactly one reader."""
         return self.makers.get(name) if self.readers[name] == 1 or not alone else None
 
     # -- constants and shapes
@@ -250,9 +260,9 @@ class _Finder:
         return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
 
     def _number(self, name: str, *, single: bool = True) -> float | None:
-        """The number in a constant of one element, or if not `single` the one that all its elements are."""
+        """Return the number in a constant of one element; if not `single`, that of all elements of a uniform one."""
         constant, node = self._constant(name), self.makers.get(name)
-        if constant is None and node is not None and _is(node, *RELAID if not single else PASSED_ON):
+        if constant is None and node is not None and _is(node, *KEEPS_ELEMENTS if not single else IDENTITIES):
             return self._number(node.input[0], single=single)
         if constant is None and node is not None and _is(node, "ConstantOfShape") and not single:
             fill = _attributes(node).get("value")
@@ -263,17 +273,17 @@ class _Finder:
         return float(first) if np.all(constant == first) else None
 
     def _drawn_lengths(self, draw: onnx.NodeProto) -> list[int | None] | None:
-        """The shape a node draws: None for a length that is not known."""
+        """Return the shape that a random node draws, with None for unknown lengths."""
         if _is(draw, "RandomUniform"):
             return list(_attributes(draw)["shape"])
         return self._lengths(draw.input[0]) or self.dims.get(draw.output[0]) or self.dims.get(draw.input[0])
 
     def _lengths(self, name: str) -> list[int | None] | None:
-        """A shape that is put together from single lengths, as a file's own notes on shapes need not be there."""
+        """Return the shape of a value that is filled or expanded to a shape built by a Concat of lengths."""
         if (constant := self._constant(name)) is not None:
             return list(constant.shape)
         node = self.makers.get(name)
-        if node is not None and _is(node, *PASSED_ON):
+        if node is not None and _is(node, *IDENTITIES):
             return self._lengths(node.input[0])
         if node is None or not _is(node, "ConstantOfShape", "Expand"):
             return None
@@ -285,18 +295,18 @@ class _Finder:
 
     def _length(self, name: str) -> int | None:
         node, constant = self.makers.get(name), self._constant(name)
-        if constant is None and node is not None and _is(node, *RELAID):
+        if constant is None and node is not None and _is(node, *KEEPS_ELEMENTS):
             return self._length(node.input[0])
         return int(constant.item()) if constant is not None and constant.size == 1 else None
 
 
-def _inverse(scale: float, keep: float) -> bool:
-    rounding = 2**-8  # bfloat16; but a mask that is not scaled at all is off by 1 - keep
+def _is_inverse(scale: float, keep: float) -> bool:
+    rounding = 2**-8  # of bfloat16; below (1 - keep) / 4, because a mask without scaling is off by 1 - keep
     return abs(scale * keep - 1) <= min(rounding, (1 - keep) / 4)
 
 
-def _dimensions(model: onnx.ModelProto) -> dict[str, list[int | None]]:
-    """The shape of each value of the main graph whose rank is known, by ONNX's inference on a copy without weights."""
+def _known_dims(model: onnx.ModelProto) -> dict[str, list[int | None]]:
+    """Return the shapes of the values of the main graph, by ONNX's shape inference on a copy without weights."""
     lean = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     lean.graph.name = "lean"
     lean.graph.node.extend(model.graph.node)
@@ -313,7 +323,7 @@ def _dimensions(model: onnx.ModelProto) -> dict[str, list[int | None]]:
     try:
         graph = shape_inference.infer_shapes(lean, data_prop=True).graph
         values = [*graph.value_info, *graph.input, *graph.output]
-    except (RuntimeError, EncodeError, shape_inference.InferenceError):  # a graph it cannot follow
+    except (RuntimeError, EncodeError, shape_inference.InferenceError):  # then only declared shapes are known
         pass
     return {
         value.name: [dim.dim_value if dim.HasField("dim_value") else None for dim in value.type.tensor_type.shape.dim]

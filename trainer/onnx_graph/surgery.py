@@ -1,10 +1,13 @@
-"""Surgery on an ONNX graph before it is trained: weights untied, the head replaced, the trained part cut out.
+"""Change an ONNX graph before training, as the settings under [model] say.
 
-    operate(model, config.model, seed=0)        in place: what the file that comes back keeps
-    part = cut(model, config.model)             from model.start to model.output: what is trained, and what is judged
+    apply_surgery(model, config.model, seed=0)       untie weights and replace the head, in place
+    part = extract_subgraph(model, config.model)     the part from model.start to model.output, which is trained
 
-It needs onnx and numpy alone, so the configuration is judged by the code that changes the graph. Weights are
-neither read nor moved: what a file keeps in other files stays there.
+    before    input ---- A ---- start ---- B ---- output ---- C ---- logits
+    part                        start ---- B ---- output
+
+Only onnx and numpy are needed, so that the configuration is checked by the code that changes the graph. Weights are
+neither read nor moved: external data stays in its files.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ from onward.trainer.onnx_graph.new_head import replace_head
 
 
 def apply_surgery(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> None:
-    """Untie weights and replace the head, in place, as `model.untie`, `model.num_classes` and `model.head` say.
+    """Untie weights and replace the head in place, as `model.untie`, `model.num_classes` and `model.head` say.
 
-    The same seed makes the same weights everywhere. Raises ConfigError with everything wrong at once, `cut`'s
-    findings included.
+    The same seed gives the same weights on every rank. Raises ConfigError with all problems at once, those of
+    `extract_subgraph` included.
     """
-    problems = _cut_problems(model, config)
+    problems = _subgraph_problems(model, config)
     problems += _untie(model.graph, config.untie)
     if config.num_classes and not problems:
         problems += replace_head(model, config, seed=seed)
@@ -37,7 +40,7 @@ def apply_surgery(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> 
 
 
 def _untie(graph: onnx.GraphProto, patterns: Sequence[str]) -> list[str]:
-    """Give every reader of a matching weight but the first a copy of its own."""
+    """Give every reader of a matching weight, except the first, its own copy."""
     index, problems = Index(graph), []
     shared = {name: readers for name in index.stored if len(readers := index.readers.get(name, ())) > 1}
     for pattern in patterns:
@@ -54,11 +57,11 @@ def _untie(graph: onnx.GraphProto, patterns: Sequence[str]) -> list[str]:
                 copy = graph.initializer.add()
                 copy.CopyFrom(index.stored[name])
                 copy.name = f"{name}{UNTIED}{number}"
-                _reread(node, name, copy.name)
+                _replace_input(node, name, copy.name)
     return problems
 
 
-def _reread(node: onnx.NodeProto, old: str, new: str) -> None:
+def _replace_input(node: onnx.NodeProto, old: str, new: str) -> None:
     for slot, name in enumerate(node.input):
         if name == old:
             node.input[slot] = new
@@ -68,31 +71,31 @@ def _reread(node: onnx.NodeProto, old: str, new: str) -> None:
 
 
 def trains_subgraph(model: onnx.ModelProto, config: ModelConfig) -> bool:
-    """Whether only a part of the graph is trained."""
+    """Return whether the settings select a part of the graph."""
     inner = bool(config.output) and config.output not in [value.name for value in model.graph.output]
     return inner or bool(config.start)
 
 
 def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
-    """The part of a graph that is trained: what leads from `model.start` (or the graph's inputs) to `model.output`.
+    """Return the part of a graph that is trained: the nodes from `model.start` (or the inputs) to `model.output`.
 
-    The model itself when neither is inside it. A part gives the one tensor that the loss reads; it takes the
-    graph's own inputs that are still needed, then the tensors of `model.start`. Raises ConfigError with everything
-    wrong at once.
+    Returns the model itself if neither setting is an inner tensor. The part's inputs are the graph's inputs that are
+    still read, then the tensors of `model.start`; its only output is the tensor that the loss reads. Raises ConfigError
+    with all problems at once.
     """
-    if problems := _cut_problems(model, config):
+    if problems := _subgraph_problems(model, config):
         raise ConfigError(problems)
     if not trains_subgraph(model, config):
         return model
     graph, types = model.graph, known_types(model)
     output = config.output or graph.output[0].name
-    kept, needed = _ancestors(graph, output, set(config.start))
+    kept, needed = _nodes_between(graph, output, set(config.start))
     part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, domain=model.domain)
     part.opset_import.extend(model.opset_import)
     part.functions.extend(model.functions)
     part.graph.name = graph.name
     part.graph.node.extend(kept)
-    for node in part.graph.node:  # a node that makes a start and something else goes on making the other
+    for node in part.graph.node:  # a node may compute a start tensor and another one that is still read
         for place, name in enumerate(node.output):
             if name in config.start:
                 node.output[place] = f"{name}.before"
@@ -106,8 +109,8 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
     return part
 
 
-def _ancestors(graph: onnx.GraphProto, output: str, start: set[str]) -> tuple[list[onnx.NodeProto], set[str]]:
-    """The nodes that compute a tensor, in their order, if `start` is given; and all that they read."""
+def _nodes_between(graph: onnx.GraphProto, output: str, start: set[str]) -> tuple[list[onnx.NodeProto], set[str]]:
+    """Return the nodes that compute a tensor from `start` and the inputs, in graph order, and all names they read."""
     needed, kept = {output}, []
     for node in reversed(graph.node):
         if (needed - start) & set(node.output):
@@ -116,7 +119,7 @@ def _ancestors(graph: onnx.GraphProto, output: str, start: set[str]) -> tuple[li
     return kept[::-1], needed
 
 
-def _cut_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]:
+def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]:
     index = Index(model.graph)
     outputs = [value.name for value in model.graph.output]
     output, computed = config.output or outputs[0], index.computed
@@ -130,9 +133,9 @@ def _cut_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]:
                 problems.append(f"{key} {name!r} is no tensor of the model{did_you_mean(name, known)}")
     if problems or not trains_subgraph(model, config):
         return problems
-    _, needed = _ancestors(model.graph, output, set(config.start))
+    _, needed = _nodes_between(model.graph, output, set(config.start))
     if output in config.start or output not in index.makers:
-        return [f"model.output {output!r} is what the training begins from; nothing is computed in between"]
+        return [f"model.output {output!r} is where the trained part begins; no node is left to train; name a later tensor"]
     problems += [
         f"model.start {name!r} is not on the way to {output!r}; leave it out"
         for name in config.start

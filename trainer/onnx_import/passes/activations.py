@@ -1,10 +1,10 @@
-"""Rewrites of spelled-out activations, however their factors are ordered and grouped.
+"""Fuse activations that are written as elementary functions, in any order and grouping of their factors.
 
     0.5 x (1 + erf(x / sqrt(2)))                              ->  gelu
     0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x x x)))       ->  gelu, tanh
     x sigmoid(x)                                              ->  silu
 
-The numbers must be those of the formula as exactly as the type can have them.
+The numbers must be those of the formula up to rounding in the tensor's type.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import fx
 from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, has_one_user, is_call, require
 
 CUBIC = 0.044715
-"""The coefficient of x^3 in the approximation by tanh."""
+"""The coefficient of x^3 in the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
 
 
 def fuse_gelus(r: Rewriter) -> int:
-    """Fuse every GELU; returns how many."""
+    """Fuse every GELU; return how many."""
     return r.apply(_gelu, torch.mul, torch.div)
 
 
 def fuse_silus(r: Rewriter) -> int:
-    """Fuse every SiLU; returns how many."""
+    """Fuse every SiLU; return how many."""
     return r.apply(_silu, torch.mul)
 
 
@@ -43,20 +43,20 @@ def _gelu(r: Rewriter, node: Any) -> fx.Node:
     number, parts = r.factors(node, root=True)
     require(len(parts) == 2 and r.near(number, 0.5, node))
     for x, sum_ in (parts, parts[::-1]):
-        function = _one_plus(r, sum_)
+        function = _other_summand_of_one(r, sum_)
         if (
             is_call(function, torch.erf)
             and has_one_user(function)
             and _is_scaled(r, function.args[0], 1 / math.sqrt(2), x)
         ):
             return r.call(F.gelu, x, approximate="none")
-        if is_call(function, torch.tanh) and has_one_user(function) and _is_cubic(r, function.args[0], x):
+        if is_call(function, torch.tanh) and has_one_user(function) and _is_tanh_argument(r, function.args[0], x):
             return r.call(F.gelu, x, approximate="tanh")
     raise NoMatch
 
 
-def _one_plus(r: Rewriter, value: Any) -> Any:
-    """f, of f + 1."""
+def _other_summand_of_one(r: Rewriter, value: Any) -> Any:
+    """Return f of a sum f + 1, else None."""
     if is_call(value, torch.add) and has_one_user(value) and len(value.args) == 2 and not value.kwargs:
         for function, one in (value.args, value.args[::-1]):
             if r.number(one) == 1.0:
@@ -69,13 +69,13 @@ def _is_scaled(r: Rewriter, value: Any, scale: float, x: Any) -> bool:
     return parts == [x] and r.near(number, scale, x)
 
 
-def _is_cubic(r: Rewriter, value: Any, x: Any) -> bool:
-    """Whether it is sqrt(2 / pi) (x + 0.044715 x^3), or with x taken out of the sum."""
+def _is_tanh_argument(r: Rewriter, value: Any, x: Any) -> bool:
+    """Return whether a value is sqrt(2 / pi) (x + 0.044715 x^3), or sqrt(2 / pi) x (1 + 0.044715 x^2)."""
     number, parts = r.factors(value)
     if not r.near(number, math.sqrt(2 / math.pi), x):
         return False
     if len(parts) == 2 and x in parts:  # x (1 + 0.044715 x^2)
-        square = _one_plus(r, parts[parts[0] is x])
+        square = _other_summand_of_one(r, parts[parts[0] is x])
         return square is not None and _is_power(r, square, 2, x)
     if len(parts) != 1 or not is_call(parts[0], torch.add) or parts[0].kwargs:
         return False

@@ -1,14 +1,32 @@
-"""The rewrite of spelled-out attention.
+r"""Fuse attention that is written as matrix products and a softmax into torch's scaled_dot_product_attention.
 
-    softmax(mask(scale q k.T)) [nan -> 0] [dropout] v   ->  scaled_dot_product_attention(q, k, v)
+    before                                          after
 
-The scale may be on the scores, on q, on k or shared between them; q, k and v have a batch and heads, or both as one
-dimension; key heads that are repeated for groups of query heads are read once. A mask is added to the scores, or
-chooses between them and a number. The causal one becomes is_causal, all others are kept and added. Rows in which
-nothing may be attended to stay what they are: NaN; zeros where the file replaces NaN; an average of all values where
-the mask is a finite number. Their gradient stays, too, but for two that torch's kernel decides: it is zero where the
-file replaces NaN (NaN, spelled out), and where a finite number is *added* throughout a row, it is as wrong as in torch
-itself, whose kernel loses log(keys) beside so great a number.
+    q [b, h, n, w]   k [b, h, m, w]                 q   k   v   [mask]
+         |                |                          \   \   |   /
+         |            permute(-1, -2)             Attention(scale, causal, dropout)
+         +-- matmul ------+                                |
+               |  scores [b, h, n, m]               [b, h, n, w]
+        mul or div by a number
+               |
+        add(mask) or where(condition, scores, number)
+               |
+          softmax(dim=-1)
+               |
+        [where(isnan(w), 0, w)]  [dropout]
+               |
+             matmul ---- v [b, h, m, w]
+               |
+          [b, h, n, w]
+
+What is recognised: the scale may be on the scores, on q, on k or divided between them. Batch and heads may be merged
+into one dimension. Key and value heads that are repeated for groups of query heads are read once (grouped-query
+attention). A causal mask becomes is_causal (attention_masks.py); every other mask is kept and added to the scores.
+
+Rows in which every score is masked keep their result: NaN for -inf, zeros if the file replaces NaN, the mean of all
+values if the mask is a finite number. Their gradient is kept with two exceptions, both in torch's kernel: it is zero
+where the file replaces NaN (NaN without the fusion), and where a large finite number is *added* to a whole row, the
+kernel rounds log(number of keys) away.
 """
 
 from __future__ import annotations
@@ -26,8 +44,8 @@ from onward.trainer.onnx_import.ops.shape import expand
 from onward.trainer.onnx_import.passes.attention_masks import MASKED, is_causal_mask, magnitude, triangular_condition
 from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, has_one_user, is_call, require
 
-LEAST = -1e30
-"""Stands for every lower finite number of a mask: it leaves no weight either, and bf16 has it."""
+MIN_MASK_VALUE = -1e30
+"""Replaces lower finite mask values. It also leaves no weight after softmax, and bf16 can represent it."""
 
 
 class Attention(nn.Module):
@@ -39,14 +57,16 @@ class Attention(nn.Module):
         self.causal = causal
         self.dropout = dropout
         self.grouped = grouped
-        """Whether several heads of the query share one of the key."""
+        """Whether several query heads share one key head."""
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """query, key, value: [batch, heads, sequence, width], or [batch x heads, sequence, width]; mask: added to
-        the scores [..., queries, keys]."""
-        flat = query.ndim == 3  # torch's kernels know four dimensions
+        """query, key, value: [batch, heads, sequence, width] or [batch x heads, sequence, width].
+
+        mask: added to the scores [..., queries, keys]; False or -inf masks a score.
+        """
+        flat = query.ndim == 3  # torch's fused kernels need four dimensions
         if flat:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         if mask is not None and mask.dtype != torch.bool:
@@ -65,35 +85,35 @@ class Attention(nn.Module):
 
 @dataclass
 class Masks:
-    """What is done to the scores before softmax, outermost first."""
+    """The masks that are applied to the scores before softmax, the last one first."""
 
     added: list[fx.Node] = field(default_factory=list)
     chosen: list[tuple[fx.Node, bool, float]] = field(default_factory=list)
-    """(condition, what it is where the score stays, the number elsewhere)"""
+    """(condition, its value where the score is kept, the number that replaces the other scores)"""
 
 
 def fuse_attentions(r: Rewriter) -> int:
-    """Fuse every attention; returns how many."""
+    """Fuse every attention; return how many."""
     return r.apply(_attention, torch.matmul, torch.bmm)
 
 
 def _attention(r: Rewriter, node: Any) -> fx.Node:
     weights, value = node.args
     weights, dropout = _without_dropout(r, weights)
-    weights, guarded = _without_guard(r, weights)
+    weights, nan_guarded = _without_nan_guard(r, weights)
     rank = r.rank(weights)
-    require(is_call(weights, F.softmax) and (has_one_user(weights) or guarded) and rank in (3, 4))
+    require(is_call(weights, F.softmax) and (has_one_user(weights) or nan_guarded) and rank in (3, 4))
     require(set(weights.kwargs) == {"dim"} and weights.kwargs["dim"] in (-1, rank - 1))
     product, masks, scale = _scores(r, weights.args[0])
-    query, turned = product.args
+    query, transposed = product.args
     query, by = _unscaled(r, query)
     scale *= by
-    turned, by = _unscaled(r, turned)
-    key, by_source = _turned_back(r, turned)
+    transposed, by = _unscaled(r, transposed)
+    key, by_source = _untransposed_key(r, transposed)
     scale *= by * by_source
-    _check(r, query, key, value, product)
-    mask, causal, query = _mask(r, masks, query, product, guarded=guarded)
-    key, value, grouped = _ungrouped(r, key, value)
+    _check_shapes(r, query, key, value, product)
+    mask, causal, query = _combined_mask(r, masks, query, product, nan_guarded=nan_guarded)
+    key, value, grouped = _without_head_repeat(r, key, value)
     module = Attention(scale=scale, causal=causal, dropout=dropout, grouped=grouped)
     return r.call_module("attention", module, *(query, key, value), *([] if mask is None else [mask]))
 
@@ -110,8 +130,8 @@ def _without_dropout(r: Rewriter, weights: Any) -> tuple[Any, float]:
     return weights.args[0], module.ratio
 
 
-def _without_guard(r: Rewriter, weights: Any) -> tuple[Any, bool]:
-    """Of where(isnan(w), 0, w): w."""
+def _without_nan_guard(r: Rewriter, weights: Any) -> tuple[Any, bool]:
+    """Return (w, True) of where(isnan(w), 0, w), else (the weights, False)."""
     if not (is_call(weights, torch.where) and has_one_user(weights)):
         return weights, False
     condition, zero, inner = weights.args
@@ -128,14 +148,14 @@ def _without_guard(r: Rewriter, weights: Any) -> tuple[Any, bool]:
 
 
 def _scores(r: Rewriter, value: Any) -> tuple[fx.Node, Masks, float]:
-    """(product of query and key, masks, scale) of what softmax reads."""
+    """Return (product of query and key, masks, scale) of the operand of softmax."""
     masks = Masks()
     while not is_call(_unscaled(r, value, shared=False)[0], torch.matmul, torch.bmm):
         require(has_one_user(value))
         if is_call(value, torch.add):
-            value = _of_sum(r, value, masks)
+            value = _through_added_mask(r, value, masks)
         elif is_call(value, torch.where):
-            value = _of_choice(r, value, masks)
+            value = _through_where_mask(r, value, masks)
         else:
             raise NoMatch
     product, scale = _unscaled(r, value, shared=False)
@@ -143,8 +163,8 @@ def _scores(r: Rewriter, value: Any) -> tuple[fx.Node, Masks, float]:
     return product, masks, scale
 
 
-def _of_sum(r: Rewriter, node: Any, masks: Masks) -> Any:
-    """The operand that holds the scores, the other one being a mask."""
+def _through_added_mask(r: Rewriter, node: Any, masks: Masks) -> Any:
+    """Return the operand of an addition that holds the scores, and record the other one as a mask."""
     require(not node.kwargs)
     for scores, mask in (node.args, node.args[::-1]):
         if isinstance(mask, fx.Node) and _leads_to_product(r, scores):
@@ -153,7 +173,8 @@ def _of_sum(r: Rewriter, node: Any, masks: Masks) -> Any:
     raise NoMatch
 
 
-def _of_choice(r: Rewriter, node: Any, masks: Masks) -> Any:
+def _through_where_mask(r: Rewriter, node: Any, masks: Masks) -> Any:
+    """Return the operand of a where that holds the scores, and record the condition as a mask."""
     condition, yes, no = node.args
     for scores, otherwise, kept in ((yes, no, True), (no, yes, False)):
         number = r.number(otherwise)
@@ -164,7 +185,7 @@ def _of_choice(r: Rewriter, node: Any, masks: Masks) -> Any:
 
 
 def _leads_to_product(r: Rewriter, value: Any) -> bool:
-    """Whether a value is the scores, under more masks perhaps."""
+    """Return whether a value is the scores, possibly with masks applied."""
     value = _unscaled(r, value, shared=False)[0]
     if is_call(value, torch.matmul, torch.bmm):
         return has_one_user(value)
@@ -173,7 +194,7 @@ def _leads_to_product(r: Rewriter, value: Any) -> bool:
 
 
 def _unscaled(r: Rewriter, value: Any, *, shared: bool = True) -> tuple[Any, float]:
-    """(x, number) of a value that is number * x; what others read too is looked through only if `shared`."""
+    """Return (x, number) of a value that is number * x. shared: also where other nodes read the product."""
     scale = 1.0
     while (
         (shared or has_one_user(value))
@@ -193,44 +214,49 @@ def _unscaled(r: Rewriter, value: Any, *, shared: bool = True) -> tuple[Any, flo
 # -- keys
 
 
-def _turned_back(r: Rewriter, turned: Any) -> tuple[fx.Node, float]:
-    """(keys [..., sequence, width], their scale) of what was multiplied as [..., width, sequence]."""
-    if (source := _turned_in_rows(r, turned)) is not None:
+def _untransposed_key(r: Rewriter, transposed: Any) -> tuple[fx.Node, float]:
+    """Return (key [..., sequence, width], scale) of the operand [..., width, sequence] of the product."""
+    if (source := _untransposed_merged_key(r, transposed)) is not None:
         return source, 1.0
-    if not is_call(turned, "permute"):
-        return r.call("transpose", turned, -1, -2), 1.0
-    source, order = turned.args
+    if not is_call(transposed, "permute"):
+        return r.call("transpose", transposed, -1, -2), 1.0
+    source, order = transposed.args
     source, scale = _unscaled(r, source)
     order = [*order[:-2], order[-1], order[-2]]
     return (source if order == sorted(order) else r.call("permute", source, order)), scale
 
 
-def _turned_in_rows(r: Rewriter, turned: Any) -> fx.Node | None:
-    """x [batch, heads, sequence, width], of what was turned with batch and heads merged, and split again."""
+def _untransposed_merged_key(r: Rewriter, transposed: Any) -> fx.Node | None:
+    """Return key [batch, heads, sequence, width] that was transposed with batch and heads merged.
+
+    key -> reshape [batch x heads, sequence, width] -> permute(0, 2, 1) -> reshape [batch, heads, width, sequence]
+    """
     if not (
-        is_call(turned, "reshape") and is_call(turned.args[0], "permute") and is_call(turned.args[0].args[0], "reshape")
+        is_call(transposed, "reshape")
+        and is_call(transposed.args[0], "permute")
+        and is_call(transposed.args[0].args[0], "reshape")
     ):
         return None
-    permuted, merged = turned.args[0], turned.args[0].args[0]
+    permuted, merged = transposed.args[0], transposed.args[0].args[0]
     x = merged.args[0]
     if r.rank(merged) != 3 or r.rank(x) != 4 or list(permuted.args[1]) != [0, 2, 1]:
         return None
-    shapes = list(zip(r.shapes(x), r.shapes(merged), r.shapes(turned), strict=True))
+    shapes = list(zip(r.shapes(x), r.shapes(merged), r.shapes(transposed), strict=True))
     kept = all(a[-2:] == b[-2:] and c == (*a[:-2], a[-1], a[-2]) for a, b, c in shapes)
     return x if kept and isinstance(x, fx.Node) else None
 
 
-def _ungrouped(r: Rewriter, key: fx.Node, value: Any) -> tuple[fx.Node, Any, bool]:
-    """Keys and values before they were repeated for the heads of a group."""
-    sources = [_repeated(r, x) for x in (key, value)]
+def _without_head_repeat(r: Rewriter, key: fx.Node, value: Any) -> tuple[fx.Node, Any, bool]:
+    """Return key and value before their heads were repeated for groups of query heads, and whether they were."""
+    sources = [_before_repeat(r, x) for x in (key, value)]
     if None in sources or r.shapes(sources[0]) != r.shapes(sources[1]):
         return key, value, False
     assert sources[0] is not None
     return sources[0], sources[1], True
 
 
-def _repeated(r: Rewriter, x: Any) -> fx.Node | None:
-    """[batch, heads, ...], of what has each of them several times in a row: unsqueeze, expand, reshape."""
+def _before_repeat(r: Rewriter, x: Any) -> fx.Node | None:
+    """Return x [batch, heads, ...] of a value whose heads are repeated by unsqueeze, expand and reshape."""
     if not (is_call(x, "reshape") and is_call(x.args[0], expand) and is_call(x.args[0].args[0], torch.unsqueeze)):
         return None
     wide, narrow = x.args[0], x.args[0].args[0]
@@ -244,8 +270,8 @@ def _repeated(r: Rewriter, x: Any) -> fx.Node | None:
     return source if isinstance(source, fx.Node) else None
 
 
-def _check(r: Rewriter, query: Any, key: Any, value: Any, product: fx.Node) -> None:
-    """Nothing is broadcast, all have one type, and the query is not longer or shorter than the scores say."""
+def _check_shapes(r: Rewriter, query: Any, key: Any, value: Any, product: fx.Node) -> None:
+    """Raise NoMatch if an operand is broadcast, if types differ or if shapes are not those of attention."""
     rank = r.rank(product)
     require(all(r.rank(x) == rank for x in (query, key, value)))
     require(r.dtype(query) == r.dtype(key) == r.dtype(value) and r.dtype(query).is_floating_point)
@@ -257,10 +283,10 @@ def _check(r: Rewriter, query: Any, key: Any, value: Any, product: fx.Node) -> N
 # -- masks
 
 
-def _mask(
-    r: Rewriter, masks: Masks, query: Any, product: fx.Node, *, guarded: bool
+def _combined_mask(
+    r: Rewriter, masks: Masks, query: Any, product: fx.Node, *, nan_guarded: bool
 ) -> tuple[fx.Node | None, bool, Any]:
-    """(mask to add, is_causal, query)"""
+    """Return (mask to add or None, is_causal, query)."""
     if not masks.added and not masks.chosen:
         return None, False, query
     _check_masks(r, masks, product)
@@ -271,20 +297,22 @@ def _mask(
     total: fx.Node | None = None
     may_be_empty = bool(masks.chosen) and not finite
     for condition, kept, otherwise in masks.chosen:
-        part = r.call(additive_mask, condition, kept, max(otherwise, LEAST) if finite else otherwise, r.dtype(query))
+        part = r.call(
+            additive_mask, condition, kept, max(otherwise, MIN_MASK_VALUE) if finite else otherwise, r.dtype(query)
+        )
         total = part if total is None else r.call(torch.add, total, part)
     for added in masks.added:
         total = added if total is None else r.call(torch.add, total, added)
     if finite:
         query = r.call(without_empty_rows, query, finite[0][0], finite[0][1])
     assert total is not None
-    if not guarded and (may_be_empty or math.isinf(magnitude(r, total))):
+    if not nan_guarded and (may_be_empty or math.isinf(magnitude(r, total))):
         total = r.call(nan_where_empty, total)
     return total, False, query
 
 
 def _check_masks(r: Rewriter, masks: Masks, product: fx.Node) -> None:
-    """Masks are broadcast to the scores, not the scores to them; three dimensions of a mask are all or nothing."""
+    """Raise NoMatch if a mask would broadcast the scores to a larger shape, or has another type."""
     for mask in (*masks.added, *(condition for condition, _, _ in masks.chosen)):
         for shape, scores in zip(r.shapes(mask), r.shapes(product), strict=True):
             require(len(shape) <= len(scores))
@@ -301,9 +329,10 @@ def _is_causal(r: Rewriter, masks: Masks) -> bool:
 
 
 def additive_mask(condition: torch.Tensor, kept: bool, otherwise: float, dtype: torch.dtype) -> torch.Tensor:
-    """0 where the condition is `kept`, `otherwise` elsewhere; 0, too, in rows where nothing is kept, if that is finite.
+    """Return 0 where the condition equals `kept`, and `otherwise` elsewhere.
 
-    Such a row has equal weights then (see `without_empty_rows`); torch's kernel gives it a wrong gradient otherwise.
+    A row in which nothing is kept gets zeros if `otherwise` is finite: its weights are equal then (see
+    `without_empty_rows`), while torch's kernel would return a wrong gradient for it.
     """
     shown = condition == kept
     if math.isfinite(otherwise):
@@ -313,11 +342,11 @@ def additive_mask(condition: torch.Tensor, kept: bool, otherwise: float, dtype: 
 
 
 def nan_where_empty(mask: torch.Tensor) -> torch.Tensor:
-    """NaN in the rows of a mask that are -inf throughout: their softmax is."""
+    """Return the mask with NaN in the rows that are -inf in all columns, whose softmax is NaN."""
     return mask.masked_fill((mask == -math.inf).all(-1, keepdim=True), math.nan)
 
 
 def without_empty_rows(query: torch.Tensor, condition: torch.Tensor, kept: bool) -> torch.Tensor:
-    """Zeros for the queries none of whose scores is kept, so that no score has a gradient."""
+    """Return the query with zeros where no score is kept, so that all scores of the row are equal."""
     some = (condition == kept).any(-1, keepdim=True)
     return torch.where(some, query, torch.zeros_like(query[..., :1]))

@@ -1,6 +1,9 @@
-"""Dropout where exporters strip it: on embeddings, on residual branches and on the weights of attention.
+"""Add dropout where exporters remove it: on embeddings, residual branches and attention weights (`graph.dropout`).
 
-In evaluation the graph computes the same bits, and no node of it is written to a file.
+    before   Gather(wte) + Gather(wpe) ------------- block ... x ---- linear ------------- add
+    after    Gather(wte) + Gather(wpe) - Dropout --- block ... x ---- linear - Dropout --- add
+
+Results in evaluation stay the same bit for bit, and the written file has no such node.
 """
 
 from __future__ import annotations
@@ -20,20 +23,25 @@ VIEWS = ("reshape", "view", "permute", "transpose", "flatten")
 
 
 def add_dropout(module: fx.GraphModule, ratio: float) -> list[str]:
-    """Put dropout into a graph, in place; says where, one place each. What has a Dropout already keeps that one.
+    """Add dropout to a graph in place; return a description of each place.
 
-    On what an embedding gives (positions added and normalised first, where the graph does so), on each linear layer
-    whose result is added to what it was computed from, and on the weights of fused attention.
+    Places are: the result of an embedding, after positions are added and a norm if the graph has them; each linear
+    layer whose result is added to a value that it was computed from; the weights of fused attention. Where there is a
+    Dropout already it is kept.
     """
     if ratio == 0:
         return []
-    places = [*_embeddings(module, ratio), *_branches(module, ratio), *_attentions(module, ratio)]
+    places = [
+        *_drop_embeddings(module, ratio),
+        *_drop_residual_branches(module, ratio),
+        *_drop_attention_weights(module, ratio),
+    ]
     module.graph.lint()
     module.recompile()
     return places
 
 
-def _embeddings(module: fx.GraphModule, ratio: float) -> list[str]:
+def _drop_embeddings(module: fx.GraphModule, ratio: float) -> list[str]:
     found: dict[fx.Node, list[str]] = {}
     nodes: list[Any] = list(module.graph.nodes)
     for node in nodes:
@@ -44,12 +52,12 @@ def _embeddings(module: fx.GraphModule, ratio: float) -> list[str]:
     return [
         f"the embedding of {', '.join(dict.fromkeys(names))}"
         for node, names in found.items()
-        if _drop(module, node, ratio)
+        if _add_after(module, node, ratio)
     ]
 
 
 def _with_positions(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """The sum that an embedding goes into, normalised if it is at once."""
+    """Return the sum of an embedding and positions, after a norm if one follows directly."""
     while len(node.users) == 1 and is_call(user := next(iter(node.users)), torch.add) and not _is_residual(user):
         node = user
     users = list(node.users)
@@ -57,14 +65,14 @@ def _with_positions(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _adds_positions(module: fx.GraphModule, node: Any) -> bool:
-    """Whether a learned table with a row for each position is added: patches of an image."""
+    """Return whether a node adds a learned table with a row for each position, as vision transformers do."""
     if not is_call(node, torch.add) or node.meta.get("rank") != 3:
         return False
     tables = [module.get_parameter(str(arg.target)) for arg in node.args if _is_weight(module, arg)]
     return any(table.ndim >= 2 and table.shape[-2] > 1 for table in tables)
 
 
-def _branches(module: fx.GraphModule, ratio: float) -> list[str]:
+def _drop_residual_branches(module: fx.GraphModule, ratio: float) -> list[str]:
     places = []
     for node in list(module.graph.nodes):
         if not is_call(node, torch.add):
@@ -73,21 +81,21 @@ def _branches(module: fx.GraphModule, ratio: float) -> list[str]:
             layer = _layer(branch)
             if layer is None or not _depends(branch, residual):
                 continue
-            if _drop(module, branch, ratio):
+            if _add_after(module, branch, ratio):
                 places.append(f"the residual branch of {_weight_name(module, layer)}")
             break
     return places
 
 
 def _layer(branch: Any) -> fx.Node | None:
-    """The linear layer a value is the result of, in another shape perhaps."""
+    """Return the linear layer whose result a value is, possibly reshaped; else None."""
     while is_call(branch, *VIEWS):
         branch = branch.args[0]
     return branch if isinstance(branch, fx.Node) and is_call(branch, F.linear, torch.matmul, torch.addmm) else None
 
 
 def _weight_name(module: fx.GraphModule, layer: Any) -> str:
-    """The name of a layer's matrix; of the layer itself if that is computed."""
+    """Return the path of a layer's matrix, or the name of the node if the matrix is computed."""
     for operand in layer.all_input_nodes:
         source = operand.all_input_nodes[0] if operand.target in ("t", torch.t) else operand
         if _is_weight(module, source) and source.meta.get("rank", 2) > 1:
@@ -101,7 +109,7 @@ def _is_residual(node: Any) -> bool:
 
 
 def _depends(value: object, source: object) -> bool:
-    """Whether a value is computed from another one."""
+    """Return whether a value is computed from another one."""
     if not isinstance(value, fx.Node) or not isinstance(source, fx.Node) or source.op == "get_attr":
         return False
     seen, waiting = set(), [value]
@@ -115,7 +123,7 @@ def _depends(value: object, source: object) -> bool:
     return False
 
 
-def _attentions(module: fx.GraphModule, ratio: float) -> list[str]:
+def _drop_attention_weights(module: fx.GraphModule, ratio: float) -> list[str]:
     places = []
     for node in list(module.graph.nodes):
         if is_call(node, F.scaled_dot_product_attention) and not node.kwargs.get("dropout_p"):
@@ -130,7 +138,10 @@ def _attentions(module: fx.GraphModule, ratio: float) -> list[str]:
 
 
 def _as_module(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """The same attention as a module, which follows train() and eval(); the node itself if it has other operands."""
+    """Replace an attention call by an Attention module, which follows train() and eval().
+
+    Calls with other operands than the module has are returned unchanged.
+    """
     known = {"attn_mask", "is_causal", "scale", "enable_gqa"}
     if len(node.args) != 3 or not set(node.kwargs) <= known or node.kwargs.get("scale") is None:
         return node
@@ -149,8 +160,8 @@ def _as_module(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     return new
 
 
-def _drop(module: fx.GraphModule, node: fx.Node, ratio: float) -> bool:
-    """Put dropout behind a node; false if there is one."""
+def _add_after(module: fx.GraphModule, node: fx.Node, ratio: float) -> bool:
+    """Add dropout after a node; return False if there is one already."""
     if any(
         user.op == "call_module" and isinstance(module.get_submodule(str(user.target)), Dropout) for user in node.users
     ):
@@ -179,7 +190,7 @@ def _is_weight(module: fx.GraphModule, value: object) -> bool:
 
 
 def _reads_input(value: object) -> bool:
-    """Whether a value is computed from an input's elements, not from its size alone."""
+    """Return whether a value is computed from the elements of an input, not only from its shape."""
     seen, waiting = set(), [value]
     while waiting:
         node = waiting.pop()

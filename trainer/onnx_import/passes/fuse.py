@@ -1,17 +1,16 @@
-"""Rewrites of an imported graph into the calls torch has fast kernels for.
+"""Apply all passes: rewrite an imported graph into calls for which torch has fast kernels.
 
-Each takes a graph that computes f and leaves one that computes f up to rounding, and its gradient; where a
-condition of it does not hold, nothing is changed (rewriter.py). What others read too is not taken
-away. In this order, which matters:
+Each pass keeps results and gradients up to rounding, and changes nothing where one of its conditions does not hold
+(rewriter.py). The order matters:
 
-    cse          calls made twice                 first, so that what is one value is one node
-    cut          fuse_views.py                    a tensor's parts in one call
-    layer_norm   fuse_norms.py                    before rms_norm, which would take the inner part
-    rms_norm
-    gelu, silu   fuse_activations.py
-    attention    fuse_attention.py, fuse_masks.py
-    linear       fuse_sharing.py                  last: it needs nothing but products that are left
-    cse          once more: masks made for each layer are one
+    cse          sharing.py        first, so that equal values are one node
+    cut          views.py          several slices of one tensor become one split
+    layer_norm   norms.py          before rms_norm, which would match the inner part of a layer norm
+    rms_norm     norms.py
+    gelu, silu   activations.py
+    attention    attention.py, attention_masks.py
+    linear       sharing.py        after attention, whose products must not become linear layers
+    cse          sharing.py        again: the masks of all layers are equal by now
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ PASSES = (
 
 
 def fuse_graph(graph: fx.Graph, root: nn.Module) -> dict[str, int]:
-    """Apply every rewrite to a graph as the tracer left it; returns how often each applied."""
-    # the tracer asks for sizes that nothing needs, and who reads a value decides
+    """Apply every pass to a traced graph; return how often each one applied."""
+    # tracing records sizes that nothing uses; as readers of a value they would prevent rewrites
     graph.eliminate_dead_code(is_impure_node=is_impure)
     rewriter = Rewriter(graph, root)
     counts = dict.fromkeys((name for name, _ in PASSES), 0)

@@ -1,9 +1,9 @@
-"""Rewrites of spelled-out normalisations.
+"""Fuse layer norm and RMS norm that are written as elementary functions.
 
     d = x - mean(x);  d / sqrt(mean(d * d) + epsilon) [* weight] [+ bias]   ->  layer_norm
     x / sqrt(mean(x * x) + epsilon) [* weight]                              ->  rms_norm
 
-The mean is over the last dimensions, which must be static; weight and bias have exactly these.
+The mean is over the last dimensions, which must be static; weight and bias must have the shape of these dimensions.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, has_on
 
 
 def fuse_layer_norms(r: Rewriter) -> int:
-    """Fuse every layer norm; returns how many."""
-    count = r.apply(_centred, torch.div, torch.mul)
-    r.apply(_scaled, torch.mul)
-    r.apply(_shifted, torch.add)
+    """Fuse every layer norm; return how many."""
+    count = r.apply(_layer_norm, torch.div, torch.mul)
+    r.apply(_with_weight, torch.mul)
+    r.apply(_with_bias, torch.add)
     return count
 
 
 def fuse_rms_norms(r: Rewriter) -> int:
-    """Fuse every RMS norm; after the layer norms, of which it would take the inner part. Returns how many."""
-    count = r.apply(_uncentred, torch.div, torch.mul)
-    r.apply(_scaled, torch.mul)
+    """Fuse every RMS norm; return how many. Call it after `fuse_layer_norms`: a layer norm contains an RMS norm."""
+    count = r.apply(_rms_norm, torch.div, torch.mul)
+    r.apply(_with_weight, torch.mul)
     return count
 
 
-def _centred(r: Rewriter, node: Any) -> fx.Node:
-    for difference, mean_square, epsilon in _over_root(r, node):
+def _layer_norm(r: Rewriter, node: Any) -> fx.Node:
+    for difference, mean_square, epsilon in _quotients(r, node):
         if not is_call(difference, torch.sub) or len(difference.args) != 2:
             continue
         x, mean = difference.args
         if is_call(mean, reduce_mean) and mean.args[0] is x:
-            lengths = _normalised(r, x, mean, mean_square)
+            lengths = _normalised_lengths(r, x, mean, mean_square)
             return r.call(F.layer_norm, x, lengths, None, None, epsilon)
     raise NoMatch
 
 
-def _uncentred(r: Rewriter, node: Any) -> fx.Node:
-    for x, mean_square, epsilon in _over_root(r, node):
-        return r.call(F.rms_norm, x, _normalised(r, x, mean_square), None, epsilon)
+def _rms_norm(r: Rewriter, node: Any) -> fx.Node:
+    for x, mean_square, epsilon in _quotients(r, node):
+        return r.call(F.rms_norm, x, _normalised_lengths(r, x, mean_square), None, epsilon)
     raise NoMatch
 
 
-def _over_root(r: Rewriter, node: Any) -> list[tuple[Any, Any, float]]:
-    """Every way to read a node as x / sqrt(mean(x * x) + epsilon): (x, the mean, epsilon)."""
+def _quotients(r: Rewriter, node: Any) -> list[tuple[Any, Any, float]]:
+    """Return every (x, mean, epsilon) for which a node is x / sqrt(mean(x * x) + epsilon)."""
     if is_call(node, torch.div):
         x, root = node.args[:2]
-        pairs = [(x, _under_root(root))]
+        pairs = [(x, _radicand(root))]
     else:
-        pairs = [(x, _under_inverse_root(r, root)) for x, root in (node.args, node.args[::-1])]
+        pairs = [(x, _inverse_radicand(r, root)) for x, root in (node.args, node.args[::-1])]
     found = []
     for x, sum_ in pairs:
         if not (is_call(sum_, torch.add) and has_one_user(sum_) and isinstance(x, fx.Node)):
@@ -64,30 +64,35 @@ def _over_root(r: Rewriter, node: Any) -> list[tuple[Any, Any, float]]:
         mean, epsilon = sum_.args[0], r.number(sum_.args[1])
         if epsilon is None:
             mean, epsilon = sum_.args[1], r.number(sum_.args[0])
-        if epsilon is not None and is_call(mean, reduce_mean) and has_one_user(mean) and _squared(r, mean.args[0]) is x:
+        if (
+            epsilon is not None
+            and is_call(mean, reduce_mean)
+            and has_one_user(mean)
+            and _square_root(r, mean.args[0]) is x
+        ):
             found.append((x, mean, epsilon))
     return found
 
 
-def _under_root(value: Any) -> Any:
-    """y, of sqrt(y) or y ** 0.5."""
+def _radicand(value: Any) -> Any:
+    """Return y of sqrt(y) or y ** 0.5, else None."""
     root = is_call(value, torch.sqrt) or (is_call(value, torch.pow) and value.args[1] == 0.5)
     return value.args[0] if root and has_one_user(value) else None
 
 
-def _under_inverse_root(r: Rewriter, value: Any) -> Any:
-    """y, of 1 / sqrt(y) in any spelling."""
+def _inverse_radicand(r: Rewriter, value: Any) -> Any:
+    """Return y of 1 / sqrt(y), rsqrt(y) or y ** -0.5, else None."""
     if not has_one_user(value):
         return None
     if is_call(value, torch.rsqrt) or (is_call(value, torch.pow) and value.args[1] == -0.5):
         return value.args[0]
     if is_call(value, torch.reciprocal):
-        return _under_root(value.args[0])
-    return _under_root(value.args[1]) if is_call(value, torch.div) and r.number(value.args[0]) == 1.0 else None
+        return _radicand(value.args[0])
+    return _radicand(value.args[1]) if is_call(value, torch.div) and r.number(value.args[0]) == 1.0 else None
 
 
-def _squared(r: Rewriter, value: Any) -> Any:
-    """x, of x * x in any spelling."""
+def _square_root(r: Rewriter, value: Any) -> Any:
+    """Return x of x * x, square(x) or x ** 2, else None."""
     if not has_one_user(value):
         return None
     if is_call(value, torch.mul):
@@ -96,8 +101,8 @@ def _squared(r: Rewriter, value: Any) -> Any:
     return value.args[0] if squares else None
 
 
-def _normalised(r: Rewriter, x: Any, *means: Any) -> list[int]:
-    """The lengths of the dimensions that each of the means is over. Raises NoMatch if they are not the last ones."""
+def _normalised_lengths(r: Rewriter, x: Any, *means: Any) -> list[int]:
+    """Return the lengths of the dimensions that all means are over. Raises NoMatch unless they are the last ones."""
     rank, lengths = r.rank(x), r.static(x)
     require(rank > 0 and r.dtype(x).is_floating_point)
     axes = [sorted(axis % rank for axis in mean.args[1]) for mean in means]
@@ -110,8 +115,8 @@ def _normalised(r: Rewriter, x: Any, *means: Any) -> list[int]:
     return static
 
 
-def _scaled(r: Rewriter, node: Any) -> fx.Node:
-    """A norm without a weight, multiplied by one."""
+def _with_weight(r: Rewriter, node: Any) -> fx.Node:
+    """Multiplication of a norm without weight by a weight."""
     for norm, weight in (node.args, node.args[::-1]):
         if is_call(norm, F.layer_norm, F.rms_norm) and has_one_user(norm) and norm.args[2] is None and not norm.kwargs:
             if norm.target is F.layer_norm and norm.args[3] is not None:
@@ -122,8 +127,8 @@ def _scaled(r: Rewriter, node: Any) -> fx.Node:
     raise NoMatch
 
 
-def _shifted(r: Rewriter, node: Any) -> fx.Node:
-    """A layer norm without a bias, and one added."""
+def _with_bias(r: Rewriter, node: Any) -> fx.Node:
+    """Addition of a bias to a layer norm without bias."""
     for norm, bias in (node.args, node.args[::-1]):
         if is_call(norm, F.layer_norm) and has_one_user(norm) and norm.args[3] is None and not norm.kwargs:
             _check_weight(r, norm, bias)

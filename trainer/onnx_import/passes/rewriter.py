@@ -1,8 +1,8 @@
-"""Replacing calls of an imported graph by others: what a rewrite may ask, and what is checked of its result.
+"""The frame of all passes: find a pattern of calls in an fx graph and replace it by another one.
 
-A rewrite is a function that looks at one node and what it reads, and gives a node that computes the same.
-It raises NoMatch where one of its conditions does not hold; then nothing is changed. Afterwards it is checked
-that shape and type are the same, too, for both sizes at which the graph was traced (trainer/onnx_import/tracing.py).
+A rewrite is a function of a Rewriter and one node. It examines the node and its operands and returns a new node with
+the same result, or raises NoMatch; then the graph is left unchanged. `Rewriter.apply` also checks that shape and type
+of the new node are those of the old one at both trial sizes (tracing.py).
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ class NoMatch(Exception):
 
 
 def require(condition: object) -> None:
-    """Raises NoMatch unless the condition holds."""
+    """Raise NoMatch unless the condition holds."""
     if not condition:
         raise NoMatch
 
 
 def is_call(value: Any, *targets: Callable[..., Any] | str) -> bool:
-    """Whether a value is the result of one of these functions, or of the tensor methods of these names."""
+    """Return whether a value is a call of one of these functions, or of tensor methods of these names."""
     return isinstance(value, fx.Node) and value.op in ("call_function", "call_method") and value.target in targets
 
 
 def has_one_user(value: Any) -> bool:
-    """Whether one other node reads it, so that it vanishes when that one does."""
+    """Return whether exactly one node reads a value; the value is then removed together with its reader."""
     return isinstance(value, fx.Node) and len(value.users) == 1
 
 
 class Rewriter:
-    """A graph, and the module that holds its tensors, while it is rewritten."""
+    """A graph that is being rewritten, and the module that holds its tensors."""
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         self.graph = graph
         self.root = root
         self._made: list[fx.Node] = []
 
-    # -- what is known of a value
+    # -- properties of a value
 
     def probes(self, value: Any) -> tuple[Any, Any]:
-        """What a value is at each of the two sizes: meta tensors, or numbers. Raises NoMatch if that is not known."""
+        """Return a value at the two trial sizes: meta tensors, or numbers. Raises NoMatch if they are not known."""
         if not isinstance(value, fx.Node):
             return value, value
         if "probes" not in value.meta:
@@ -87,24 +87,24 @@ class Rewriter:
             raise NoMatch from error
 
     def shapes(self, value: Any) -> tuple[torch.Size, torch.Size]:
-        """The shape at each of the two sizes. Raises NoMatch for what is no tensor."""
+        """Return the shapes at the two trial sizes. Raises NoMatch if the value is no tensor."""
         first, second = self.probes(value)
         require(isinstance(first, torch.Tensor))
         return first.shape, second.shape
 
     def static(self, value: Any) -> list[int | None]:
-        """The shape, None in place of what depends on the sizes of the inputs."""
+        """Return the shape, with None for dynamic dimensions."""
         return [a if a == b else None for a, b in zip(*self.shapes(value), strict=True)]
 
     def rank(self, value: Any) -> int:
-        """The number of dimensions; -1 of what is no tensor or not known."""
+        """Return the number of dimensions; -1 if it is unknown or the value is no tensor."""
         try:
             return len(self.shapes(value)[0])
         except NoMatch:
             return -1
 
     def dtype(self, value: Any) -> torch.dtype:
-        """The type of a tensor."""
+        """Return the torch type of a tensor."""
         self.shapes(value)
         dtype: torch.dtype = self.probes(value)[0].dtype
         return dtype
@@ -115,7 +115,7 @@ class Rewriter:
         return tensor
 
     def constant(self, value: Any) -> torch.Tensor | None:
-        """The tensor a node reads if nothing ever changes it: no weight and no running statistic."""
+        """Return the tensor that a get_attr node reads if it is a constant, neither weight nor running statistic."""
         if not isinstance(value, fx.Node) or value.op != "get_attr":
             return None
         tensor = self._stored(value)
@@ -124,11 +124,11 @@ class Rewriter:
         return tensor if fixed and not isinstance(tensor, nn.Parameter) else None
 
     def is_parameter(self, node: fx.Node) -> bool:
-        """Whether a node reads a weight."""
+        """Return whether a node reads a weight."""
         return node.op == "get_attr" and isinstance(self._stored(node), nn.Parameter)
 
     def number(self, value: Any) -> float | None:
-        """A Python number, or that in a constant of one element."""
+        """Return a Python number, or the element of a constant of one element, as float; else None."""
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         tensor = self.constant(value)
@@ -137,13 +137,16 @@ class Rewriter:
         return float(tensor.item())
 
     def near(self, number: float | None, expected: float, like: Any) -> bool:
-        """Whether two numbers are one in the type of `like`."""
+        """Return whether two numbers are equal up to rounding in the type of `like`."""
         dtype = self.dtype(like)
         require(dtype.is_floating_point)
         return number is not None and abs(number - expected) <= 2 * torch.finfo(dtype).eps * abs(expected)
 
     def factors(self, value: Any, *, root: bool = False) -> tuple[float, list[fx.Node]]:
-        """A product as its number and its other factors. What others read too is a factor, unless it is the root."""
+        """Return a product as (number, other factors).
+
+        A product with several readers counts as one factor, because it is computed anyway. root: except at the top.
+        """
         if (number := self.number(value)) is not None:
             return number, []
         require(isinstance(value, fx.Node))
@@ -157,7 +160,7 @@ class Rewriter:
         return number, nodes
 
     def _product(self, node: fx.Node) -> tuple[float, list[Any]] | None:
-        """(number, factors) of one multiplication, division by a number or small power."""
+        """Return (number, factors) of one multiplication, division by a number, square or cube; else None."""
         if is_call(node, torch.mul):
             return 1.0, list(node.args)
         if is_call(node, torch.div) and len(node.args) == 2 and (divisor := self.number(node.args[1])):
@@ -169,12 +172,12 @@ class Rewriter:
     # -- changing the graph
 
     def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new call, before the node that is being replaced. Raises NoMatch where torch refuses it."""
+        """Insert a call before the node that is being replaced. Raises NoMatch if torch refuses it."""
         record = self.graph.call_method if isinstance(function, str) else self.graph.call_function
         return self._new(record(function, args, kwargs))  # type: ignore[arg-type]
 
     def call_module(self, name: str, module: nn.Module, *args: Any) -> fx.Node:
-        """The same of a new module, hung on the root as `name`_0, `name`_1, ..."""
+        """Insert a call of a new module, registered as `name`_0, `name`_1, ..."""
         number = 0
         while hasattr(self.root, f"{name}_{number}"):
             number += 1
@@ -189,7 +192,7 @@ class Rewriter:
         return node
 
     def apply(self, rewrite: Rewrite, *targets: Callable[..., Any] | str) -> int:
-        """Try a rewrite at every call of these functions, first to last; returns how many it replaced."""
+        """Try a rewrite at every call of these functions, in the order of the graph; return how many it replaced."""
         nodes = [node for node in self.graph.nodes if is_call(node, *targets)]
         return sum(self._replaced(rewrite, node) for node in nodes if not node._erased)
 
@@ -201,7 +204,7 @@ class Rewriter:
             require(self.shapes(new) == self.shapes(node) and self.dtype(new) == self.dtype(node))
         except NoMatch:
             for made in reversed(self._made):
-                self._take_off(made)
+                self._discard(made)
             return False
         if names := node.meta.get("onnx"):
             new.meta["onnx"] = (*new.meta.get("onnx", ()), *names)
@@ -209,13 +212,13 @@ class Rewriter:
         self.remove(node)
         return True
 
-    def _take_off(self, node: fx.Node) -> None:
+    def _discard(self, node: fx.Node) -> None:
         self.graph.erase_node(node)
         if node.op == "call_module":
             delattr(self.root, str(node.target))
 
     def remove(self, node: fx.Node) -> None:
-        """Erase a node that nothing reads, and what only it read."""
+        """Erase a node without readers, and then its operands that have no other readers."""
         if node.users or node._erased or node.op in ("placeholder", "output"):
             return
         operands = list(node.all_input_nodes)

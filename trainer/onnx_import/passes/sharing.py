@@ -1,8 +1,8 @@
-"""Rewrites that remove work: calls made twice, matrix products and their bias, dimensions merged and split again.
+"""Remove repeated calls, and fuse matrix products with their bias.
 
-f(x), f(x)                                     ->  f(x)                    for functions that draw no random numbers
+f(x), f(x)                                     ->  f(x)                    unless f draws random numbers
 matmul(x, W) + b                               ->  linear(x, W.t(), b)
-reshape(linear(reshape(x, [-1, k]), W), ...)   ->  linear(x, W)            where x has these dimensions anyway
+reshape(linear(reshape(x, [-1, k]), W), ...)   ->  linear(x, W)            if the result has the dimensions of x
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ RANDOM = frozenset(
      "multinomial", "normal", "poisson", "gumbel_softmax", "rand", "rand_like", "randint", "randint_like", "randn",
      "randn_like", "randperm", "scaled_dot_product_attention", "empty", "empty_like", "batch_norm"}
 )  # fmt: skip
-"""Names of functions two calls of which differ, or that change what they read."""
+"""Names of functions that draw random numbers or change their operands."""
 
-KNOWN = ("torch.", "onward.trainer.onnx_import.ops.", "_operator.", "builtins.", "None.")
-"""Where functions come from that are known to do nothing else; torch's own often do not say."""
+PURE_MODULES = ("torch.", "onward.trainer.onnx_import.ops.", "_operator.", "builtins.", "None.")
+"""Modules whose functions have no side effects, except those in RANDOM."""
 
 
 def share_equal_calls(r: Rewriter) -> int:
-    """Let equal calls be one; returns how many were removed."""
+    """Replace each call by an equal earlier one; return how many calls were removed."""
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(r.graph.nodes):
@@ -44,17 +44,17 @@ def share_equal_calls(r: Rewriter) -> int:
 
 
 def _key(r: Rewriter, node: Any) -> Any:
-    """What two nodes of one value have in common; None if nothing can tell."""
+    """Return a key that is equal for nodes of equal values; None if there is no such key."""
     if node.op == "get_attr":
         tensor = r.constant(node)
         if tensor is None or tensor.numel() > 4096:
             return ("get_attr", node.target)
-        flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)  # an expanded constant has stride 0
+        flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)  # view needs a contiguous tensor
         return ("constant", tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes())
     if not _is_pure(r, node):
         return None
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    # 1, 1.0 and True are equal but not the same
+    # the type is part of the key, because 1 == 1.0 == True
     return node.op, node.target, str(spec), tuple((type(leaf), _exact(leaf)) for leaf in leaves)
 
 
@@ -63,21 +63,21 @@ def _exact(leaf: Any) -> Any:
 
 
 def _is_pure(r: Rewriter, node: Any) -> bool:
-    """Whether the value depends on the operands alone, and the operands stay as they are while the graph runs.
+    """Return whether a call depends on its operands alone, and the operands do not change while the graph runs.
 
-    Of functions, those of torch and of the operator table: a user's own may do anything.
+    Only functions of torch and of the operator rules are accepted; a user's function may have side effects.
     """
     target: Any = node.target
     if node.op not in ("call_function", "call_method"):
         return False
     name = str(target) if node.op == "call_method" else target.__name__
-    known = node.op == "call_method" or f"{target.__module__}.".startswith(KNOWN)
+    known = node.op == "call_method" or f"{target.__module__}.".startswith(PURE_MODULES)
     pure = known and name not in RANDOM and not name.endswith("_")
-    return pure and not any(_changes(r, operand) for operand in node.all_input_nodes)
+    return pure and not any(_reads_running_statistic(r, operand) for operand in node.all_input_nodes)
 
 
-def _changes(r: Rewriter, node: Any) -> bool:
-    """Whether a node reads a running statistic."""
+def _reads_running_statistic(r: Rewriter, node: Any) -> bool:
+    """Return whether a node reads a running statistic, which changes during training."""
     return node.op == "get_attr" and r.constant(node) is None and not r.is_parameter(node)
 
 
@@ -85,14 +85,14 @@ def _changes(r: Rewriter, node: Any) -> bool:
 
 
 def fuse_linears(r: Rewriter) -> int:
-    """Fuse products with a matrix and their bias; returns how many."""
+    """Fuse products with a matrix and their bias; return how many."""
     count = r.apply(_linear, torch.add)
-    r.apply(_unflattened, "reshape", "view")
+    r.apply(_without_flattening, "reshape", "view")
     return count
 
 
 def _linear(r: Rewriter, node: Any) -> fx.Node:
-    """A 1-d bias added to a product with a matrix. Its orientation stays the file's."""
+    """Addition of a 1-d bias to a product with a matrix. The weight keeps the file's layout [in, out]."""
     require(len(node.args) == 2 and not node.kwargs)
     for product, bias in (node.args, node.args[::-1]):
         if not (is_call(product, torch.matmul) and has_one_user(product) and isinstance(bias, fx.Node)):
@@ -105,8 +105,8 @@ def _linear(r: Rewriter, node: Any) -> fx.Node:
     raise NoMatch
 
 
-def _unflattened(r: Rewriter, node: Any) -> fx.Node:
-    """A linear layer on rows, whose dimensions are merged before and split again behind it."""
+def _without_flattening(r: Rewriter, node: Any) -> fx.Node:
+    """Linear layer whose leading dimensions are merged before it and split again after it."""
     linear = node.args[0]
     require(is_call(linear, F.linear) and has_one_user(linear))
     flat, *rest = linear.args

@@ -1,7 +1,9 @@
-"""Rewrites of a tensor cut into parts: one call for all of them, whose backward pass joins the gradients once.
+"""Replace several slices of one tensor by a single split or unbind, whose backward concatenates the gradients once.
 
-x[0:a], x[a:b], x[b:n]                ->  split(x, [a, b - a, n - b])
-x[0], x[1], ... x[n - 1]              ->  unbind(x)          selected, or cut out and squeezed
+    x[0:a], x[a:b], x[b:n]       ->  split(x, [a, b - a, n - b])
+    x[0], x[1], ... x[n - 1]     ->  unbind(x)                      also of slices of length 1 that are squeezed
+
+Without it, the backward of each slice makes a tensor of zeros as large as x.
 """
 
 from __future__ import annotations
@@ -16,31 +18,31 @@ from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.passes.rewriter import Rewriter, is_call
 
 Parts = list[tuple[int, int, fx.Node]]
-"""From where to where, and the node that is this part."""
+"""(start, end, node) of each part."""
 
 
 def fuse_slices(r: Rewriter) -> int:
-    """Cut every tensor once; returns how many were cut more often before."""
+    """Split every tensor at most once along a dimension; return how many splits replaced several slices."""
     count = 0
-    for function, parts_of in ((torch.split, _slices), (torch.unbind, _rows)):
+    for function, parts_of in ((torch.split, _slice_parts), (torch.unbind, _row_parts)):
         nodes: list[Any] = list(r.graph.nodes)
         for x in nodes:
             for axis, length in enumerate(r.static(x) if not x._erased and r.rank(x) > 0 else []):
                 parts = [] if length is None else sorted(parts_of(x, axis, length), key=lambda part: part[0])
-                count += _covers(parts, length) and _cut(r, x, axis, function, parts)
+                count += _cover_dimension(parts, length) and _split_once(r, x, axis, function, parts)
     return count
 
 
-def _slices(x: fx.Node, axis: int, length: int) -> Parts:
-    """The parts that are slices."""
+def _slice_parts(x: fx.Node, axis: int, length: int) -> Parts:
+    """Return the parts that are slices of step 1."""
     users: list[Any] = [user for user in x.users if is_call(user, strided) and user.args[1] == axis]
     if any(not isinstance(n, int) for user in users for n in user.args[2:]) or any(user.args[4] != 1 for user in users):
         return []
     return [(*slice(user.args[2], user.args[3]).indices(length)[:2], user) for user in users]
 
 
-def _rows(x: fx.Node, axis: int, length: int) -> Parts:
-    """The parts that have lost the dimension: selected, or cut by a split and squeezed."""
+def _row_parts(x: fx.Node, axis: int, length: int) -> Parts:
+    """Return the parts without the dimension: selected, or split into length 1 and squeezed."""
     users: list[Any] = list(x.users)
     selected = [user for user in users if is_call(user, torch.select) and user.args[1] == axis]
     if selected:
@@ -62,29 +64,29 @@ def _rows(x: fx.Node, axis: int, length: int) -> Parts:
     return [(piece.args[1], piece.args[1] + 1, node) for piece, node in zip(pieces, squeezed, strict=True)]
 
 
-def _covers(parts: Parts, length: int | None) -> bool:
-    """Whether several parts are all there is, none twice."""
+def _cover_dimension(parts: Parts, length: int | None) -> bool:
+    """Return whether two or more parts cover the dimension without overlap."""
     ends = [0, *(end for _, end, _ in parts)]
     return len(parts) > 1 and [start for start, _, _ in parts] == ends[:-1] and ends[-1] == length
 
 
-def _cut(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts) -> bool:
+def _split_once(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts) -> bool:
     lengths = [end - start for start, end, _ in parts]
     if 0 in lengths:
         return False
     how = (lengths, axis) if function is torch.split else (axis,)
-    with r.graph.inserting_after(_latest(r, x)):
-        whole = r.graph.call_function(function, (x, *how))
+    with r.graph.inserting_after(_insertion_point(r, x)):
+        all_parts = r.graph.call_function(function, (x, *how))
     for i, (_, _, part) in enumerate(parts):
         with r.graph.inserting_before(part):
-            new = r.graph.call_function(operator.getitem, (whole, i))
+            new = r.graph.call_function(operator.getitem, (all_parts, i))
         new.meta.update(part.meta)
         part.replace_all_uses_with(new)
         r.remove(part)
     return True
 
 
-def _latest(r: Rewriter, x: fx.Node) -> fx.Node:
-    """Where a call that reads x may be put: behind x, and behind all inputs."""
+def _insertion_point(r: Rewriter, x: fx.Node) -> fx.Node:
+    """Return the node after which a call that reads x is inserted: x, or the last input."""
     inputs: list[fx.Node] = list(r.graph.find_nodes(op="placeholder"))
     return max([x, *inputs])

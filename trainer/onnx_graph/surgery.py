@@ -135,7 +135,9 @@ def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]
         return problems
     _, needed = _nodes_between(model.graph, output, set(config.start))
     if output in config.start or output not in index.makers:
-        return [f"model.output {output!r} is where the trained part begins; no node is left to train; name a later tensor"]
+        return [
+            f"model.output {output!r} is where the trained part begins; no node is left to train; name a later tensor"
+        ]
     problems += [
         f"model.start {name!r} is not on the way to {output!r}; leave it out"
         for name in config.start

@@ -1,4 +1,4 @@
-"""A configuration as a Prefect deployment: scheduled, retried from the UI, one run at a time."""
+"""Create a Prefect deployment of a configuration: scheduled, retried from the UI, one run at a time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import onward_home
 
-HOW_TO = """\
-Trains `{model}` on `{data}` with {ranks} ranks, and gives back the same ONNX file with better weights.
+DESCRIPTION = """\
+Trains `{model}` on `{data}` with {ranks} ranks and writes the same ONNX file with trained weights.
 
-- **Run** starts it now; the form is the configuration, with the meaning of every setting.
-- **Retry** on a failed run goes on from its newest checkpoint, in the same run directory and MLflow run.
-- **Cancel** saves a checkpoint and stops; `onward resume RUN` goes on.
-- A scheduled run that could not start within an hour is skipped. One run at a time; others wait.
-- Runs are kept under `{home}/runs`; `onward ui` prints the links.
+- **Run** starts it now; the form shows the configuration and the meaning of every setting.
+- **Retry** of a failed run continues from its newest checkpoint, in the same run directory and MLflow run.
+- **Cancel** saves a checkpoint and stops; `onward resume RUN` continues.
+- A scheduled run that cannot start within an hour is skipped. One run at a time; others wait.
+- Runs are stored under `{home}/runs`; `onward ui` prints the links.
 """
 
 
 def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 0.0, timezone: str = "UTC") -> str:
-    """Make or replace the deployment `train-onnx/NAME`; returns its id. Needs a reachable Prefect server.
+    """Create or replace the deployment `train-onnx/NAME` and return its id. Needs a reachable Prefect server.
 
-    Raises RuntimeUnavailable when no worker was ever started for it, ConfigError for a wrong `cron`.
+    Raises RuntimeUnavailable when the server has no work pool for it, ConfigError for an invalid `cron`.
     """
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
     from prefect.deployments.runner import RunnerDeployment
@@ -39,10 +39,11 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
         try:
             schedules.append(Cron(cron, timezone=timezone, slug="cron"))
         except ValueError as error:
-            raise ConfigError(f"--cron {cron!r} is not a cron expression: {error}") from None
+            problem = f"--cron {cron!r} is not a cron expression: {error}"
+            raise ConfigError(f"{problem}; an example is '0 2 * * *', every night at two") from None
     if interval_s:
         schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
-    _find_pool()
+    _check_work_pool()
     parameters: dict[str, Any] = config.model_dump(mode="json")
     deployment = train_onnx.to_deployment(
         name,
@@ -51,17 +52,17 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
         schedules=schedules,
         parameters=parameters,
         tags=["onward", config.model.path.stem],
-        description=HOW_TO.format(
+        description=DESCRIPTION.format(
             model=config.model.path.name, data=config.data.source, ranks=config.world_size, home=onward_home()
         ),
         concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
-        job_variables={"env": {**CLIENT_SETTINGS, "ONWARD_HOME": str(onward_home()), **_tracking()}},
+        job_variables={"env": {**CLIENT_SETTINGS, "ONWARD_HOME": str(onward_home()), **_tracking_environment()}},
     )
     return str(cast(RunnerDeployment, deployment).apply())
 
 
-def _find_pool() -> None:
-    """The pool is made by its first worker."""
+def _check_work_pool() -> None:
+    """Raise RuntimeUnavailable unless the work pool exists; its first worker creates it."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
@@ -70,11 +71,11 @@ def _find_pool() -> None:
             client.read_work_pool(POOL)
         except ObjectNotFound:
             raise RuntimeUnavailable(
-                f"the Prefect server {client.api_url} has no work pool {POOL!r}, in which deployed runs wait for a "
-                f"worker; start one with `prefect worker start --pool {POOL} --type process`"
+                f"the Prefect server {client.api_url} has no work pool {POOL!r} for deployed runs; "
+                f"start a worker with `prefect worker start --pool {POOL} --type process`"
             ) from None
 
 
-def _tracking() -> dict[str, str]:
-    """Where the deployer's MLflow is, if it was configured by environment."""
+def _tracking_environment() -> dict[str, str]:
+    """Return MLFLOW_TRACKING_URI if it is set here, so that deployed runs use the same MLflow."""
     return {name: os.environ[name] for name in ("MLFLOW_TRACKING_URI",) if name in os.environ}

@@ -1,4 +1,4 @@
-"""What `onward doctor`, `onward diff` and `onward plan` print for people."""
+"""Print the results of `onward doctor`, `onward diff` and `onward plan` as tables."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from onward.trainer.diagnostics.doctor import Diagnosis, Operator, Unsupported, Weight
     from onward.trainer.parallel.plan_record import Plan
 
-FEW = 12
-"""Rows of one kind that are shown unless all are asked for."""
+MAX_ROWS = 12
+"""Rows of one table that are shown without --all."""
 
 
 def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
-    """The facts, the weights with their reasons, the operators, and what to look out for."""
+    """Print the facts, the weights with their reasons, the operators, and the problems with their remedies."""
     opsets = ", ".join(f"{domain} {version}" for domain, version in found.opsets.items())
     facts = [
         ("model", str(found.path)),
         ("size", f"{found.size_bytes:,} bytes"),
-        ("written by", f"{found.producer or 'nobody who says so'}; ir {found.ir_version}, opset {opsets}"),
+        ("written by", f"{found.producer or 'an unknown exporter'}; ir {found.ir_version}, opset {opsets}"),
         *(("input", text) for text in found.inputs),
         *(("output", text) for text in found.outputs),
         *((kind, f"{total.values:,} numbers in {total.tensors} tensors") for kind, total in found.totals.items()),
@@ -38,7 +38,7 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
     table(uses, heads=("operator", "nodes", "imported by"))
     for title, entries in (
         ("not supported", [(_refusal(entry), entry.remedy) for entry in found.unsupported]),
-        ("look out", [(entry.what, entry.remedy) for entry in found.warnings]),
+        ("warnings", [(entry.what, entry.remedy) for entry in found.warnings]),
     ):
         if entries:
             _title(title)
@@ -70,7 +70,7 @@ def _refusal(entry: Unsupported) -> str:
 
 
 def _weight_rows(weights: Iterable[Weight], *, everything: bool) -> Iterator[tuple[str, ...]]:
-    """Every tensor, or those of one kind and reason together."""
+    """Yield a row for every tensor, or one row for the tensors of one kind and reason."""
     groups: dict[tuple[str, str], list[Weight]] = defaultdict(list)
     for weight in weights:
         groups[weight.kind, weight.reason].append(weight)
@@ -82,9 +82,9 @@ def _weight_rows(weights: Iterable[Weight], *, everything: bool) -> Iterator[tup
 
 
 def show_difference(found: Difference, *, everything: bool) -> None:
-    """What changed, part by part; one line if nothing did."""
+    """Print what differs, part by part; one line if nothing does."""
     if found.same:
-        bytes_too = "byte for byte" if found.same_bytes else "in everything they say, though not in every byte"
+        bytes_too = "byte for byte" if found.same_bytes else "in content, but not byte for byte"
         print(f"{found.a} and {found.b} are equal {bytes_too}")
         return
     for title, lines in (("model", found.model), ("inputs and outputs", found.interface)):
@@ -113,7 +113,7 @@ def _distances(change: TensorChange) -> tuple[str, str, str]:
 
 
 def _some(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...], *, everything: bool) -> None:
-    shown = rows if everything or len(rows) <= FEW else rows[:FEW]
+    shown = rows if everything or len(rows) <= MAX_ROWS else rows[:MAX_ROWS]
     table(shown, heads=heads)
     if len(shown) < len(rows):
         print(f"... and {len(rows) - len(shown)} more; --all shows them")
@@ -127,7 +127,7 @@ def _title(text: str) -> None:
 
 
 def show_plan(found: Plan, *, everything: bool) -> None:
-    """The division, its stages and their memory, what the tensor axis divides and what not, what is sent."""
+    """Print the layout, its stages and their memory, what is tensor parallel, and what is sent."""
     table(list(_division(found)))
     _title("stages")
     flops = sum(stage.flops for stage in found.stages) or 1
@@ -153,10 +153,10 @@ def show_plan(found: Plan, *, everything: bool) -> None:
         sent = [(each.axis, each.what, str(each.count), _mib(each.bytes)) for each in found.traffic]
         table(sent, heads=("axis", "what", "times", "MiB"))
     if found.regions:
-        _title("divided over tensor-parallel ranks")
+        _title("sharded over tensor-parallel ranks")
         table(_few([(region.kind, ", ".join(region.weights)) for region in found.regions], everything=everything))
     if found.parallel.tensor > 1 and found.whole:
-        _title("left whole")
+        _title("replicated on every tensor-parallel rank")
         table(_few(list(found.whole), everything=everything))
     if found.considered:
         _title("considered")
@@ -183,8 +183,8 @@ def _mib(size: int) -> str:
 
 
 def _few(rows: Sequence[tuple[str, ...]], *, everything: bool) -> list[tuple[str, ...]]:
-    """All rows, or the first few and how many more there are."""
-    if everything or len(rows) <= FEW:
+    """Return all rows, or the first MAX_ROWS and how many more there are."""
+    if everything or len(rows) <= MAX_ROWS:
         return list(rows)
-    more = (f"... {len(rows) - FEW} more: --all", *("" for _ in rows[0][1:]))
-    return [*rows[:FEW], more]
+    more = (f"... {len(rows) - MAX_ROWS} more: --all", *("" for _ in rows[0][1:]))
+    return [*rows[:MAX_ROWS], more]

@@ -1,7 +1,6 @@
-"""The live view of a run in the terminal: a bar with loss, samples/s and the time left.
+"""Show the progress of a run in the terminal: a bar with loss, samples/s and the time left.
 
-It reads the event log and nothing else, so it shows any run that writes one. Where there is no terminal
-there is no bar: the monitor's log lines say the same every ten seconds.
+It reads only the event log, so it shows any run that writes one. Without a terminal there is no bar.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from onward.trainer.run.directory import RunDir
 
 @contextlib.contextmanager
 def live_progress(run: RunDir, *, stream: TextIO | None = None, tick_s: float = 0.2) -> Iterator[None]:
-    """Show how far the training is while the body runs: a bar on `stream` (stderr) if it is a terminal."""
+    """Show a progress bar on `stream` (default: stderr) while the body runs, if the stream is a terminal."""
     stream = stream or sys.stderr
     if not stream.isatty():
         yield
@@ -49,12 +48,12 @@ def _show(run: RunDir, stream: TextIO, done: threading.Event, tick_s: float) -> 
         for progress in _follow(run, done, tick_s):
             bar.update(task, completed=progress.step, total=progress.num_steps or None, description=progress.pace())
             if progress.num_steps and not done.is_set():
-                bar.start()  # not before there is something to show; once started, again does nothing
+                bar.start()  # shown from the first step on; calling it again does nothing
         bar.stop()
 
 
 def _follow(run: RunDir, done: threading.Event, tick_s: float) -> Iterator[Progress]:
-    """Yield the state of the training every `tick_s`, and once more when `done` is set."""
+    """Yield the progress every `tick_s`, and once more when `done` is set."""
     progress, offset, last = Progress(), 0, False
     while not last:
         last = done.wait(tick_s)
@@ -66,7 +65,7 @@ def _follow(run: RunDir, done: threading.Event, tick_s: float) -> Iterator[Progr
 
 @contextlib.contextmanager
 def _logs_above(console: Console, stream: TextIO) -> Iterator[None]:
-    """Let what logs to `stream` print above the bar instead of into it."""
+    """Print log lines that go to `stream` above the bar, and not into it."""
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     handlers = {
         handler

@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, TOML with its meanings, the comparison with gzip and xz."""
+"""Format what the commands print: tables, the configuration as TOML, the comparison with gzip and xz."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gzip
 import json
 import lzma
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> None:
-    """Print rows in columns on stdout; nothing is cut or broken, so that paths can be copied."""
+    """Print rows in columns on stdout. No cell is shortened or wrapped, so that paths can be copied."""
     lines = [*([heads] if heads else []), *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -27,7 +26,7 @@ def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> No
 
 
 def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The rows of the table that `onward run` ends with, from the facts it prints as JSON."""
+    """Return the rows of the table at the end of `onward run`, from the facts that it prints as JSON."""
     before, after = facts["before"], facts["after"]
     rows = [
         (name.removeprefix("evaluation/"), f"{before[name]:.4f} -> {after[name]:.4f}")
@@ -49,7 +48,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def variant_rows(exported: ExportedModel | RunOutcome) -> list[tuple[str, str]]:
-    """A row for each variant: what it gained and lost beside the exported file, or why there is none."""
+    """Return one row per variant: its size, time and accuracy beside the exported file, or why it was refused."""
     rows = []
     for variant in exported.variants:
         name = next((name for name in ("evaluation/accuracy", "evaluation/loss") if name in variant.metrics), "")
@@ -61,7 +60,7 @@ def variant_rows(exported: ExportedModel | RunOutcome) -> list[tuple[str, str]]:
 
 
 def config_lines(config: RunConfig) -> Iterable[str]:
-    """A resolved configuration as TOML that loads again, each setting under its meaning."""
+    """Yield a resolved configuration as TOML that can be loaded again, with the meaning above each setting."""
     yield f"name = {_toml(config.name)}"
     for name, section in config:
         if isinstance(section, Section):
@@ -73,7 +72,7 @@ def config_lines(config: RunConfig) -> Iterable[str]:
 
 
 def meanings() -> dict[str, str]:
-    """`section.key` -> its meaning."""
+    """Return `section.key` -> its meaning."""
     return {
         f"{name}.{key}": " ".join((field.description or "").split())
         for name, section in RunConfig.model_fields.items()
@@ -91,17 +90,10 @@ def _toml(value: Any) -> str:
 
 
 def bits_per_byte(loss: float, held_out: bytes) -> dict[str, float]:
-    """Bits per byte of the model (loss in nats) and of two compressors at their best on the same bytes."""
+    """Return the bits per byte of the model (loss in nats) and of two compressors on the same bytes."""
     bits = 8 / len(held_out)
     return {
         "model": loss / math.log(2),
         "gzip -9": bits * len(gzip.compress(held_out, 9)),
         "xz -9": bits * len(lzma.compress(held_out, preset=9)),
     }
-
-
-def refusal(problems: Iterable[str], *, title: str) -> None:
-    """Print problems on stderr, one line each."""
-    print(f"onward: {title}", file=sys.stderr)
-    for problem in problems:
-        print("  - " + problem.replace("\n", "\n    "), file=sys.stderr)

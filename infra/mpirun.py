@@ -1,14 +1,14 @@
-"""MpiJob: from a module to run on N ranks to a supervised process tree, and to its certain end.
+"""MpiJob: run a Python module on N ranks under mpirun, watch it, stop it, and leave no process of it behind.
 
-The exit status of mpirun proves nothing (it is 0 when a remote node dies), so success is for the caller to
-read from a file. What this module does promise: while a job runs its silence is noticed, a stop lets it save
-first, and once it is over no process of it is left on this host, whichever process was killed by whom.
+    flow process --+-- guard        waits for the end of the flow process, then stops the job and kills the rest
+                   +-- mpirun       in a session of its own; every process below it has TAG in its environment
+                         +-- rank 0, rank 1, ...
 
-    supervisor (the flow) --+-- guard        outlives the supervisor, then stops the job and sweeps
-                            +-- mpirun       its own session; every process below carries the tag
-                                  +-- rank 0, rank 1, ...
+The exit status of mpirun proves nothing (it is 0 when a remote node fails), so the caller reads success from a file.
+This module guarantees the rest: a job without heartbeat is detected, a stopped job can save a checkpoint first, and
+after the job no process of it is left on this host, whichever process was killed.
 
-Run as a program this file is the guard; so it imports the standard library alone.
+Run as a program, this file is the guard; therefore it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from typing import Literal
 
 POLL_S = 0.1
 GUARD_GRACE_S = 10.0
-"""Longest time a job may save after its supervisor has died."""
+"""Longest time a job gets to save after its flow process was killed."""
 
 SETTINGS: Mapping[str, str] = {
-    # root is the usual user of a container
+    # In a container the user is usually root.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    # tensors travel through gloo or NCCL; probing libfabric would cost a second at every start
+    # Tensors are sent by gloo or NCCL; without these, MPI probes libfabric for a second at every start.
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "^ofi,uct,openib,usnic",
-    # a cut link is found after 5 + 3 x 2 s instead of 8 minutes
+    # A broken network connection is detected after 5 + 3 x 2 s, and not after 8 minutes.
     "PRTE_MCA_oob_tcp_keepalive_time": "5",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "2",
     "PRTE_MCA_oob_tcp_keepalive_probes": "3",
     "PRTE_MCA_plm_ssh_args": "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=2",
-    # last words reach the log
+    # The output of a crashing rank reaches the log.
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
 }
-"""Environment of mpirun, for Open MPI 5; what the user has set is stronger."""
+"""Environment of mpirun (Open MPI 5). Variables that the user has set take precedence."""
 
 TAG = "ONWARD_RUN_TAG"
 CARRIED = ("NCCL_", "GLOO_", "TORCH_", "MPI4PY_", "OMP_", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", TAG)
-"""Variables (by how they begin) that ranks on other hosts get; nothing else leaves this host."""
+"""Prefixes of the variables that are sent to ranks on other hosts; no other variable leaves this host."""
 
 
 class LaunchError(Exception):
-    """A job cannot be started: there is no mpirun, or its run directory has a living job."""
+    """A job cannot be started: there is no mpirun, or a job of the same run directory is still running."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Outcome:
     """How a job ended."""
 
     returncode: int | None
-    """Of mpirun, for the log alone: it does not tell success from failure. None = it could not even be killed."""
+    """Exit status of mpirun, for the log only: 0 does not mean success. None = mpirun could not be killed."""
     reason: Literal["exited", "stopped", "silent", "start_timeout"]
     elapsed_s: float
 
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A job some process of which is alive on this host, as `job.json` in its run directory describes it."""
+    """A job with a running process on this host, as `job.json` in its run directory describes it."""
 
     tag: str
     boot: str
@@ -82,38 +82,39 @@ class RunningJob:
 
 @dataclass(frozen=True, kw_only=True)
 class MpiJob:
-    """`python -m module...` on `num_ranks` ranks, with the limits it is held to."""
+    """`python -m MODULE` on `num_ranks` ranks, with its time limits."""
 
     module: tuple[str, ...]
     """The module and its arguments."""
     num_ranks: int
     run_dir: Path
-    """Names the job for `stop_running` and `running_job`, and holds its job.json."""
+    """Identifies the job for `stop_running` and `running_job`; contains its job.json."""
     log: Path
-    """Gets everything the ranks and mpirun print."""
+    """The file for the output of mpirun and the ranks."""
     heartbeat: Path | None = None
-    """The file that moves as long as the job does; None = the start time-out bounds the whole job."""
+    """The file that rank 0 touches while the job makes progress; None = start_timeout_s limits the whole job."""
     start_timeout_s: float = 180.0
     silence_timeout_s: float = 120.0
     grace_s: float = 20.0
-    """Time to save and leave when asked to stop."""
+    """Time that the ranks get to save and exit when the job is stopped."""
     hostfile: str = ""
     cwd: Path | None = None
-    """Where the ranks start; None = `run_dir`, where no module of the user's can hide one of ours."""
+    """Working directory of the ranks; None = `run_dir`, where no module of the user can hide one of Onward's."""
 
     def argv(self, environment: Mapping[str, str] = os.environ) -> list[str]:
-        """The command line. Raises LaunchError without a mpirun."""
+        """Return the command line. Raises LaunchError without mpirun."""
         hosts = ["--hostfile", self.hostfile] if self.hostfile else ["--map-by", ":OVERSUBSCRIBE"]
-        names = sorted({*environment, *SETTINGS, TAG}) if self.hostfile else []  # ssh logins start with nothing
+        # A login over ssh starts with an empty environment.
+        names = sorted({*environment, *SETTINGS, TAG}) if self.hostfile else []
         exports = [word for name in names if name.startswith(CARRIED) for word in ("-x", name)]
         ranks = [sys.executable, "-m", *self.module]
         return [str(find_mpirun()), "-n", str(self.num_ranks), "--bind-to", "none", *hosts, *exports, *ranks]
 
     def run(self) -> Outcome:
-        """Start the job, watch over it, and return when nothing of it is left. Call from the main thread.
+        """Run the job and return when no process of it is left. Call from the main thread.
 
-        An exception that a signal raises here (Ctrl-C, Prefect's cancellation) stops the job, which gets
-        its grace to save, and goes on. Raises LaunchError.
+        An exception that a signal handler raises here (Ctrl-C, Prefect's cancellation) stops the job, gives it
+        `grace_s` to save, and is passed on. Raises LaunchError.
         """
         wait_until_free(self.run_dir)
         argv, tag, started_at = self.argv(), uuid.uuid4().hex, time.monotonic()
@@ -121,7 +122,7 @@ class MpiJob:
         with _guard(tag, min(self.grace_s, GUARD_GRACE_S)), self.log.open("ab") as log:
             mpirun = subprocess.Popen(
                 argv,
-                env={**SETTINGS, **os.environ, **self._scratch(tag), TAG: tag},
+                env={**SETTINGS, **os.environ, **self._temporary_directory(tag), TAG: tag},
                 cwd=self.cwd or self.run_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -130,51 +131,52 @@ class MpiJob:
             )
             _running[self.run_dir] = stop
             try:
-                _record(self.run_dir, tag, argv)
+                _write_job_record(self.run_dir, tag, argv)
                 reason = self._watch(mpirun, stop)
             except BaseException:
                 _stop(mpirun, self.grace_s)
                 raise
             finally:
                 del _running[self.run_dir]
-                _end(mpirun, tag)
+                _kill_rest(mpirun, tag)
         return Outcome(mpirun.returncode, reason, time.monotonic() - started_at)
 
-    def _scratch(self, tag: str) -> dict[str, str]:
-        """Makes the job's own temporary directory: Open MPI leaves files behind when it is killed.
+    def _temporary_directory(self, tag: str) -> dict[str, str]:
+        """Create the job's own temporary directory, because Open MPI leaves files behind when it is killed.
 
-        Not with other hosts, which would be sent the name of a directory they do not have.
+        Not with a hostfile: the other hosts do not have this directory. Returns environment variables.
         """
         if self.hostfile:
             return {}
-        scratch(tag).mkdir()
-        return {"TMPDIR": str(scratch(tag)), "OMPI_MCA_btl_sm_backing_directory": str(scratch(tag))}
+        temporary_directory(tag).mkdir()
+        folder = str(temporary_directory(tag))
+        return {"TMPDIR": folder, "OMPI_MCA_btl_sm_backing_directory": folder}
 
     def _watch(
         self, mpirun: subprocess.Popen[bytes], stop: threading.Event
     ) -> Literal["exited", "stopped", "silent", "start_timeout"]:
-        """Look at everything that can happen, ten times a second; end the job when it must."""
-        last_beat, moved_at, started = _moved(self.heartbeat), time.monotonic(), False
+        """Wait for the end of mpirun, a stop request or a missing heartbeat; stop the job in the last two cases."""
+        last_beat, beat_at, started = _last_beat(self.heartbeat), time.monotonic(), False
         while mpirun.poll() is None:
             if stop.wait(POLL_S):
                 _stop(mpirun, self.grace_s)
                 return "stopped"
-            if (beat := _moved(self.heartbeat)) != last_beat:
-                last_beat, moved_at, started = beat, time.monotonic(), True
-            if time.monotonic() - moved_at > (self.silence_timeout_s if started else self.start_timeout_s):
-                _stop(mpirun, 0)  # it had its chance to move
+            if (beat := _last_beat(self.heartbeat)) != last_beat:
+                last_beat, beat_at, started = beat, time.monotonic(), True
+            if time.monotonic() - beat_at > (self.silence_timeout_s if started else self.start_timeout_s):
+                _stop(mpirun, 0)  # a job that hangs cannot save
                 return "silent" if started else "start_timeout"
         return "exited"
 
 
 def find_mpirun() -> Path:
-    """The mpirun of this environment, else the machine's. Raises LaunchError."""
+    """Return the mpirun of this Python environment, else the one in PATH. Raises LaunchError without one."""
     own = Path(sys.prefix) / "bin" / "mpirun"
     found = own if own.exists() else shutil.which("mpirun")
     if found is None:
         raise LaunchError(
             f"no MPI: there is no mpirun, neither {own} nor in PATH; install one (`pip install onward[mpi]`), "
-            "or load the machine's MPI module"
+            "or load the MPI module of this machine"
         )
     return Path(found).absolute()
 
@@ -185,9 +187,9 @@ _running: dict[Path, threading.Event] = {}
 
 
 def stop_running(run_dir: Path) -> bool:
-    """Ask the job that this process supervises for `run_dir` to save and leave; False when there is none.
+    """Request that the job of `run_dir` in this process saves and stops; return False when there is none.
 
-    Returns at once, from any thread; the supervisor's ladder sees to the end.
+    Returns immediately and may be called from any thread; `MpiJob.run` in the main thread then stops the job.
     """
     stop = _running.get(run_dir)
     if stop is not None:
@@ -196,7 +198,7 @@ def stop_running(run_dir: Path) -> bool:
 
 
 def running_job(run_dir: Path) -> RunningJob | None:
-    """The job of a run directory if any process of it lives on this host, whoever supervises it."""
+    """Return the job of a run directory if a process of it runs on this host, whichever process has started it."""
     try:
         job = RunningJob(**json.loads((run_dir / "job.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -205,18 +207,18 @@ def running_job(run_dir: Path) -> RunningJob | None:
 
 
 def wait_until_free(run_dir: Path, limit_s: float = GUARD_GRACE_S + 5.0) -> None:
-    """Wait for the ranks of a supervisor that died: they may still be saving. Raises LaunchError if they stay."""
+    """Wait until no process of an earlier job runs; ranks of a killed flow may still be saving. Raises LaunchError."""
     deadline = time.monotonic() + limit_s
     while (job := running_job(run_dir)) is not None:
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"{run_dir} has a living job, started at {job.started_at} (processes {_members(job.tag)}); "
-                "stop that one first, or wait for its end"
+                f"a job of {run_dir} is still running, started at {job.started_at} (processes {_members(job.tag)}); "
+                "stop it first, or wait for its end"
             )
         time.sleep(POLL_S)
 
 
-def _record(run_dir: Path, tag: str, argv: list[str]) -> None:
+def _write_job_record(run_dir: Path, tag: str, argv: list[str]) -> None:
     job = {"tag": tag, "boot": boot_id(), "argv": argv, "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     partial = run_dir / ".job.json.partial"
     partial.write_text(json.dumps(job, indent=2))
@@ -224,7 +226,7 @@ def _record(run_dir: Path, tag: str, argv: list[str]) -> None:
 
 
 def boot_id() -> str:
-    """This boot of this host."""
+    """Return an id that is new at every start of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -232,9 +234,9 @@ def boot_id() -> str:
 
 
 def _stop(mpirun: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Down the ladder until mpirun is gone: SIGUSR1, which mpirun hands to the ranks, lets them save.
+    """Send SIGUSR1 and wait `grace_s`, then SIGTERM and wait 3 s, until mpirun has ended.
 
-    SIGTERM does not: mpirun kills the ranks half a second after it.
+    mpirun passes SIGUSR1 on to the ranks, which then save a checkpoint. After SIGTERM it kills them within 0.5 s.
     """
     for number, patience_s in ((signal.SIGUSR1, grace_s), (signal.SIGTERM, 3.0)):
         if patience_s and mpirun.poll() is None:
@@ -243,42 +245,44 @@ def _stop(mpirun: subprocess.Popen[bytes], grace_s: float) -> None:
                 mpirun.wait(patience_s)
 
 
-def _end(mpirun: subprocess.Popen[bytes], tag: str) -> None:
-    """Whatever is left of the job, now."""
-    mpirun.poll()  # sets the return code of a mpirun that has gone by itself
-    sweep(tag)
+def _kill_rest(mpirun: subprocess.Popen[bytes], tag: str) -> None:
+    """Kill all processes of the job that are left."""
+    mpirun.poll()  # reads the exit status of an mpirun that has ended by itself, before `kill_job` could kill it
+    kill_job(tag)
     with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a hung system call cannot be killed
         mpirun.wait(5.0)
 
 
-def sweep(tag: str) -> None:
-    """SIGKILL every process of the job on this host, wait, a bounded time, until they are gone; then its files."""
-    _until_gone(tag, signal.SIGKILL, limit_s=5.0)
-    shutil.rmtree(scratch(tag), ignore_errors=True)
+def kill_job(tag: str) -> None:
+    """Send SIGKILL to every process of the job on this host, wait at most 5 s for their end, delete their files."""
+    _signal_until_gone(tag, signal.SIGKILL, limit_s=5.0)
+    shutil.rmtree(temporary_directory(tag), ignore_errors=True)
 
 
-def scratch(tag: str) -> Path:
-    """Temporary files of the job."""
+def temporary_directory(tag: str) -> Path:
+    """Return the directory of the job's temporary files."""
     return Path(tempfile.gettempdir()) / f"onward-{tag}"
 
 
-def _until_gone(tag: str, number: int, *, limit_s: float, which: Callable[[int], bool] = lambda pid: True) -> None:
-    deadline, told = time.monotonic() + limit_s, set[int]()
+def _signal_until_gone(
+    tag: str, number: int, *, limit_s: float, which: Callable[[int], bool] = lambda pid: True
+) -> None:
+    deadline, signalled = time.monotonic() + limit_s, set[int]()
     while (members := set(_members(tag))) and time.monotonic() < deadline:
-        for pid in filter(which, members - told):
+        for pid in filter(which, members - signalled):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        told |= members
+        signalled |= members
         time.sleep(0.02)
 
 
 def _members(tag: str) -> list[int]:
-    """Processes of the job on this host, by the tag in their environment; zombies have none left."""
+    """Return the job's processes on this host, found by the tag in their environment. Zombies have no environment."""
     wanted = f"{TAG}={tag}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
     return found
@@ -291,8 +295,8 @@ def _leads_session(pid: int) -> bool:
         return False
 
 
-def _moved(heartbeat: Path | None) -> int:
-    """When the heartbeat last moved, by its own clock: only a change counts, clocks of hosts differ."""
+def _last_beat(heartbeat: Path | None) -> int:
+    """Return the heartbeat file's time stamp. Only its changes are used, because the clocks of hosts differ."""
     try:
         return heartbeat.stat().st_mtime_ns if heartbeat else 0
     except FileNotFoundError:
@@ -304,7 +308,7 @@ def _moved(heartbeat: Path | None) -> int:
 
 @contextlib.contextmanager
 def _guard(tag: str, grace_s: float) -> Iterator[None]:
-    """A process that ends the job should this one be killed: the pipe between them closes whatever happens."""
+    """Start a process that stops the job if this one is killed: the pipe between them is closed in any case."""
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, tag, str(grace_s)], stdin=subprocess.PIPE, start_new_session=True
     )
@@ -317,12 +321,12 @@ def _guard(tag: str, grace_s: float) -> Iterator[None]:
             guard.wait(grace_s + 10.0)
 
 
-def _be_guard(tag: str, grace_s: float) -> None:
-    """Wait for the supervisor's end; if anything of the job outlives it, let it save, then kill it."""
+def _run_guard(tag: str, grace_s: float) -> None:
+    """Wait for the end of the flow process; let what is left of the job save for `grace_s`, then kill it."""
     sys.stdin.buffer.read()
-    _until_gone(tag, signal.SIGUSR1, limit_s=grace_s, which=_leads_session)  # mpirun alone
-    sweep(tag)
+    _signal_until_gone(tag, signal.SIGUSR1, limit_s=grace_s, which=_leads_session)  # only mpirun leads a session
+    kill_job(tag)
 
 
 if __name__ == "__main__":
-    _be_guard(sys.argv[1], float(sys.argv[2]))
+    _run_guard(sys.argv[1], float(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""TensorBoard: event files written without torch and without TensorFlow."""
+"""Write TensorBoard event files, without torch and without TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoard:
-    """Event files in one folder, begun anew: a view is made from the whole event log, so nothing is in it twice.
+    """Event files in one folder. Those of an earlier monitor are deleted, because the whole event log is read again.
 
-    Each tag takes only steps greater than its last one: a resumed attempt repeats steps. With
-    `wanted=False` the same calls write nothing, and so they do after a disk that failed: it is only a view.
+    A resumed attempt repeats steps, so each tag takes only steps greater than its last one. With `wanted=False`, and
+    after an OSError of the disk, the calls write nothing.
     """
 
     def __init__(self, folder: Path, *, wanted: bool = True) -> None:
         self._writer: EventFileWriter | None = None
         self._last: dict[str, int] = {}
-        with self._giving_up():
+        with self._disabled_by_errors():
             for former in folder.glob("events.out.tfevents.*"):
                 former.unlink()
             self._writer = EventFileWriter(str(folder)) if wanted else None
@@ -43,7 +43,7 @@ class TensorBoard:
             num=sum(counts),
             sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
             sum_squares=sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
-            bucket_limit=edges,  # upper ends: the first bucket, below the first edge, is empty
+            bucket_limit=edges,  # upper limits; the first bucket, below the first edge, is empty
             bucket=[0, *counts],
         )
         self._add([Summary.Value(tag=name, histo=proto)], step, at_ms)
@@ -52,26 +52,26 @@ class TensorBoard:
         fresh = [value for value in values if step > self._last.get(value.tag, -1)]
         if fresh and self._writer:
             self._last |= {value.tag: step for value in fresh}
-            with self._giving_up():
+            with self._disabled_by_errors():
                 self._writer.add_event(Event(wall_time=at_ms / 1000, step=step, summary=Summary(value=fresh)))
 
     def flush(self) -> None:
-        """Bring everything so far to disk."""
-        with self._giving_up():
+        """Write everything so far to disk."""
+        with self._disabled_by_errors():
             if self._writer:
                 self._writer.flush()
 
     def close(self) -> None:
-        """Bring everything to disk and end the writer's thread."""
-        with self._giving_up():
+        """Write everything to disk and end the writer's thread."""
+        with self._disabled_by_errors():
             if self._writer:
                 self._writer.close()
 
     @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """The first OSError inside is said, and ends the writing."""
+    def _disabled_by_errors(self) -> Iterator[None]:
+        """Log the first OSError inside and write nothing from then on: TensorBoard is only a view of the event log."""
         try:
             yield
         except OSError as error:
             self._writer = None
-            log.warning("TensorBoard gets nothing more until this run is resumed: %s", error)
+            log.warning("no more TensorBoard files are written until this run is resumed: %s", error)

@@ -1,8 +1,8 @@
-"""MLflow: the only module that imports it, with explicit run ids and one error for an outage.
+"""Record runs, metrics, checkpoints and models in MLflow. The only module that imports MLflow.
 
-Everything here may be repeated: a run is found again by its tag, equal metric points are stored once, a
-checkpoint is recorded once for each step, a model file is registered once. So whoever was cut off in the
-middle calls again. `log_batch` is the exception for file stores, which MLflow itself has retired.
+Every call may be repeated after an outage or a crash: a run is found by its tag, equal metric points are stored once, a
+checkpoint is recorded once per step, a model file is registered once. (`log_batch` stores points twice in MLflow's
+retired file stores.) Run ids are passed explicitly; nothing uses MLflow's global active run.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
 
 SETTINGS = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the default blocks a call for minutes; callers retry themselves
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the default blocks a call for minutes; the callers here retry themselves
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
 }
-"""Environment that MLflow reads when it is imported; what the user has set stays."""
+"""Environment that MLflow reads when it is imported. Variables that the user has set are kept."""
 
 RUN_KEY = "onward.run_id"
-"""The tag that ties an MLflow run to its run directory."""
+"""The tag of an MLflow run with the id of its run directory."""
 BATCH = 1000
-"""Most metric points MLflow takes at once."""
+"""MLflow's limit of metric points per call."""
 REQUIREMENTS = ("mlflow", "onnx", "onnxruntime", "numpy")
-"""What loading a registered model needs; given, because inferring it would load and run the model."""
+"""Packages that loading a registered model needs. MLflow would load and run the model to infer them."""
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 P = ParamSpec("P")
@@ -49,11 +49,11 @@ T = TypeVar("T", bound="Tracker")
 
 
 class TrackingError(Exception):
-    """MLflow refused a call; repeating it would not help."""
+    """MLflow refused a call; repeating it would fail again."""
 
 
 class TrackingUnavailable(TrackingError):
-    """MLflow cannot be reached or is out of order for now; the same call may be repeated later."""
+    """MLflow cannot be reached or has an internal error; the same call may be repeated later."""
 
 
 class Point(NamedTuple):
@@ -66,7 +66,7 @@ class Point(NamedTuple):
 
 
 class Port(NamedTuple):
-    """An input or output of a model: numpy's name of its dtype, -1 for each dimension that is free."""
+    """An input or output of a model: numpy's name of its dtype, -1 for each dynamic dimension."""
 
     name: str
     dtype: str
@@ -75,14 +75,14 @@ class Port(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFile:
-    """An ONNX file on its way into the registry."""
+    """An ONNX file to be registered."""
 
     path: Path
     sha256: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     beside: tuple[Path, ...] = ()
-    """Files in its directory, or below, that it keeps weights in."""
+    """Files with its external data, in its directory or below."""
     step: int = 0
     example: Mapping[str, Any] = field(default_factory=dict)
     """Input name -> array: one small batch."""
@@ -91,19 +91,19 @@ class ModelFile:
 
 
 def local_store(home: Path) -> str:
-    """The tracking URI of Onward's own store: SQLite under its home, the artifacts beside it."""
+    """Return the tracking URI of Onward's own store: SQLite under its home, the artifacts beside it."""
     return f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
 
 
 def metric_name(key: str) -> str:
-    """The name MLflow accepts for a metric: weights may be called `/h.0/c@attn`, its metrics may not."""
+    """Return a name that MLflow accepts for a metric; weights may have names such as `/h.0/c@attn`."""
     return posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", key)).lstrip("/.")[:250] or "_"
 
 
-def _translated(
+def _translate_errors(
     method: Callable[Concatenate[T, P], R],
 ) -> Callable[Concatenate[T, P], R]:
-    """Let a method raise TrackingUnavailable for an outage of any kind, and TrackingError for a refusal."""
+    """Make a method raise TrackingUnavailable for an outage of any kind and TrackingError for a refusal."""
 
     @wraps(method)
     def call(tracker: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -115,10 +115,10 @@ def _translated(
         except MlflowException as error:
             status = error.get_http_status_code()  # type: ignore[no-untyped-call]
             if status >= 500 or status == 429:
-                raise TrackingUnavailable(f"MLflow at {tracker.tracking_uri} does not answer: {error}") from error
+                raise TrackingUnavailable(f"MLflow at {tracker.tracking_uri} has an error for now: {error}") from error
             raise TrackingError(f"MLflow at {tracker.tracking_uri} refused: {error}") from error
         except FileNotFoundError:
-            raise  # the caller's file
+            raise  # of a file that the caller named, not of MLflow's
         except (OSError, OperationalError) as error:  # every error of the HTTP client is an OSError
             raise TrackingUnavailable(f"MLflow at {tracker.tracking_uri} cannot be reached: {error}") from error
 
@@ -126,10 +126,10 @@ def _translated(
 
 
 class Tracker:
-    """One MLflow run, in the store at `tracking_uri`. Threads and processes may share the store.
+    """One MLflow run in the store at `tracking_uri`. Several threads and processes may use the store.
 
-    tracking_uri: `http://...`, or a database such as `sqlite:////home/me/mlflow.db`, whose artifacts
-    then lie in `artifacts` beside it.
+    tracking_uri: `http://...`, or a database such as `sqlite:////home/me/mlflow.db`; its artifacts are then in the
+    directory `artifacts` beside it.
     """
 
     def __init__(self, tracking_uri: str, run_id: str = "") -> None:
@@ -144,35 +144,35 @@ class Tracker:
         if self._connected is None:
             from mlflow import MlflowClient
 
-            with _only_one(self._database):
+            with _lock_database(self._database):
                 self._connected = MlflowClient(self.tracking_uri, self.tracking_uri)
                 if self._database:
-                    self._connected.search_experiments(max_results=1)  # makes the tables of a new database
+                    self._connected.search_experiments(max_results=1)  # creates the tables of a new database
         return self._connected
 
     @property
     def _database(self) -> Path | None:
-        """The SQLite file of the store, if it is one."""
+        """The SQLite file of the store; None for a server."""
         path = self.tracking_uri.removeprefix("sqlite:///")
         return Path(path).absolute() if path != self.tracking_uri else None
 
     # -- the run
 
-    @_translated
+    @_translate_errors
     def start_run(
         self, experiment: str, *, key: str, name: str, tags: Mapping[str, str], params: Mapping[str, Any]
     ) -> tuple[str, str]:
-        """Find the run tagged with `key` (the Onward run id) or create it; it is RUNNING afterwards.
+        """Find the run tagged with `key` (the Onward run id) or create it, and set its status to RUNNING.
 
-        Tags are set anew; of the parameters, those it has keep their first value. Returns the MLflow run id
-        and the address of its page ("" for a store without a server).
+        Tags are replaced; parameters that exist keep their first value. Returns the MLflow run id and the address of
+        its page ("" for a store without a server).
         """
         experiment_id = self._experiment(experiment)
         found = self._client.search_runs([experiment_id], f"tags.`{RUN_KEY}` = '{key}'", max_results=1)
         if found:
             run = found[0]
         else:
-            with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
+            with contextlib.suppress(OSError, KeyError):  # in a container the user may have no name
                 tags = {"mlflow.user": getpass.getuser(), **tags}
             run = self._client.create_run(
                 experiment_id, run_name=name, tags={RUN_KEY: key, "mlflow.source.name": "onward", **tags}
@@ -186,13 +186,13 @@ class Tracker:
         return self.run_id, page if self.tracking_uri.startswith("http") else ""
 
     def _experiment(self, name: str) -> str:
-        """The id of an experiment, created or brought back if need be."""
+        """Return the id of an experiment; create it, or restore a deleted one, if needed."""
         if (known := self._client.get_experiment_by_name(name)) is None:
             beside = self._database and (self._database.parent / "artifacts").as_uri()
             try:
                 return self._client.create_experiment(name, artifact_location=beside or None)
             except Exception:
-                if (known := self._client.get_experiment_by_name(name)) is None:  # else somebody else was faster
+                if (known := self._client.get_experiment_by_name(name)) is None:  # else another process has created it
                     raise
         if known.lifecycle_stage == "deleted":
             self._client.restore_experiment(known.experiment_id)
@@ -205,38 +205,38 @@ class Tracker:
         for start in range(0, len(entries), 100):
             self._client.log_batch(self.run_id, params=entries[start : start + 100], synchronous=True)
 
-    @_translated
+    @_translate_errors
     def log_batch(self, points: Iterable[Point]) -> None:
-        """Store metric points, all of them or - after an outage in the middle - a first part of them."""
+        """Store metric points. After an outage a first part of them may be stored."""
         from mlflow.entities import Metric
 
         metrics = [Metric(metric_name(p.key), p.value, p.at_ms, p.step) for p in points]
         for start in range(0, len(metrics), BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + BATCH], synchronous=True)
 
-    @_translated
+    @_translate_errors
     def set_status(self, status: Status) -> None:
-        """Say how the run ended, or that it is RUNNING again."""
+        """Set the final status of the run, or RUNNING again."""
         if status == "RUNNING":
             self._client.update_run(self.run_id, status=status)
         else:
             self._client.set_terminated(self.run_id, status)
 
-    @_translated
+    @_translate_errors
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags; `mlflow.note.content` is the description on the run's page, in Markdown."""
         from mlflow.entities import RunTag
 
         self._client.log_batch(self.run_id, tags=[RunTag(k, str(v)) for k, v in tags.items()], synchronous=True)
 
-    @_translated
+    @_translate_errors
     def log_file(self, path: Path, folder: str = "") -> None:
         """Upload one small file to the run's artifacts."""
         if not path.exists():
             raise FileNotFoundError(path)
         self._client.log_artifact(self.run_id, str(path), folder or None)
 
-    @_translated
+    @_translate_errors
     def log_dataset(self, name: str, *, digest: str, source: Path, rows: Mapping[str, int]) -> None:
         """Record the data by its digest. rows: split, such as `train` or `evaluation`, -> number of rows."""
         import json
@@ -246,7 +246,7 @@ class Tracker:
         location = json.dumps({"uri": source.absolute().as_uri()})
         inputs = [
             DatasetInput(
-                # 36 characters are all MLflow has room for
+                # MLflow stores at most 36 characters
                 Dataset(f"{name}/{split}", digest[:36], "local", location, profile=json.dumps({"num_rows": count})),
                 [InputTag("mlflow.data.context", split)],
             )
@@ -256,17 +256,18 @@ class Tracker:
 
     # -- models
 
-    @_translated
+    @_translate_errors
     def record_checkpoint(
         self, step: int, *, path: Path, bytes: int, digest: str, metrics: Mapping[str, float], best: bool
     ) -> str:
         """Record a checkpoint by reference, without uploading it; returns the id of the LoggedModel.
 
-        Its metrics appear in the run as `checkpoint/...`: under their own names they would be second points
-        beside those of the event log.
+        Its metrics appear in the run as `checkpoint/...`, because the event log sends the same metrics under their own
+        names.
         """
         tags = {"path": str(path), "sha256": digest, "bytes": str(bytes), "step": str(step)}
         model = self._logged_model(path.name, "checkpoint", tags)
+        # The tag of the former best is removed first: after a crash in between there is no best, never two.
         if best:
             for former in self._models("tags.best = 'true'"):
                 if former.model_id != model.model_id:
@@ -276,11 +277,11 @@ class Tracker:
         self._finish(model, step, {f"checkpoint/{key}": value for key, value in metrics.items()})
         return str(model.model_id)
 
-    @_translated
+    @_translate_errors
     def register_model(self, model: ModelFile, *, name: str, alias: str = "") -> str:
         """Upload an ONNX file with signature and example, and register it; returns the version.
 
-        Registering the same file (by `sha256`) of the same run again returns the version it has.
+        When the same file (by `sha256`) of the same run is registered already, its version is returned.
         """
         version = self._version(name, model.sha256)
         if not version:
@@ -290,7 +291,8 @@ class Tracker:
                 _package(model, Path(folder) / "model", model_id=logged.model_id, run_id=self.run_id)
                 self._client.log_model_artifacts(logged.model_id, f"{folder}/model")
             self._finish(logged, model.step, {f"exported/{key}": value for key, value in model.metrics.items()})
-            # a server takes no local path; a database looks the other form up in the process-wide default store
+            # A server accepts no local path. With a database, MLflow would look `models:/` up in the default store of
+            # this process, which may be another one.
             source = logged.artifact_location if self._database else f"models:/{logged.model_id}"
             created = self._client.create_model_version(name, source, self.run_id, tags=tags, model_id=logged.model_id)
             version = str(created.version)
@@ -299,33 +301,33 @@ class Tracker:
         return version
 
     def _version(self, name: str, digest: str) -> str:
-        """The version that this run's file has in the registry already, or ""; makes the registered model."""
+        """Return the version of this run's file in the registry, or ""; create the registered model if it is new."""
         if not self._client.search_registered_models(f"name = '{name}'", max_results=1):
             self._client.create_registered_model(name)
         known = self._client.search_model_versions(f"name = '{name}' and run_id = '{self.run_id}'")
         return next((str(version.version) for version in known if version.tags.get("sha256") == digest), "")
 
     def _models(self, condition: str) -> list[LoggedModel]:
-        """The LoggedModels of this run that meet a condition."""
+        """Return the LoggedModels of this run that meet a condition."""
         experiment = self._client.get_run(self.run_id).info.experiment_id
         condition = f"source_run_id = '{self.run_id}' AND {condition}"
         return list(self._client.search_logged_models([experiment], condition))
 
     def _logged_model(self, name: str, kind: str, tags: Mapping[str, str]) -> LoggedModel:
         """Find this run's LoggedModel of that name and digest, or create it."""
-        name = re.sub(r"[/:.%\"']", "-", name)  # what MLflow does not take
+        name = re.sub(r"[/:.%\"']", "-", name)  # characters that MLflow refuses
         if found := self._models(f"name = '{name}' AND tags.sha256 = '{tags['sha256']}'"):
             return found[0]
         experiment = self._client.get_run(self.run_id).info.experiment_id
         return self._client.create_logged_model(experiment, name, self.run_id, dict(tags), model_type=kind)
 
     def _finish(self, model: LoggedModel, step: int, metrics: Mapping[str, float]) -> None:
-        """Attach metrics and the run to a LoggedModel and call it ready; nothing if it is so already."""
+        """Attach metrics and the run to a LoggedModel and set it READY, unless it is READY already."""
         from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
 
         if model.status == LoggedModelStatus.READY:
             return
-        at_ms = model.creation_timestamp  # the same for every repetition
+        at_ms = model.creation_timestamp  # the same at every repetition, so that equal points are stored once
         entries = [
             Metric(metric_name(key), value, at_ms, step, model_id=model.model_id) for key, value in metrics.items()
         ]
@@ -335,11 +337,11 @@ class Tracker:
 
 
 def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> None:
-    """Lay out an MLflow model directory around an ONNX file, whose bytes stay what they are."""
+    """Write an MLflow model directory with an ONNX file and its external data, byte for byte."""
     from importlib.metadata import version
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of MLflow's own code about itself
+        warnings.simplefilter("ignore")  # deprecations inside MLflow
         import mlflow.onnx
         from mlflow.models import Model, ModelSignature
         from mlflow.types import Schema, TensorSpec
@@ -358,6 +360,7 @@ def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> N
             onnx_execution_providers=["CPUExecutionProvider"],
             save_as_external_data=False,
         )
+    # `save_model` may serialize the model again; the registered file must be the verified one, byte for byte.
     shutil.copyfile(model.path, folder / "model.onnx")
     for file in model.beside:
         place = folder / file.relative_to(model.path.parent)
@@ -366,8 +369,8 @@ def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> N
 
 
 @contextlib.contextmanager
-def _only_one(database: Path | None) -> Iterator[None]:
-    """Hold a lock while a new database gets its tables: two makers at once would both fail."""
+def _lock_database(database: Path | None) -> Iterator[None]:
+    """Hold a lock while a new database gets its tables: when two processes create them at once, both fail."""
     if database is None:
         yield
         return

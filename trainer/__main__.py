@@ -1,14 +1,14 @@
-"""One rank, from the shell: `python -m onward.trainer {preflight,train} RUN_DIR`, or one process that exports.
+"""Run one process of the trainer: a rank of the training job, or an export, a variant, a plan.
 
-    mpirun -n 2 python -m onward.trainer preflight RUN_DIR     report host, device, versions; check one all-reduce
-    mpirun -n 2 python -m onward.trainer train RUN_DIR         train, or go on from the newest whole checkpoint
-    python -m onward.trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and prove it
-    python -m onward.trainer training RUN_DIR CHECKPOINT       write what trains the model on without torch
-    python -m onward.trainer variant RUN_DIR KIND              make a further file of the exported one
+    mpirun -n 2 python -m onward.trainer preflight RUN_DIR     report host, device and versions; test one all-reduce
+    mpirun -n 2 python -m onward.trainer train RUN_DIR         train, or resume from the newest complete checkpoint
+    python -m onward.trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and verify it
+    python -m onward.trainer training RUN_DIR CHECKPOINT       write ONNX graphs that continue training without torch
+    python -m onward.trainer variant RUN_DIR KIND              write one variant of the exported file
     python -m onward.trainer plan FOLDER                       estimate the layout: plan.json, or refused.json
 
-Everything else is in RUN_DIR/config.json. Exit status: 0 done, 75 stopped with a checkpoint, 70 failed
-(RUN_DIR/errors says why), 72 fenced off by a newer attempt, 78 refused: trying again would not help.
+All settings are in RUN_DIR/config.json. Exit status: 0 done, 75 stopped after saving a checkpoint, 70 failed
+(RUN_DIR/errors has the reason), 72 a newer attempt has taken over RUN_DIR, 78 refused: a retry would fail again.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 
 
 def train_rank(run: RunDir) -> int:
-    """Train as one rank of the attempt that owns the run directory."""
+    """Train as one rank of the current attempt. Every rank of the job calls it."""
+    # The `train` task counts the attempts; a job that was started by hand begins the first one itself.
     if launched_rank() in (None, 0) and not run.current_attempt:
-        run.begin_attempt()  # started by hand, without a supervisor to count the attempts
+        run.begin_attempt()
     attempt = run.current_attempt or 1
     stop = StopSignal()
     heartbeat = Heartbeat(run.heartbeat)
@@ -57,10 +58,12 @@ def train_rank(run: RunDir) -> int:
     )
     heartbeat.start(rank=mpi.rank, timeout_s=config.launch.heartbeat_timeout_s)
 
-    from onward.trainer.loop import train  # after the world is known to be right: imports take seconds
+    # After `connect` has checked the world size: these imports take seconds.
+    from onward.trainer.loop import train
 
     result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=lambda: stop.requested)
-    if mpi.rank == 0:  # the writer of the result, and the only proof of success
+    # This file is the only proof of success; the exit status of mpirun is none.
+    if mpi.rank == 0:
         write_record(run.result(attempt), result)
     disconnect()
     return 0 if result.status == "done" else Stopped.exit_code
@@ -88,9 +91,9 @@ def evaluation_data(run: RunDir) -> EvaluationData:
 
 
 def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False) -> int:
-    """Write the checkpoint's weights back into the ONNX file, and prove the result.
+    """Write a checkpoint's weights into the ONNX file and verify the result.
 
-    `training`: write what trains it on without torch instead.
+    `training`: write the ONNX graphs that continue training without torch instead.
     """
     die_with_parent()
     from onward.trainer.checkpoint.save_load import load
@@ -108,7 +111,7 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
 
 
 def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
-    """Make one variant of the file exported into `folder`, and leave its record there."""
+    """Write one variant of the exported file in `folder`, and its record."""
     die_with_parent()
     from onward.trainer.export import variants
 
@@ -120,7 +123,7 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
 
 
 def make_plan(folder: RunDir) -> int:
-    """Plan the run of `config.json` in a folder, and leave the plan there."""
+    """Estimate the layout for `config.json` in `folder`, and write plan.json there."""
     die_with_parent()
     from onward.trainer.export import export
     from onward.trainer.parallel.planner import plan
@@ -131,24 +134,24 @@ def make_plan(folder: RunDir) -> int:
 
 
 def main() -> int:
-    """Parse the command line and be that process."""
+    """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m onward.trainer", description=__doc__.splitlines()[0] if __doc__ else ""
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, does in (
-        ("preflight", "check the machine"),
+    for name, summary in (
+        ("preflight", "check the machine on every rank"),
         ("train", "train as one rank"),
-        ("export", "write the trained file and prove it"),
-        ("training", "write what trains the model on without torch"),
-        ("variant", "make a further file of the exported one"),
-        ("plan", "say how the run would be divided"),
+        ("export", "write the trained ONNX file and verify it"),
+        ("training", "write ONNX graphs that continue training without torch"),
+        ("variant", "write one variant of the exported file"),
+        ("plan", "estimate the layout of a run"),
     ):
-        command = commands.add_parser(name, help=does)
+        command = commands.add_parser(name, help=summary)
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
         if name in ("export", "training", "variant"):
-            command.add_argument("what", help="the checkpoint's directory, or the kind of variant")
-            command.add_argument("--folder", type=Path, help="where the file is, if not in the run directory")
+            command.add_argument("what", help="directory of the checkpoint, or kind of variant")
+            command.add_argument("--folder", type=Path, help="directory of the exported file; default: RUN_DIR/export")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if arguments.command == "preflight":

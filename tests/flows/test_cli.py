@@ -238,8 +238,8 @@ def test_plan_shows_stages_memory_and_what_is_sent(capsys: pytest.CaptureFixture
         "stages",
         "memory of one rank",
         "sent and received",
-        "divided over tensor-parallel ranks",
-        "left whole",
+        "sharded over tensor-parallel ranks",
+        "replicated on every tensor-parallel rank",
     ):
         assert f"\n{title}" in shown
     found = json.loads(onward(capsys, "plan", str(small), *layout, "--json"))

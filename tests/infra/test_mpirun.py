@@ -168,10 +168,10 @@ def test_killing_mpirun_leaves_nothing_behind(started: Callable[..., Future[Outc
     running = started("deaf")
     record = running_job(tmp_path)
     assert record is not None
-    assert list(mpirun.scratch(record.tag).iterdir()) != []
+    assert list(mpirun.temporary_directory(record.tag).iterdir()) != []
     leader(tmp_path).kill()
     assert running.result(15).returncode == -signal.SIGKILL
-    assert not mpirun.scratch(record.tag).exists()
+    assert not mpirun.temporary_directory(record.tag).exists()
 
 
 @pytest.mark.mpi

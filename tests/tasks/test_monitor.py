@@ -162,7 +162,7 @@ def test_a_full_disk_is_said_once_and_waited_out_and_ends_only_the_view(
         assert monitor.fn(run).status == "FINISHED"
     assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]
     assert caplog.text.count("metrics stay in the event log until MLflow can be reached again: [Errno 28]") == 1
-    assert caplog.text.count("TensorBoard gets nothing more") == 1
+    assert caplog.text.count("no more TensorBoard files are written") == 1
 
 
 # -- shipping

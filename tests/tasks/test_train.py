@@ -141,7 +141,7 @@ def test_a_second_job_in_the_same_run_is_refused(run: RunDir, ranks: Any, monkey
         first = threads.submit(train.fn, run)
         _until_moving(run)
         try:
-            with pytest.raises(RuntimeUnavailable, match="has a living job, started at"):
+            with pytest.raises(RuntimeUnavailable, match="is still running, started at"):
                 train.fn(run)
             assert run.current_attempt == 1  # the first one still owns the directory
         finally:

@@ -64,6 +64,13 @@ def test_share_of_comment_lines_is_printed(capsys: pytest.CaptureFixture[str]) -
     assert lines
 
 
+def test_the_changelog_has_the_version() -> None:
+    import onward
+
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## \[{re.escape(onward.__version__)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.M)
+
+
 # -- configurations and settings
 
 

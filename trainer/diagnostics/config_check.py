@@ -43,8 +43,8 @@ def check_sections(sections: Sections) -> list[str]:
 def _model(model: ModelConfig) -> list[str]:
     if not model.path.is_file():
         return [
-            f"model.path: there is no file {model.path}; `onward reference --help` makes the reference models, and an "
-            "example config's first lines say how its own is made"
+            f"model.path: there is no file {model.path}; `onward reference --help` lists the models that Onward can "
+            "write; an example that is run by its name, such as squeezenet-digits, writes its own"
         ]
     return [] if os.access(model.path, os.R_OK) else [f"model.path: no permission to read {model.path}"]
 

@@ -92,7 +92,7 @@ def run(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunOut
     ConfigError for settings, data or a model that cannot work, before anything is started; Stopped, TrainingFailed and
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
-    _require_flow("onward.run")
+    require_flow("onward.run")
     return _train(checked_config(config, overrides, **sections))
 
 
@@ -102,7 +102,7 @@ def resume(run: str = "last") -> RunOutcome:
     `run`: a name, the beginning of an id, a directory, or "last". Raises ConfigError when there is no such run or it
     is running; else as `onward.run`, and from the main thread like it.
     """
-    _require_flow("onward.resume")
+    require_flow("onward.resume")
     from onward.flows.runs import find_run, is_running
     from onward.trainer.config.loading import build_config
     from onward.trainer.diagnostics.config_check import check_sections
@@ -157,7 +157,7 @@ def _exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _require_flow(what: str) -> None:
+def require_flow(what: str) -> None:
     """Raises RuntimeUnavailable when Prefect or MLflow is not installed: a compute node may have the trainer alone."""
     if missing := [name for name in ("prefect", "mlflow", "sqlalchemy") if importlib.util.find_spec(name) is None]:
         raise RuntimeUnavailable(
@@ -190,7 +190,7 @@ def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:
 
     With `parallel = "auto"` the sizes are chosen. Raises ConfigError or UnsupportedModel when no such division exists.
     """
-    _require_flow("onward.plan")
+    require_flow("onward.plan")
     from onward.tasks.configure import plan as make_plan
 
     return make_plan(checked_config(config, overrides, **sections))
@@ -206,7 +206,7 @@ def export(source: AnyPath, output: AnyPath, *, variants: Sequence[str] = (), tr
     "optimized", "fp16", "bf16", "int8_dynamic", "int8_static". `training`: also write the graphs that train the
     model without torch. Raises ExportRefused with every failed check; no file is written then.
     """
-    _require_flow("onward.export")
+    require_flow("onward.export")
     from onward.flows.runs import find_checkpoint
     from onward.tasks.export import export_file
     from onward.trainer.config.sections import ExportConfig

@@ -18,6 +18,7 @@ def up(as_json: Json = False) -> None:
     The servers listen on 127.0.0.1 and run until `onward down` or the next start of the machine. Not for use with a
     Prefect server of your own: start a worker for that one instead.
     """
+    api.require_flow("onward up")
     from onward.infra import services
     from onward.infra.service_definitions import POOL
 
@@ -53,6 +54,7 @@ def deploy(
     Needs the servers of `onward up`, or your own Prefect server with a worker. Without --cron and --interval the
     deployment runs when it is started in Prefect.
     """
+    api.require_flow("onward deploy")
     resolved = api.checked_config(config, overrides or ())
     from onward.flows.local_run import prefect_server
 
@@ -73,6 +75,7 @@ def ui(as_json: Json = False) -> None:
 
     Starts both servers if they do not run; `onward down` stops them.
     """
+    api.require_flow("onward ui")
     from onward.flows.runs import all_runs
     from onward.trainer.run.records import RunIdentity, read_record
 

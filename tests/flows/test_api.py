@@ -217,16 +217,23 @@ def test_without_prefect_and_mlflow_the_trainer_works_and_a_run_says_what_to_ins
         + f"""
 import onward, onward.trainer.__main__, onward.trainer.loop
 print(onward.doctor("{model}").importable, onward.to_module("{model}").input_names)
-print(onward.config("squeezenet-digits").name)
+print(onward.config("squeezenet-digits").name, onward.runs())
 try:
     onward.run("squeezenet-digits")
 except onward.RuntimeUnavailable as error:
     print(error)
+sys.argv = ["onward", "up"]
+from onward.flows.cli import main
+main()
 """
     )
-    shown = in_a_new_process(program).splitlines()
-    assert shown[0].startswith("True")
-    assert "onward.run needs prefect, mlflow, sqlalchemy, not installed here: pip install 'onward[flow]'" in shown[2]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == onward.RuntimeUnavailable.exit_code, done.stderr
+    shown = done.stdout.splitlines()
+    assert shown[:2] == ["True ('image',)", "squeezenet-digits []"]
+    what_to_do = "needs prefect, mlflow, sqlalchemy, not installed here: pip install 'onward[flow]'"
+    assert f"onward.run {what_to_do}" in shown[2]
+    assert f"onward up {what_to_do}" in done.stderr
 
 
 # -- modules

@@ -13,7 +13,8 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra.tracking import Tracker, TrackingError
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import columns_to_read, data_problems
-from onward.trainer.data.shards import ShardManifest, make_shards
+from onward.trainer.data.sharding import make_shards
+from onward.trainer.data.shards import ShardManifest
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config

@@ -28,7 +28,7 @@ from onward.tasks.configure import plan as make_plan
 from onward.trainer import errors as errors_module
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.shards import make_shards
+from onward.trainer.data.sharding import make_shards
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import EventWriter
 from onward.trainer.parallel.plan_record import Plan

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from onward.trainer.data.columns import Array, Block, Cells, Column, Values
+from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells, Column, Values
 from onward.trainer.errors import DataError
 
-BATCH_BYTES = 4 << 20
-"""About this much of a file is in memory at a time."""
 STREAM_BYTES = 1 << 20
 """Read ahead in each column of a Parquet file, whose row groups may be as large as the file."""
 
@@ -111,7 +109,7 @@ def arrow_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         first = 0
         for number in range(file.num_record_batches):
             batch = _chosen(file.get_batch(number), names)
-            rows = max(1, batch.num_rows * BATCH_BYTES // max(batch.nbytes, 1))
+            rows = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
             for start in range(0, batch.num_rows, rows):
                 yield _block(path, batch.slice(start, rows), first + start)
             first += batch.num_rows
@@ -128,7 +126,7 @@ def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         columns = None if names is None else [name for name in names if name in file.schema_arrow.names]
         first = 0
         for batch in file.iter_batches(
-            max(1, min(65536, BATCH_BYTES // row_bytes)), columns=columns, use_threads=False
+            max(1, min(65536, BLOCK_BYTES // row_bytes)), columns=columns, use_threads=False
         ):
             yield _block(path, batch, first)
             first += batch.num_rows

@@ -1,4 +1,4 @@
-"""Columns of numbers: what a row of data looks like, and how the cells of any source become one."""
+"""Convert the cells of any source to columns of numbers, and describe such columns."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from onward.trainer.run.records import Record
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Cells = Array | Sequence[Any]
-"""One column of some rows as a source gives it: an array [n, ...], or n cells of any kind (None: missing)."""
+"""One column of some rows as read from a source: an array [n, ...], or n cells of any kind (None: missing)."""
 Values = Array | list[Array]
 """One column of some rows: an array [n, *shape], or (variable length) n one-dimensional arrays."""
 
+BLOCK_BYTES = 4 << 20
+"""About this much of a source file is in memory at a time."""
 TEXT = "str"
 """The dtype of a column that holds no numbers."""
 
 
 class Column(Record):
-    """What the rows of one column hold."""
+    """Type and shape of the rows of one column."""
 
     name: str
     dtype: str
-    """numpy's name of the type; `str` for what is not numbers."""
+    """numpy's name of the type; `str` if the cells are not numbers."""
     shape: tuple[int, ...] = ()
     """Of one row; of the longest row if the length varies."""
     variable: bool = False
     """Whether rows are one-dimensional, each of its own length."""
     extremes: tuple[int | float, ...] = ()
     """Of floats: the least and the greatest value. Of integers: the two least and the two greatest, distinct
-    and in order, because one of them may be the label that does not count."""
+    and in order, because one of them may be `model.ignore_index`."""
 
     @property
     def kind(self) -> str:
-        """How the column is called in a sentence."""
+        """The type and shape in words, for messages."""
         if self.dtype == TEXT:
             return "text"
         if self.variable:
@@ -58,20 +60,20 @@ class ColumnType:
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of one file as they were found, few enough for memory."""
+    """Some rows of one file, before their conversion to numbers."""
 
     file: str
     index: Array
-    """int64 [n], increasing: where each row is in its file, from 0; bad rows and blank lines take a number too."""
+    """int64 [n], increasing: the index of each row in its file, from 0; bad rows and blank lines are counted."""
     cells: Mapping[str, Cells]
     bad: dict[int, str] = field(default_factory=dict)
-    """Index -> why the row could not even be cut into cells; such rows are in neither `index` nor `cells`."""
+    """Index -> why the row could not be split into cells; such rows are in neither `index` nor `cells`."""
     first: int = 1
     unit: str = "row"
-    """What people call index 0, and its unit."""
+    """The number that messages give to index 0, and its unit."""
 
     def where(self, index: int) -> str:
-        """The place of a row, for people."""
+        """Return the position of a row, for messages."""
         return f"{self.file}, {self.unit} {index + self.first}"
 
 
@@ -79,7 +81,7 @@ class Block:
 
 
 def numbers(cells: Cells) -> Array | None:
-    """The cells as one array [n, ...] of numbers or booleans; None if they are not, or not of one shape."""
+    """Return the cells as one array [n, ...] of numbers or booleans; None if they are not, or differ in shape."""
     try:
         array = np.asarray(cells)
     except (ValueError, OverflowError):  # ragged
@@ -88,9 +90,10 @@ def numbers(cells: Cells) -> Array | None:
 
 
 def fit(cells: Cells, column: Column) -> tuple[Values, dict[int, str]]:
-    """The cells as values of a column, and what is wrong with those that are none (position -> why).
+    """Convert cells to the type of a column; return the values and what is wrong with bad cells (position -> why).
 
-    Values of wrong cells are arbitrary. NaN is how tables say "missing"; infinities are refused as well.
+    Values of bad cells are arbitrary. NaN counts as missing, since tables write it for missing cells; infinities are
+    refused as well.
     """
     if column.variable:
         return _fit_variable(cells, column)
@@ -102,7 +105,7 @@ def fit(cells: Cells, column: Column) -> tuple[Values, dict[int, str]]:
 
 
 def _fit_each(cells: Cells, column: Column) -> tuple[Array, dict[int, str]]:
-    """The slow way, cell by cell, for a block that holds something wrong."""
+    """Convert cell by cell, which is slow, for a block with bad cells."""
     values, bad = np.zeros((len(cells), *column.shape), column.dtype), {}
     for at, cell in enumerate(cells):
         array = numbers([cell])
@@ -132,7 +135,7 @@ def _fit_variable(cells: Cells, column: Column) -> tuple[list[Array], dict[int, 
 
 
 def _cast(array: Array, dtype: str) -> tuple[Array, Array]:
-    """The array in another type, and bool [n]: rows that hold what that type cannot."""
+    """Return the array in another type, and bool [n]: the rows with a value that the type cannot represent."""
     target = np.dtype(dtype)
     with np.errstate(all="ignore"):
         values = array.astype(target, copy=False)
@@ -142,13 +145,13 @@ def _cast(array: Array, dtype: str) -> tuple[Array, Array]:
             return values, np.zeros(len(array), bool)
         else:
             low, high = (0, 1) if target.kind == "b" else (np.iinfo(target).min, np.iinfo(target).max)
-            # the comparison of bounds is in the array's own type: 2^63 is no int64, whatever its cast says
+            # bounds are compared in the array's own type, because a cast of 2^63 to int64 overflows silently
             wrong = ~((array >= low) & (array <= high)) | (values.astype(array.dtype) != array)
     return values, wrong.reshape(len(array), -1).any(axis=1)
 
 
 def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
-    """What is wrong with a cell that is no `dtype` (of `shape`, if that is what is wrong)."""
+    """Return what is wrong with a cell that is no `dtype`, or is not of `shape`."""
     array = None if cell is None else numbers([cell])
     if array is None and isinstance(cell, str):
         return f"is {cell[:40]!r}, not a number"
@@ -163,7 +166,7 @@ def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
 
 
 def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values], Array, dict[int, str]]:
-    """(values of every column, which rows are good bool [n], what is wrong with the others by index)."""
+    """Return (values of every column, bool [n]: which rows are good, what is wrong with the others by index)."""
     bad, values = dict(block.bad), {}
     good = np.ones(len(block.index), bool)
     for column in columns:
@@ -179,18 +182,18 @@ def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values
 
 
 def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
-    """The rows that are chosen: bool [n]."""
+    """Return the rows where `chosen`, bool [n], is true."""
     where = np.flatnonzero(chosen)
     return {
         name: [rows[at] for at in where] if isinstance(rows, list) else rows[where] for name, rows in values.items()
     }
 
 
-# -- what columns look like
+# -- describing columns
 
 
 def infer(name: str, cells: Cells) -> Column:
-    """What a column is, going by some of its rows; a minority of cells that are no numbers does not count."""
+    """Infer type and shape from some rows. Text, unless at least half of the cells are numbers."""
     array = numbers(cells)
     if array is not None:
         return Column(name=name, dtype=_type(array), shape=array.shape[1:], extremes=extremes(array))
@@ -205,7 +208,7 @@ def infer(name: str, cells: Cells) -> Column:
 
 
 def _type(array: Array, *, gaps: bool = False) -> str:
-    """Whole numbers between gaps are integers: tables turn them into floats only because of the gaps."""
+    """Return the type. Whole numbers with missing ones between them are integers, which tables store as floats."""
     if array.dtype.kind == "f":
         finite = array[np.isfinite(array)]
         if (gaps or finite.size < array.size) and finite.size and (finite == np.floor(finite)).all():
@@ -214,7 +217,7 @@ def _type(array: Array, *, gaps: bool = False) -> str:
 
 
 def extremes(values: Values) -> tuple[int | float, ...]:
-    """`Column.extremes` of some values; what is not finite does not count."""
+    """Return `Column.extremes` of the finite values."""
     if not len(values):
         return ()
     flat = np.concatenate(values) if isinstance(values, list) else values.ravel()
@@ -229,7 +232,7 @@ def extremes(values: Values) -> tuple[int | float, ...]:
 
 
 def merge(one: Column, other: Column) -> Column:
-    """One column that holds the rows of both. Where some rows are numbers, text is what is wrong with the others."""
+    """Describe the rows of two columns as one. If either holds numbers, text counts as bad cells of it."""
     if TEXT in (one.dtype, other.dtype):
         return other if one.dtype == TEXT else one
     dtype = np.promote_types(one.dtype, other.dtype)
@@ -244,20 +247,20 @@ def merge(one: Column, other: Column) -> Column:
     )
 
 
-def stored(column: Column, want: ColumnType | None, *, exact: bool, ragged: bool) -> Column:
-    """How a column is kept on disk: as somebody wants to read it, in the fewest bytes that lose nothing.
+def stored_column(column: Column, kind: ColumnType | None, *, exact: bool, ragged: bool) -> Column:
+    """Return the column as it is stored: as it will be read, in the smallest type that loses nothing.
 
-    exact: in the wanted type even if the source's own is smaller. ragged: the source has lists, so that
-    rows may turn out longer than those seen, which is fine where the reader does not fix the length.
+    exact: store the type that is read, even if the source's own is smaller. ragged: rows of the source are lists, so
+    that later rows may be longer than those seen, which is allowed where the reader does not fix the length.
     """
-    if want is None:
+    if kind is None:
         return column.model_copy(update={"extremes": ()})
     shape, variable = column.shape, column.variable
-    if want.shape is not None and None not in want.shape and variable:
-        shape, variable = tuple(dim for dim in want.shape if dim is not None), False
-    elif ragged and len(shape) == 1 and (want.shape is None or None in want.shape):
+    if kind.shape is not None and None not in kind.shape and variable:
+        shape, variable = tuple(dim for dim in kind.shape if dim is not None), False
+    elif ragged and len(shape) == 1 and (kind.shape is None or None in kind.shape):
         variable = True
-    have, wanted = np.dtype(column.dtype), np.dtype(want.dtype)
-    smaller = have.itemsize < wanted.itemsize and np.can_cast(have, wanted) and have.kind != "b"
-    dtype = have if smaller and not exact else wanted
+    source, target = np.dtype(column.dtype), np.dtype(kind.dtype)
+    is_smaller = source.itemsize < target.itemsize and np.can_cast(source, target) and source.kind != "b"
+    dtype = source if is_smaller and not exact else target
     return Column(name=column.name, dtype=dtype.name, shape=shape, variable=variable)

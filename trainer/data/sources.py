@@ -1,4 +1,4 @@
-"""Where samples come from: files by their format, text directories, digits; and which rows are held out."""
+"""Find and read data sources: files by format, directories of text, the digits; choose the rows that are held out."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ import numpy as np
 
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data.arrow_files import arrow_blocks, parquet_blocks
-from onward.trainer.data.columns import Array, Block, Column
-from onward.trainer.data.permutation import key64, mix64
+from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Column
+from onward.trainer.data.permutation import hash_key, keyed_hash
 from onward.trainer.data.tables import csv_blocks, json_blocks
 from onward.trainer.data.tensorproto_files import proto_blocks
 from onward.trainer.errors import DataError
 
-PIECE_BYTES = 4 << 20
 SUFFIXES = {
     ".csv": "csv",
     ".parquet": "parquet",
@@ -35,9 +34,9 @@ SUFFIXES = {
     ".pb": "pb",
 }
 RAGGED = ("jsonl", "parquet", "pb")
-"""Formats whose lists may turn out longer, row by row."""
+"""Formats whose rows are lists, which may differ in length."""
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Directories that are no part of the `stdlib` text: what was installed, and the tests, as large as the rest."""
+"""Directories left out of the `stdlib` text: installed packages, and tests, which are as large as the rest."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Source:
 
     format: str
     files: tuple[tuple[str, Path], ...]
-    """(name that does not change when the source is moved, path), sorted by name."""
+    """(name relative to the source, path), sorted by name."""
 
 
 # -- finding the files
@@ -71,7 +70,7 @@ def locate(source: str, data: DataConfig) -> Source:
 
 
 def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
-    """Relative names of the files whose names match, hidden ones and pruned directories aside; sorted."""
+    """Return the sorted relative names of matching files, without hidden ones and pruned directories."""
     names = []
     for folder, folders, files in os.walk(directory):
         folders[:] = [name for name in folders if name not in pruned and not name.startswith(".")]
@@ -84,7 +83,7 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
     formats = {name: SUFFIXES.get(path.suffix.lower(), "text") for name, path in found.items() if path.is_file()}
     if data.format != "auto":
         wanted: str = data.format
-        if len(formats) > 1:  # a directory or a glob: the others are not meant
+        if len(formats) > 1:  # of a directory or a glob, only files of this format are read
             formats = {name: kind for name, kind in formats.items() if kind == wanted or wanted == "text"}
     else:
         known = Counter(kind for kind in formats.values() if kind != "text")
@@ -106,7 +105,7 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
 
 
 def read(data: DataConfig, names: Sequence[str] | None) -> Iterator[tuple[Block, Array]]:
-    """Every row of the data in blocks, each with bool [n]: which of its rows are for evaluation.
+    """Yield every row of the data in blocks, each with bool [n]: which of its rows are for evaluation.
 
     names: the columns to read, None for all. Raises DataError for what cannot be read at all.
     """
@@ -130,13 +129,13 @@ def read(data: DataConfig, names: Sequence[str] | None) -> Iterator[tuple[Block,
 
 
 def first_blocks(data: DataConfig) -> Iterator[Block]:
-    """The rows of the source from its beginning."""
+    """Return an iterator over the rows of the source, from its beginning."""
     source = locate(data.source, data)
     return (block for _, block in _blocks(source, data, None))
 
 
 def _blocks(source: Source, data: DataConfig, names: Sequence[str] | None) -> Iterator[tuple[str, Block]]:
-    """(the file's name in the source, some of its rows), file by file."""
+    """Yield (name of the file in the source, some of its rows), file by file."""
     if source.format == "digits":
         yield "digits", _digits(data)
     elif source.format == "text":
@@ -149,7 +148,7 @@ def _blocks(source: Source, data: DataConfig, names: Sequence[str] | None) -> It
 
 
 def _npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
-    """The rows of an .npz file: its arrays side by side along their first axis, read as a stream."""
+    """Yield the rows of an .npz file, whose arrays have one row per sample; read as a stream."""
     try:
         with zipfile.ZipFile(path) as archive, contextlib.ExitStack() as opened:
             members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
@@ -161,7 +160,7 @@ def _npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
                 sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
                 raise DataError(f"{path}: its arrays have different numbers of rows: {sizes}")
             total = max(counts.values(), default=0)
-            step = max(1, PIECE_BYTES // max(1, sum(array.row_bytes for array in arrays.values())))
+            step = max(1, BLOCK_BYTES // max(1, sum(array.row_bytes for array in arrays.values())))
             for first in range(0, total, step):
                 count = min(step, total - first)
                 cells = {name: array.take(count) for name, array in arrays.items()}
@@ -171,7 +170,7 @@ def _npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 
 
 class _Stream:
-    """One array of an .npz file, row after row; compressed or not, no more of it is in memory than asked for."""
+    """Read one array of an .npz file in order of rows; only the rows asked for are in memory, compressed or not."""
 
     def __init__(self, name: str, file: IO[bytes]) -> None:
         self._file = file
@@ -186,7 +185,7 @@ class _Stream:
         self.row_bytes = int(np.prod(row, dtype=np.int64)) * self._dtype.itemsize
 
     def take(self, count: int) -> Array:
-        """The next rows: [count, ...]."""
+        """Return the next rows: [count, ...]."""
         data = self._file.read(count * self.row_bytes)
         return np.frombuffer(data, self._dtype).reshape(count, *self._row)
 
@@ -205,11 +204,16 @@ READERS: dict[str, Callable[[Path, Sequence[str] | None], Iterator[Block]]] = {
 
 
 def _windows(source: Source, length: int) -> Iterator[Block]:
-    """Windows [n, length] over the bytes of all files joined, a 0 byte after each: `input_ids`, and as `label`
-    the same one byte on. Windows touch but do not overlap; what is left at the end, at most `length` bytes, is not
-    used."""
+    """Yield windows [n, length] over the bytes of all files, with a 0 byte after each file.
+
+    `label` is `input_ids` shifted by one byte. Windows do not overlap; the last bytes, at most `length`, are unused:
+
+        bytes       a b c d e f g h i      length 4
+        input_ids   a b c d|e f g h
+        label       b c d e|f g h i
+    """
     rest, index = np.empty(0, np.uint8), 0
-    step = max(1, PIECE_BYTES // length)
+    step = max(1, BLOCK_BYTES // length)
     for piece in _joined(source):
         data = np.concatenate([rest, piece])
         count = (len(data) - 1) // length
@@ -224,14 +228,14 @@ def _windows(source: Source, length: int) -> Iterator[Block]:
 
 
 def _joined(source: Source) -> Iterator[Array]:
-    """The bytes of all files, some megabytes at a time."""
+    """Yield the bytes of all files, some megabytes at a time."""
     pieces, size = [], 0
     for _, path in source.files:
         with path.open("rb") as file:
-            while data := file.read(PIECE_BYTES):
+            while data := file.read(BLOCK_BYTES):
                 pieces.append(data)
                 size += len(data)
-                if size >= PIECE_BYTES:
+                if size >= BLOCK_BYTES:
                     yield np.frombuffer(b"".join(pieces), np.uint8)
                     pieces, size = [], 0
         pieces.append(b"\0")
@@ -242,22 +246,22 @@ def _joined(source: Source) -> Iterator[Array]:
 
 
 DIGITS_MEAN, DIGITS_STD = 0.3053, 0.3760
-"""Of all pixels of the set, scaled to 0..1."""
+"""Mean and standard deviation of all pixels, scaled to 0..1."""
 
 
 def _digits(data: DataConfig) -> Block:
-    """scikit-learn's 1,797 digits: `image` float32 [C, S, S], bilinear and standardised; `label` 0..9."""
-    from sklearn.datasets import load_digits  # imported here: it takes longer than everything else together
+    """Return scikit-learn's 1,797 digits: `image` float32 [C, S, S], resized and standardised; `label` 0..9."""
+    from sklearn.datasets import load_digits  # imported here, because it is slow to import
 
     images, labels = load_digits(return_X_y=True)
-    shrink = _bilinear(8, data.image_size)
+    resize = _bilinear(8, data.image_size)
     pixels = (images.reshape(-1, 8, 8) / 16.0 - DIGITS_MEAN) / DIGITS_STD
-    pixels = (shrink @ pixels @ shrink.T).astype(np.float32)[:, None].repeat(data.image_channels, axis=1)
+    pixels = (resize @ pixels @ resize.T).astype(np.float32)[:, None].repeat(data.image_channels, axis=1)
     return Block("digits", np.arange(len(labels)), {"image": pixels, "label": labels.astype(np.int64)}, unit="image")
 
 
 def digits_schema(data: DataConfig) -> dict[str, Column]:
-    """What `_digits` gives, known without reading it."""
+    """Return the columns of `_digits` without reading the data."""
     shape = (data.image_channels, data.image_size, data.image_size)
     return {
         "image": Column(name="image", dtype="float32", shape=shape),
@@ -266,12 +270,12 @@ def digits_schema(data: DataConfig) -> dict[str, Column]:
 
 
 def _bilinear(old: int, new: int) -> Array:
-    """Weights [new, old] of a linear interpolation; pixels are areas, so their centres are at halves."""
+    """Return the weights [new, old] of a linear interpolation between pixel centres, which are at k + 1/2."""
     centres = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
     return np.maximum(0.0, 1.0 - np.abs(centres[:, None] - np.arange(old)))
 
 
-# -- what is held out
+# -- the rows that are held out
 
 
 RESOLUTION = 20
@@ -279,10 +283,12 @@ RESOLUTION = 20
 
 
 def held_out(file: str, index: Array, fraction: float) -> Array:
-    """Which rows of a file are for evaluation: bool [n].
+    """Return which rows of a file are for evaluation: bool [n].
 
-    One row of each stretch of 1 / fraction rows, chosen by a hash of the file's name and the stretch's number.
-    So the share is exact to a row, and rows appended to a file or files added move no row to the other side.
+    Of each 1 / fraction consecutive rows one is held out, chosen by a hash of the file's name and the group's number.
+    So the fraction is exact to a row, and no row changes sides when rows are appended or files are added:
+
+        fraction 0.25      . . E . | E . . . | . . . E | . E ..
     """
     if fraction > 0.5:
         return ~held_out(file, index, 1.0 - fraction)
@@ -292,11 +298,11 @@ def held_out(file: str, index: Array, fraction: float) -> Array:
     stretch = (index * share) >> RESOLUTION
     first = -(-(stretch << RESOLUTION) // share)
     size = -(-((stretch + 1) << RESOLUTION) // share) - first
-    pick = mix64(stretch, key64("held out", file)) % size.astype(np.uint64)
+    pick = keyed_hash(stretch, hash_key("held out", file)) % size.astype(np.uint64)
     return np.asarray(index - first == pick.astype(np.int64))
 
 
 def _held_out_files(source: Source, fraction: float) -> set[str]:
-    """The share of the files with the smallest hashes of their names; at least one, if any share is wanted."""
+    """Return the files with the smallest hashes of their names: `fraction` of them, at least one if it is not 0."""
     count = max(1, round(fraction * len(source.files))) if fraction else 0
-    return set(sorted((name for name, _ in source.files), key=lambda name: (key64("held out", name), name))[:count])
+    return set(sorted((name for name, _ in source.files), key=lambda name: (hash_key("held out", name), name))[:count])

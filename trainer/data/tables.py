@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.data.columns import Array, Block, Cells
+from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells
 from onward.trainer.errors import DataError
 
-PIECE_BYTES = 4 << 20
 MAX_ROW_BYTES = 256 << 20
 """A row longer than this is taken for a quote that was never closed."""
 
@@ -70,7 +69,7 @@ def _pieces(path: Path, *, quotes: bool) -> Iterator[tuple[int, bytes]]:
     """(lines before it, some whole lines) until the end; with `quotes`, a line end inside of them is none."""
     line, rest = 0, b""
     with path.open("rb") as file:
-        while data := file.read(PIECE_BYTES):
+        while data := file.read(BLOCK_BYTES):
             data = rest + data
             end = _cut(data, quotes=quotes)
             if len(data) - end > MAX_ROW_BYTES:

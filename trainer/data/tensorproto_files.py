@@ -18,11 +18,10 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import helper, numpy_helper
 
-from onward.trainer.data.columns import Array, Block, Column, Values
+from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Column, Values
 from onward.trainer.errors import DataError
 
 PREFIX = struct.Struct("<I")
-BATCH_BYTES = 4 << 20
 AS_BITS = {"float16": np.uint16, "bool": np.uint8}
 """Types that travel as the integers of their bits."""
 
@@ -101,7 +100,7 @@ def proto_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     for number, start in enumerate(_walk(path, data)):
         samples.append(_parse(path, data, start))
         size += sum(value.nbytes for value in samples[-1].values())
-        if size >= BATCH_BYTES:
+        if size >= BLOCK_BYTES:
             yield _block(path, samples, first, names)
             samples, first, size = [], number + 1, 0
     if samples:

@@ -17,7 +17,7 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
 from onward.trainer.data.input_columns import data_problems
-from onward.trainer.data.shards import peek
+from onward.trainer.data.sharding import infer_schema
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.run.directory import onward_home
@@ -34,7 +34,7 @@ def check_sections(sections: Sections) -> list[str]:
     problems = [*model_problems, *source_problems, *_paths(sections)]
     if model and data and not model_problems and not source_problems:
         try:
-            problems += data_problems(RunConfig.model_construct(**dict(sections)), peek(data))
+            problems += data_problems(RunConfig.model_construct(**dict(sections)), infer_schema(data))
         except Refused as error:
             problems += error.problems
     return problems

@@ -1,0 +1,8 @@
+"""The model as it is trained: the module that a configuration asks for, its loss and its metrics.
+
+`trainable` makes the module from the ONNX file and turns it back, `adapters` adds and merges LoRA, `loss` and
+`vocabulary_loss` compute sums over targets, `metrics` adds up evaluations, `precision` is the autocast context,
+`compile` applies torch.compile and channels-last, `summaries` records histograms and norms. All may be imported from
+outside.
+Nothing here knows how the ranks divide the model, except `vocabulary_loss`, whose logits may be sharded.
+"""

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
-from onward.trainer.data.shards import peek
+from onward.trainer.data.sharding import infer_schema
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.processes import Coordinate, free_memory
 from onward.trainer.distributed.weights import Weight, shape_of
@@ -386,7 +386,7 @@ def _gib(size: int) -> str:
 
 def example(config: RunConfig) -> tuple[list[Tensor], Tensor | None]:
     """Inputs and labels of one micro-batch, all zeros: of the shapes of the data's first rows, the longest of them."""
-    schema = peek(config.data)
+    schema = infer_schema(config.data)
 
     def tensor(feed: Feed) -> Tensor:
         columns = [schema[name] for name in feed.columns]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onward.trainer.data.permutation import key64, mix64, permutation
+from onward.trainer.data.permutation import hash_key, keyed_hash, permutation
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 1000, 4097, 65536])
@@ -31,4 +31,4 @@ def test_every_row_is_equally_likely_everywhere() -> None:
 
 def test_the_order_is_the_same_on_every_machine_and_in_every_version() -> None:
     assert list(permutation(np.arange(8), 8, seed=1, epoch=0)) == [7, 3, 0, 4, 6, 1, 5, 2]
-    assert int(mix64(np.array([1], np.uint64), key64("held out", "a.csv"))[0]) == 6461866852634087864
+    assert int(keyed_hash(np.array([1], np.uint64), hash_key("held out", "a.csv"))[0]) == 6461866852634087864

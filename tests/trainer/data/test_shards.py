@@ -13,11 +13,13 @@ import onnx
 import pytest
 
 from onward.trainer.config.sections import DataConfig
-from onward.trainer.data import shards
+from onward.trainer.data import sharding
 from onward.trainer.data.columns import Column, ColumnType
-from onward.trainer.data.shards import ShardManifest, Shards, check_shards, make_shards, open_shards
+from onward.trainer.data.sharding import make_shards
+from onward.trainer.data.shards import ShardManifest, Shards, open_shards
 from onward.trainer.data.tensorproto_files import ProtoReader, ProtoWriter
 from onward.trainer.errors import DataError
+from tests.support.shards import damaged_files
 
 GOLDEN = bytes.fromhex("1e000000 0b000000 080210073a0201024201 78 0b000000 1001 2204 0000003f 4201 79")
 """int64 x = [1, 2] and scalar float y = 0.5, as the predecessor reads them."""
@@ -59,7 +61,7 @@ def test_every_row_is_in_exactly_one_split_with_its_values(
         np.testing.assert_array_equal(got, values)
         assert got.dtype == values.dtype
     assert manifest.table["label"].extremes == (-50, -49, 48, 49)
-    assert check_shards(directory) == []
+    assert damaged_files(directory) == []
 
 
 @pytest.mark.parametrize("form", ["arrow", "pb"])
@@ -209,9 +211,9 @@ def test_damaged_shards_are_made_again(tmp_path: Path, npz: Path, damage: str) -
     else:
         (directory / "manifest.json").write_text("{")
     if damage != "manifest":
-        assert len(check_shards(directory)) == 1
+        assert len(damaged_files(directory)) == 1
     assert make(data, tmp_path / "cache") == (directory, manifest, False)
-    assert check_shards(directory) == []
+    assert damaged_files(directory) == []
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [directory.name]
 
 
@@ -221,19 +223,19 @@ def test_a_flipped_bit_is_found_by_the_check(tmp_path: Path, npz: Path) -> None:
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    (problem,) = check_shards(directory)
+    (problem,) = damaged_files(directory)
     assert problem.startswith(f"{shard} has SHA-256 ")
 
 
 def test_of_two_builders_the_second_uses_the_firsts(tmp_path: Path, npz: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = threading.Barrier(2)
-    write = shards._write
+    write = sharding._write
 
     def write_together(*arguments: Any) -> ShardManifest:
         meeting.wait(10)
         return write(*arguments)
 
-    monkeypatch.setattr(shards, "_write", write_together)
+    monkeypatch.setattr(sharding, "_write", write_together)
     results: list[Any] = []
     builders = [
         threading.Thread(
@@ -246,7 +248,7 @@ def test_of_two_builders_the_second_uses_the_firsts(tmp_path: Path, npz: Path, m
     for builder in builders:
         builder.join(20)
     assert results[0] == results[1]
-    assert check_shards(results[0][0]) == []
+    assert damaged_files(results[0][0]) == []
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [results[0][0].name]
 
 

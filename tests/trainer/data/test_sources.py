@@ -18,7 +18,8 @@ from onward.trainer.data import arrow_files as arrowfile
 from onward.trainer.data import sources, tables
 from onward.trainer.data import tensorproto_files as protofile
 from onward.trainer.data.columns import Column, ColumnType, Values
-from onward.trainer.data.shards import ShardManifest, make_shards, open_shards, peek
+from onward.trainer.data.sharding import infer_schema, make_shards
+from onward.trainer.data.shards import ShardManifest, open_shards
 from onward.trainer.errors import DataError
 
 X = np.arange(200, dtype=np.float32).reshape(100, 2) / 4
@@ -28,10 +29,10 @@ Y = np.arange(100) % 3
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small files take many pieces."""
-    monkeypatch.setattr(tables, "PIECE_BYTES", 300)
-    monkeypatch.setattr(sources, "PIECE_BYTES", 300)
-    monkeypatch.setattr(arrowfile, "BATCH_BYTES", 300)
-    monkeypatch.setattr(protofile, "BATCH_BYTES", 300)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(arrowfile, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(protofile, "BLOCK_BYTES", 300)
 
 
 def shard(
@@ -177,7 +178,7 @@ WANTS = {
 def test_bad_rows_are_named_with_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, *, bad: list[str], whole: bool
 ) -> None:
-    monkeypatch.setattr(tables, "PIECE_BYTES", 1 << 20 if whole else 16)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 1 << 20 if whole else 16)
     (tmp_path / name).write_text(text)
     *named, total = refusal(tmp_path, tmp_path / name, WANTS[name]).split("\n")
     assert named == bad
@@ -265,7 +266,7 @@ def test_arrays_of_different_lengths_and_objects_are_refused(tmp_path: Path) -> 
 
 def test_the_first_rows_tell_type_shape_and_range(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("f,i,gap,flag,text\n1.5,1,3,True,a\n-2,7,,False,b\n0,5,1,True,c\n")
-    assert peek(DataConfig(source=str(tmp_path / "t.csv"))) == {
+    assert infer_schema(DataConfig(source=str(tmp_path / "t.csv"))) == {
         "f": Column(name="f", dtype="float64", extremes=(-2.0, 1.5)),
         "i": Column(name="i", dtype="int64", extremes=(1, 5, 7)),
         "gap": Column(name="gap", dtype="int64", extremes=(1, 3)),
@@ -308,7 +309,7 @@ def test_digits_are_the_1797_images_standardised(tmp_path: Path) -> None:
     assert images.shape == (1618, 3, 16, 16)
     assert abs(images.mean()) < 0.01
     assert 0.8 < images.std() < 1.0  # interpolation smooths a little
-    known = peek(data)
+    known = infer_schema(data)
     assert {name: (c.dtype, c.shape) for name, c in known.items()} == {
         c.name: (c.dtype, c.shape) for c in manifest.columns
     }

@@ -1,0 +1,277 @@
+"""Write shards from a data source, once for each content, into a cache directory (layout: shards.py).
+
+    source files --read in blocks--> columns --checked, cast--> train / evaluation writers --> .KEY.*.partial
+                                                                                                   | fsync, rename
+                                                                                                   v
+                                                                                               CACHE/KEY
+
+KEY is a digest of the source's bytes and of the settings that decide the shards. Because a finished directory appears
+by one rename, it is complete or absent; of two processes that build the same one, the first wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from onward.trainer.config.sections import DataConfig
+from onward.trainer.data import sources
+from onward.trainer.data.arrow_files import ArrowWriter
+from onward.trainer.data.columns import (
+    TEXT,
+    Column,
+    ColumnType,
+    Schema,
+    Values,
+    extremes,
+    fit_block,
+    infer,
+    merge,
+    select,
+    stored_column,
+)
+from onward.trainer.data.shards import SHARD_VERSION, ShardFile, ShardManifest
+from onward.trainer.data.tensorproto_files import ProtoWriter
+from onward.trainer.errors import DataError, OnwardError
+from onward.trainer.run.durable_files import fsync, sha256
+from onward.trainer.run.records import read_record, write_record
+
+MAX_NAMED_ROWS = 20
+"""Bad rows that a message names; the others are counted."""
+SAMPLE_BYTES = 8 << 20
+"""`infer_schema` stops after about this many bytes."""
+STALE_S = 86400.0
+"""A partial directory that is older than this was left by a process that died."""
+
+
+def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
+    """Infer the columns from the first rows of the source. Raises DataError."""
+    if sources.locate(data.source, data).format == "digits":
+        return sources.digits_schema(data)
+    found: dict[str, Column] = {}
+    rows, size, bad = 0, 0, list[str]()
+    for block in sources.first_blocks(data):
+        bad += [f"{block.where(row)}: {why}" for row, why in block.bad.items()]
+        for name, cells in block.cells.items() if len(block.index) else ():
+            column = infer(name, cells[: max_rows - rows])
+            found[name] = merge(found[name], column) if name in found else column
+        rows += len(block.index)
+        size += len(block.index) * sum(_row_bytes(column) for column in found.values())
+        if rows >= max_rows or size >= SAMPLE_BYTES:
+            break
+    if not rows:
+        raise DataError([f"{data.source} holds no row that can be read", *bad[:MAX_NAMED_ROWS]])
+    return found
+
+
+def _row_bytes(column: Column) -> int:
+    return 0 if column.dtype == TEXT else int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize
+
+
+def make_shards(
+    data: DataConfig, columns: Mapping[str, ColumnType] | None, cache: Path
+) -> tuple[Path, ShardManifest, bool]:
+    """Shard the data into `cache`, unless the same content is there; return (directory, manifest, was it there).
+
+    columns: the columns to keep and the types they are read as; None keeps every column of numbers as it is.
+    Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files.
+    """
+    stored = _stored_columns(data, columns)
+    key = _cache_key(data, stored)
+    final = cache / key
+    if manifest := _complete_manifest(final):
+        return final, manifest, True
+    cache.mkdir(parents=True, exist_ok=True)
+    for stale in cache.glob(".*.partial"):
+        if time.time() - stale.stat().st_mtime > STALE_S:
+            shutil.rmtree(stale, ignore_errors=True)
+    partial = cache / f".{key}.{uuid.uuid4().hex}.partial"
+    partial.mkdir()
+    try:
+        manifest = _write(data, stored, key, partial)
+        write_record(partial / "manifest.json", manifest)
+        return final, _publish(partial, final) or manifest, False
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) -> list[Column]:
+    """Return the columns as they are stored. Raises DataError for those that are missing or hold no numbers."""
+    schema = infer_schema(data)
+    types: Mapping[str, ColumnType | None]
+    types = {c.name: None for c in schema.values() if c.dtype != TEXT} if columns is None else columns
+    problems = [f"there is no column {name!r}, only {', '.join(schema)}" for name in types if name not in schema]
+    problems += [f"column {n!r} holds text, not numbers" for n in types if n in schema and schema[n].dtype == TEXT]
+    if problems or not types:
+        raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
+    ragged = sources.locate(data.source, data).format in sources.RAGGED
+    exact = data.shard_format == "pb"
+    return [stored_column(schema[name], kind, exact=exact, ragged=ragged) for name, kind in types.items()]
+
+
+def _cache_key(data: DataConfig, columns: Sequence[Column]) -> str:
+    """Digest all that decides the content of the shards: file names and contents, settings, columns."""
+    located = [sources.locate(source, data) for source in (data.source, data.evaluation_source) if source]
+    formats = {source.format for source in located}
+    settings = data.model_dump(
+        include={"evaluation_fraction", "bad_rows", "shard_format", "rows_per_shard"}
+        | ({"image_size", "image_channels"} if "digits" in formats else set())
+        | ({"sequence_length"} if "text" in formats else set())
+    )
+    files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
+    content = [SHARD_VERSION, settings, files, [column.model_dump() for column in columns]]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _complete_manifest(directory: Path) -> ShardManifest | None:
+    """Return the manifest if every file is there in its size, else None."""
+    try:
+        manifest = read_record(directory / "manifest.json", ShardManifest)
+        files = (*manifest.train, *manifest.evaluation)
+        return manifest if all((directory / file.name).stat().st_size == file.bytes for file in files) else None
+    except (OnwardError, OSError):
+        return None
+
+
+def _publish(partial: Path, final: Path) -> ShardManifest | None:
+    """Rename to the final name; return the other manifest if another process was first."""
+    fsync(partial)
+    if final.exists() and _complete_manifest(final) is None:
+        # moved away before it is removed: ranks that still read it keep their open files
+        damaged = final.with_name(f".{final.name}.{uuid.uuid4().hex}.partial")
+        final.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        os.rename(partial, final)  # noqa: PTH104 - fails if there is a directory that is not empty
+    except OSError:
+        if winner := _complete_manifest(final):
+            return winner
+        raise
+    fsync(final.parent)
+    return None
+
+
+def _write(data: DataConfig, columns: Sequence[Column], key: str, directory: Path) -> ShardManifest:
+    """Write both splits in one pass over the source, a block at a time."""
+    splits = {split: _SplitWriter(directory, split, columns, data=data) for split in ("train", "evaluation")}
+    skipped, skipped_rows = 0, list[str]()
+    for block, held_out in sources.read(data, [column.name for column in columns]):
+        values, good, bad = fit_block(block, columns)
+        remaining = MAX_NAMED_ROWS - len(skipped_rows)
+        skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
+        skipped += len(bad)
+        if skipped and data.bad_rows == "fail":
+            continue  # no file will be kept, so the rest is only counted
+        splits["train"].add(select(values, good & ~held_out))
+        splits["evaluation"].add(select(values, good & held_out))
+    files = {split: tuple(writer.close()) for split, writer in splits.items()}
+    if skipped and data.bad_rows == "fail":
+        more = [f"... and {skipped - MAX_NAMED_ROWS:,} more"] if skipped > MAX_NAMED_ROWS else []
+        raise DataError(
+            [*skipped_rows, *more, f"{skipped:,} bad rows; mend them, or set data.bad_rows = 'skip' to leave them out"]
+        )
+    _refuse_empty_split(data, {split: sum(file.rows for file in files[split]) for split in files}, skipped)
+    return ShardManifest(
+        key=key,
+        format=data.shard_format,
+        columns=tuple(
+            _with_observed(column, [writer.observed[column.name] for writer in splits.values()]) for column in columns
+        ),
+        train=files["train"],
+        evaluation=files["evaluation"],
+        skipped=skipped,
+        skipped_rows=tuple(skipped_rows),
+    )
+
+
+def _with_observed(column: Column, observed: Sequence[Column | None]) -> Column:
+    """Return the column with the extremes and the longest row of both splits."""
+    one, *others = [each for each in observed if each is not None]
+    for other in others:
+        one = merge(one, other)
+    return column.model_copy(update={"extremes": one.extremes, "shape": one.shape})
+
+
+def _refuse_empty_split(data: DataConfig, rows: Mapping[str, int], skipped: int) -> None:
+    if all(rows.values()):
+        return
+    source = data.evaluation_source or f"data.evaluation_fraction {data.evaluation_fraction:g}"
+    raise DataError(
+        f"{data.source}: {rows['train']} rows to train on and {rows['evaluation']} to evaluate on "
+        f"(by {source}; {skipped} bad rows left out); both need at least one: give more rows, another "
+        "data.evaluation_fraction, or an evaluation_source"
+    )
+
+
+class _Writer(Protocol):
+    def write(self, values: Mapping[str, Values]) -> None: ...
+    def close(self) -> None: ...
+
+
+WRITERS: dict[str, Callable[[Path, Sequence[Column]], _Writer]] = {"arrow": ArrowWriter, "pb": ProtoWriter}
+
+
+class _SplitWriter:
+    """Write a stream of rows into files of rows_per_shard rows."""
+
+    def __init__(self, directory: Path, split: str, columns: Sequence[Column], *, data: DataConfig) -> None:
+        self._directory = directory
+        self._split = split
+        self._columns = columns
+        self._data = data
+        self._file: _Writer | None = None
+        self._rows = 0
+        self._done: list[ShardFile] = []
+        self.observed: dict[str, Column | None] = {column.name: None for column in columns}
+        """Extremes and longest row so far, by column."""
+
+    def add(self, values: dict[str, Values]) -> None:
+        """Append rows."""
+        count = len(next(iter(values.values())))
+        for column in self._columns if count else ():
+            self._observe(column, values[column.name])
+        at = 0
+        while at < count:
+            if self._file is None:
+                self._file = WRITERS[self._data.shard_format](self._path, self._columns)
+            rows = min(count - at, self._data.rows_per_shard - self._rows)
+            self._file.write({name: cells[at : at + rows] for name, cells in values.items()})
+            self._rows += rows
+            at += rows
+            if self._rows == self._data.rows_per_shard:
+                self._end_file()
+
+    def close(self) -> list[ShardFile]:
+        """End the last file and return all of them."""
+        self._end_file()
+        return self._done
+
+    @property
+    def _path(self) -> Path:
+        return self._directory / f"{self._split}-{len(self._done):05d}.{self._data.shard_format}"
+
+    def _end_file(self) -> None:
+        if self._file is None:
+            return
+        self._file.close()
+        path = self._path
+        fsync(path)
+        size = path.stat().st_size
+        self._done.append(ShardFile(name=path.name, rows=self._rows, bytes=size, sha256=sha256(path)))
+        self._file, self._rows = None, 0
+
+    def _observe(self, column: Column, values: Values) -> None:
+        shape = (max(map(len, values)),) if column.variable else column.shape
+        now = column.model_copy(update={"extremes": extremes(values), "shape": shape})
+        before = self.observed[column.name]
+        self.observed[column.name] = merge(before, now) if before else now

@@ -155,9 +155,9 @@ def show_plan(found: Plan, *, everything: bool) -> None:
     if found.regions:
         _title("sharded over tensor-parallel ranks")
         table(_few([(region.kind, ", ".join(region.weights)) for region in found.regions], everything=everything))
-    if found.parallel.tensor > 1 and found.whole:
+    if found.parallel.tensor > 1 and found.replicated:
         _title("replicated on every tensor-parallel rank")
-        table(_few(list(found.whole), everything=everything))
+        table(_few(list(found.replicated), everything=everything))
     if found.considered:
         _title("considered")
         for line in _few([(line,) for line in found.considered], everything=everything):

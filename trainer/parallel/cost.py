@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from onward.trainer.errors import UnsupportedModel
 
@@ -79,7 +78,7 @@ class _CostInterpreter(fx.Interpreter):
         super().__init__(module, garbage_collect_values=True)
         self._device, self._autocast = device, autocast
         self._costs: dict[str, NodeCost] = {}
-        self._fake_attributes = WeakTensorKeyDictionary()
+        self._fake_attributes: dict[Tensor, Tensor] = {}
         self._counted: set[int] = set()
         """Storages that do not count any more: saved before, or inputs, or stored tensors."""
         self._alive: list[Any] = []  # saved tensors; the address of a freed storage could be given to another

@@ -24,7 +24,7 @@ from onward.trainer.model.vocabulary_loss import ClassShard
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import BatchNorm
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
-from onward.trainer.parallel.memory import budget
+from onward.trainer.parallel.memory import activation_budget
 from onward.trainer.parallel.pipeline.balance import choose_cuts, choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import CutPoint, cuts_by_name, find_cut_points
 from onward.trainer.parallel.pipeline.rematerialise import partitioned_nodes
@@ -260,7 +260,7 @@ def _affordable(
     weights = whole.weights(stages, Coordinate(pipeline, 0, 0))
     units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, whole.cuts.priced)]
     size = sum(value.nbytes for value in inputs)
-    left, in_flight = budget(stages, weights, config, pipeline=pipeline, batch_bytes=size)
+    left, in_flight = activation_budget(stages, weights, config, pipeline=pipeline, batch_bytes=size)
     _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left, modes=("none", config.recompute.mode))
     ends = [0, *itertools.accumulate(len(stage.chain.parts) for stage in stages)]
     return [[n - begin for n in picked if begin <= n < end] for begin, end in itertools.pairwise(ends)]

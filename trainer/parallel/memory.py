@@ -1,179 +1,56 @@
-"""What one rank holds at the peak of a step, foretold: formulas for what stays, a rehearsal for what comes and goes.
+r"""Estimate the memory of one rank at the peak of a step.
 
-    weights | gradients | optimizer | what the micro-batches in flight keep | what comes and goes
+    bytes
+      |         __                  __
+      |        /  \                /  \              transient: inside one pass, buffers
+      |     __/    \__          __/    \__
+      |    /          \        /          \          activations: of the micro-batches in flight
+      |---/------------\------/------------\----
+      |                                              optimizer state
+      |-----------------------------------------
+      |                                              gradients
+      |-----------------------------------------
+      |                                              weights
+      +----F0-----B0-------F1------B1-----------> time
 
-The rehearsal runs one micro-batch forward and backward through a stage on fake tensors (shapes and types alone): the
-very calls that training makes, with their fusions, halves, recomputation and collectives, while every tensor is
-counted from its making to its end.
+With W = bytes of all weights and running statistics of the rank, T = of the trained ones, S and T_S = of those that
+ZeRO shards over n replicas (of these, trained), u = of the largest unit that ZeRO gathers as one:
+
+                 no ZeRO    ZeRO 1                ZeRO 2              ZeRO 3
+    weights      W          W + S/n               W + S/n             W - S + S/n + 2u
+    gradients    T          T + T_S/n             T - T_S + T_S/n     T - T_S + T_S/n
+    optimizer    m T        m (T - T_S + T_S/n)   the same            the same
+    transient    ...        ... + 2u              ... + 2u            ... + 2u
+
+m is the number of moments: 2 for Adam and LAMB (1 if they are bf16), 1 for SGD with momentum, else 0. The factor 2u is
+the unit in use and the one that is gathered or scattered meanwhile. Source: Rajbhandari et al. 2020
+(https://arxiv.org/abs/1910.02054), with copies as trainer/parallel/replicas/zero.py keeps them.
+
+Activations and the rest of the transient bytes come from a dry run of each stage (dry_run.py) and from the order of the
+passes in the schedule: before each pass the kept bytes of all micro-batches in flight are there.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import OptimizerConfig, ParallelConfig
 from onward.trainer.distributed.weights import Weight
-from onward.trainer.parallel.cost import Autocast
+from onward.trainer.parallel.dry_run import DryRun
 from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.plan_record import Memory
 from onward.trainer.parallel.replicas.zero import divides
 
-# -- one micro-batch through one stage
 
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """One micro-batch through one stage, in bytes beyond weights and gradients."""
-
-    kept: int
-    """Alive between its forward and its backward pass."""
-    most: int
-    """At the worst moment of either."""
-    collectives: tuple[tuple[str, int], ...]
-    """Of the tensor axis, in both passes: what it is called, and the bytes of its result."""
-
-
-def rehearse(
-    stage: Stage,
-    inputs: Sequence[Tensor],
-    autocast: Autocast,
-    *,
-    device: torch.device,
-    finish: Callable[[Sequence[Tensor]], Tensor] | None = None,
-) -> Rehearsal:
-    """inputs: of the graph, all of them, for one micro-batch. finish: on the last stage, outputs -> loss.
-
-    Changes nothing. The stage must have been priced (cut.stages) and may be on any device.
-    """
-    count = Alive()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-
-        def fake(like: Tensor) -> Tensor:
-            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-            count.ignore(made)
-            return made.requires_grad_(like.requires_grad)
-
-        with _fake_weights(stage.chain, fake):
-            given = [
-                fake(value)
-                for value in (*stage.received_meta, *(inputs[place].detach() for place in stage.input_positions))
-            ]
-            with count:
-                with autocast():
-                    outputs = stage.chain(*given)
-                kept = count.now
-                if finish is not None:
-                    results: list[Tensor] = [finish(outputs)]
-                else:
-                    results = [output for output in outputs if output.requires_grad]
-                gradients = [fake(result.detach()) for result in results]
-                if any(result.requires_grad for result in results):
-                    torch.autograd.backward(results, gradients)
-    return Rehearsal(kept, count.most, tuple(count.collectives))
-
-
-@contextmanager
-def _fake_weights(module: nn.Module, fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Tensors without data in place of what a module stores, each trained one with a gradient."""
-    places = [
-        (table, name, tensor)
-        for owner in module.modules()
-        for table in (owner._parameters, owner._buffers)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
-    made: dict[int, Tensor] = {}
-    for table, name, tensor in places:
-        if id(tensor) not in made:
-            new = fake(tensor.detach())
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                new.grad = fake(tensor.detach()) if tensor.requires_grad else None
-            made[id(tensor)] = new
-        table[name] = made[id(tensor)]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for table, name, tensor in places:
-            table[name] = tensor  # type: ignore[assignment]
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of all tensors made inside and still alive, each storage once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
-        self.collectives: list[tuple[str, int]] = []
-        self._known: set[int] = set()
-
-    def ignore(self, tensor: Tensor) -> None:
-        """Not to be counted: it is there anyway."""
-        self._known.add(tensor.untyped_storage()._cdata)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional" and func._opname != "wait_tensor":
-            self.collectives.append((func._opname, result.nbytes))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        self.most = max(self.most, self.now)
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._known:
-            return
-        self._known.add(storage._cdata)
-        self.now += storage.nbytes()
-        weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
-# -- a whole step
-
-
-def order(parallel: ParallelConfig, num_micro_batches: int, pipeline: int) -> Iterator[tuple[bool, int]]:
-    """(is it forward, which of the rank's stages) of each pass of a step, as torch's schedules order them.
-
-    Source: torch.distributed.pipelining.schedules; Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473).
-    """
-    ranks, per_rank = parallel.pipeline, parallel.stages_per_rank
-    total = num_micro_batches * per_rank
-    in_round = num_micro_batches // max(1, num_micro_batches // ranks)
-    if parallel.schedule == "gpipe":
-        ahead = total
-    elif per_rank == 1:
-        ahead = ranks - pipeline
-    else:
-        ahead = (per_rank - 1) * in_round + 2 * (ranks - 1 - pipeline) + 1
-    ahead = min(ahead, total)
-    for number in range(total + ahead):
-        if number < total:
-            yield True, number // in_round % per_rank
-        if number >= ahead - 1 and number - ahead + 1 < total:
-            yield False, per_rank - 1 - (number - ahead + 1) // in_round % per_rank
-
-
-def foretell(
-    rehearsals: Sequence[Rehearsal],
+def estimate_memory(
+    dry_runs: Sequence[DryRun],
     stages: Sequence[Stage],
     weights: Sequence[Weight],
     config: RunConfig,
@@ -181,100 +58,138 @@ def foretell(
     pipeline: int,
     batch_bytes: int,
 ) -> Memory:
-    """What a rank with these stages and weights holds at its peak. batch_bytes: of one micro-batch's data."""
-    now = kept = most = 0
-    for forward, which in order(config.parallel, config.train.gradient_accumulation_steps, pipeline):
-        found = rehearsals[which]
-        most = max(most, now + found.most - (0 if forward else found.kept))
-        now += found.kept if forward else -found.kept
-        kept = max(kept, now)
-    stays = _stays(stages, weights, config)
+    """Return what a rank holds at its peak. pipeline: its coordinate. batch_bytes: of the data of one micro-batch."""
+    in_flight = activations = peak = 0
+    passes = pass_order(config.parallel, config.train.gradient_accumulation_steps, pipeline)
+    for is_forward, stage in passes:
+        run = dry_runs[stage]
+        # at the beginning of a backward pass its own kept bytes are part of both numbers
+        peak = max(peak, in_flight + run.peak_bytes - (0 if is_forward else run.kept_bytes))
+        in_flight += run.kept_bytes if is_forward else -run.kept_bytes
+        activations = max(activations, in_flight)
+    static = _static_memory(stages, weights, config)
     return Memory(
-        weights=stays.weights,
-        gradients=stays.gradients,
-        optimizer=stays.optimizer,
-        activations=kept,
-        transient=most - kept + stays.passing + _buffers(stages, config, batch_bytes),
+        weights=static.weights,
+        gradients=static.gradients,
+        optimizer=static.optimizer,
+        activations=activations,
+        transient=peak - activations + static.gathered + _buffer_bytes(stages, config, batch_bytes),
     )
 
 
-def budget(
+def activation_budget(
     stages: Sequence[Stage], weights: Sequence[Weight], config: RunConfig, *, pipeline: int, batch_bytes: int
 ) -> tuple[int, int]:
-    """(bytes that `parallel.memory_gib` leaves for activations, micro-batches in flight at most on this rank)."""
-    passes = order(config.parallel, config.train.gradient_accumulation_steps, pipeline)
-    in_flight = max(itertools.accumulate(1 if forward else -1 for forward, _ in passes))
-    stays = _stays(stages, weights, config)
-    taken = stays.weights + stays.gradients + stays.optimizer + stays.passing + _buffers(stages, config, batch_bytes)
+    """Return (bytes that `parallel.memory_gib` leaves for activations, most micro-batches in flight on this rank)."""
+    passes = pass_order(config.parallel, config.train.gradient_accumulation_steps, pipeline)
+    in_flight = max(itertools.accumulate(1 if is_forward else -1 for is_forward, _ in passes))
+    static = _static_memory(stages, weights, config)
+    taken = static.weights + static.gradients + static.optimizer + static.gathered
+    taken += _buffer_bytes(stages, config, batch_bytes)
     return int(config.parallel.memory_gib * 2**30) - taken, math.ceil(in_flight / config.parallel.stages_per_rank)
 
 
-# -- what stays
+def pass_order(parallel: ParallelConfig, num_micro_batches: int, pipeline: int) -> Iterator[tuple[bool, int]]:
+    """Yield (is it a forward pass, number of the stage on this rank) for each pass of a step, in order.
+
+    All schedules run some forward passes ahead (warm-up), then one backward and one forward pass in turn, then the
+    backward passes that are left. Here for 1f1b with 2 stages and 4 micro-batches, ahead = 2 on rank 0 and 1 on rank 1:
+
+        rank 0    F F B F B F B B
+        rank 1    F B F B F B F B
+
+    Source: torch.distributed.pipelining.schedules; Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473).
+    """
+    ranks, per_rank = parallel.pipeline, parallel.stages_per_rank
+    total = num_micro_batches * per_rank
+    # with several stages on a rank, it runs a round of micro-batches through one stage, then through the next
+    round_size = num_micro_batches // max(1, num_micro_batches // ranks)
+    if parallel.schedule == "gpipe":
+        ahead = total
+    elif per_rank == 1:
+        ahead = ranks - pipeline
+    else:
+        ahead = (per_rank - 1) * round_size + 2 * (ranks - 1 - pipeline) + 1
+    ahead = min(ahead, total)
+    for number in range(total + ahead):
+        if number < total:
+            yield True, number // round_size % per_rank
+        if number >= ahead - 1 and number - ahead + 1 < total:
+            yield False, per_rank - 1 - (number - ahead + 1) // round_size % per_rank
+
+
+# -- what does not change during a step
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """What the replicas divide of one rank's weights (ZeRO 1-3), in bytes of the whole ones."""
+class ZeroSharding:
+    """What ZeRO shards of one rank's weights, in bytes before sharding."""
 
-    size: int
-    """Replicas that divide them."""
-    units: tuple[int, ...]
-    """Weights that each unit gathers; of no unit alone, what several use."""
-    trained: int
+    num_shards: int
+    unit_bytes: tuple[int, ...]
+    """The weights that are gathered as one: those of each unit alone, and those that several units of a stage use."""
+    trained_bytes: int
 
     @property
-    def whole(self) -> int:
-        return sum(self.units)
+    def total_bytes(self) -> int:
+        return sum(self.unit_bytes)
 
 
-def sharding(stages: Sequence[Stage], weights: Sequence[Weight], parallel: ParallelConfig) -> Sharding:
-    """What trainer/parallel/replicas/zero.py divides, and what travels together."""
-    size = parallel.shard or parallel.data
-    divided = [weight for weight in weights if parallel.zero and divides(weight, zero=parallel.zero)]
-    sizes = {id(weight.tensor): weight.tensor.nbytes for weight in divided}
-    units: list[int] = []
+def zero_sharding(stages: Sequence[Stage], weights: Sequence[Weight], parallel: ParallelConfig) -> ZeroSharding:
+    """Return what trainer/parallel/replicas/zero.py shards, and what it gathers together."""
+    sharded = [weight for weight in weights if parallel.zero and divides(weight, zero=parallel.zero)]
+    sizes = {weight.tensor: weight.tensor.nbytes for weight in sharded}
+    unit_bytes: list[int] = []
     for stage in stages:
-        own = [{id(parameter) for parameter in unit.parameters()} & sizes.keys() for unit in stage.chain.units]
-        uses = Counter(key for keys in own for key in keys)
-        units.append(sum(sizes[key] for key, times in uses.items() if times > 1))
-        units += [sum(sizes[key] for key in keys if uses[key] == 1) for keys in own]
-    trained = sum(weight.tensor.nbytes for weight in divided if weight.trained)
-    return Sharding(size, tuple(filter(None, units)), trained)
+        units = [[tensor for tensor in unit.parameters() if tensor in sizes] for unit in stage.chain.units]
+        uses = Counter(tensor for tensors in units for tensor in tensors)
+        unit_bytes.append(sum(sizes[tensor] for tensor, times in uses.items() if times > 1))
+        unit_bytes += [sum(sizes[tensor] for tensor in tensors if uses[tensor] == 1) for tensors in units]
+    trained_bytes = sum(weight.tensor.nbytes for weight in sharded if weight.trained)
+    return ZeroSharding(parallel.shard or parallel.data, tuple(filter(None, unit_bytes)), trained_bytes)
 
 
 @dataclass(frozen=True)
-class _Stays:
+class _StaticMemory:
     weights: int
     gradients: int
     optimizer: int
-    passing: int
-    """What ZeRO holds of units for a moment."""
+    gathered: int
+    """Units that ZeRO gathers or scatters at the time."""
 
 
-def _stays(stages: Sequence[Stage], weights: Sequence[Weight], config: RunConfig) -> _Stays:
+def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: RunConfig) -> _StaticMemory:
+    """Return the first four rows of the table above."""
     zero = config.parallel.zero
     trained = sum(weight.tensor.nbytes for weight in weights if weight.trained)
     held = sum(weight.tensor.nbytes for weight in weights if isinstance(weight.tensor, nn.Parameter))
-    held += sum({id(buffer): buffer.nbytes for stage in stages for buffer in stage.chain.buffers()}.values())
+    held += sum(buffer.nbytes for buffer in {buffer for stage in stages for buffer in stage.chain.buffers()})
     if not zero:
-        return _Stays(held, trained, _state_bytes(config.optimizer, trained), 0)
-    found = sharding(stages, weights, config.parallel)
-    largest = max(found.units, default=0)
-    held -= found.whole - found.whole // found.size
-    own = trained - found.trained + found.trained // found.size
-    gathered = found.whole if zero < 3 else 2 * largest
-    state = _state_bytes(config.optimizer, own)
-    return _Stays(held + gathered, own + (found.trained if zero == 1 else 0), state, 2 * largest)
+        return _StaticMemory(held, trained, _optimizer_bytes(config.optimizer, trained), 0)
+    sharding = zero_sharding(stages, weights, config.parallel)
+    largest = max(sharding.unit_bytes, default=0)
+    held -= sharding.total_bytes - sharding.total_bytes // sharding.num_shards
+    own_trained = trained - sharding.trained_bytes + sharding.trained_bytes // sharding.num_shards
+    # ZeRO 1 and 2 keep the gathered weights for the whole step, ZeRO 3 two units at a time
+    gathered = sharding.total_bytes if zero < 3 else 2 * largest
+    # ZeRO 1 accumulates complete gradients and scatters them at the end of the step
+    unsharded_gradients = sharding.trained_bytes if zero == 1 else 0
+    return _StaticMemory(
+        weights=held + gathered,
+        gradients=own_trained + unsharded_gradients,
+        optimizer=_optimizer_bytes(config.optimizer, own_trained),
+        gathered=2 * largest,
+    )
 
 
-def _state_bytes(config: OptimizerConfig, trained: int) -> int:
+def _optimizer_bytes(config: OptimizerConfig, trained: int) -> int:
     if config.name == "sgd":
         return trained if config.momentum else 0
     return trained if config.moments == "bf16" else 2 * trained
 
 
-def _buffers(stages: Sequence[Stage], config: RunConfig, batch_bytes: int) -> int:
-    """What the data takes, this step's and the next one's, and what torch's stages receive into: all micro-batches."""
+def _buffer_bytes(stages: Sequence[Stage], config: RunConfig, batch_bytes: int) -> int:
+    """Return the size of the data, of this step and the next, and of torch's receive buffers, for all micro-batches."""
     received = 0
     for stage in stages if config.parallel.pipeline > 1 else ():
         received += sum(value.nbytes for value in stage.received_meta)

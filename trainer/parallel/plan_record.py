@@ -1,6 +1,6 @@
-"""What `onward plan` finds: how a run is divided, what each rank holds and sends, and why some weights stay whole.
+"""The record that `onward plan` makes: the layout, and what each rank holds, computes and sends.
 
-Made by trainer/parallel/planner.py in a process of its own; read by the flow, which needs no torch for it.
+trainer/parallel/planner.py makes it in a process of its own; the flow reads it, and needs no torch for that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from onward.trainer.run.records import Record
 
 
 class Memory(Record):
-    """Bytes of one rank at the peak of a step, beyond what an idle rank takes."""
+    """Bytes of one rank at the peak of a step, without those of an idle process."""
 
     weights: int
     gradients: int
@@ -18,7 +18,7 @@ class Memory(Record):
     activations: int
     """Kept for the backward pass, of all micro-batches in flight."""
     transient: int
-    """The largest thing that comes and goes: logits and their gradient, a gathered unit, receive buffers."""
+    """Alive inside one pass (logits and their gradient, gathered units), and receive buffers."""
 
     @property
     def peak(self) -> int:
@@ -30,42 +30,44 @@ class PlannedStage(Record):
 
     stage: int
     rank: int
-    """Its coordinate on the pipeline axis."""
+    """Pipeline coordinate of the ranks that run it."""
     begins: str
     ends: str
-    """The first and the last of its tensors, as the graph calls them."""
+    """The first and the last tensor that it computes, by their names in the file."""
     flops: int
-    """Forward and backward of one micro-batch on one rank."""
+    """Of the forward and the backward pass of one micro-batch on one rank."""
     parameters: int
-    """Stored elements on one rank, after tensor-parallel division."""
+    """Stored elements on one rank, that is, after tensor-parallel sharding."""
     sends: int
-    """Bytes to the next stage, of one micro-batch."""
+    """Bytes to the next stage for one micro-batch."""
     recomputed: int
-    """Units of it that are computed again."""
+    """Number of units that the backward pass computes again."""
     units: int
+    """Number of units."""
 
 
 class PlannedRegion(Record):
-    """A stretch of the graph that the tensor axis divides."""
+    """A tensor-parallel region."""
 
     kind: str
     weights: tuple[str, ...]
 
 
 class Traffic(Record):
-    """What one rank sends through one axis in one step."""
+    """What one rank sends through one mesh axis in one step."""
 
     axis: str
     what: str
     count: int
+    """Number of messages."""
     bytes: int
 
 
 class Plan(Record):
-    """How the ranks divide the work, and what it costs."""
+    """How the ranks divide a model and its batches, and what that takes."""
 
     parallel: ParallelConfig
-    """With the sizes chosen, if they were to be."""
+    """With the sizes that `auto` chose."""
     recompute: RecomputeConfig
     gradient_accumulation_steps: int
     micro_batch_size: int
@@ -73,15 +75,15 @@ class Plan(Record):
     memory: tuple[Memory, ...]
     """Of one rank of each pipeline coordinate."""
     memory_bytes: int
-    """What a rank may use; 0 = not known."""
+    """What a rank may use; 0 = unknown."""
     regions: tuple[PlannedRegion, ...]
-    whole: tuple[tuple[str, str], ...]
-    """Weights that stay whole on the tensor axis, each with the rule that keeps it so."""
+    replicated: tuple[tuple[str, str], ...]
+    """(weight, reason) for each weight that tensor parallelism leaves replicated."""
     traffic: tuple[Traffic, ...]
     bubble: float
-    """The share of a step in which a rank of the pipeline waits, if all stages take equally long."""
+    """The share of a step in which a pipeline rank waits, if all stages take equally long."""
     considered: tuple[str, ...] = ()
-    """With `auto`: every other division that was weighed, and why it was not taken."""
+    """With `auto`: every other division, and why it was not chosen."""
 
     @property
     def num_ranks(self) -> int:

@@ -1,4 +1,4 @@
-"""What a step takes is foretold: rehearsed tensors are those of the real step, passes those of torch's schedules."""
+"""A dry run on fake tensors counts the bytes of the real step; passes have the order of torch's schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.cost import estimate_costs
-from onward.trainer.parallel.memory import Alive, order, rehearse
+from onward.trainer.parallel.dry_run import MemoryCounter, dry_run
+from onward.trainer.parallel.memory import pass_order
 from onward.trainer.parallel.pipeline.balance import choose_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points
 from onward.trainer.parallel.pipeline.split import split
@@ -30,7 +31,7 @@ NAMES = ("tiny_transformer", "tiny_bert", "tiny_llama", "tiny_resnet")
 
 
 def in_units(name: str, mode: Mode) -> tuple[Stage, list[Tensor], Loss]:
-    """A graph as one stage of three units, all of them recomputed; its inputs; its loss."""
+    """Return a graph as one stage of three recomputed units, its inputs, and its loss."""
     model = getattr(graphs, name)()
     module = to_module(model)
     select_trained(module, train=("*",), freeze=())
@@ -46,37 +47,37 @@ def in_units(name: str, mode: Mode) -> tuple[Stage, list[Tensor], Loss]:
 @pytest.mark.parametrize("halves", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("mode", ["none", "whole", "selective"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rehearsal_counts_the_bytes_of_the_real_step(name: str, mode: Mode, halves: bool) -> None:
+def test_a_dry_run_counts_the_bytes_of_the_real_step(name: str, mode: Mode, halves: bool) -> None:
     stage, inputs, loss = in_units(name, mode)
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=halves)
 
-    def finish(outputs: Any) -> Tensor:
+    def loss_of(outputs: Any) -> Tensor:
         return loss(outputs, torch.zeros(outputs[0].shape), 6)
 
-    foretold = rehearse(stage, inputs, autocast, device=CPU, finish=finish)
+    estimated = dry_run(stage, inputs, autocast, device=CPU, loss=loss_of)
     for weight in stage.chain.parameters():
         weight.grad = torch.zeros_like(weight)
-    found = Alive()
+    measured = MemoryCounter()
     gradients = (weight.grad for weight in stage.chain.parameters() if weight.grad is not None)
     for tensor in (*stage.chain.parameters(), *stage.chain.buffers(), *gradients, *inputs):
-        found.ignore(tensor)
-    with found:
+        measured.ignore(tensor)
+    with measured:
         with autocast():
             outputs = stage.chain(*inputs)
-        kept = found.now
-        finish(outputs).backward()  # type: ignore[no-untyped-call]
-    # a few scalars are made once, by whoever is first
-    assert foretold.kept == pytest.approx(kept, rel=0.01)
-    assert foretold.most == pytest.approx(found.most, rel=0.06)
-    assert 0 < kept < found.most
+        kept_bytes = measured.current_bytes
+        loss_of(outputs).backward()  # type: ignore[no-untyped-call]
+    # a few scalars are made once, in the first run
+    assert estimated.kept_bytes == pytest.approx(kept_bytes, rel=0.01)
+    assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.06)
+    assert 0 < kept_bytes < measured.peak_bytes
 
 
-def test_a_rehearsal_changes_nothing() -> None:
+def test_a_dry_run_changes_nothing() -> None:
     stage, inputs, _loss = in_units("tiny_resnet", "whole")
     before = {name: tensor.clone() for name, tensor in stage.chain.state_dict().items()}
     weights = list(stage.chain.parameters())
-    rehearse(stage, inputs, torch.no_grad, device=CPU)
-    rehearse(stage, inputs, partial(torch.autocast, "cpu", enabled=False), device=CPU)
+    dry_run(stage, inputs, torch.no_grad, device=CPU)
+    dry_run(stage, inputs, partial(torch.autocast, "cpu", enabled=False), device=CPU)
     after = stage.chain.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert all(one is other for one, other in zip(stage.chain.parameters(), weights, strict=True))
@@ -85,23 +86,23 @@ def test_a_rehearsal_changes_nothing() -> None:
 
 def in_flight(parallel: ParallelConfig, num: int, rank: int) -> int:
     now = most = 0
-    for forward, _ in order(parallel, num, rank):
+    for forward, _ in pass_order(parallel, num, rank):
         now += 1 if forward else -1
         most = max(most, now)
     assert now == 0
     return most
 
 
-def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
+def test_a_rank_has_as_many_micro_batches_in_flight_as_its_schedule_runs_ahead() -> None:
     one, plain, gpipe = ParallelConfig(), ParallelConfig(pipeline=4), ParallelConfig(pipeline=4, schedule="gpipe")
-    assert list(order(one, 2, 0)) == [(True, 0), (False, 0), (True, 0), (False, 0)]
+    assert list(pass_order(one, 2, 0)) == [(True, 0), (False, 0), (True, 0), (False, 0)]
     assert [in_flight(plain, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert in_flight(plain, 2, 0) == 2
     assert [in_flight(gpipe, 8, rank) for rank in range(4)] == [8, 8, 8, 8]
 
 
 @pytest.mark.parametrize(("ranks", "stages", "num"), [(2, 2, 4), (4, 2, 8), (2, 3, 6), (3, 2, 3)])
-def test_interleaved_passes_come_in_the_order_of_torch(ranks: int, stages: int, num: int) -> None:
+def test_interleaved_passes_have_the_order_of_torch(ranks: int, stages: int, num: int) -> None:
     parallel = ParallelConfig(pipeline=ranks, stages_per_rank=stages, schedule="interleaved")
     for rank in range(ranks):
         schedule = SimpleNamespace(
@@ -117,4 +118,4 @@ def test_interleaved_passes_come_in_the_order_of_torch(ranks: int, stages: int, 
             for action in actions
             if action is not None
         ]
-        assert list(order(parallel, num, rank)) == wanted
+        assert list(pass_order(parallel, num, rank)) == wanted

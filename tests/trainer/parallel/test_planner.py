@@ -1,4 +1,4 @@
-"""`onward plan` tells what training then does; `auto` takes what fits, and says why not the others."""
+"""`onward plan` estimates what training then does; `auto` chooses what fits, with the reason against all others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sent(found: Plan, axis: str) -> dict[str, tuple[int, int]]:
     return {each.what: (each.count, each.bytes) for each in found.traffic if each.axis == axis}
 
 
-def test_stages_share_the_work_and_hold_every_weight(tmp_path: Path) -> None:
+def test_stages_have_equal_work_and_hold_every_weight(tmp_path: Path) -> None:
     alone = plan(gpt2(tmp_path / "1"))
     found = plan(gpt2(tmp_path / "4", parallel={"pipeline": 4}))
     assert [stage.stage for stage in found.stages] == [0, 1, 2, 3]
@@ -58,7 +58,7 @@ def test_stages_share_the_work_and_hold_every_weight(tmp_path: Path) -> None:
 def test_a_tensor_parallel_plan_has_megatrons_regions_and_collectives(tmp_path: Path) -> None:
     found = plan(gpt2(tmp_path, parallel={"tensor": 2}))
     assert Counter(region.kind for region in found.regions) == {"attention": LAYERS, "mlp": LAYERS, "vocabulary": 1}
-    reasons = dict(found.whole)
+    reasons = dict(found.replicated)
     assert list(reasons) == ["transformer.wpe.weight"]
     assert "positions" in reasons["transformer.wpe.weight"]
     # 2 forward and 2 backward in a layer; the table forward, the head backward, 2 for the loss
@@ -67,7 +67,7 @@ def test_a_tensor_parallel_plan_has_megatrons_regions_and_collectives(tmp_path: 
 
 
 def counted(mpi: MPIContext, root: str) -> int:
-    """On a rank: train one step; the tensor-parallel collectives that were made in forward and backward passes."""
+    """Train one step; return the number of tensor-parallel collectives of its forward and backward passes."""
     from onward.trainer.events import Heartbeat
     from onward.trainer.loop import train
 
@@ -79,7 +79,7 @@ def counted(mpi: MPIContext, root: str) -> int:
             return func(*args, **(kwargs or {}))
 
     class Step(Heartbeat):
-        """From the beginning of the step to its last micro-batch, before it is evaluated."""
+        """Counts from the beginning of the step to its last micro-batch, before the evaluation."""
 
         first = last = 0
         training = True
@@ -104,13 +104,13 @@ def counted(mpi: MPIContext, root: str) -> int:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("model", [GPT, *(pytest.param(model, marks=pytest.mark.slow) for model in (BERT, LLAMA))])
-def test_a_run_makes_as_many_collectives_as_its_plan_says(tmp_path: Path, model: str) -> None:
+def test_a_run_makes_as_many_collectives_as_its_plan_estimates(tmp_path: Path, model: str) -> None:
     run = make_case(Case(model, "tp2", sections={"train": {"num_steps": 1}}), tmp_path)
     wanted, _ = sent(plan(read_config(run)), "tensor")["all-reduce of activations"]
     assert run_ranks(2, "tests.trainer.parallel.test_planner:counted", str(run.root), timeout_s=120) == [wanted, wanted]
 
 
-def test_zero_says_what_it_gathers_scatters_and_saves(tmp_path: Path) -> None:
+def test_a_plan_has_the_bytes_that_zero_gathers_scatters_and_saves(tmp_path: Path) -> None:
     found = [
         plan(gpt2(tmp_path / str(zero), parallel={"data": 2, "zero": zero, "units": 2}, train=SHORT))
         for zero in range(4)
@@ -130,7 +130,7 @@ def test_zero_says_what_it_gathers_scatters_and_saves(tmp_path: Path) -> None:
 SHORT = {"global_batch_size": 16, "gradient_accumulation_steps": 4, "num_steps": 1}
 
 
-def test_as_many_units_are_recomputed_as_memory_asks_for(tmp_path: Path) -> None:
+def test_as_few_units_are_recomputed_as_memory_allows(tmp_path: Path) -> None:
     def planned(gib: float) -> Plan:
         parallel = {"units": LAYERS, "memory_gib": gib}
         return plan(gpt2(tmp_path / f"{gib}", parallel=parallel, recompute={"mode": "whole"}, train=LONG))
@@ -154,7 +154,7 @@ LONG = {"global_batch_size": 16, "gradient_accumulation_steps": 1, "num_steps": 
 # -- auto
 
 
-def test_divisions_are_all_products() -> None:
+def test_divisions_are_all_products_of_three_sizes() -> None:
     found = [tuple(sizes.values()) for sizes in divisions(8)]
     assert len({*found}) == len(found) == 10
     assert all(data * tensor * pipeline == 8 for data, tensor, pipeline in found)
@@ -165,7 +165,7 @@ def automatic(folder: Path, gib: float, num_ranks: int = 4) -> Plan:
     return plan(gpt2(folder, parallel={"sizes": "auto", "memory_gib": gib}, train=LONG, launch=launch))
 
 
-def test_auto_divides_no_more_than_memory_asks_for(tmp_path: Path) -> None:
+def test_auto_adds_zero_and_recomputation_only_when_memory_requires_it(tmp_path: Path) -> None:
     plain = automatic(tmp_path / "plain", 1.0)
     assert plain.num_ranks == 4
     assert (plain.recompute.mode, plain.parallel.zero) == ("none", 0)
@@ -176,7 +176,7 @@ def test_auto_divides_no_more_than_memory_asks_for(tmp_path: Path) -> None:
     assert tight.parallel.sizes == "auto"  # so that the run that it becomes may be begun again with `auto`
 
 
-def test_auto_refuses_what_fits_nowhere_with_the_numbers(tmp_path: Path) -> None:
+def test_auto_refuses_a_model_that_fits_nowhere_with_the_numbers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         automatic(tmp_path, 1e-4)
     assert "no division of 4 ranks fits into 0.0001 GiB a rank" in error.value.problems[0]
@@ -184,9 +184,10 @@ def test_auto_refuses_what_fits_nowhere_with_the_numbers(tmp_path: Path) -> None
     assert "data 4 x tensor 1 x pipeline 1: takes 0.00" in error.value.problems[1]
 
 
-def test_auto_leaves_out_what_the_graph_or_the_batch_does_not_allow(tmp_path: Path) -> None:
+def test_auto_leaves_out_divisions_that_the_graph_or_the_batch_does_not_allow(tmp_path: Path) -> None:
     found = automatic(tmp_path, 1.0, num_ranks=7)
     assert found.num_ranks == 7
-    assert "data 7 x tensor 1 x pipeline 1: 16 samples (train.global_batch_size) do not divide like that" in (
-        found.considered
-    )
+    assert (
+        "data 7 x tensor 1 x pipeline 1: 16 samples (train.global_batch_size) do not divide among 7 replicas "
+        "with 1 or more micro-batches each"
+    ) in found.considered

@@ -1,0 +1,224 @@
+"""One division of the ranks with its estimated memory, messages and time of a step.
+
+Formulas, for p pipeline ranks with v stages each and m micro-batches:
+
+    bubble             (p - 1) / (v m + p - 1)       the share of a step in which a rank waits
+    time of a step     m x (FLOPs of the busiest rank) / (1 - bubble) + FLOPS_PER_BYTE x bytes sent
+    all-reduce         2 x its bytes travel (a ring: reduce-scatter, then all-gather)
+    gather, scatter    1 x its bytes travel
+
+Source of the bubble: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx, nn
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.parallel.dry_run import DryRun
+from onward.trainer.parallel.layout import Arrangement
+from onward.trainer.parallel.memory import estimate_memory, zero_sharding
+from onward.trainer.parallel.pipeline.stage import Stage
+from onward.trainer.parallel.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Traffic
+from onward.trainer.parallel.tensor.regions import FLOPS_PER_BYTE
+
+CALL_FLOPS = 1e6
+"""The time of calling one operator, however small, in FLOPs: 10 µs at 100 GFLOP/s."""
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """The ranks of one pipeline coordinate, which all take the same."""
+
+    stages: list[Stage]
+    weights: list[Weight]
+    recomputed: list[tuple[int, ...]]
+    """For each stage the numbers of the units that the backward pass computes again."""
+    dry_runs: list[DryRun]
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One configuration and what it takes."""
+
+    config: RunConfig
+    layout: Arrangement
+    ranks: list[RankEstimate]
+    """By pipeline coordinate."""
+    batch_bytes: int
+    """Size of the data of one micro-batch."""
+
+    def with_zero(self, zero: int) -> Estimate:
+        """Return the same with another ZeRO stage, which needs no further dry run."""
+        parallel = self.config.parallel.model_copy(update={"zero": zero})
+        config = self.config.model_copy(update={"parallel": parallel})
+        ranks = []
+        for pipeline, rank in enumerate(self.ranks):
+            memory = estimate_memory(
+                rank.dry_runs, rank.stages, rank.weights, config, pipeline=pipeline, batch_bytes=self.batch_bytes
+            )
+            ranks.append(replace(rank, memory=memory))
+        return replace(self, config=config, ranks=ranks)
+
+    @property
+    def name(self) -> str:
+        parallel, steps = self.config.parallel, self.config.train.gradient_accumulation_steps
+        sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
+        recompute = "" if self.config.recompute.mode == "none" else f", recompute {self.config.recompute.mode}"
+        return f"{sizes}, ZeRO {parallel.zero}, {steps} micro-batches{recompute}"
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.memory.peak for rank in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        parallel = self.config.parallel
+        waits = parallel.pipeline - 1
+        return waits / (parallel.stages_per_rank * self.config.train.gradient_accumulation_steps + waits)
+
+    def stage_flops(self, stage: Stage, recomputed: Sequence[int]) -> int:
+        """Return the FLOPs of one micro-batch: 3 times the forward pass, and recomputed units once more."""
+        units = [sum(self.layout.cuts.priced[name].flops for name in part.nodes) for part in stage.chain.parts]
+        repeated = sum(units[number] for number in recomputed) if self.config.recompute.mode == "whole" else 0
+        return 3 * sum(units) + repeated
+
+    def step_flops(self) -> float:
+        """Return the time of a step in FLOPs: of the busiest rank, with its waiting and its messages."""
+        steps = self.config.train.gradient_accumulation_steps
+        busiest = max(
+            sum(map(self.stage_flops, rank.stages, rank.recomputed))
+            + sum(CALL_FLOPS * len(part.nodes) for stage in rank.stages for part in stage.chain.parts)
+            for rank in self.ranks
+        )
+        sent = sum(each.bytes for each in self.traffic())
+        return float(steps * busiest / (1 - self.bubble) + FLOPS_PER_BYTE * sent)
+
+    # -- messages
+
+    def traffic(self) -> Iterator[Traffic]:
+        """Yield what one rank sends in one step through each axis: on each, of the rank that sends most."""
+        parallel = self.config.parallel
+        if parallel.tensor > 1:
+            yield from self._tensor_traffic()
+        if parallel.pipeline > 1:
+            yield from self._pipeline_traffic()
+        if parallel.data > 1:
+            by_rank = [list(self._data_traffic(rank)) for rank in self.ranks]
+            yield from max(by_rank, key=lambda traffic: sum(each.bytes for each in traffic))
+
+    def _tensor_traffic(self) -> Iterator[Traffic]:
+        steps = self.config.train.gradient_accumulation_steps
+        most = max(([size for run in rank.dry_runs for _, size in run.collectives] for rank in self.ranks), key=sum)
+        if most:
+            yield Traffic(
+                axis="tensor", what="all-reduce of activations", count=steps * len(most), bytes=steps * sum(most)
+            )
+        replicated = max(
+            sum(w.tensor.nbytes for w in rank.weights if w.trained and w.name not in self.layout.placements)
+            for rank in self.ranks
+        )
+        if replicated:
+            yield Traffic(axis="tensor", what="gradients of replicated weights", count=1, bytes=replicated)
+
+    def _pipeline_traffic(self) -> Iterator[Traffic]:
+        parallel = self.config.parallel
+        stage = max((stage for rank in self.ranks for stage in rank.stages), key=sent_bytes)
+        passes = self.config.train.gradient_accumulation_steps * parallel.stages_per_rank
+        count = len(stage.output_meta)
+        yield Traffic(axis="pipeline", what="activations", count=passes * count, bytes=passes * sent_bytes(stage))
+        gradients = [value.nbytes for value in stage.output_meta if value.requires_grad]
+        yield Traffic(
+            axis="pipeline",
+            what="gradients of activations",
+            count=passes * len(gradients),
+            bytes=passes * sum(gradients),
+        )
+        sizes = {weight.name: weight.tensor.nbytes for rank in self.ranks for weight in rank.weights if weight.trained}
+        tied = [sizes[name] for name in self.layout.shared if name in sizes]
+        if tied:
+            yield Traffic(axis="pipeline", what="gradients of tied weights", count=2 * len(tied), bytes=2 * sum(tied))
+
+    def _data_traffic(self, rank: RankEstimate) -> Iterator[Traffic]:
+        parallel, steps = self.config.parallel, self.config.train.gradient_accumulation_steps
+        if not parallel.zero:
+            trained = sum(weight.tensor.nbytes for weight in rank.weights if weight.trained)
+            factor = 2.0 if parallel.compression == "none" else 1.0
+            yield Traffic(axis="data", what=f"gradients ({parallel.reduction})", count=1, bytes=int(factor * trained))
+            return
+        sharding = zero_sharding(rank.stages, rank.weights, parallel)
+        num_units, trained = len(sharding.unit_bytes), sharding.trained_bytes
+        # ZeRO 3 gathers for each forward and each backward pass; ZeRO 1 scatters once, others after each backward pass
+        gathers = 2 * steps if parallel.zero == 3 else 1
+        scatters = 1 if parallel.zero == 1 else steps
+        gathered = gathers * sharding.total_bytes
+        yield Traffic(axis="data", what="weights gathered", count=gathers * num_units, bytes=gathered)
+        yield Traffic(axis="data", what="gradients scattered", count=scatters * num_units, bytes=scatters * trained)
+        if sharding.num_shards < parallel.data:
+            between = 2 * trained // sharding.num_shards
+            yield Traffic(axis="data", what="gradients between groups", count=num_units, bytes=between)
+
+    # -- the record
+
+    def record(self, *, limit: int = 0, considered: Iterable[str] = ()) -> Plan:
+        """Return the plan. limit: bytes that a rank may use. considered: what `auto` did not choose, and why."""
+        config, layout = self.config, self.layout
+        stages = [
+            self._stage_record(stage, coordinate, recomputed)
+            for coordinate, rank in enumerate(self.ranks)
+            for stage, recomputed in zip(rank.stages, rank.recomputed, strict=True)
+        ]
+        regions = [
+            PlannedRegion(kind=each.kind, weights=(*each.columns, *each.rows)) for each in layout.regions.regions
+        ]
+        if layout.words.weights:
+            regions.append(PlannedRegion(kind="vocabulary", weights=layout.words.weights))
+        reasons = {**dict(layout.regions.replicated), **dict(layout.words.replicated)}
+        return Plan(
+            parallel=config.parallel,
+            recompute=config.recompute,
+            gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+            micro_batch_size=config.micro_batch_size,
+            stages=tuple(sorted(stages, key=lambda stage: stage.stage)),
+            memory=tuple(rank.memory for rank in self.ranks),
+            memory_bytes=limit or int(config.parallel.memory_gib * 2**30),
+            regions=tuple(regions),
+            # a weight that several nodes read may be replicated for one of them and sharded for another
+            replicated=tuple((name, why) for name, why in reasons.items() if name not in layout.placements),
+            traffic=tuple(self.traffic()),
+            bubble=self.bubble,
+            considered=tuple(considered),
+        )
+
+    def _stage_record(self, stage: Stage, coordinate: int, recomputed: Sequence[int]) -> PlannedStage:
+        own = set(stage.chain.parameters())
+        nodes = [(part.module, name) for part in stage.chain.parts for name in part.nodes]
+        return PlannedStage(
+            stage=stage.index,
+            rank=coordinate,
+            begins=_file_name(*nodes[0]) if nodes else "",
+            ends=_file_name(*nodes[-1]) if nodes else "",
+            flops=self.stage_flops(stage, recomputed),
+            parameters=sum(w.placement.numel for w in self.ranks[coordinate].weights if w.tensor in own),
+            sends=sent_bytes(stage),
+            recomputed=len(recomputed),
+            units=len(stage.chain.parts),
+        )
+
+
+def sent_bytes(stage: Stage) -> int:
+    """Return the bytes that a stage sends to the next one for one micro-batch."""
+    is_last = stage.index == stage.num_stages - 1
+    return 0 if is_last else sum(value.nbytes for value in stage.output_meta)
+
+
+def _file_name(module: nn.Module, node_name: str) -> str:
+    """Return the name of a node's result in the ONNX file, or in the fx graph where the file has none."""
+    assert isinstance(module, fx.GraphModule)
+    node = next(node for node in module.graph.nodes if node.name == node_name)
+    return next(iter(node.meta.get("onnx", ())), node_name)

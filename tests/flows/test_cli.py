@@ -63,7 +63,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_help_answers_at_once() -> None:
+def test_help_loads_no_slow_module() -> None:
     """Half a second here: it loads nothing that takes longer."""
     shown = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "onward.flows.cli", "--help"],
@@ -77,14 +77,14 @@ def test_help_answers_at_once() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_resolved_configuration_is_a_configuration_again(path: Path, tmp_path: Path) -> None:
+def test_a_printed_configuration_loads_to_the_same_configuration(path: Path, tmp_path: Path) -> None:
     config = load_config(path, ["optimizer.weights=[{pattern='*bias*', weight_decay=0}]", "data.inputs={a=['b','c']}"])
     (tmp_path / "again.toml").write_text("\n".join(config_lines(config)))
     assert load_config(tmp_path / "again.toml") == config
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_an_example_opens_with_its_command(path: Path) -> None:
+def test_an_example_configuration_begins_with_its_command(path: Path) -> None:
     opening = path.read_text().split("\n\n[")[0]
     assert f"onward run flows/configs/{path.name}" in opening
 
@@ -112,7 +112,7 @@ def test_a_run_is_found_by_id_name_directory_and_last(home: Path) -> None:
     assert find_run(str(older.root)) == older
 
 
-def test_an_ambiguous_or_unknown_run_is_refused_with_those_there_are(home: Path) -> None:
+def test_an_ambiguous_or_unknown_run_is_refused_with_the_newest_runs(home: Path) -> None:
     with pytest.raises(ConfigError, match="there are no runs under"):
         find_run("last")
     make_run(home, "aaaa-1", "digits")
@@ -123,7 +123,7 @@ def test_an_ambiguous_or_unknown_run_is_refused_with_those_there_are(home: Path)
         find_run("zz")
 
 
-def test_a_state_is_read_from_the_files_alone(home: Path) -> None:
+def test_the_state_of_a_run_is_read_from_its_files_alone(home: Path) -> None:
     run = make_run(home, "aaaa-1", "digits")
     assert describe(run).state == "interrupted"
     attempt = run.begin_attempt()
@@ -142,7 +142,7 @@ def test_a_state_is_read_from_the_files_alone(home: Path) -> None:
     assert describe(run).state == "stopped"
 
 
-def test_a_run_has_one_owner_and_is_running_as_long_as_it_lives(home: Path) -> None:
+def test_one_flow_at_a_time_locks_a_run_and_the_run_is_running_meanwhile(home: Path) -> None:
     run = make_run(home, "aaaa-1", "digits")
     with locked(run):
         assert describe(run).state == "running"
@@ -161,7 +161,7 @@ def test_runs_lists_the_newest_first(home: Path, capsys: pytest.CaptureFixture[s
     assert len(all_runs()) == 2
 
 
-def test_a_table_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_shortens_no_cell(capsys: pytest.CaptureFixture[str]) -> None:
     table([("a", "x" * 300), ("long name", "y")])
     assert capsys.readouterr().out == "a          " + "x" * 300 + "\nlong name  y\n"
 
@@ -186,14 +186,14 @@ def test_the_table_of_a_run_shows_before_and_after() -> None:
     assert rows["to look at it"] == "onward ui"
 
 
-def test_a_uniform_guess_costs_8_bits_per_byte_and_compressors_beat_it_on_repetition() -> None:
+def test_a_uniform_prediction_needs_8_bits_per_byte_and_compressors_need_less_for_repeated_text() -> None:
     bits = bits_per_byte(math.log(256), b"abcd" * 1000)
     assert bits["model"] == pytest.approx(8.0)
     assert bits["xz -9"] < bits["model"]
     assert bits["gzip -9"] < 1.0
 
 
-def test_the_compressors_get_the_very_bytes_that_the_evaluation_predicts(home: Path) -> None:
+def test_the_compressors_get_the_bytes_that_the_evaluation_predicts(home: Path) -> None:
     text = home / "text"
     text.mkdir()
     for number in range(4):
@@ -229,7 +229,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small.toml"
 
 
-def test_plan_shows_stages_memory_and_what_is_sent(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+def test_plan_shows_stages_memory_and_messages(capsys: pytest.CaptureFixture[str], small: Path) -> None:
     layout = ("parallel.data=2", "parallel.tensor=2", "parallel.pipeline=2")
     shown = onward(capsys, "plan", str(small), *layout)
     assert "data 2 x tensor 2 x pipeline 2 = 8" in shown
@@ -248,7 +248,7 @@ def test_plan_shows_stages_memory_and_what_is_sent(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow  # how it weighs them: tests/trainer/parallel/test_planner.py
-def test_plan_weighs_every_division_if_it_may_choose(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+def test_plan_with_auto_compares_all_layouts(capsys: pytest.CaptureFixture[str], small: Path) -> None:
     shown = onward(capsys, "plan", str(small), "parallel='auto'", "launch.num_ranks=4", "parallel.memory_gib=0.5")
     assert "of 0.5 GiB" in shown
     assert shown.count("\n  - data ") == 5
@@ -276,7 +276,7 @@ def ending(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return int(end.value.code or 0), capsys.readouterr().err
 
 
-def test_with_a_configured_server_up_says_how_to_give_it_a_worker(
+def test_up_with_a_configured_server_says_how_to_start_a_worker_for_it(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(services, "configured_prefect", lambda: "http://elsewhere/api")
@@ -286,7 +286,7 @@ def test_with_a_configured_server_up_says_how_to_give_it_a_worker(
     assert "`prefect worker start --pool onward --type process`" in said
 
 
-def test_a_run_of_another_home_is_not_resumed_but_its_home_is_named(
+def test_a_run_of_another_home_is_refused_with_the_home_to_set(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(home / "other", "aaaa-1", "digits")
@@ -295,7 +295,7 @@ def test_a_run_of_another_home_is_not_resumed_but_its_home_is_named(
     assert f"set ONWARD_HOME={home.resolve() / 'other'}" in said
 
 
-def test_a_place_that_cannot_be_written_to_is_a_sentence(
+def test_a_path_that_cannot_be_written_is_reported_in_one_line(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / "file").touch()
@@ -331,7 +331,7 @@ def test_the_help_lists_the_exit_status_of_every_error() -> None:
     assert raised <= set(cli.EXIT_STATUS)
 
 
-def test_the_variants_the_command_line_takes_are_the_configs() -> None:
+def test_the_command_line_accepts_the_variants_of_the_configuration() -> None:
     from typing import get_args
 
     from onward.flows.commands.models import VariantKind

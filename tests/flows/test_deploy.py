@@ -48,7 +48,7 @@ def state_of(server: str, flow_run: str) -> str:
     return str(api(server, f"/flow_runs/{flow_run}")["state"]["type"])
 
 
-def test_a_schedule_makes_runs_that_run(workshop: Workshop, server: str) -> None:
+def test_a_schedule_creates_runs_and_they_complete(workshop: Workshop, server: str) -> None:
     made = workshop.onward(
         "deploy", str(workshop.root / "config.toml"), "train.num_steps=20", "--name", "often", "--interval", "20"
     )
@@ -64,7 +64,7 @@ def test_a_schedule_makes_runs_that_run(workshop: Workshop, server: str) -> None
     assert run.exported.exists()
 
 
-def test_a_cron_expression_is_a_schedule_too(workshop: Workshop, server: str) -> None:
+def test_a_cron_expression_schedules_runs_in_its_time_zone(workshop: Workshop, server: str) -> None:
     config = str(workshop.root / "config.toml")
     made = workshop.onward("deploy", config, "--name", "yearly", "--cron", "0 2 1 1 *", "--timezone", "Europe/Berlin")
     deployment = made["deployment_id"]
@@ -76,7 +76,7 @@ def test_a_cron_expression_is_a_schedule_too(workshop: Workshop, server: str) ->
 
 
 @pytest.mark.slow
-def test_a_failed_run_set_to_retry_goes_on_in_its_directory_and_its_mlflow_run(workshop: Workshop, server: str) -> None:
+def test_a_retried_run_continues_in_its_directory_and_its_mlflow_run(workshop: Workshop, server: str) -> None:
     made = workshop.onward(
         "deploy", str(workshop.root / "config.toml"), "launch.retries=0", "--name", "fragile", "--cron", "0 2 1 1 *"
     )
@@ -99,7 +99,7 @@ def test_a_failed_run_set_to_retry_goes_on_in_its_directory_and_its_mlflow_run(w
 
 
 @pytest.mark.slow
-def test_down_lets_a_deployed_run_save_and_resume_goes_on_with_it(workshop: Workshop, server: str) -> None:
+def test_down_lets_a_deployed_run_save_and_resume_continues_it(workshop: Workshop, server: str) -> None:
     made = workshop.onward("deploy", str(workshop.root / "config.toml"), "train.num_steps=3000", "--name", "saved")
     begun = api(server, f"/deployments/{made['deployment_id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
     run = RunDir(workshop.home / "runs" / begun)

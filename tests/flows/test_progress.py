@@ -52,7 +52,7 @@ def training(run: RunDir) -> None:
     events.close()
 
 
-def test_the_bar_shows_loss_speed_and_the_time_left_and_moves(tmp_path: Path) -> None:
+def test_the_bar_shows_loss_speed_and_time_left_and_is_updated(tmp_path: Path) -> None:
     run, terminal = RunDir(tmp_path), Terminal()
     with live_progress(run, stream=terminal.stream, tick_s=0.01):
         training(run)
@@ -64,7 +64,7 @@ def test_the_bar_shows_loss_speed_and_the_time_left_and_moves(tmp_path: Path) ->
     terminal.close()
 
 
-def test_log_lines_stand_above_the_bar_whole_and_the_handler_is_given_back(tmp_path: Path) -> None:
+def test_log_lines_are_printed_above_the_bar_and_the_log_handler_is_restored(tmp_path: Path) -> None:
     run, terminal = RunDir(tmp_path), Terminal()
     log, handler = logging.getLogger("tests.progress"), logging.StreamHandler(terminal.stream)
     log.addHandler(handler)

@@ -92,36 +92,36 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_setting_that_cannot_work_is_named(workshop: Path, overrides: list[str], sentence: str) -> None:
+def test_an_impossible_setting_is_reported_with_its_name(workshop: Path, overrides: list[str], sentence: str) -> None:
     (problem,) = refused(workshop, *overrides)
     assert sentence in problem
 
 
-def test_data_of_another_dtype_is_named(workshop: Path) -> None:
+def test_data_of_another_dtype_is_reported(workshop: Path) -> None:
     np.savez(workshop / "data.npz", image=np.full((20, 3, 8, 8), "x"), label=np.zeros(20, np.int64))
     assert "input image takes float32, but column 'image' holds text" in refused(workshop)
 
 
-def test_data_of_another_shape_is_named_with_both_shapes(workshop: Path) -> None:
+def test_data_of_another_shape_is_reported_with_both_shapes(workshop: Path) -> None:
     np.savez(workshop / "data.npz", image=np.zeros((20, 3, 9, 8), np.float32), label=np.zeros(20, np.int64))
     (problem,) = refused(workshop)
     assert problem == "input image takes [3, 8, 8] a sample, but column 'image' is float32 [3, 9, 8]"
 
 
-def test_labels_beyond_the_outputs_width_are_named(workshop: Path) -> None:
+def test_labels_beyond_the_number_of_classes_are_reported(workshop: Path) -> None:
     np.savez(workshop / "data.npz", image=np.zeros((20, 3, 8, 8), np.float32), label=np.arange(20))
     (problem,) = refused(workshop)
     assert "0..19, but must be 0..3, because output logits is 4 wide" in problem
 
 
-def test_a_file_that_is_not_toml_is_named_with_its_line(workshop: Path) -> None:
+def test_a_file_that_is_not_toml_is_reported_with_its_line(workshop: Path) -> None:
     (workshop / "config.toml").write_text("[model\n")
     (problem,) = refused(workshop)
     assert "is not TOML" in problem
     assert "line 1" in problem
 
 
-def test_everything_wrong_is_said_at_once(workshop: Path) -> None:
+def test_all_problems_are_reported_at_once(workshop: Path) -> None:
     problems = refused(
         workshop, "launch.num_ranks=3", "train.num_setps=7", "model.path=absent.onnx", "data.source=absent.csv"
     )

@@ -49,7 +49,7 @@ def gone(workshop: Workshop) -> bool:
 
 
 @whole
-def test_a_run_gives_back_the_same_file_with_better_weights(workshop: Workshop, undisturbed: dict[str, Any]) -> None:
+def test_a_run_writes_the_same_graph_with_better_weights(workshop: Workshop, undisturbed: dict[str, Any]) -> None:
     given, trained = onnx.load_model(workshop.root / "model.onnx"), onnx.load_model(undisturbed["model"])
     assert [node.op_type for node in trained.graph.node] == [node.op_type for node in given.graph.node]
     assert trained.graph.input == given.graph.input
@@ -64,7 +64,7 @@ def test_a_run_gives_back_the_same_file_with_better_weights(workshop: Workshop, 
 
 @whole
 @pytest.mark.parametrize("victim", ["rank", pytest.param("mpirun", marks=pytest.mark.slow)])
-def test_a_killed_rank_or_mpirun_is_retried_and_the_file_has_the_bits_of_an_undisturbed_run(
+def test_after_a_killed_rank_or_mpirun_the_retry_writes_the_same_bytes_as_an_undisturbed_run(
     victim: str, workshop: Workshop, undisturbed: dict[str, Any]
 ) -> None:
     process = workshop.start("run", str(workshop.root / "config.toml"))
@@ -83,7 +83,7 @@ def test_a_killed_rank_or_mpirun_is_retried_and_the_file_has_the_bits_of_an_undi
 
 
 @whole
-def test_after_the_flow_was_killed_nothing_is_left_and_resume_ends_with_the_same_bits(
+def test_after_a_killed_flow_no_process_is_left_and_resume_writes_the_same_bytes(
     workshop: Workshop, undisturbed: dict[str, Any]
 ) -> None:
     process = workshop.start("run", str(workshop.root / "config.toml"))
@@ -108,7 +108,7 @@ def test_after_the_flow_was_killed_nothing_is_left_and_resume_ends_with_the_same
 @whole
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_is_asked_to_end_saves_says_how_to_go_on_and_does(
+def test_an_interrupted_run_saves_a_checkpoint_prints_the_resume_command_and_resumes(
     number: signal.Signals, status: int, workshop: Workshop, undisturbed: dict[str, Any]
 ) -> None:
     process = workshop.start("run", str(workshop.root / "config.toml"))
@@ -161,7 +161,7 @@ def test_prefects_form_describes_every_section_and_every_setting() -> None:
         (2 * MISSED_AFTER, ["auto-scheduled"], True, False),  # a retry, perhaps of a run that configure refused
     ],
 )
-def test_only_a_scheduled_run_that_is_long_late_and_never_began_is_missed(
+def test_only_a_scheduled_run_that_is_over_an_hour_late_and_has_not_begun_is_missed(
     late: datetime.timedelta,
     tags: list[str],
     began: bool,

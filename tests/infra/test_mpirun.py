@@ -78,7 +78,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Future[Outcome]]]:
 # -- what is started
 
 
-def test_the_command_line_is_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_on_one_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: Path("/venv/bin/mpirun"))
     monkeypatch.setattr(sys, "executable", "/venv/bin/python")
     alone = MpiJob(module=("onward.trainer", "train", "/run"), num_ranks=2, run_dir=tmp_path, log=tmp_path / "log")
@@ -87,7 +87,7 @@ def test_the_command_line_is_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_other_hosts_get_what_they_need_of_the_environment_and_nothing_else(
+def test_other_hosts_get_only_the_environment_variables_that_they_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: Path("/venv/bin/mpirun"))
@@ -101,7 +101,7 @@ def test_other_hosts_get_what_they_need_of_the_environment_and_nothing_else(
     )
 
 
-def test_without_mpirun_it_says_where_it_looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_mpirun_the_error_says_where_it_was_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=rf"neither {tmp_path}/bin/mpirun nor in PATH; install one"):
@@ -112,21 +112,21 @@ def test_without_mpirun_it_says_where_it_looked(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.mpi
-def test_a_job_that_ends_has_its_output_in_the_log(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
+def test_the_output_of_a_finished_job_is_in_the_log(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
     outcome = started("ends").result(10)
     assert (outcome.returncode, outcome.reason) == (0, "exited")
     assert sorted((tmp_path / "train.log").read_text().splitlines()) == ["rank 0 was here", "rank 1 was here"]
 
 
 @pytest.mark.mpi
-def test_a_rank_that_dies_takes_the_others_with_it(started: Callable[..., Future[Outcome]]) -> None:
+def test_a_killed_rank_ends_the_other_ranks(started: Callable[..., Future[Outcome]]) -> None:
     outcome = started("dies").result(10)
     assert outcome.reason == "exited"
     assert outcome.returncode == 128 + signal.SIGKILL
 
 
 @pytest.mark.mpi
-def test_a_job_asked_to_stop_saves_and_leaves(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
+def test_a_stopped_job_saves_and_exits(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
     running = started("behaved")
     assert running_job(tmp_path) is not None
     assert stop_running(tmp_path)
@@ -139,7 +139,7 @@ def test_a_job_asked_to_stop_saves_and_leaves(started: Callable[..., Future[Outc
 
 
 @pytest.mark.mpi
-def test_a_job_that_will_not_stop_is_killed_after_its_grace(
+def test_a_job_that_does_not_stop_is_killed_after_its_grace_period(
     started: Callable[..., Future[Outcome]], tmp_path: Path
 ) -> None:
     running = started("deaf", grace_s=0.5)
@@ -150,13 +150,15 @@ def test_a_job_that_will_not_stop_is_killed_after_its_grace(
 
 
 @pytest.mark.mpi
-def test_a_job_that_stands_still_is_noticed_and_killed(started: Callable[..., Future[Outcome]]) -> None:
+def test_a_job_without_heartbeat_is_killed(started: Callable[..., Future[Outcome]]) -> None:
     running = started("stands_still", silence_timeout_s=0.5)
     assert running.result(15).reason == "silent"
 
 
 @pytest.mark.mpi
-def test_a_job_that_never_moves_is_killed_after_its_start_time(started: Callable[..., Future[Outcome]]) -> None:
+def test_a_job_without_a_first_heartbeat_is_killed_after_the_start_timeout(
+    started: Callable[..., Future[Outcome]],
+) -> None:
     running = started("never_moves", start_timeout_s=1.5, silence_timeout_s=0.1)
     outcome = running.result(15)
     assert outcome.reason == "start_timeout"
@@ -164,7 +166,9 @@ def test_a_job_that_never_moves_is_killed_after_its_start_time(started: Callable
 
 
 @pytest.mark.mpi
-def test_killing_mpirun_leaves_nothing_behind(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
+def test_after_mpirun_was_killed_no_process_and_no_file_is_left(
+    started: Callable[..., Future[Outcome]], tmp_path: Path
+) -> None:
     running = started("deaf")
     record = running_job(tmp_path)
     assert record is not None
@@ -175,7 +179,7 @@ def test_killing_mpirun_leaves_nothing_behind(started: Callable[..., Future[Outc
 
 
 @pytest.mark.mpi
-def test_a_frozen_mpirun_cannot_hold_the_supervisor_up(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
+def test_a_suspended_mpirun_is_killed(started: Callable[..., Future[Outcome]], tmp_path: Path) -> None:
     running = started("behaved", grace_s=0.3)
     leader(tmp_path).suspend()
     stop_running(tmp_path)
@@ -183,7 +187,7 @@ def test_a_frozen_mpirun_cannot_hold_the_supervisor_up(started: Callable[..., Fu
 
 
 @pytest.mark.mpi
-def test_an_exception_in_the_supervising_thread_lets_the_job_save_first(tmp_path: Path) -> None:
+def test_an_exception_in_the_main_thread_lets_the_job_save_first(tmp_path: Path) -> None:
     """As Prefect's cancellation and Ctrl-C do: a signal handler of the main thread that raises."""
 
     class Cancelled(BaseException):
@@ -212,7 +216,7 @@ def test_an_exception_in_the_supervising_thread_lets_the_job_save_first(tmp_path
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("program", "saves"), [("behaved", True), ("deaf", False)])
-def test_killing_the_supervisor_ends_the_job_within_15_s(tmp_path: Path, program: str, saves: bool) -> None:
+def test_after_the_flow_process_was_killed_the_job_ends_within_15_s(tmp_path: Path, program: str, saves: bool) -> None:
     supervisor = subprocess.Popen(
         [sys.executable, "-m", "tests.support.rank_programs", "supervise", str(tmp_path), program], cwd=ROOT
     )

@@ -75,7 +75,7 @@ def user(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.slow
-def test_two_users_share_one_server_that_outlives_a_killed_user_and_leaves_with_the_last(shared_home: Path) -> None:
+def test_two_users_share_one_server_that_stops_after_the_last_of_them(shared_home: Path) -> None:
     with user(shared_home) as (_, second_url):
         with user(shared_home) as (first, first_url):
             assert first_url == second_url == services.running(shared_home)["prefect"]
@@ -87,7 +87,7 @@ def test_two_users_share_one_server_that_outlives_a_killed_user_and_leaves_with_
 
 
 @pytest.mark.slow
-def test_a_server_ends_with_its_killed_keeper_and_the_next_user_gets_a_new_one(shared_home: Path) -> None:
+def test_a_server_ends_with_its_killed_supervisor_and_the_next_user_starts_another(shared_home: Path) -> None:
     with user(shared_home):
         its_supervisor = psutil.Process(service_state.read_state(shared_home, "prefect")["pid"])
         (server,) = its_supervisor.children()
@@ -97,7 +97,7 @@ def test_a_server_ends_with_its_killed_keeper_and_the_next_user_gets_a_new_one(s
             assert services.running(shared_home) == {"prefect": url}
 
 
-def test_a_taken_port_is_exchanged_for_another() -> None:
+def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
@@ -106,13 +106,13 @@ def test_a_taken_port_is_exchanged_for_another() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_start_says_what_its_log_ends_with(tmp_path: Path) -> None:
+def test_the_error_for_a_server_that_cannot_start_contains_the_end_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "prefect").write_text("a file where the server's directory should be")
     with services.lease(tmp_path), pytest.raises(services.ServiceError, match=r"(?s)prefect .*unable to open database"):
         services.ensure(tmp_path, ["prefect"])
 
 
-def test_a_configured_server_that_does_not_answer_is_an_error_that_says_what_to_do() -> None:
+def test_an_unreachable_configured_server_is_an_error_with_a_remedy() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound, not listening: refused
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}/api"
@@ -120,7 +120,7 @@ def test_a_configured_server_that_does_not_answer_is_an_error_that_says_what_to_
             services.check_reachable(url)
 
 
-def test_a_pin_does_not_outlive_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_is_void_after_a_restart_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not service_state.is_pinned(tmp_path)
     service_state.pin(tmp_path)
     assert service_state.is_pinned(tmp_path)
@@ -142,7 +142,7 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_proxy_is_not_asked_for_the_servers_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_of_this_machine_are_reached_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
     with HTTPServer(("127.0.0.1", 0), Answering) as server:
@@ -177,7 +177,7 @@ time.sleep(60)
 """A worker with one run, which starts another as soon as that is gone."""
 
 
-def test_a_stopped_worker_lets_its_run_save_and_starts_no_other(tmp_path: Path) -> None:
+def test_a_stopped_worker_lets_its_run_save_and_starts_no_other_run(tmp_path: Path) -> None:
     files = [tmp_path / "first", tmp_path / "second"]
     worker = psutil.Popen([sys.executable, "-c", WORKER, RUN, *map(str, files)])
     assert until(lambda: files[0].exists() and files[0].read_text() == "runs", limit_s=20)
@@ -197,7 +197,7 @@ def test_a_stopped_worker_lets_its_run_save_and_starts_no_other(tmp_path: Path) 
         ("http://a/api", 'active = "x"\n[profiles.x]\nPREFECT_API_URL = "http://b/api"\n', "http://a/api"),
     ],
 )
-def test_the_configured_server_is_the_environments_else_the_active_profiles(
+def test_the_configured_server_is_that_of_the_environment_else_of_the_active_profile(
     variable: str, profiles: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
@@ -209,7 +209,7 @@ def test_the_configured_server_is_the_environments_else_the_active_profiles(
     assert services.configured_prefect() == expected
 
 
-def test_servers_hear_no_other_origin_and_send_no_telemetry(tmp_path: Path) -> None:
+def test_servers_accept_no_other_origin_and_send_no_telemetry(tmp_path: Path) -> None:
     told = service_definitions.environment(tmp_path, prefect_url="http://127.0.0.1:4200")
     assert told["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4200"
     assert told["DO_NOT_TRACK"] == told["MLFLOW_DISABLE_TELEMETRY"] == "true"

@@ -29,13 +29,13 @@ from onward.infra.tracking import (
 from tests.support.stores import client, free_port, new_run, points, tracking_store
 
 
-def test_importing_it_does_not_import_mlflow() -> None:
+def test_importing_tracking_does_not_import_mlflow() -> None:
     subprocess.run(
         [sys.executable, "-c", "import onward.infra.tracking, sys; assert 'mlflow' not in sys.modules"], check=True
     )
 
 
-def test_a_run_is_found_again_by_its_key_and_runs_again() -> None:
+def test_a_run_is_found_by_its_key_and_set_to_running() -> None:
     first = new_run(key="the-key")
     first.set_status("KILLED")
     assert client(first).get_run(first.run_id).info.status == "KILLED"
@@ -59,7 +59,7 @@ def test_a_run_of_another_key_is_another_run() -> None:
     assert new_run().run_id != new_run().run_id
 
 
-def test_a_deleted_experiment_is_brought_back() -> None:
+def test_a_deleted_experiment_is_restored() -> None:
     tracker = Tracker(tracking_store())
     tracker.start_run("tests/deleted", key="a", name="a", tags={}, params={})
     client(tracker).delete_experiment(client(tracker).get_run(tracker.run_id).info.experiment_id)
@@ -67,7 +67,7 @@ def test_a_deleted_experiment_is_brought_back() -> None:
     assert client(tracker).get_run(tracker.run_id).data.tags["onward.run_id"] == "b"
 
 
-def test_hundreds_of_long_parameters_are_kept_to_their_first_6000_characters() -> None:
+def test_hundreds_of_long_parameters_are_stored_with_their_first_6000_characters() -> None:
     tracker = new_run()
     params = {f"weights.{index}": "x" * 7000 for index in range(250)}
     key = client(tracker).get_run(tracker.run_id).data.tags["onward.run_id"]
@@ -109,7 +109,7 @@ def test_values_that_are_not_finite_are_kept() -> None:
         ("k" * 300, "k" * 250),
     ],
 )
-def test_every_key_becomes_a_name_that_mlflow_takes(key: str, name: str) -> None:
+def test_every_key_becomes_a_name_that_mlflow_accepts(key: str, name: str) -> None:
     assert metric_name(key) == name
     tracker = new_run()
     tracker.log_batch([Point(key, 0.5, 1, 1)])
@@ -183,7 +183,7 @@ def load(folder: Path) -> Any:
     return mlflow.pyfunc.load_model(str(folder))
 
 
-def test_a_registered_model_is_the_file_itself_and_answers_under_its_alias(tmp_path: Path) -> None:
+def test_a_registered_model_is_the_file_byte_for_byte_and_is_found_by_its_alias(tmp_path: Path) -> None:
     tracker, name = new_run(), "adders"
     one, two = adder(tmp_path, by=1.0), adder(tmp_path, by=2.0)
     assert tracker.register_model(one, name=name, alias="champion") == "1"
@@ -205,7 +205,7 @@ def test_a_registered_model_is_the_file_itself_and_answers_under_its_alias(tmp_p
     assert other.register_model(replace(one, step=9), name=name) == "3"  # another run's file is another version
 
 
-def test_a_model_that_keeps_weights_in_a_directory_below_is_registered_whole(tmp_path: Path) -> None:
+def test_a_model_with_external_data_in_a_subdirectory_is_registered_with_it(tmp_path: Path) -> None:
     import mlflow.onnx
 
     plain = adder(tmp_path, by=4.0)
@@ -223,7 +223,7 @@ def test_a_model_that_keeps_weights_in_a_directory_below_is_registered_whole(tmp
     assert mlflow.onnx.load_model(str(folder)).graph.initializer[0].raw_data == content
 
 
-def test_nothing_lands_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     tracker = new_run()
@@ -235,12 +235,12 @@ def test_nothing_lands_in_the_working_directory(tmp_path: Path, monkeypatch: pyt
     assert {"note.txt", "model.onnx"} <= {path.name for path in beside.rglob("*.*")}
 
 
-def test_a_file_that_is_not_there_is_the_callers_mistake(tmp_path: Path) -> None:
+def test_a_missing_file_raises_file_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.txt"):
         new_run().log_file(tmp_path / "absent.txt")
 
 
-def test_a_store_that_does_not_answer_is_said_to_be_unavailable_within_seconds() -> None:
+def test_an_unreachable_store_raises_tracking_unavailable_within_20_s() -> None:
     port = free_port()
     tracker = Tracker(f"http://127.0.0.1:{port}", "some-run")
     began_at = time.monotonic()
@@ -251,19 +251,19 @@ def test_a_store_that_does_not_answer_is_said_to_be_unavailable_within_seconds()
     assert time.monotonic() - began_at < 20
 
 
-def test_a_database_that_cannot_be_opened_is_unavailable(tmp_path: Path) -> None:
+def test_a_database_that_cannot_be_opened_raises_tracking_unavailable(tmp_path: Path) -> None:
     (tmp_path / "mlflow").write_text("a file where the folder should be")
     with pytest.raises(TrackingUnavailable):
         Tracker(local_store(tmp_path), "some-run").set_status("FINISHED")
 
 
-def test_a_refusal_is_not_called_an_outage() -> None:
+def test_a_refusal_raises_tracking_error_and_not_tracking_unavailable() -> None:
     with pytest.raises(TrackingError, match="no-such-run") as caught:
         Tracker(tracking_store(), "no-such-run").set_status("FINISHED")
     assert not isinstance(caught.value, TrackingUnavailable)
 
 
-def test_two_processes_may_make_the_tables_of_one_database_at_once(tmp_path: Path) -> None:
+def test_two_processes_can_create_the_tables_of_one_database_at_once(tmp_path: Path) -> None:
     code = (
         "import sys; from onward.infra.tracking import Tracker; tracker = Tracker(sys.argv[1])\n"
         "print(tracker.start_run('race', key=sys.argv[2], name='n', tags={}, params={})[0])"

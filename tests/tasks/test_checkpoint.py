@@ -68,7 +68,7 @@ def recorded(tracker: Tracker) -> dict[str, dict[str, str]]:
     return {model.name: {**model.tags} for model in found}
 
 
-def test_beside_a_training_it_announces_records_and_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_during_training_it_announces_and_records_checkpoints_and_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     results: list[CheckpointInfo | None] = []
@@ -95,9 +95,7 @@ def test_beside_a_training_it_announces_records_and_keeps_the_newest_and_the_bes
     assert (2, 0.1) in points(tracker, "checkpoint/evaluation/loss")
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_never_announced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_renamed_and_never_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = make_run(tmp_path, new_run())
     save_steps(run, {1: 0.5, 2: 0.1})
     file = run.checkpoint(2) / "rank-00000.safetensors"
@@ -110,7 +108,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_never_announced(
     assert f"SHA-256 {sha256(tmp_path / 'checkpoints/step-000000002.damaged' / file.name)}, not" in caplog.text
 
 
-def test_a_restart_goes_on_with_what_is_on_disk(tmp_path: Path) -> None:
+def test_a_restarted_task_continues_with_the_checkpoints_on_disk(tmp_path: Path) -> None:
     run = make_run(tmp_path, new_run())
     save_steps(run, {1: 0.5, 2: 0.4, 3: 0.3})
     run.close_log()
@@ -130,7 +128,7 @@ def test_without_a_checkpoint_it_returns_none(tmp_path: Path) -> None:
     assert checkpoint.fn(run) is None
 
 
-def test_without_the_metric_the_newest_counts_as_the_best_and_it_says_so(
+def test_without_the_metric_the_newest_counts_as_the_best_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path, new_run(), best_metric="evaluation/acuracy")
@@ -166,7 +164,7 @@ def test_the_best_is_the_first_of_the_best_values(
     assert flags == [place == expected for place in range(len(values))]
 
 
-def test_an_evaluation_of_an_earlier_step_makes_no_checkpoint_the_best(tmp_path: Path) -> None:
+def test_a_checkpoint_with_the_evaluation_of_an_earlier_step_is_not_the_best(tmp_path: Path) -> None:
     run = make_run(tmp_path, new_run())
     save_steps(run, {1: 0.1, 2: None, 3: 0.3})
     run.close_log()
@@ -174,7 +172,7 @@ def test_an_evaluation_of_an_earlier_step_makes_no_checkpoint_the_best(tmp_path:
     assert [(info.step, info.metrics) for info in announced(run)][1:] == [(2, {}), (3, {"evaluation/loss": 0.3})]
 
 
-def test_an_outage_of_mlflow_delays_the_records_and_nothing_else(
+def test_an_outage_of_mlflow_only_delays_the_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onward.tasks.checkpoint.OUTAGE_PERIOD_S", 0.2)
@@ -198,7 +196,7 @@ def test_an_outage_of_mlflow_delays_the_records_and_nothing_else(
         server.kill()
 
 
-def test_an_mlflow_that_stays_away_ends_in_an_error_line_not_in_a_failed_task(
+def test_a_lasting_outage_of_mlflow_is_logged_and_does_not_fail_the_task(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = Tracker(f"http://127.0.0.1:{free_port()}", "no-such-run")
@@ -211,9 +209,7 @@ def test_an_mlflow_that_stays_away_ends_in_an_error_line_not_in_a_failed_task(
     assert "could not be reached for 0 s" in caplog.text
 
 
-def test_a_run_that_mlflow_does_not_know_costs_its_record_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_mlflow_refuses_loses_only_its_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = make_run(tmp_path, Tracker(new_run().tracking_uri, "no-such-run"))
     save_steps(run, {1: 0.5})
     run.close_log()

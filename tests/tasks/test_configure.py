@@ -61,9 +61,7 @@ def identity(run: RunDir) -> RunIdentity:
     return read_record(run.identity, RunIdentity)
 
 
-def test_a_run_begun_again_has_the_same_directory_and_the_same_mlflow_run(
-    sections: dict[str, Section], store: str
-) -> None:
+def test_a_repeated_configure_finds_the_same_directory_and_mlflow_run(sections: dict[str, Section], store: str) -> None:
     run = begin(sections)
     first = identity(run)
     run.close_log()
@@ -77,7 +75,7 @@ def test_a_run_begun_again_has_the_same_directory_and_the_same_mlflow_run(
     assert [file.path for file in Tracker(store)._client.list_artifacts(first.mlflow_run_id)] == ["config.json"]
 
 
-def test_changed_settings_are_refused_by_name_and_the_saved_ones_stay(sections: dict[str, Section]) -> None:
+def test_changed_settings_are_refused_by_name_and_the_saved_ones_are_kept(sections: dict[str, Section]) -> None:
     run = begin(sections)
     before = run.config.read_bytes()
     changed = {**sections, "train": TrainConfig(global_batch_size=4, num_steps=4)}
@@ -94,7 +92,7 @@ def test_a_changed_onnx_file_is_refused(sections: dict[str, Section], tmp_path: 
         begin(sections)
 
 
-def test_everything_wrong_is_refused_at_once_and_nothing_is_left(sections: dict[str, Section], home: Path) -> None:
+def test_all_problems_are_refused_at_once_and_nothing_is_written(sections: dict[str, Section], home: Path) -> None:
     wrong = {
         **sections,
         "model": ModelConfig(path=home / "absent.onnx"),
@@ -107,7 +105,7 @@ def test_everything_wrong_is_refused_at_once_and_nothing_is_left(sections: dict[
     assert not home.exists()
 
 
-def test_auto_is_chosen_once_and_the_run_keeps_it(sections: dict[str, Section]) -> None:
+def test_the_layout_that_auto_chooses_is_saved_and_kept(sections: dict[str, Section]) -> None:
     launch = LaunchConfig(num_ranks=2, device="cpu")
     wanted = {**sections, "parallel": ParallelConfig(sizes="auto", memory_gib=1.0), "launch": launch}
     run = begin(wanted)
@@ -127,7 +125,7 @@ def test_auto_is_chosen_once_and_the_run_keeps_it(sections: dict[str, Section]) 
         begin({**wanted, "parallel": ParallelConfig(sizes="auto", data=2)}, "other")
 
 
-def test_what_the_graph_does_not_allow_is_refused_before_anything_is_there(
+def test_a_layout_that_the_graph_does_not_allow_is_refused_before_anything_is_written(
     sections: dict[str, Section], home: Path
 ) -> None:
     train = TrainConfig(global_batch_size=8, num_steps=4, gradient_accumulation_steps=2)
@@ -141,7 +139,7 @@ def test_what_the_graph_does_not_allow_is_refused_before_anything_is_there(
     assert not (home / "runs").exists()
 
 
-def test_shapes_that_depend_on_data_are_refused_where_the_graph_is_cut_and_trained_elsewhere(
+def test_shapes_that_depend_on_data_are_refused_with_zero_and_allowed_with_tensor_parallelism(
     sections: dict[str, Section], tmp_path: Path
 ) -> None:
     model = residual_mlps(8, width=4)
@@ -163,7 +161,7 @@ def test_shapes_that_depend_on_data_are_refused_where_the_graph_is_cut_and_train
     assert begin({**sections, "parallel": ParallelConfig(tensor=2)}, "divided").config.exists()
 
 
-def test_a_relative_database_is_the_same_from_every_directory(
+def test_a_relative_tracking_database_is_saved_as_an_absolute_path(
     sections: dict[str, Section], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -171,7 +169,7 @@ def test_a_relative_database_is_the_same_from_every_directory(
     assert identity(begin(sections)).tracking_uri == local_store(tmp_path).replace("/mlflow/", "/")
 
 
-def test_without_mlflow_a_new_run_is_refused_and_a_known_one_goes_on(
+def test_without_mlflow_a_new_run_is_refused_and_a_resumed_one_continues(
     sections: dict[str, Section], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = begin(sections)

@@ -65,11 +65,11 @@ def infos(run: RunDir, *steps: int, best: int = 0) -> list[CheckpointInfo]:
 @pytest.mark.parametrize(
     ("which", "best", "step"), [("best", 10, 10), ("best", 0, 20), ("last", 10, 20), ("last", 20, 20)]
 )
-def test_the_best_checkpoint_or_the_last(which: str, best: int, step: int) -> None:
+def test_the_best_or_the_last_checkpoint_is_selected(which: str, best: int, step: int) -> None:
     assert task.choose(infos(RunDir(Path("run")), 10, 20, 15, best=best), which).step == step
 
 
-def test_without_a_checkpoint_there_is_nothing_to_export() -> None:
+def test_exporting_without_a_checkpoint_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="train first"):
         task.choose([], "best")
 
@@ -77,7 +77,7 @@ def test_without_a_checkpoint_there_is_nothing_to_export() -> None:
 # -- a proven file
 
 
-def test_a_proven_file_is_registered_with_signature_example_and_alias(tmp_path: Path, process: Process) -> None:
+def test_a_verified_file_is_registered_with_signature_example_and_alias(tmp_path: Path, process: Process) -> None:
     process("export")
     tracker = new_run()
     run = make_run(tmp_path, tracker, register_as="exports", alias="best-yet")
@@ -133,9 +133,7 @@ def test_an_outage_of_mlflow_loses_nothing(tmp_path: Path, process: Process, mon
     assert task.export.fn(run, RESULT, infos(run, 20)).version == "1"
 
 
-def test_a_copy_that_cannot_be_written_does_not_keep_the_file_out_of_the_registry(
-    tmp_path: Path, process: Process
-) -> None:
+def test_the_file_is_registered_even_if_its_copy_cannot_be_written(tmp_path: Path, process: Process) -> None:
     process("export")
     (tmp_path / "file").touch()
     tracker, target = new_run(), tmp_path / "file" / "model.onnx"
@@ -147,7 +145,7 @@ def test_a_copy_that_cannot_be_written_does_not_keep_the_file_out_of_the_registr
     assert version.tags["sha256"] == sha256(run.export / "model.onnx")
 
 
-def test_what_mlflow_refuses_is_said_at_once(tmp_path: Path, process: Process) -> None:
+def test_a_refusal_by_mlflow_is_raised_without_a_retry(tmp_path: Path, process: Process) -> None:
     process("export")
     tracker = new_run()
     run = make_run(tmp_path, Tracker(tracker.tracking_uri, "f" * 32), register_as="refused-run")
@@ -155,7 +153,7 @@ def test_what_mlflow_refuses_is_said_at_once(tmp_path: Path, process: Process) -
         task.export.fn(run, RESULT, infos(run, 20))
 
 
-def test_an_export_to_a_path_leaves_the_run_directory_alone(tmp_path: Path, process: Process) -> None:
+def test_an_export_to_a_path_does_not_change_the_run_directory(tmp_path: Path, process: Process) -> None:
     process("export")
     run = make_run(tmp_path, new_run())
     exported = task.export_file(run, run.checkpoint(7), tmp_path / "out" / "seven.onnx")
@@ -165,7 +163,7 @@ def test_an_export_to_a_path_leaves_the_run_directory_alone(tmp_path: Path, proc
     assert not run.export.exists()
 
 
-def test_an_export_over_the_original_is_refused_before_the_work(tmp_path: Path, process: Process) -> None:
+def test_an_export_over_the_original_is_refused_before_it_starts(tmp_path: Path, process: Process) -> None:
     process("crash")
     run = make_run(tmp_path, new_run())
     (tmp_path / "model.onnx").write_bytes(tiny_mlp().SerializeToString())
@@ -175,7 +173,7 @@ def test_an_export_over_the_original_is_refused_before_the_work(tmp_path: Path, 
         task.export_file(run, run.checkpoint(7), tmp_path)
 
 
-def test_weights_kept_in_a_directory_below_are_copied_into_one(tmp_path: Path, process: Process) -> None:
+def test_external_data_in_a_subdirectory_is_copied_into_the_same_subdirectory(tmp_path: Path, process: Process) -> None:
     process("export")
     run = make_run(tmp_path, new_run())
     exported = task.export_file(run, run.checkpoint(7))
@@ -191,7 +189,9 @@ def test_weights_kept_in_a_directory_below_are_copied_into_one(tmp_path: Path, p
 # -- a refused one
 
 
-def test_a_refusal_comes_back_as_it_was_raised_and_registers_nothing(tmp_path: Path, process: Process) -> None:
+def test_a_refusal_of_the_exporting_process_is_raised_here_and_nothing_is_registered(
+    tmp_path: Path, process: Process
+) -> None:
     process("export")
     tracker = new_run()
     run = make_run(tmp_path, tracker, register_as="refused")
@@ -204,14 +204,14 @@ def test_a_refusal_comes_back_as_it_was_raised_and_registers_nothing(tmp_path: P
     assert not client(tracker).search_registered_models("name = 'refused'")
 
 
-def test_a_process_that_died_is_refused_with_its_last_words(tmp_path: Path, process: Process) -> None:
+def test_a_crash_of_the_exporting_process_is_raised_with_the_end_of_its_log(tmp_path: Path, process: Process) -> None:
     process("crash")
     run = make_run(tmp_path, new_run())
     with pytest.raises(ExportRefused, match=r"signal 11(.|\n)*the last word"):
         task.export_file(run, run.checkpoint(10))
 
 
-def test_a_variant_that_takes_its_process_down_is_recorded_and_the_file_stands(
+def test_a_variant_whose_process_crashes_is_recorded_and_the_exported_file_is_kept(
     tmp_path: Path, process: Process
 ) -> None:
     process("export")

@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.mpi
-def test_every_rank_reports_what_it_found(run: RunDir) -> None:
+def test_every_rank_writes_a_report(run: RunDir) -> None:
     report = init_runtime.fn(run)
     assert [(rank.rank, rank.world_size, rank.device, rank.all_reduce) for rank in report.ranks] == [
         (0, 2, "cpu", 3.0),
@@ -81,7 +81,7 @@ def test_a_launcher_that_starts_another_number_of_ranks_is_refused(
 
 
 @pytest.mark.mpi
-def test_what_a_launcher_says_that_cannot_start_is_passed_on(
+def test_the_output_of_a_failing_launcher_is_in_the_error(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _put_mpirun(tmp_path, monkeypatch, "#!/bin/sh\necho no route to host h1\nexit 213\n")
@@ -154,5 +154,5 @@ def reported(*changes: dict[str, Any], disk: int = PLENTY) -> RuntimeReport:
         ),
     ],
 )
-def test_everything_wrong_is_said_with_the_numbers(report: RuntimeReport, sentences: list[str]) -> None:
+def test_all_problems_are_reported_with_their_numbers(report: RuntimeReport, sentences: list[str]) -> None:
     assert [*problems(report, config(Path("model.onnx")), model_bytes=MODEL_BYTES)] == sentences

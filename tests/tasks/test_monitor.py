@@ -75,7 +75,7 @@ def loss(step: int, number: int) -> tuple[int, float]:
 # -- the task
 
 
-def test_a_resumed_run_is_one_curve_in_mlflow_and_its_summary_says_how_it_went(tmp_path: Path) -> None:
+def test_a_resumed_run_is_one_curve_in_mlflow_and_has_a_summary(tmp_path: Path) -> None:
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     attempt(run, first=1, last=7)
@@ -97,7 +97,7 @@ def test_a_resumed_run_is_one_curve_in_mlflow_and_its_summary_says_how_it_went(t
 
 
 @pytest.mark.parametrize(("ended", "status"), [("done", "FINISHED"), ("stopped", "KILLED"), ("", "FAILED")])
-def test_mlflow_learns_how_the_newest_attempt_ended(tmp_path: Path, ended: str, status: str) -> None:
+def test_mlflow_gets_the_status_of_the_newest_attempt(tmp_path: Path, ended: str, status: str) -> None:
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     attempt(run, first=1, last=3, status="stopped")
@@ -107,7 +107,7 @@ def test_mlflow_learns_how_the_newest_attempt_ended(tmp_path: Path, ended: str, 
     assert client(tracker).get_run(tracker.run_id).info.status == status
 
 
-def test_beside_a_training_points_arrive_while_it_runs_and_the_run_is_running_again(tmp_path: Path) -> None:
+def test_during_training_points_arrive_and_the_status_is_running_again(tmp_path: Path) -> None:
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     tracker.set_status("FAILED")  # the attempt before
@@ -123,7 +123,7 @@ def test_beside_a_training_points_arrive_while_it_runs_and_the_run_is_running_ag
     assert client(tracker).get_run(tracker.run_id).info.status == "FINISHED"
 
 
-def test_an_outage_to_the_end_is_said_and_the_next_monitor_ships_everything(
+def test_after_a_lasting_outage_the_next_monitor_sends_everything(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = make_run(tmp_path, Tracker(f"http://127.0.0.1:{free_port()}", "unknown"))
@@ -141,7 +141,7 @@ def test_an_outage_to_the_end_is_said_and_the_next_monitor_ships_everything(
     assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]
 
 
-def test_a_full_disk_is_said_once_and_waited_out_and_ends_only_the_view(
+def test_a_full_disk_is_logged_once_and_only_tensorboard_files_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = new_run()
@@ -168,7 +168,7 @@ def test_a_full_disk_is_said_once_and_waited_out_and_ends_only_the_view(
 # -- shipping
 
 
-def test_a_log_that_lost_its_end_in_a_power_cut_is_read_from_the_beginning_and_nothing_is_sent_twice(
+def test_a_log_that_lost_its_end_is_read_from_the_beginning_and_no_point_is_sent_twice(
     tmp_path: Path,
 ) -> None:
     tracker = new_run()
@@ -184,7 +184,7 @@ def test_a_log_that_lost_its_end_in_a_power_cut_is_read_from_the_beginning_and_n
     assert points(tracker, "train/loss")[4] == loss(5, 1)
 
 
-def test_a_run_that_moved_to_another_mlflow_run_is_shipped_whole(tmp_path: Path) -> None:
+def test_a_new_mlflow_run_of_the_same_run_gets_all_points(tmp_path: Path) -> None:
     first, second = new_run(), new_run()
     run = make_run(tmp_path, first)
     attempt(run, first=1, last=10)
@@ -193,7 +193,7 @@ def test_a_run_that_moved_to_another_mlflow_run_is_shipped_whole(tmp_path: Path)
     assert points(first, "train/loss") == points(second, "train/loss") == [loss(step, 1) for step in range(1, 11)]
 
 
-def test_many_more_points_than_one_batch_arrive_in_order_of_the_log(tmp_path: Path) -> None:
+def test_more_points_than_one_batch_arrive_in_the_order_of_the_log(tmp_path: Path) -> None:
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     events = EventWriter(run.events, attempt=1, rank=0)
@@ -206,7 +206,7 @@ def test_many_more_points_than_one_batch_arrive_in_order_of_the_log(tmp_path: Pa
         assert points(tracker, f"train/{key}") == [(step, value or float(step)) for step in range(1, 601)]
 
 
-def test_what_is_not_a_number_is_left_out_and_stops_nothing(tmp_path: Path) -> None:
+def test_values_that_are_no_numbers_and_torn_lines_are_skipped(tmp_path: Path) -> None:
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     events = EventWriter(run.events, attempt=1, rank=0)
@@ -244,7 +244,7 @@ def test_tensorboard_has_every_step_once_after_two_attempts_and_two_monitors(tmp
     assert shapes == [(5, buckets), (10, buckets)]
 
 
-def test_no_tensorboard_files_when_none_are_wanted(tmp_path: Path) -> None:
+def test_monitor_tensorboard_false_writes_no_tensorboard_files(tmp_path: Path) -> None:
     run = make_run(tmp_path, new_run())
     config = RunConfig.model_validate_json(run.config.read_bytes())
     write_record(
@@ -291,7 +291,7 @@ START = (0, "start", {"num_steps": 100, "num_samples": 6400})
         ),
     ],
 )
-def test_progress_in_words(progress: Progress, text: str, percent: float) -> None:
+def test_progress_as_text_and_percent(progress: Progress, text: str, percent: float) -> None:
     assert str(progress) == text
     assert progress.percent == percent
 
@@ -299,7 +299,7 @@ def test_progress_in_words(progress: Progress, text: str, percent: float) -> Non
 # -- Prefect
 
 
-def test_cancelling_in_prefect_stops_the_job_and_the_artifact_shows_how_far_it_was(
+def test_cancelling_in_prefect_stops_the_job_and_the_artifact_shows_the_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prefect import flow

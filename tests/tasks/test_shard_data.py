@@ -74,14 +74,14 @@ def test_data_that_changed_since_training_began_is_refused_with_both_keys(tmp_pa
     assert shard_data.fn(run).key == other
 
 
-def test_a_label_out_of_range_is_found_wherever_it_is(tmp_path: Path) -> None:
+def test_a_label_out_of_range_is_found_in_any_row(tmp_path: Path) -> None:
     run = configured(tmp_path, np.r_[np.zeros(30_000, np.int64), 7])
     with pytest.raises(ConfigError, match=r"are 0\.\.7, but must be 0\.\.3, because output logits is 4 wide"):
         shard_data.fn(run)
     assert not run.shards.exists()
 
 
-def test_bad_rows_stop_the_run_with_their_names(tmp_path: Path) -> None:
+def test_bad_rows_stop_the_run_with_their_row_numbers(tmp_path: Path) -> None:
     label = np.r_[np.zeros(40), np.nan]
     with pytest.raises(DataError, match=r"data\.npz, row 41: label is missing"):
         shard_data.fn(configured(tmp_path, label))
@@ -89,7 +89,7 @@ def test_bad_rows_stop_the_run_with_their_names(tmp_path: Path) -> None:
     assert (manifest.skipped, manifest.rows("train") + manifest.rows("evaluation")) == (1, 40)
 
 
-def test_the_data_is_named_in_mlflow_by_its_digest_and_rows(tmp_path: Path) -> None:
+def test_the_data_is_recorded_in_mlflow_with_its_digest_and_number_of_rows(tmp_path: Path) -> None:
     run, tracker = configured(tmp_path, np.arange(40) % 4), new_run()
     ids = {"mlflow_run_id": tracker.run_id, "tracking_uri": tracker.tracking_uri}
     write_record(run.identity, RunIdentity(run_id="r", name="r", created_at="2026-01-01", model_sha256="", **ids))

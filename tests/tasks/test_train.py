@@ -44,7 +44,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda habit: monkeypatch.setattr("onward.tasks.train.RANK", ("tests.support.attempts", habit))
 
 
-def test_a_result_of_this_attempt_is_success(run: RunDir, ranks: Any) -> None:
+def test_a_result_file_of_this_attempt_is_success(run: RunDir, ranks: Any) -> None:
     ranks("finishes")
     result = train.fn(run)
     assert isinstance(result, TrainResult)
@@ -61,7 +61,7 @@ def test_exit_status_0_without_a_result_is_a_failure(run: RunDir, ranks: Any) ->
     assert not run.train.exists()
 
 
-def test_the_result_of_the_attempt_before_is_not_success(run: RunDir, ranks: Any) -> None:
+def test_the_result_file_of_an_earlier_attempt_is_not_success(run: RunDir, ranks: Any) -> None:
     ranks("waits")
     _stop_when_moving(run)
     ranks("lies")
@@ -69,7 +69,7 @@ def test_the_result_of_the_attempt_before_is_not_success(run: RunDir, ranks: Any
         train.fn(run)
 
 
-def test_the_rank_that_is_to_blame_is_named_not_the_one_that_noticed(run: RunDir, ranks: Any) -> None:
+def test_the_error_of_the_rank_that_failed_first_is_raised(run: RunDir, ranks: Any) -> None:
     ranks("fails")
     with pytest.raises(TrainingFailed, match="attempt 1: rank 1 on here, step 3: ValueError: a NaN in row 17"):
         train.fn(run)
@@ -82,7 +82,7 @@ def test_the_rank_that_is_to_blame_is_named_not_the_one_that_noticed(run: RunDir
         ("diverges", Diverged, "rank 0 on here, step 3: step 3: loss nan"),
     ],
 )
-def test_what_a_retry_cannot_mend_is_raised_as_what_it_is(
+def test_an_error_that_a_retry_would_repeat_is_raised_as_the_rank_raised_it(
     run: RunDir, ranks: Any, habit: str, kind: type[OnwardError], sentence: str
 ) -> None:
     ranks(habit)
@@ -91,7 +91,7 @@ def test_what_a_retry_cannot_mend_is_raised_as_what_it_is(
     assert str(refused.value) == sentence
 
 
-def test_a_job_that_died_goes_on_in_the_next_attempt(run: RunDir, ranks: Any) -> None:
+def test_a_killed_job_continues_in_the_next_attempt(run: RunDir, ranks: Any) -> None:
     ranks("dies_once")
     with pytest.raises(TrainingFailed, match=r"status 137"):
         train.fn(run)
@@ -107,7 +107,7 @@ def test_a_run_that_is_done_is_not_trained_again(run: RunDir, ranks: Any) -> Non
     assert train.fn(run) == first
 
 
-def test_a_stopped_job_is_cancelled_not_failed_and_can_go_on(run: RunDir, ranks: Any) -> None:
+def test_a_stopped_job_is_cancelled_and_can_continue(run: RunDir, ranks: Any) -> None:
     ranks("waits")
     state = _stop_when_moving(run)
     assert state.is_cancelled()
@@ -119,7 +119,7 @@ def test_a_stopped_job_is_cancelled_not_failed_and_can_go_on(run: RunDir, ranks:
     assert (result.status, result.attempts, result.elapsed_s) == ("done", 2, 4.0)
 
 
-def test_a_job_stopped_before_it_could_save_is_not_retried_either(run: RunDir, ranks: Any) -> None:
+def test_a_job_that_was_stopped_without_saving_is_cancelled(run: RunDir, ranks: Any) -> None:
     ranks("does_not_save")
     state = _stop_when_moving(run)
     assert state.is_cancelled()
@@ -127,7 +127,9 @@ def test_a_job_stopped_before_it_could_save_is_not_retried_either(run: RunDir, r
     assert state.message == f"stopped, but it did not save within {limit}; earlier checkpoints are kept"
 
 
-def test_without_mpirun_it_is_unavailable(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_mpirun_it_raises_runtime_unavailable(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("sys.prefix", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RuntimeUnavailable, match="there is no mpirun"):
@@ -153,7 +155,7 @@ def test_a_second_job_in_the_same_run_is_refused(run: RunDir, ranks: Any, monkey
     ("error", "again"),
     [(TrainingFailed("died"), True), (ConfigError("x"), False), (DataError("x"), False), (KeyError("bug"), False)],
 )
-def test_only_a_job_that_died_is_retried(error: Exception, again: bool) -> None:
+def test_only_training_failed_is_retried(error: Exception, again: bool) -> None:
     assert worth_retrying(train, None, Failed(data=error)) == again  # type: ignore[arg-type]
 
 

@@ -83,6 +83,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# Registered here and not by decorators, so that the order and the groups of the help are in one place.
 for group, commands in COMMANDS.items():
     for command, end in commands:
         app.command(rich_help_panel=group, help=help_text(command), epilog=end)(command)

@@ -47,6 +47,7 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
     parameters: dict[str, Any] = config.model_dump(mode="json")
     deployment = train_onnx.to_deployment(
         name,
+        # The worker imports the installed package; a file path would need this checkout on its machine.
         entrypoint_type=EntrypointType.MODULE_PATH,
         work_pool_name=POOL,
         schedules=schedules,
@@ -55,7 +56,9 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
         description=DESCRIPTION.format(
             model=config.model.path.name, data=config.data.source, ranks=config.world_size, home=onward_home()
         ),
+        # Two runs at once would compete for the same devices.
         concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
+        # A worker that was started elsewhere must use the same home, because the runs are stored there.
         job_variables={"env": {**CLIENT_SETTINGS, "ONWARD_HOME": str(onward_home()), **_tracking_environment()}},
     )
     return str(cast(RunnerDeployment, deployment).apply())

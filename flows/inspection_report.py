@@ -71,6 +71,7 @@ def _refusal(entry: Unsupported) -> str:
 
 def _weight_rows(weights: Iterable[Weight], *, everything: bool) -> Iterator[tuple[str, ...]]:
     """Yield a row for every tensor, or one row for the tensors of one kind and reason."""
+    # A model has hundreds of weights but few reasons.
     groups: dict[tuple[str, str], list[Weight]] = defaultdict(list)
     for weight in weights:
         groups[weight.kind, weight.reason].append(weight)
@@ -130,7 +131,7 @@ def show_plan(found: Plan, *, everything: bool) -> None:
     """Print the layout, its stages and their memory, what is tensor parallel, and what is sent."""
     table(list(_division(found)))
     _title("stages")
-    flops = sum(stage.flops for stage in found.stages) or 1
+    flops = sum(stage.flops for stage in found.stages) or 1  # 1: avoids a division by 0
     stages = [
         (
             f"{stage.stage} on {stage.rank}",

@@ -41,6 +41,7 @@ def live_progress(run: RunDir, *, stream: TextIO | None = None, tick_s: float = 
 
 def _show(run: RunDir, stream: TextIO, done: threading.Event, tick_s: float) -> None:
     console = Console(file=stream)
+    # transient: the result table replaces the bar at the end.
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     bar = Bar(*columns, console=console, transient=True)
     task = bar.add_task("", total=None)
@@ -55,6 +56,7 @@ def _show(run: RunDir, stream: TextIO, done: threading.Event, tick_s: float) -> 
 def _follow(run: RunDir, done: threading.Event, tick_s: float) -> Iterator[Progress]:
     """Yield the progress every `tick_s`, and once more when `done` is set."""
     progress, offset, last = Progress(), 0, False
+    # One more pass after `done`, for the events that were written since the last one.
     while not last:
         last = done.wait(tick_s)
         for event, after in read_events(run.events, offset):
@@ -66,6 +68,7 @@ def _follow(run: RunDir, done: threading.Event, tick_s: float) -> Iterator[Progr
 @contextlib.contextmanager
 def _logs_above(console: Console, stream: TextIO) -> Iterator[None]:
     """Print log lines that go to `stream` above the bar, and not into it."""
+    # Handlers keep the stream they were made with, so each of them has to be redirected.
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     handlers = {
         handler

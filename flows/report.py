@@ -65,6 +65,7 @@ def config_lines(config: RunConfig) -> Iterable[str]:
     for name, section in config:
         if isinstance(section, Section):
             yield from ("", f"# {(type(section).__doc__ or '').splitlines()[0]}", f"[{name}]")
+            # TOML has no null.
             values = section.model_dump(mode="json", exclude_none=True)
             for key, field in type(section).model_fields.items():
                 yield from (f"# {line}" for line in (field.description or "").splitlines())
@@ -82,6 +83,7 @@ def meanings() -> dict[str, str]:
 
 
 def _toml(value: Any) -> str:
+    # JSON's strings, numbers and booleans are valid TOML; only tables and arrays are written differently.
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
@@ -91,6 +93,7 @@ def _toml(value: Any) -> str:
 
 def bits_per_byte(loss: float, held_out: bytes) -> dict[str, float]:
     """Return the bits per byte of the model (loss in nats) and of two compressors on the same bytes."""
+    # The loss is an average over bytes, so it converts directly; a compressor is measured by its output's length.
     bits = 8 / len(held_out)
     return {
         "model": loss / math.log(2),

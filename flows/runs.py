@@ -68,6 +68,7 @@ def find_run(text: str) -> RunDir:
 
     Of several runs with the same name it returns the newest. Raises ConfigError, which lists the newest runs.
     """
+    # A directory first: it may be a run of another home, which `status` and `export` accept.
     if (path := Path(text)).is_dir() and RunDir(path).config.exists():
         return RunDir(path.resolve())
     runs = all_runs()
@@ -95,6 +96,7 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     if (path / "manifest.json").is_file() and path.parent.name == "checkpoints":
         return RunDir(path.parents[1]), path
     run = find_run(text)
+    # The same choice as the task `export`; a run that was interrupted may have no announced checkpoint yet.
     known = announced(run)
     best = [each.path for each in known if each.best and read_config(run).export.checkpoint == "best"]
     chosen = best[0] if best else newest_whole(run)

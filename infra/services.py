@@ -72,6 +72,7 @@ def running(home: Path) -> dict[str, str]:
 def up(home: Path, names: Iterable[str] = tuple(SERVICES)) -> dict[str, str]:
     """Start services that run until `down`; return name -> address."""
     with lease(home):
+        # A failed start must not remove the pin of servers that an earlier `up` has started.
         was_pinned = is_pinned(home)
         pin(home)
         try:

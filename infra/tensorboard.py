@@ -49,6 +49,7 @@ class TensorBoard:
         self._add([Summary.Value(tag=name, histo=proto)], step, at_ms)
 
     def _add(self, values: Sequence[Summary.Value], step: int, at_ms: int) -> None:
+        # A resumed attempt repeats steps, which TensorBoard would draw twice.
         fresh = [value for value in values if step > self._last.get(value.tag, -1)]
         if fresh and self._writer:
             self._last |= {value.tag: step for value in fresh}

@@ -109,6 +109,7 @@ class CheckpointRetention:
 
 def _unchanged(info: CheckpointInfo) -> bool:
     """Return whether the checkpoint at this path is still the one that was verified."""
+    # The manifest has the digests of all files, so its digest alone is compared; verifying reads gigabytes.
     manifest = info.path / "manifest.json"
     return manifest.exists() and sha256(manifest) == info.digest
 
@@ -118,6 +119,7 @@ def mark_best(checkpoints: Iterable[CheckpointInfo], config: CheckpointConfig) -
 
     Only a checkpoint that was evaluated at its own step has the metric.
     """
+    # The sign turns "greatest" into "least"; of equal values the tuple with the smaller place is the minimum.
     checkpoints = tuple(checkpoints)
     sign = 1.0 if config.best_is == "least" else -1.0
     values = [sign * each.metrics.get(config.best_metric, math.nan) for each in checkpoints]
@@ -151,6 +153,7 @@ class CheckpointRecorder:
                 return False
             except Exception as error:
                 self._log.warning("step %d: MLflow refused the record of %s: %s", each.step, each.path, error)
+            # A former best is recorded again when it is the best again.
             self._recorded -= {(each.digest, not each.best)}
             self._recorded.add((each.digest, each.best))
         self._retry_at = -math.inf

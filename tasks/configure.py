@@ -48,6 +48,7 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
 
     Raises ConfigError with all problems at once, and the errors of `identify`.
     """
+    # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check_sections)
     if run.config.exists():
         saved = read_config(run)
@@ -56,6 +57,7 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
     else:
         config = choose_layout(config)
         write_record(run.config, config)
+    # After config.json, so that a run whose MLflow is unavailable can be started again unchanged.
     identity = identify(run, config)
     write_record(run.identity, identity)
     run.open_log()
@@ -94,6 +96,7 @@ def choose_layout(config: RunConfig) -> RunConfig:
         raise
     if given:
         return config
+    # The rules across sections are checked again, for the chosen sizes.
     train = config.train.model_copy(update={"gradient_accumulation_steps": found.gradient_accumulation_steps})
     chosen = {"parallel": found.parallel, "recompute": found.recompute, "train": train}
     return build_config({**dict(config), **chosen})
@@ -122,6 +125,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     Raises ConfigError when the ONNX file has changed since the run began, RuntimeUnavailable when MLflow refuses, or
     when it cannot be reached and the run is new. A resumed run continues without MLflow; its events are sent later.
     """
+    # The checkpoints of the run fit only the file that it began with.
     digest = model_digest(config.model.path)
     known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
     if known and known.model_sha256 != digest:
@@ -162,6 +166,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
 def _tracking_uri(config: RunConfig) -> str:
     """Return the tracking URI; a relative SQLite path is made absolute, for `onward resume` in another directory."""
     chosen = config.monitor.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or tracking.local_store(onward_home())
+    # MLflow resolves a relative database against the working directory, which may differ at the next resume.
     database = chosen.removeprefix("sqlite:///")
     return chosen if database == chosen else f"sqlite:///{Path(database).absolute()}"
 

@@ -63,6 +63,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     chosen = choose(checkpoints, config.export.checkpoint)
     exported = _verified_before(run, chosen) or export_file(run, chosen.path)
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
+    # Registry and copy are independent: an error of one must not prevent the other.
     problems: list[str] = []
     try:
         exported = register(run, exported, tags=tags)
@@ -101,6 +102,7 @@ def export_file(
         raise ConfigError(problems)  # before the export, which takes minutes for a large model
     if out is None:
         return _run_process(run, checkpoint, run.export, extras)
+    # Exported in a temporary directory first, so that a refused export leaves an existing `out` unchanged.
     with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
         exported = _run_process(run, checkpoint, Path(folder), extras)
         return copy_to(out.absolute(), exported, source=source)
@@ -203,11 +205,13 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     record, refusal = folder / "model.json", refusal_in(folder)
     for former in (record, refusal, *folder.glob(".*.partial")):  # a killed process leaves partial files
         former.unlink(missing_ok=True)
+    # Native code of onnxruntime may crash; in a process of its own it ends only the export.
     ending = _run_trainer("export", run, str(checkpoint.absolute()), folder)
     if refusal.exists():
         raise own_error(read_record(refusal, Refusal))
     if ending or not record.exists():
         raise ExportRefused(f"the exporting process {ending or 'left no record'}")
+    # The variants are made from the verified file, each in a process with a fresh memory.
     exported = read_record(record, ExportedModel)
     variants = tuple(_variant(kind, run, folder) for kind in dict.fromkeys(extras.variants))
     exported = exported.model_copy(update={"variants": variants})

@@ -41,6 +41,7 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     # Attempt 0 is the preflight; its errors are those of an earlier start of this run.
     for old in run.errors.glob("000-rank-*.json"):
         old.unlink()
+    # The same launcher, hostfile and number of ranks as the training: what fails there fails here first.
     launch_s = _launch(run, config, log=folder / "preflight.log")
     report = RuntimeReport(
         ranks=tuple(read_record(path, RankReport) for path in sorted(folder.glob("rank-*.json"))),
@@ -103,6 +104,7 @@ def problems(report: RuntimeReport, config: RunConfig, *, model_bytes: int) -> I
 
 def _memory(ranks: Sequence[RankReport], *, need_bytes: int) -> Iterable[str]:
     """Yield a sentence for each host or GPU with too little memory. CPU ranks share the memory of their host."""
+    # Every rank reports the free memory before training, so ranks on one device must divide it.
     places = [(rank.host, rank.device) for rank in ranks]
     for (host, device), count in Counter(places).items():
         free = min(rank.memory_bytes for rank in ranks if (rank.host, rank.device) == (host, device))

@@ -149,6 +149,7 @@ class Progress:
     def add(self, event: Event) -> None:
         """Update the progress with the next event."""
         self.num_events += 1
+        # A resumed attempt begins at an earlier step than the last one has reached.
         self.step = max(self.step, event.step)
         values = event.fields.get("values", {})
         if event.kind == "start":
@@ -253,6 +254,7 @@ class Shipper:
             fresh = [point for point in points_of(event) if point.step > last.get(point.key, -1)]
             if len(points) + len(fresh) > BATCH and points:
                 break
+            # Steps that an earlier attempt has sent are skipped: MLflow cannot replace a point.
             points += fresh
             last |= {point.key: point.step for point in fresh}
             offset = after
@@ -332,6 +334,7 @@ class ProgressArtifact:
 
     def show(self, progress: Progress, *, now: bool = False) -> None:
         """Update the artifact, every few seconds or `now`."""
+        # A direct call of the task's function has no task run, and so no page for the artifact.
         if TaskRunContext.get() is None or not (self._due() or now):
             return
         with contextlib.suppress(Exception):
@@ -357,6 +360,7 @@ class StopRequest:
         flow_run_id = runtime.flow_run.get_id()
         if not flow_run_id or not self._due():
             return
+        # An error of the Prefect server must not end the monitor; the next poll tries again.
         with contextlib.suppress(Exception), get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(flow_run_id)).state
             if state and (state.is_cancelling() or state.is_cancelled() or state.is_paused()):

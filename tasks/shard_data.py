@@ -58,6 +58,7 @@ def shard_data(run: RunDir) -> ShardManifest:
 
 def _refuse_changes(run: RunDir, key: str) -> None:
     """Raise ConfigError when training began on other data, to which the sample order in its checkpoints belongs."""
+    # Before the first attempt nothing depends on the data yet.
     if not (run.current_attempt and run.shards.is_symlink()):
         return
     before = run.shards.readlink().name  # the cache names a directory by its key; the directory may be deleted
@@ -72,6 +73,7 @@ def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
     identity = read_record(run.identity, RunIdentity)
     if not identity.mlflow_run_id:
         return
+    # By digest, so that MLflow finds all runs on the same data.
     rows = {"train": manifest.rows("train"), "evaluation": manifest.rows("evaluation")}
     try:
         Tracker(identity.tracking_uri, identity.mlflow_run_id).log_dataset(
@@ -84,6 +86,7 @@ def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
 def _link(link: Path, target: Path) -> None:
     """Make `link` a symbolic link to `target`, in one rename, so that readers never find it missing."""
     link.parent.mkdir(parents=True, exist_ok=True)
+    # A symbolic link cannot be replaced in place; renaming another one over it can.
     partial = link.with_name(f".{link.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
     partial.symlink_to(target, target_is_directory=True)

@@ -51,16 +51,19 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     error where it does not: Refused, Diverged, Fenced, CheckpointError; RuntimeUnavailable without mpirun.
     """
     config = read_config(run)
+    # A retry of the flow after training was done repeats this task.
     before = _result(run, run.current_attempt)
     if before is not None and before.status == "done":
         return _write_record(run, before)
     try:
+        # Before `begin_attempt`, which would take the run directory away from a job that is still running.
         mpirun.wait_until_free(run.root)
         attempt = run.begin_attempt()
         log.info("attempt %d: %d ranks, log: %s", attempt, config.world_size, run.log(attempt))
         outcome = mpi_job(run, config, attempt=attempt).run()
     except mpirun.LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
+    # Only the result file counts: mpirun exits with 0 when a remote host has failed.
     result = _result(run, attempt)
     record = _write_record(run, result) if result is not None else None
     if record is not None and record.status == "done":
@@ -112,6 +115,7 @@ def failure(run: RunDir, attempt: int, *, ending: str) -> OnwardError:
 
 def _own_error(error: RankError) -> OnwardError | None:
     """Return the OnwardError that a rank raised; None for any other exception."""
+    # `cause` is "ClassName: message", as the rank's exception hook has written it.
     name, _, sentence = error.cause.partition(": ")
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, OnwardError)):

@@ -95,6 +95,7 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
 
     `training`: write the ONNX graphs that continue training without torch instead.
     """
+    # Imports after this: they take seconds, and the parent may be killed meanwhile.
     die_with_parent()
     from onward.trainer.checkpoint.save_load import load
     from onward.trainer.export import export

@@ -53,4 +53,5 @@ def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
 
 
 def print_json(facts: dict[str, Any]) -> None:
+    # `default`: paths and enums are printed as text.
     print(json.dumps(facts, indent=2, default=str))

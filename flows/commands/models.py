@@ -11,7 +11,8 @@ import typer
 from onward.flows import api
 from onward.flows.commands.common import Json, Output, print_facts, print_json
 
-VariantKind = StrEnum("VariantKind", ["optimized", "fp16", "bf16", "int8_dynamic", "int8_static"])  # export.variants
+# The kinds of export.variants, repeated because importing the configuration would slow `--help` down; a test compares.
+VariantKind = StrEnum("VariantKind", ["optimized", "fp16", "bf16", "int8_dynamic", "int8_static"])
 
 
 def export(

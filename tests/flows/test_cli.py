@@ -1,4 +1,4 @@
-"""The command line: quick, one JSON object where asked, names that people type."""
+"""The command line: help texts, output as tables and JSON, names of runs, errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIGS = sorted((Path(cli.__file__).parent / "configs").glob("*.toml"))
 
 
 def onward(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Run a command in this process; what it printed."""
+    """Run a command in this process; return its output."""
     with pytest.raises(SystemExit) as end:
         cli.app(list(words))
     assert not end.value.code
@@ -64,7 +64,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_help_loads_no_slow_module() -> None:
-    """Half a second here: it loads nothing that takes longer."""
+    """Importing any of these packages would make the help take more than half a second."""
     shown = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "onward.flows.cli", "--help"],
         check=True,
@@ -218,7 +218,7 @@ def test_config_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A config file of a tiny GPT-2 whose one weight is head and table."""
+    """A configuration file of a tiny GPT-2 with tied input and output embedding."""
     text = np.random.default_rng(0).integers(0, 32, (40, 9))
     np.savez(tmp_path / "data.npz", input_ids=text[:, :-1], label=text[:, 1:])
     onnx.save(tiny_transformer(), tmp_path / "model.onnx")
@@ -269,7 +269,7 @@ def test_deploying_without_a_server_says_how_to_start_one(home: Path, monkeypatc
 
 
 def ending(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
-    """Run a command that gives up in this process: its exit status and what it said."""
+    """Run a command that fails, in this process; return its exit status and its stderr."""
     monkeypatch.setattr(sys, "argv", ["onward", *words])
     with pytest.raises(SystemExit) as end:
         cli.main()

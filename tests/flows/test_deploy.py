@@ -1,4 +1,4 @@
-"""Deployments on real servers: schedules whose runs appear and run, failed runs that a retry mends."""
+"""Deployments on real servers: schedules create runs that complete, and failed runs are retried."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900), pytest.mark.usefixtures
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    """A workshop whose servers are up; afterwards `onward down` leaves no process."""
+    """A workshop whose servers run; afterwards `onward down` leaves no process."""
     workshop = Workshop.made(tmp_path_factory.mktemp("workshop"))
     workshop.onward("up")
     yield workshop

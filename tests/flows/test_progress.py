@@ -1,4 +1,4 @@
-"""The live view, on a real pseudo-terminal."""
+"""The progress bar, on a real pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onward.trainer.run.directory import RunDir
 
 
 class Terminal:
-    """A pseudo-terminal: `stream` to write to, `text` what a user would have been sent."""
+    """A pseudo-terminal: `stream` to write to, `text` the output so far."""
 
     def __init__(self) -> None:
         keyboard, screen = pty.openpty()

@@ -1,4 +1,4 @@
-"""A wrong configuration is refused by the real command: what is said, exit status 2, in under 3 s, without torch."""
+"""The command refuses a wrong configuration: message, exit status 2, within 3 s, without importing torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ finally:
 
 @pytest.fixture
 def workshop(tmp_path: Path) -> Path:
-    """A directory with a model, data that fits it, and a configuration that is right."""
+    """A directory with a model, data that fits it, and a valid configuration."""
     onnx.save_model(tiny_conv_net(num_classes=4), tmp_path / "model.onnx")
     images = np.zeros((20, 3, 8, 8), np.float32)
     np.savez(tmp_path / "data.npz", image=images, label=np.arange(20) % 4)
@@ -49,7 +49,7 @@ def workshop(tmp_path: Path) -> Path:
 
 
 def refused(workshop: Path, *overrides: str) -> list[str]:
-    """Run `onward run` on the workshop's configuration; the problems it names."""
+    """Run `onward run` on the workshop's configuration; return the problems that it reports."""
     elapsed_s = math.inf
     for _ in range(3):  # others may be using the machine
         started_at = time.monotonic()

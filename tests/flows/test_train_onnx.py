@@ -1,4 +1,4 @@
-"""Whole runs, started as people start them, and killed as machines kill them."""
+"""Whole runs through the command line, and what is left after a process of them was killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("only_servers")
 
 
 def whole(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test of whole runs, each tens of seconds."""
+    """Mark a test of whole runs, each of which takes tens of seconds."""
     for mark in (pytest.mark.mpi, pytest.mark.timeout(900)):
         test = mark(test)
     return test
@@ -40,7 +40,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 @pytest.fixture(scope="module")
 def undisturbed(workshop: Workshop) -> dict[str, Any]:
-    """What a run prints that nobody disturbs."""
+    """The result of a run that is not interrupted."""
     return workshop.onward("run", str(workshop.root / "config.toml"))
 
 

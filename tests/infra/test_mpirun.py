@@ -1,4 +1,4 @@
-"""A job is watched, stopped and swept: real mpirun, real processes, real kills."""
+"""MPI jobs are watched, stopped and killed: real mpirun, real processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def job(folder: Path, program: str, **limits: Any) -> MpiJob:
 
 
 def processes(folder: Path) -> list[psutil.Process]:
-    """mpirun and ranks of a test: whoever has its folder on the command line. Knows nothing of tags."""
+    """Return mpirun and the ranks of a test, found by the folder on their command line and not by the tag."""
     return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
 
 
@@ -47,7 +47,7 @@ def leader(folder: Path) -> psutil.Process:
 
 
 def until(condition: Callable[[], Any], limit_s: float = 15.0) -> Any:
-    """Wait for something to become true, a bounded time."""
+    """Wait until the condition is true; return its value."""
     deadline = time.monotonic() + limit_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {limit_s} s"
@@ -61,7 +61,7 @@ def both_up(folder: Path) -> bool:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[..., Future[Outcome]]]:
-    """Starts a job with little grace in a thread, and waits until both ranks are up. Nothing may be left of it."""
+    """Starts a job in a thread and waits until both ranks run. No process of it may be left afterwards."""
     with ThreadPoolExecutor() as threads:
 
         def start(program: str, **limits: Any) -> Future[Outcome]:
@@ -72,7 +72,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Future[Outcome]]]:
         yield start
         stop_running(tmp_path)
     assert processes(tmp_path) == []
-    assert psutil.Process().children() == []  # the guard has gone, too
+    assert psutil.Process().children() == []  # the guard has ended too
 
 
 # -- what is started
@@ -188,7 +188,7 @@ def test_a_suspended_mpirun_is_killed(started: Callable[..., Future[Outcome]], t
 
 @pytest.mark.mpi
 def test_an_exception_in_the_main_thread_lets_the_job_save_first(tmp_path: Path) -> None:
-    """As Prefect's cancellation and Ctrl-C do: a signal handler of the main thread that raises."""
+    """Prefect's cancellation and Ctrl-C raise an exception in a signal handler of the main thread."""
 
     class Cancelled(BaseException):
         pass
@@ -202,13 +202,13 @@ def test_an_exception_in_the_main_thread_lets_the_job_save_first(tmp_path: Path)
         until(lambda: both_up(tmp_path))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    helper = threading.Thread(target=cancel_when_up, daemon=True)
-    helper.start()
+    canceller = threading.Thread(target=cancel_when_up, daemon=True)
+    canceller.start()
     try:
         with pytest.raises(Cancelled):
             job(tmp_path, "behaved").run()
     finally:
-        helper.join()
+        canceller.join()
         signal.signal(signal.SIGTERM, before)
     assert (tmp_path / "saved-0").exists()
     assert processes(tmp_path) == []

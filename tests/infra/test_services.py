@@ -1,4 +1,4 @@
-"""Real servers in a home of their own: who keeps them alive, who ends them, what is said when they fail."""
+"""Real servers in a home of their own: how long they run, who stops them, what their errors say."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ with services.lease(Path(sys.argv[1])):
 
 
 def until(claim: Callable[[], bool], *, limit_s: float) -> bool:
-    """Whether the claim came true within the limit."""
+    """Return whether the claim became true within the limit."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if claim():
@@ -43,7 +43,7 @@ def until(claim: Callable[[], bool], *, limit_s: float) -> bool:
 
 
 def of_home(home: Path) -> list[psutil.Process]:
-    """Every living process that belongs to a home directory, by its environment or its command line."""
+    """Return every process of a home directory, found by its environment or its command line."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -132,7 +132,7 @@ def test_a_pin_is_void_after_a_restart_of_the_machine(tmp_path: Path, monkeypatc
 
 
 class Answering(BaseHTTPRequestHandler):
-    """Says 200 to everything."""
+    """Answers every request with status 200."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -174,7 +174,7 @@ for file in files:
     subprocess.run([sys.executable, "-c", run, file])
 time.sleep(60)
 """
-"""A worker with one run, which starts another as soon as that is gone."""
+"""A worker with one run, which starts another one when that has ended."""
 
 
 def test_a_stopped_worker_lets_its_run_save_and_starts_no_other_run(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_configured_server_is_that_of_the_environment_else_of_the_active_pro
 
 
 def test_servers_accept_no_other_origin_and_send_no_telemetry(tmp_path: Path) -> None:
-    told = service_definitions.environment(tmp_path, prefect_url="http://127.0.0.1:4200")
-    assert told["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4200"
-    assert told["DO_NOT_TRACK"] == told["MLFLOW_DISABLE_TELEMETRY"] == "true"
-    assert told["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
+    variables = service_definitions.environment(tmp_path, prefect_url="http://127.0.0.1:4200")
+    assert variables["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4200"
+    assert variables["DO_NOT_TRACK"] == variables["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert variables["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"

@@ -1,4 +1,4 @@
-"""MLflow through infra.tracking, against real stores: each test asks the store what it has."""
+"""infra.tracking on real MLflow stores: each test reads back what the store has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint task against real directories and real MLflow stores; no training, only what it saves."""
+"""The checkpoint task on real directories and real MLflow stores, with checkpoints written by the test."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def recorded(tracker: Tracker) -> dict[str, dict[str, str]]:
-    """Name -> tags of each checkpoint that MLflow knows."""
+    """Return name -> tags of each checkpoint that is recorded in MLflow."""
     experiment = client(tracker).get_run(tracker.run_id).info.experiment_id
     found = client(tracker).search_logged_models([experiment], f"source_run_id = '{tracker.run_id}'")
     return {model.name: {**model.tags} for model in found}

@@ -1,4 +1,4 @@
-"""configure: one directory and one MLflow run for a run however often it is begun; nothing for a refused one."""
+"""configure: one directory and one MLflow run per run, however often it is started; nothing for a refused one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.graphs import residual_mlps, tiny_conv_net
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One MLflow store for all tests here: making its tables takes seconds."""
+    """One MLflow store for all tests here: creating its tables takes seconds."""
     return local_store(tmp_path_factory.mktemp("store"))
 
 

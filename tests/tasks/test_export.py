@@ -1,4 +1,4 @@
-"""The export task: which checkpoint, what becomes of a proven file in a real MLflow store, and of a refused one."""
+"""The export task: which checkpoint it exports, and how it registers the file in a real MLflow store."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Process = Callable[[str], None]
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
-    """process("crash"): what the exporting process does from now on (tests/support/exporting.py)."""
+    """process("crash") replaces the exporting process by that of tests/support/exporting.py."""
     return lambda what: monkeypatch.setattr(task, "PROCESS", ("tests.support.exporting", what))
 
 
 def make_run(folder: Path, tracker: Tracker, **settings: Any) -> RunDir:
-    """A run directory as training leaves it, as far as the task looks."""
+    """Return a run directory with what the task reads of a finished training."""
     run = RunDir(folder / "run")
     sections = {"train": {"num_steps": 20}, "data": {"source": "digits"}, "model": {"path": folder / "model.onnx"}}
     write_record(run.config, build_config({"name": folder.name, **sections, "export": settings}))

@@ -1,4 +1,4 @@
-"""init runtime: the real preflight under the real launcher, and what it refuses."""
+"""init runtime: the real preflight under the real mpirun, and the problems that it reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config(model: Path, **launch: Any) -> RunConfig:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A configured run of two ranks; the model is only looked at for its size."""
+    """A configured run of two ranks; of the model only the size is read."""
     model = tmp_path / "model.onnx"
     model.write_bytes(bytes(MODEL_BYTES))
     run = RunDir(tmp_path)
@@ -73,7 +73,7 @@ def test_a_rank_without_a_gpu_is_refused_by_name(run: RunDir, monkeypatch: pytes
 def test_a_launcher_that_starts_another_number_of_ranks_is_refused(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A script in place of mpirun, which starts one rank whatever it is asked for."""
+    """A script in place of mpirun, which starts one rank in any case."""
     real = mpirun.find_mpirun()
     _put_mpirun(tmp_path, monkeypatch, f'#!/bin/sh\nshift 2\nexec {real} -n 1 "$@"\n')
     with pytest.raises(RuntimeUnavailable, match=r"rank 0 on \S+: the job needs 2 ranks, but MPI sees a world of 1"):
@@ -109,7 +109,7 @@ def _put_mpirun(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 
 
 def reported(*changes: dict[str, Any], disk: int = PLENTY) -> RuntimeReport:
-    """Two good ranks on one host, but for the changes to each."""
+    """Return the report of two ranks without problems on one host, with the changes to each."""
     good: dict[str, Any] = {
         "world_size": 2,
         "expected_world_size": 2,

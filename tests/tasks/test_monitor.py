@@ -1,4 +1,4 @@
-"""The monitor task against real MLflow stores and real event files; no training, only its log."""
+"""The monitor task on real MLflow stores and event files, with an event log written by the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task leaves a link to whole shards, and refuses data that does not fit the model anywhere."""
+"""The task links the run to complete shards, and refuses data that does not fit the model."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A configured run of two ranks, with little patience."""
+    """A configured run of two ranks, with short time limits."""
     run = RunDir(tmp_path)
     config = build_config(
         {
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Chooses what the ranks do: a habit of attempts.py."""
+    """Selects what the ranks do: a program of tests/support/attempts.py."""
     return lambda habit: monkeypatch.setattr("onward.tasks.train.RANK", ("tests.support.attempts", habit))
 
 

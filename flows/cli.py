@@ -49,7 +49,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
         (
             training.run,
             notes(
-                "onward run digits.toml",
+                "onward run squeezenet-digits",
                 "onward run digits.toml train.num_epochs=2 launch.retries=3",
                 exits=(0, 2, 3, 4, 5, 6, 70, 72, 75, 130),
             ),
@@ -78,7 +78,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
 
 app = typer.Typer(
     help="Train an ONNX model on MPI ranks and get the same file back with trained weights.",
-    epilog=notes("onward run digits.toml", exits=tuple(EXIT_STATUS)),
+    epilog=notes("onward run squeezenet-digits", exits=tuple(EXIT_STATUS)),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -7,7 +7,7 @@
                           server as soon as it is healthy (the same for mlflow and worker)
     prefect.log           output of the server
 
-The kernel releases a flock when its holder ends, also after `kill -9`, so these files cannot be out of date.
+The kernel releases a flock when its holder ends, also after `kill -9`, so a lock is never out of date.
 """
 
 from __future__ import annotations

@@ -165,6 +165,8 @@ def _parameters(function: Any) -> Iterator[_Parameter]:
         is_argument = isinstance(info, typer.models.ArgumentInfo)
         if is_argument:
             shown = info.metavar or name.upper()
+            if "list[" in str(get_args(hints[name])[0]) and not shown.endswith("..."):
+                shown = f"[{shown}]..."
         else:
             given = [each for each in (info.default, *(info.param_decls or ())) if str(each).startswith("-")]
             names = ", ".join(given or ["--" + name.replace("_", "-")])

@@ -309,7 +309,7 @@ def _signature(name: str, function: Any) -> str:
             parameter.VAR_POSITIONAL,
         ):
             shown.append("*")
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        stars = "**" if parameter.kind == parameter.VAR_KEYWORD else "*" * (parameter.kind == parameter.VAR_POSITIONAL)
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         shown.append(f"{stars}{parameter.name}: {parameter.annotation}{default}")
         before = parameter.kind

@@ -124,6 +124,7 @@ def map_external(proto: TensorProto, base: Path) -> torch.Tensor:
     if not where.length:
         return torch.empty(tuple(proto.dims), dtype=DTYPES[proto.data_type])
     data = np.memmap(base / where.location, np.uint8, "c", where.offset, (where.length,))
+    # torch needs aligned memory; a tensor at an unaligned offset is read into a copy
     flat = torch.from_numpy(data if where.offset % dtype.itemsize == 0 else np.array(data))
     return flat.view(dtype).reshape(tuple(proto.dims)).to(DTYPES[proto.data_type])
 
@@ -183,6 +184,7 @@ def write_external(
     """
     for group in _overlapping([*tensors.values(), *((None, proto) for proto in kept)]):
         first, place_of_first = group[0][0], byte_range(group[0][1])
+        # tied weights that were stored once: all get the same values, and one write is enough
         alike = all(_same(tensor, first) and byte_range(proto) == place_of_first for tensor, proto in group)
         for tensor, proto in group:
             if tensor is None:

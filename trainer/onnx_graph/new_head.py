@@ -139,7 +139,7 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
     if problems := head.adapt_dependents(layer):
         return problems
     stale = [value for value in graph.value_info if value.name in head.dependents | head.changed]
-    for value in stale:
+    for value in stale:  # shapes that the file declares for values after the head are wrong now
         graph.value_info.remove(value)
     return _declare(model, head, layer, config)
 
@@ -270,6 +270,7 @@ def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelCo
     output = config.output or model.graph.output[0].name
     declared = [value for value in model.graph.output if value.name in head.dependents]
     places = {value.name: [i for i, dim in enumerate(dims_of(value) or []) if dim == head.old] for value in declared}
+    # forget the declared lengths, so that inference may derive the new ones
     for value in declared:
         for place in places[value.name]:
             value.type.tensor_type.shape.dim[place].ClearField("dim_value")

@@ -144,6 +144,7 @@ class _BranchFinder:
             return None
         draw, keep = drawn
         result = product.output[0]
+        # the division by k may be on the value, or after the product, instead of on the mask
         if not _is_inverse(scale, keep):
             further, unscaled = self._factor_and_operand(value, alone=False)
             if _is_inverse(scale * further, keep):
@@ -164,6 +165,7 @@ class _BranchFinder:
         whole = len(lengths)
         while whole and lengths[whole - 1] == 1:
             whole -= 1
+        # the mask varies in the first dimensions and is broadcast over the others
         fits = all(None in (a, b) or a == b != 1 for a, b in zip(lengths[:whole], own[:whole], strict=True))
         if not fits or 1 in lengths[:whole]:
             return None

@@ -90,6 +90,7 @@ def _strip_nodes(nodes: Any, *, pinned: set[str] | None, read: set[str] | None =
             removed["BatchNormalization update"] += 1
             kept += _freeze_statistics(node, set(node.output) if read is None else read)
     if removed := +removed:
+        # `del nodes[:]` invalidates references to the nodes, so copy them before
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
         del nodes[:]
         nodes.extend(copies)
@@ -121,6 +122,7 @@ def _training_mode(node: onnx.NodeProto) -> list[onnx.AttributeProto]:
 
 def _prune(graph: onnx.GraphProto, read_before: set[str]) -> None:
     """Remove nodes and initializers whose results were read before and are not now, and their value_info."""
+    # removing a node may leave the nodes before it without readers
     while unused := [node for node in graph.node if set(node.output) <= read_before - _names_read_in(graph)]:
         for node in unused:
             graph.node.remove(node)

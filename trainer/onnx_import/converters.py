@@ -62,6 +62,7 @@ def run_converter(
         module, mapping = converter(OnnxNode(node, unique_name=name), OnnxGraph(graph))
     except (NotImplementedError, RuntimeError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedNode(f"its onnx2torch converter refuses it: {error}") from error
+    # weights must be initializers: only these have a place in the file to be written back to
     if any(parameter.requires_grad for parameter in module.parameters()):
         raise UnsupportedNode("its onnx2torch converter keeps weights of its own, which could not be written back")
     values = dict(zip(node.input, operands, strict=True))

@@ -42,6 +42,7 @@ def function_body(node: onnx.NodeProto, opset: int, operands: Sequence[Value]) -
     for name, attribute in schema.attributes.items():
         if name not in given and attribute.default_value.type:
             given[name] = attribute.default_value
+    # nodes of the body refer to attributes of the calling node by name
     for inner in function.node:
         _fill_in(inner, given)
     return function if function.node else None
@@ -150,6 +151,7 @@ def _hoist(
         node.input[:] = [renamed.get(name, name) for name in node.input]
         for i, inner in enumerate(subgraphs(node)):
             _hoist(inner, f"{prefix}/{position}/{i}", renamed, tensors, base)
+    # `del graph.node[:]` invalidates references to its nodes, so copy them before
     kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
     for value in graph.output:
         value.name = renamed.get(value.name, value.name)

@@ -37,7 +37,7 @@ class ImportedGraph(fx.GraphModule):
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        _, arguments = super().__reduce__()
+        _, arguments = super().__reduce__()  # (attributes, import block of the generated code)
         return _unpickle, arguments
 
 
@@ -58,6 +58,7 @@ def mark_constants_nonpersistent(module: ImportedGraph) -> None:
     for path, _ in module.named_buffers():
         if path not in module.onnx_names:
             owner, _, attribute = path.rpartition(".")
+            # torch has no public way to change this after registration
             module.get_submodule(owner)._non_persistent_buffers_set.add(attribute)
 
 

@@ -197,6 +197,7 @@ class GraphLowering:
         """Lower one node; as a RuntimeNode if its rule needs values that are known only when the graph runs."""
         if self.eager:
             return self.lower(node, values, opsets)
+        # a RuntimeNode owns no tensors, so stored tensors of inner graphs must become operands
         if any(subgraphs(node)):
             node, constants = hoist_stored_tensors(node, self.base)
             values.update(constants)
@@ -221,6 +222,7 @@ class GraphLowering:
         context = NodeContext(opsets, self.functions)
         names = list(dict.fromkeys(name for name in (*node.input, *outer_names_read(node)) if name))
         args = [self.tracer.to_tensor(values[name]) for name in names]
+        # all operands are constants: compute the result now
         if not any(isinstance(value, Traced) for value in pytree.tree_leaves(args)):
             tracer = EagerTracer(torch.device("cpu"), training=self.tracer.training)
             with torch.no_grad():
@@ -245,6 +247,7 @@ class GraphLowering:
                 return self._lower_subgraph(body, inputs, values, opsets)
 
             return run_rule(Call(node, version, self.tracer, batch=self.batch, run_body=run_body), rule, operands)
+        # ONNX's function body before onnx2torch's converter: the body follows the standard for every attribute
         body = function_body(node, opset, operands)
         converter = converter or (None if body is not None else onnx2torch_converter(node, version))
         if converter is not None:
@@ -263,6 +266,7 @@ class GraphLowering:
         inner.update({"": None, **dict.fromkeys(body.input, None)})
         inner.update(zip(body.input, (outer[name] for name in node.input), strict=False))
         self._run_nested(body, inner, {**opsets, **opsets_of(body)}, "definition")
+        # formal outputs that the node uses must be computed; others may be missing
         wanted = [formal for formal, actual in zip(body.output, node.output, strict=False) if actual]
         if missing := [name for name in wanted if name not in inner]:
             raise UnsupportedNode(f"its definition does not compute {', '.join(missing)}")
@@ -284,6 +288,7 @@ class GraphLowering:
             self.run(body, values, opsets)
         finally:
             self.depth -= 1
+        # the user cannot see nodes of a function body, so the message is about the node that calls it
         if len(self.problems) > before:
             causes = self.problems[before:]
             del self.problems[before:]

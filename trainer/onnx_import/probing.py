@@ -41,6 +41,7 @@ def probe(run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         return first, second
     except TORCH_ERRORS as error:
         reason = f"torch refuses it: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        # torch's own error for meta tensors, or lengths that only this graph's real inputs fulfil
         if _needs_values(error) or _works_at_some_size(run, args, kwargs):
             raise NeedsRuntimeValues(reason) from error
         raise UnsupportedNode(reason) from error

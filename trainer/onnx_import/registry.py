@@ -190,6 +190,7 @@ def run_rule(call: Call, rule: Rule, operands: Sequence[Value]) -> tuple[Value, 
 
 
 def _apply_shape_rule(call: Call, operands: Sequence[Value]) -> Value:
+    # only if an operand comes from shape arithmetic; otherwise integer tensors are ordinary data
     rule = SHAPE_RULES.get(call.op)
     if rule is None or not any(isinstance(operand, np.ndarray) for operand in operands):
         return NotImplemented

@@ -148,6 +148,7 @@ class _Analysis:
             carried = frozenset()
         raw = node.op_type in KEEPS_INPUT and any(flow.raw for flow in operands)
         raw = raw and all(flow.raw or flow.origin == "stored" for flow in operands)
+        # a weight combined with data has its role; what follows is a feature of the network
         if origin == "data" or (origin == "integers" and node.op_type not in KEEPS_WEIGHT):
             carried = frozenset()
         flow = _Flow(origin, carried, node.op_type, raw)
@@ -159,6 +160,7 @@ class _Analysis:
             self.statistics.update(*(flow.carried for flow in operands[3:5]))
         if node.op_type in ("Conv", "ConvTranspose"):
             self.conv_biases.update(*(flow.carried for flow in operands[2:3]))
+        # a mask built from constants: the zeros look like an all-zero weight, the other operand gives them away
         if node.op_type == "Where" and all(flow.origin == "stored" for flow in operands):
             parts = [name for flow in operands[1:] for name in flow.carried]  # Where(condition, 0, -10000)
             if any(bool((self.weights[name] <= -50).all()) for name in parts):
@@ -178,6 +180,7 @@ class _Analysis:
             self.frozen_reason.setdefault(name, why)
 
     def _combine_with_data(self, node: onnx.NodeProto, carried: Iterable[str], operands: Sequence[_Flow]) -> None:
+        # an Add after a MatMul is the bias of a linear layer, and may hold a single number
         bias = node.op_type == "Add" and any(flow.producer == "MatMul" for flow in operands)
         for name in carried:
             if self.frozen_reason.get(name) != NORMALISES:
@@ -223,6 +226,7 @@ class _Analysis:
             if any(flow.origin != "stored" for flow in operands):  # the input selects the branch
                 results = [_selected_by_input(flow) for flow in results]
         else:
+            # Loop passes (iteration number, condition) to its body before the loop state
             counts = [_Flow("integers")] * 2 if node.op_type == "Loop" else []
             given = operands[2:] if counts else operands[-len(bodies[0].input) :]
             num_states = len(given) if counts else max(len(given) - _num_scanned(node), 0)
@@ -265,6 +269,7 @@ def find_roles(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> d
     analysis = _Analysis(weights)
     for value in graph.input:
         if value.name not in weights:
+            # FLOAT, FLOAT16, DOUBLE, BFLOAT16; a sequence or optional may hold floats
             floats = value.type.tensor_type.elem_type in (1, 10, 11, 16) or not value.type.HasField("tensor_type")
             analysis.flows[value.name] = _Flow("data" if floats else "integers", raw=True)
     for name, tensor in weights.items():

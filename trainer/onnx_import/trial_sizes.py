@@ -30,6 +30,7 @@ def trial_sizes(graph: onnx.GraphProto, stored: set[str]) -> Iterable[tuple[Leng
     inputs = [value for value in graph.input if value.name not in stored]
     leading = {value.type.tensor_type.shape.dim[0].dim_value for value in inputs if value.type.tensor_type.shape.dim}
     batch = leading.pop() if len(leading) == 1 and 0 not in leading else None
+    # a dynamic batch first: a model traced at any batch size is more useful than one of fixed size
     for free in [batch, None] if batch else [None]:
         for table in (SMALL, LARGE, MIXED, SHORT):
             yield _lengths(inputs, table, free_batch=free is not None), free

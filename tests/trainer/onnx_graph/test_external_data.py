@@ -51,7 +51,7 @@ def moved(module: ImportedGraph, *names: str) -> None:
 
 @pytest.mark.parametrize("smallest", [0, 200])
 @pytest.mark.parametrize("build", [tiny_mlp, tiny_bert, tiny_conv_net_with_batch_norm])
-def test_a_model_that_was_not_trained_comes_out_as_the_same_bytes_in_all_its_files(build, smallest, tmp_path):
+def test_an_untrained_model_is_written_as_the_same_bytes_in_all_its_files(build, smallest, tmp_path):
     path = saved(build(), tmp_path, smallest=smallest)
     model, module = imported(path)
     written = write_model(module, model, path, tmp_path / "out" / "m.onnx")
@@ -61,7 +61,7 @@ def test_a_model_that_was_not_trained_comes_out_as_the_same_bytes_in_all_its_fil
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"m.bin", "m.onnx"}
 
 
-def test_only_the_bytes_of_changed_weights_change_whether_inside_or_beside_the_model(tmp_path):
+def test_only_the_bytes_of_changed_weights_change_in_the_model_and_in_external_data(tmp_path):
     path = saved(tiny_conv_net_with_batch_norm(), tmp_path, smallest=200)
     model, module = imported(path)
     inside = {tensor.name for tensor in model.graph.initializer if not is_external(tensor)}
@@ -89,7 +89,7 @@ def test_weights_are_mapped_not_read(tmp_path):
     assert Path("/proc/self/maps").read_text().count(f"{tmp_path}/m.bin") >= 1
 
 
-def test_halves_beside_the_model_are_rounded_once(tmp_path):
+def test_external_half_precision_weights_are_rounded_once(tmp_path):
     weight = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float16)
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT16, ["batch", d]) for n, d in (("x", 4), ("y", 3))]
@@ -121,7 +121,7 @@ def shared_range(folder: Path) -> Path:
     return folder / "m.onnx"
 
 
-def test_weights_that_shared_their_bytes_get_bytes_of_their_own_when_they_part(tmp_path):
+def test_weights_that_shared_bytes_get_separate_bytes_when_they_differ(tmp_path):
     path = shared_range(tmp_path)
     model, module = imported(path)
     _, side = write_model(module, model, path, tmp_path / "same" / "m.onnx")
@@ -146,7 +146,7 @@ def test_weights_that_shared_their_bytes_get_bytes_of_their_own_when_they_part(t
         ({"location": "m.bin", "offset": "here"}, "cannot be read"),
     ],
 )
-def test_a_place_that_cannot_be_right_is_refused(entries, why, tmp_path):
+def test_an_impossible_byte_range_is_refused(entries, why, tmp_path):
     path = shared_range(tmp_path)
     (tmp_path / "link.bin").symlink_to(tmp_path / "m.bin")
     model = onnx.load(path, load_external_data=False)
@@ -160,7 +160,7 @@ def test_a_place_that_cannot_be_right_is_refused(entries, why, tmp_path):
     assert re.search(f"tensor 'a': .*{why}", problem)
 
 
-def test_what_is_in_the_way_is_never_written_over(tmp_path):
+def test_files_of_other_models_are_never_overwritten(tmp_path):
     path = saved(tiny_mlp(), tmp_path)
     model, module = imported(path)
     moved(module, "fc1.weight")
@@ -181,7 +181,7 @@ def test_what_is_in_the_way_is_never_written_over(tmp_path):
     assert {file.name for file in out.iterdir()} == {"m.bin", "trained.onnx"}
 
 
-def test_a_tensor_is_written_and_compared_in_pieces(tmp_path, monkeypatch):
+def test_a_tensor_is_written_and_compared_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(external, "CHUNK_BYTES", 16)
     path = saved(tiny_mlp(), tmp_path)
     model, module = imported(path)

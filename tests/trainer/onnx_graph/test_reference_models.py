@@ -46,7 +46,7 @@ def test_squeezenet_runs_at_any_batch_size(image_size):
     assert run(model, feed(model, 3))[0].shape == (3, 10)
 
 
-def test_squeezenet_refuses_an_image_that_its_pools_would_swallow():
+def test_squeezenet_refuses_an_image_that_is_too_small_for_its_pools():
     with pytest.raises(ConfigError, match="image_size 16"):
         build_squeezenet(image_size=16)
 
@@ -66,7 +66,7 @@ def test_gpt2_scales_the_projections_into_the_residual_stream():
     assert (found["transformer.ln_f.weight"] == 1).all()
 
 
-def test_gpt2_never_looks_ahead():
+def test_gpt2_outputs_do_not_depend_on_later_tokens():
     model = build_gpt2(vocab_size=16, sequence_length=16, num_layers=2, num_heads=2, width=16)
     ids = np.random.default_rng(0).integers(0, 16, (2, 9))
     changed = ids.copy()

@@ -114,7 +114,7 @@ def initializers(model):
     ("how", "opset", "dynamic"),
     [("legacy", 17, True), ("legacy", 20, False), ("optimised", 18, True), ("plain", 20, True), ("plain", 18, False)],
 )
-def test_every_spelling_follows_train_and_eval_and_is_gone_from_the_inference_form(how, opset, dynamic):
+def test_every_spelling_follows_train_and_eval_and_is_removed_from_the_inference_form(how, opset, dynamic):
     own = Branches(*SPELLINGS)
     model = exported(own, how, opset, dynamic=dynamic)
     module = to_module(model)
@@ -156,7 +156,7 @@ def test_training_drops_whole_samples_at_the_rate_and_scales_up_the_rest_with_th
 
 
 @pytest.mark.parametrize("how", ["legacy", "plain"])
-def test_a_dropped_sample_trains_nothing_of_its_branch(how):
+def test_a_dropped_sample_gives_no_gradient_in_its_branch(how):
     module = to_module(exported(Branches(filled), how)).train()
     torch.manual_seed(0)
     x = torch.randn(64, 5, 8)
@@ -219,14 +219,14 @@ def test_a_bernoulli_node_in_any_order_is_found_and_an_output_keeps_its_name(app
     ],
     ids=["unscaled", "added", "also an output", "shared", "other rank", "other range"],
 )  # fmt: skip
-def test_what_is_not_the_pattern_stays(model):
+def test_other_random_nodes_are_not_replaced(model):
     before = model.SerializeToString()
     assert find_branches(model) == []
     assert strip_training(model) == {}
     assert model.SerializeToString() == before
 
 
-def test_noise_that_is_added_stays_random_and_is_named_by_the_doctor_beside_what_is_found(tmp_path):
+def test_added_noise_stays_random_and_doctor_names_it_and_the_masks_found(tmp_path):
     model = exported(Branches(floored, filled, noise=True), "legacy", 17)
     assert len(find_branches(model)) == 2
     [noise] = random_nodes(model, find_branches(model))
@@ -242,7 +242,7 @@ def test_noise_that_is_added_stays_random_and_is_named_by_the_doctor_beside_what
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_the_gate_passes_what_is_found_and_names_the_random_nodes_that_are_left(noise, tmp_path):
+def test_verification_accepts_found_masks_and_names_other_random_nodes(noise, tmp_path):
     model = exported(Branches(floored, row, noise=noise), "legacy", 17)
     source, file = tmp_path / "m.onnx", tmp_path / "out.onnx"
     onnx.save(model, source)
@@ -266,7 +266,7 @@ def test_the_gate_passes_what_is_found_and_names_the_random_nodes_that_are_left(
     assert f"still draws random numbers ({named}), so no two runs of it agree" in refusal.value.problems[-1]
 
 
-def test_dropout_of_channels_written_out_is_driven_too():
+def test_channel_dropout_in_elementary_nodes_follows_train_and_eval():
     """As dynamo writes F.dropout1d: no Dropout node, a mask for each channel."""
     model = drawn("scaled = Div(mask, keep)  y = Mul(scaled, x)", ones="four, one")
     model.graph.initializer.append(numpy_helper.from_array(np.array([4]), "four"))
@@ -278,7 +278,7 @@ def test_dropout_of_channels_written_out_is_driven_too():
     assert strip_training(model) == {"dropout written out": 1}
 
 
-def test_numbers_of_the_pattern_in_another_file_are_read(tmp_path):
+def test_constants_of_the_pattern_are_read_from_external_data(tmp_path):
     model = exported(Branches(floored, row), "optimised", dynamic=False)
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
     model = load_model(tmp_path / "m.onnx")
@@ -288,7 +288,7 @@ def test_numbers_of_the_pattern_in_another_file_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["legacy", "plain"])
-def test_the_dropout_of_attention_is_driven_by_train_and_eval(how):
+def test_attention_dropout_in_elementary_nodes_follows_train_and_eval(how):
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()

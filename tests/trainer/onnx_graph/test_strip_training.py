@@ -8,7 +8,7 @@ from onnx import numpy_helper
 from onward.trainer.onnx_graph.strip_training import strip_training
 
 
-def test_dropout_inside_branches_loops_and_functions_does_not_drop_any_more():
+def test_dropout_inside_branches_loops_and_functions_is_disabled():
     model = onnx.parser.parse_model("""
         <ir_version: 10, opset_import: ["" : 20, "own" : 1]>
         deep (float[64, 8] x, bool c) => (float[64, 8] y) {
@@ -46,7 +46,7 @@ def test_dropout_inside_branches_loops_and_functions_does_not_drop_any_more():
     assert strip_training(model) == {}, "once is enough"
 
 
-def test_statistics_inside_a_branch_are_used_not_learned():
+def test_batch_norm_inside_a_branch_uses_its_running_statistics():
     model = onnx.parser.parse_model("""
         <ir_version: 10, opset_import: ["" : 20]>
         deep (float[4, 3] x, bool c) => (float[4, 3] y) {

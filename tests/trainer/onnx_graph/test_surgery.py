@@ -96,7 +96,7 @@ HEADS: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[str, ...], int]] = {
 
 
 @pytest.mark.parametrize("case", HEADS)
-def test_a_head_gets_the_wanted_number_of_outputs_and_all_else_keeps_its_bytes(case: str) -> None:
+def test_a_head_gets_the_wanted_number_of_outputs_and_other_tensors_keep_their_bytes(case: str) -> None:
     build, changed, axis = HEADS[case]
     before = onnx.shape_inference.infer_shapes(build())
     for tensor in before.graph.initializer:  # as the dynamo exporter writes
@@ -114,7 +114,7 @@ def test_a_head_gets_the_wanted_number_of_outputs_and_all_else_keeps_its_bytes(c
     assert to_module(after).output_names == (before.graph.output[0].name,)
 
 
-def test_a_new_head_begins_as_torch_begins_and_is_a_function_of_the_seed() -> None:
+def test_a_new_head_is_initialised_like_torch_and_determined_by_the_seed() -> None:
     model = graphs.tiny_conv_net()
     first, again, other = (stored(operated(model, seed, num_classes=300)) for seed in (1, 1, 2))
     weight = first["classifier.weight"]
@@ -126,7 +126,7 @@ def test_a_new_head_begins_as_torch_begins_and_is_a_function_of_the_seed() -> No
     assert not np.array_equal(weight, other["classifier.weight"])
 
 
-def test_a_tied_head_gets_a_weight_of_its_own_and_the_embedding_stays() -> None:
+def test_a_tied_head_gets_a_new_weight_and_the_embedding_stays() -> None:
     before = graphs.tiny_transformer()
     after = operated(before, num_classes=3)
     was, now = stored(before), stored(after)
@@ -149,7 +149,7 @@ def test_a_head_keeps_the_type_it_was_stored_in() -> None:
     assert stored(operated(g.model(), num_classes=3))["w"].dtype == np.float16
 
 
-def test_a_head_that_is_named_is_the_one_replaced() -> None:
+def test_model_head_names_the_layer_that_is_replaced() -> None:
     assert stored(operated(graphs.tiny_mlp(), num_classes=9, head="fc2.weight"))["fc2.weight"].shape == (9, 16)
 
 
@@ -200,7 +200,7 @@ def no_layer() -> onnx.ModelProto:
         ),
     ],
 )
-def test_a_head_that_cannot_be_replaced_is_refused_with_what_stands_in_the_way(
+def test_a_head_that_cannot_be_replaced_is_refused_with_the_reason(
     build: Callable[[], onnx.ModelProto], wanted: dict[str, str], words: list[str]
 ) -> None:
     problems = refused(build(), num_classes=9, **wanted)
@@ -211,7 +211,7 @@ def test_a_head_that_cannot_be_replaced_is_refused_with_what_stands_in_the_way(
 # -- untying
 
 
-def test_an_untied_weight_is_one_for_each_reader_stays_so_and_changes_no_result() -> None:
+def test_untying_gives_each_reader_its_own_weight_and_changes_no_result() -> None:
     before = graphs.tiny_transformer()
     after = operated(before, untie=["*.wte.*"])
     assert stored(after).keys() - stored(before).keys() == {"transformer.wte.weight.untied.1"}
@@ -221,13 +221,13 @@ def test_an_untied_weight_is_one_for_each_reader_stays_so_and_changes_no_result(
     assert {"transformer.wte.weight", "transformer.wte.weight.untied.1"} <= names
 
 
-def test_what_cannot_be_untied_is_said() -> None:
+def test_untying_a_weight_that_is_not_shared_is_refused() -> None:
     problems = refused(graphs.tiny_transformer(), untie=["*.wpe.*", "transformer.wt.weight"])
     assert problems[0] == "model.untie: 'transformer.wpe.weight' is read by one node only; there is nothing to untie"
     assert "no initializer matches 'transformer.wt.weight'; did you mean 'transformer.wte.weight'?" in problems[1]
 
 
-def test_an_untied_weight_in_another_file_is_written_to_places_of_its_own(tmp_path: Path) -> None:
+def test_untied_weights_in_external_data_are_written_to_separate_bytes(tmp_path: Path) -> None:
     source, target = tmp_path / "m.onnx", tmp_path / "out" / "m.onnx"
     target.parent.mkdir()
     onnx.save(graphs.tiny_transformer(), source, save_as_external_data=True, location="m.data", size_threshold=512)
@@ -245,7 +245,7 @@ def test_an_untied_weight_in_another_file_is_written_to_places_of_its_own(tmp_pa
 # -- the part that is trained
 
 
-def test_a_part_computes_what_the_whole_computes_there() -> None:
+def test_a_subgraph_computes_what_the_full_graph_computes() -> None:
     model = graphs.tiny_bert()
     start = next(node.output[0] for node in model.graph.node if node.op_type == "Softmax")  # of the first layer
     inner = next(node.output[0] for node in model.graph.node if node.op_type == "Tanh")
@@ -264,7 +264,7 @@ def test_a_part_computes_what_the_whole_computes_there() -> None:
     assert np.array_equal(run(part, given)[0], wanted)
 
 
-def test_a_part_takes_only_what_it_needs_and_holds_only_its_own_weights() -> None:
+def test_a_subgraph_has_only_the_inputs_and_weights_that_it_needs() -> None:
     model = graphs.tiny_mlp()
     hidden = model.graph.node[1].output[0]
     part = extract_subgraph(model, settings(start=[hidden]))
@@ -276,12 +276,12 @@ def test_a_part_takes_only_what_it_needs_and_holds_only_its_own_weights() -> Non
     assert stored(before).keys() == {"fc1.weight", "fc1.bias"}
 
 
-def test_a_graph_that_is_not_cut_stays_the_same_object() -> None:
+def test_without_start_and_output_the_model_itself_is_returned() -> None:
     model = graphs.tiny_two_outputs()
     assert extract_subgraph(model, settings(output="early")) is model
 
 
-def test_a_node_may_make_a_start_and_something_else_that_is_needed() -> None:
+def test_a_node_may_compute_a_start_tensor_and_another_one_that_is_read() -> None:
     g = GraphWriter("split")
     g.op("Split", g.input("x", ("batch", 4)), outputs=["left", "right"], axis=-1, num_outputs=2)
     g.op("Add", "left", "right", outputs="y")
@@ -292,7 +292,7 @@ def test_a_node_may_make_a_start_and_something_else_that_is_needed() -> None:
     assert result.tolist() == [[12.0, 13.0]]
 
 
-def test_every_tensor_that_is_not_there_or_not_on_the_way_is_named_at_once() -> None:
+def test_all_unknown_or_unreachable_tensors_are_reported_at_once() -> None:
     problems = refused(graphs.tiny_mlp(), start=["feature", "fc1.weight"], output="predictoin", untie=["fc9.*"])
     assert "model.output 'predictoin' is no tensor of the model; did you mean 'prediction'?" in problems
     assert "model.start 'feature' is no tensor of the model; did you mean 'features'?" in problems

@@ -114,7 +114,7 @@ def test_outputs_come_in_graph_order():
     assert [output.shape[1] for output in outputs(module, feed(model, 2))] == [2, 6]
 
 
-def test_a_file_of_fixed_batch_size_trains_at_any():
+def test_a_file_with_a_fixed_batch_size_trains_at_any_batch_size():
     g = GraphWriter("fixed", seed=0)
     x = g.op("Reshape", g.input("x", (2, 3, 4)), g.weight("flat", [2, 12]))
     x = g.op("MatMul", x, g.weight("w", g.normal(1, 12, 6)))
@@ -156,7 +156,7 @@ def test_a_shared_initializer_is_one_parameter():
     assert table.grad[unseen].abs().sum() > 0  # rows no input looked up still get a gradient: from the output layer
 
 
-def test_names_that_are_no_attribute_paths_are_mapped():
+def test_initializer_names_that_are_no_attribute_paths_are_mapped():
     g = GraphWriter("names", seed=0)
     x = g.input("x.1", ("batch", 4))
     for name in ("onnx::MatMul_7", "a", "a.b", "x..y", "forward", "/m/w.0", "class", "self", "graph", "code", "meta"):
@@ -172,7 +172,7 @@ def test_names_that_are_no_attribute_paths_are_mapped():
 
 
 @pytest.mark.parametrize("name", ["self", "torch", "inf", "class", "1 a"])
-def test_an_input_may_have_a_name_that_means_something_in_code(name):
+def test_an_input_may_be_named_like_a_python_keyword_or_builtin(name):
     g = GraphWriter("names", seed=0)
     x = g.op("Identity", g.input(name, ("batch", 4)))
     g.op("Clip", g.op("MatMul", x, g.weight("w", g.normal(1, 4, 4))), "", g.weight("most", np.inf), outputs="y")
@@ -180,7 +180,7 @@ def test_an_input_may_have_a_name_that_means_something_in_code(name):
     assert_same(to_module(g.model()), g.model(), batch=2, within=1e-4)
 
 
-def test_what_is_not_a_weight_is_not_trained():
+def test_constants_are_not_parameters():
     g = GraphWriter("roles", seed=0)
     x, ids = g.input("x", ("batch", 3, 3)), g.input("ids", ("batch",), TensorProto.INT64)
     positions = g.op("Unsqueeze", g.op("Cast", ids, to=TensorProto.FLOAT), g.weight("axes", [1, 2]))
@@ -200,7 +200,7 @@ def test_what_is_not_a_weight_is_not_trained():
     assert reasons["mask"] == reasons["lower"] == "a mask"
 
 
-def test_a_weight_that_gets_its_shape_from_the_input_is_trained():
+def test_a_weight_expanded_to_the_shape_of_the_input_is_trained():
     g = GraphWriter("vit", seed=0)
     x = g.input("x", ("batch", "sequence", 4))
     sizes = g.op("Shape", x)
@@ -218,7 +218,7 @@ def test_a_weight_that_gets_its_shape_from_the_input_is_trained():
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_pickled_graph_makes_the_same_calls_and_knows_its_names(name):
+def test_a_pickled_graph_makes_the_same_calls_and_keeps_its_names(name):
     model = SUBJECTS[name]()
     module = to_module(model).eval()
     again = pickle.loads(pickle.dumps(module))
@@ -231,14 +231,14 @@ def test_a_pickled_graph_makes_the_same_calls_and_knows_its_names(name):
     assert all(map(torch.equal, outputs(again, feeds), outputs(module, feeds)))
 
 
-def test_a_copy_knows_its_names():
+def test_a_deep_copy_keeps_initializer_names():
     module = copy.deepcopy(to_module(tiny_mlp()))
     assert set(named_weights(module)) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
     assert module.input_names == ("features",)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_everything_the_graph_uses_moves_with_the_module(name):
+def test_weights_and_constants_move_to_the_device_of_the_module(name):
     model = SUBJECTS[name]()
     module = to_module(model).to("meta")  # a device that meets no other, like a GPU
     for tensor in (*module.parameters(), *module.buffers()):
@@ -262,7 +262,7 @@ def test_mixed_precision_stays_close_and_gives_gradients(name):
 # -- training
 
 
-def test_batch_norm_uses_the_batch_in_training_and_the_running_statistics_after():
+def test_batch_norm_uses_batch_statistics_in_training_and_running_statistics_in_evaluation():
     model = tiny_conv_net_with_batch_norm()
     module = to_module(model).train()
     x = torch.from_numpy(feed(model, 8)["image"])
@@ -301,7 +301,7 @@ def test_after_training_only_trained_tensors_differ_and_onnxruntime_agrees(name)
         assert_same(module, written, batch=batch)
 
 
-def test_patterns_choose_what_is_trained():
+def test_patterns_select_the_trained_weights():
     model = tiny_transformer()
     module = to_module(model)
     select_trained(module, train=("*",), freeze=("*.wpe.*", "*.ln_?.*"))
@@ -313,7 +313,7 @@ def test_patterns_choose_what_is_trained():
     assert ("transformer.wpe.weight", "frozen", "by model.train or model.freeze") in describe_weights(module)
 
 
-def test_every_pattern_that_matches_nothing_is_named():
+def test_every_pattern_without_a_match_is_reported():
     module = to_module(tiny_mlp())
     with pytest.raises(ConfigError) as refusal:
         select_trained(module, train=("fc1.*", "fc9.wieght"), freeze=("head.*",))
@@ -332,7 +332,7 @@ def test_weights_of_another_model_are_refused():
         model_with_weights(module, tiny_conv_net())
 
 
-def test_weights_loaded_are_weights_written():
+def test_loaded_weights_are_written():
     model, module = tiny_mlp(seed=0), to_module(tiny_mlp(seed=1))
     load_weights(module, named_weights(to_module(model)))
     assert model_with_weights(module, tiny_mlp(seed=1)).graph.initializer == model.graph.initializer
@@ -431,7 +431,7 @@ def test_everything_that_cannot_be_imported_is_listed_at_once():
     ]
 
 
-def test_integers_that_meet_a_weight_as_features_train_it() -> None:
+def test_a_layer_that_reads_integers_as_features_is_trained() -> None:
     """One-hot rows, pixels and counts come as integers; a row of frequencies times positions stays a table."""
     g = GraphWriter("integers", seed=0)
     tokens = g.input("tokens", ["batch"], TensorProto.INT64)
@@ -462,7 +462,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_uses_them() -> None:
     assert not torch.equal(module.train()(x), module.eval()(x)), "trained again, it learns again"
 
 
-def test_a_single_value_per_channel_has_no_variance_to_learn_from() -> None:
+def test_batch_norm_of_a_single_value_per_channel_changes_no_statistics() -> None:
     from onward.trainer.onnx_import.ops.norm import BatchNorm
 
     norm = BatchNorm(0.1, 1e-5).train()

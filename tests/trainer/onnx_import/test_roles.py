@@ -37,7 +37,7 @@ def reasons(model: onnx.ModelProto) -> dict[str, str]:
     return {name: role.reason if role.kind == "frozen" else role.kind for name, role in found.items()}
 
 
-def test_frequencies_of_rotary_embeddings_are_a_table_even_where_the_positions_are_folded():
+def test_frequencies_of_rotary_embeddings_are_frozen_also_with_folded_positions():
     """Exporters without dynamic axes write the positions as a constant: no integer input is left to tell by."""
     model = parsed(
         """rope (float[batch, 6, 8] x) => (float[batch, 6, 8] y) {
@@ -58,7 +58,7 @@ def waves(rows: int, width: int, phase: float) -> np.ndarray:
     return np.cos(angles).astype(np.float32)
 
 
-def test_tables_of_waves_and_grids_are_told_from_learned_embeddings():
+def test_sinusoidal_tables_and_grids_are_frozen_and_learned_embeddings_are_trained():
     model = parsed(
         """tables (int64[batch, 4] ids, float[batch, 12, 8] x) => (float[batch, 12, 8] y, float[batch, 4, 8] z) {
             a = Gather(cosines, ids)
@@ -77,7 +77,7 @@ def test_tables_of_waves_and_grids_are_told_from_learned_embeddings():
     assert set(found.values()) == {"a table of sines, cosines or positions"}
 
 
-def test_a_bias_that_a_mask_is_added_to_is_still_a_weight():
+def test_a_bias_to_which_a_mask_is_added_is_trained():
     """As in T5: a learned bias of relative positions, plus the padding mask, plus the scores."""
     model = parsed(
         """t5 (float[batch, 2, 4, 4] scores, int64[batch, 4] mask) => (float[batch, 2, 4, 4] y) {
@@ -100,7 +100,7 @@ def test_a_bias_that_a_mask_is_added_to_is_still_a_weight():
     assert module.bias.grad.abs().sum() > 0
 
 
-def test_recurrent_weights_are_trained_and_their_zero_state_is_not():
+def test_recurrent_weights_are_trained_and_a_zero_initial_state_is_frozen():
     model = parsed(
         """rnn (float[6, batch, 4] x) => (float[6, 1, batch, 5] y) {
             y, h, c = LSTM <hidden_size = 5> (x, W, R, B, , h0, c0)
@@ -116,7 +116,7 @@ def test_recurrent_weights_are_trained_and_their_zero_state_is_not():
     assert set(found.values()) == {"trained"}, "a state that is not zero was learned"
 
 
-def test_contrib_operators_train_their_weights_and_keep_their_tables():
+def test_weights_of_contrib_operators_are_trained_and_their_tables_are_frozen():
     model = parsed(
         """contrib (float[batch, 4, 8] x, int64[batch, 4] ids, int64[batch, 4] at) => (float[batch, 4, 8] y) {
             e, m = com.microsoft.EmbedLayerNormalization (ids, , words, places, , gamma, beta)
@@ -136,7 +136,7 @@ def test_contrib_operators_train_their_weights_and_keep_their_tables():
     assert found["cos"] == found["sin"] == "a table of rotation angles"
 
 
-def test_quantized_weights_say_that_they_are_integers():
+def test_quantized_weights_are_frozen_because_they_are_integers():
     model = parsed(
         """qdq (float[batch, 4] x) => (float[batch, 4] y) {
             w = DequantizeLinear <axis = 0> (packed, scale)
@@ -150,7 +150,7 @@ def test_quantized_weights_say_that_they_are_integers():
     assert found["scale"] == "a scale of quantization"
 
 
-def test_weights_that_are_rounded_as_the_graph_runs_are_trained():
+def test_weights_that_are_quantized_when_the_graph_runs_are_trained():
     """Quantization-aware files keep the weight in fp32 and round it in the graph; gradients pass."""
     model = parsed(
         """qat (float[batch, 4] x) => (float[batch, 3] y) {
@@ -197,7 +197,7 @@ def test_values_are_followed_through_branches_and_loops():
     assert held == "stored inside the body of Loop; move it to the main graph to train it"
 
 
-def test_what_normalises_the_input_is_no_weight():
+def test_mean_and_deviation_that_normalise_the_input_are_frozen():
     model = parsed(
         """image (float[batch, 3, 8, 8] x) => (float[batch, 3, 8, 8] y) {
             a = Sub(x, mean)
@@ -209,7 +209,7 @@ def test_what_normalises_the_input_is_no_weight():
     assert reasons(model) == {"mean": "normalises the input", "deviation": "normalises the input", "learned": "trained"}
 
 
-def test_what_looks_like_no_weight_is_trained_if_it_is_named():
+def test_a_frozen_tensor_is_trained_if_model_train_names_it():
     model = parsed(
         "clip (float[batch, 4] x) => (float[batch, 4] y) { a = Mul(x, scale)\n y = Mul(a, temperature) }",
         scale=random(4),
@@ -258,7 +258,7 @@ def test_a_transposed_copy_is_one_parameter_with_its_original_and_both_are_writt
     np.testing.assert_allclose(module(ids).detach().numpy(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_untied_on_request_and_frozen_by_either_name():
+def test_a_tied_weight_is_frozen_by_either_name_and_untied_on_request():
     assert set(named_weights(to_module(tied(), tie=False))) == {"embedding", "w", "val_9"}
     module = to_module(tied())
     select_trained(module, freeze=["val_*"])
@@ -281,7 +281,7 @@ def test_an_equal_copy_of_an_embedding_is_tied_whatever_the_order():
     assert model_with_weights(module, model).SerializeToString() == model.SerializeToString()
 
 
-def test_what_was_untied_on_request_is_not_tied_again():
+def test_weights_untied_by_the_user_are_not_tied_again():
     model = tied()
     for tensor in model.graph.initializer:
         if tensor.name == "val_9":
@@ -298,12 +298,12 @@ def test_what_was_untied_on_request_is_not_tied_again():
         (random(16, 8), random(16, 8).T + np.float32(1e-7)),
     ],
 )
-def test_weights_that_are_merely_alike_are_not_tied(first, second):
+def test_similar_weights_are_not_tied(first, second):
     model = tied(embedding=first, val_9=second, w=random(first.shape[1], second.shape[0]))
     assert to_module(model).copies == {}
 
 
-def test_layers_that_begin_equal_are_not_tied():
+def test_layers_with_equal_initial_weights_are_not_tied():
     """torch.nn.TransformerEncoder copies its layer: equal at first, but not one weight."""
     model = parsed(
         """deep (float[batch, 8] x) => (float[batch, 8] y) {

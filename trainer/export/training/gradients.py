@@ -29,6 +29,7 @@ from onward.trainer.export.training.decompositions import DECOMPOSITIONS, Plain
 from onward.trainer.export.training.loss_graph import LossNames
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.element_types import torch_dtype
+from onward.trainer.onnx_graph.index import subgraphs
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.trial_sizes import trial_sizes
 
@@ -323,6 +324,5 @@ def _rename(graph: onnx.GraphProto, named: Mapping[str, str]) -> None:
         node.input[:], node.output[:] = map(new, node.input), map(new, node.output)
         node.name, node.doc_string = f"onward.{node.name or node.output[0]}", ""
         del node.metadata_props[:]
-        for attribute in node.attribute:
-            for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                _rename(inner, named)
+        for inner in subgraphs(node):
+            _rename(inner, named)

@@ -103,6 +103,7 @@ def _attention(r: Rewriter, node: Any) -> fx.Node:
     weights, nan_guarded = _without_nan_guard(r, weights)
     rank = r.rank(weights)
     require(is_call(weights, F.softmax) and (has_one_user(weights) or nan_guarded) and rank in (3, 4))
+    # softmax must be over the keys, the last dimension
     require(set(weights.kwargs) == {"dim"} and weights.kwargs["dim"] in (-1, rank - 1))
     product, masks, scale = _scores(r, weights.args[0])
     query, transposed = product.args
@@ -295,6 +296,7 @@ def _combined_mask(
     finite = [choice for choice in masks.chosen if math.isfinite(choice[2])]
     require(not finite or (len(finite) == 1 and not masks.added and len(masks.chosen) == 1))
     total: fx.Node | None = None
+    # -inf in a whole row makes its softmax NaN; the fused kernel would return zeros
     may_be_empty = bool(masks.chosen) and not finite
     for condition, kept, otherwise in masks.chosen:
         part = r.call(
@@ -303,6 +305,7 @@ def _combined_mask(
         total = part if total is None else r.call(torch.add, total, part)
     for added in masks.added:
         total = added if total is None else r.call(torch.add, total, added)
+    # a finite number in a whole row gives equal weights; with a zero query all scores are equal and have no gradient
     if finite:
         query = r.call(without_empty_rows, query, finite[0][0], finite[0][1])
     assert total is not None

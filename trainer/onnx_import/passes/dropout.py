@@ -77,6 +77,7 @@ def _drop_residual_branches(module: fx.GraphModule, ratio: float) -> list[str]:
     for node in list(module.graph.nodes):
         if not is_call(node, torch.add):
             continue
+        # a residual connection: one operand of the addition is computed from the other one
         for residual, branch in (node.args, node.args[::-1]):
             layer = _layer(branch)
             if layer is None or not _depends(branch, residual):
@@ -169,6 +170,7 @@ def _add_after(module: fx.GraphModule, node: fx.Node, ratio: float) -> bool:
     name = _attach(module, "dropout", Dropout(ratio).train(module.training))
     with module.graph.inserting_after(node):
         dropped = module.graph.call_module(name, (node,))
+    # partitioning reads the ONNX names and shapes of a value from its meta data
     dropped.meta.update(node.meta)
     node.replace_all_uses_with(dropped, delete_user_cb=lambda user: user is not dropped)
     return True

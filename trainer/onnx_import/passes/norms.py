@@ -20,6 +20,7 @@ from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, has_on
 
 def fuse_layer_norms(r: Rewriter) -> int:
     """Fuse every layer norm; return how many."""
+    # first the core without weight and bias, then one after the other is taken in
     count = r.apply(_layer_norm, torch.div, torch.mul)
     r.apply(_with_weight, torch.mul)
     r.apply(_with_bias, torch.add)

@@ -202,7 +202,7 @@ class Rewriter:
             with self.graph.inserting_before(node):
                 new = rewrite(self, node)
             require(self.shapes(new) == self.shapes(node) and self.dtype(new) == self.dtype(node))
-        except NoMatch:
+        except NoMatch:  # a condition failed after new nodes were inserted: remove them again
             for made in reversed(self._made):
                 self._discard(made)
             return False

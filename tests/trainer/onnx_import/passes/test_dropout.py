@@ -13,7 +13,7 @@ from tests.support.graphs import feed
 from tests.support.trained_models import model_with_weights
 
 
-def test_it_goes_on_embeddings_residual_branches_and_attention_and_says_where() -> None:
+def test_dropout_is_added_to_embeddings_residual_branches_and_attention_and_each_place_is_listed() -> None:
     module = to_module(graphs.tiny_bert())
     nodes = len(module.graph.nodes)
     layers = [f"encoder.layer.{i}.{part}.weight" for i in (0, 1) for part in ("output", "down")]
@@ -30,7 +30,7 @@ def test_it_goes_on_embeddings_residual_branches_and_attention_and_says_where() 
     assert not torch.equal(first, module(*x))
 
 
-def test_what_the_file_drops_already_keeps_its_own_ratio() -> None:
+def test_a_dropout_of_the_file_keeps_its_ratio() -> None:
     module = to_module(graphs.tiny_transformer(dropout=0.1))
     add_dropout(module, 0.5)
     ratios = {child.ratio for child in module.modules() if isinstance(child, Dropout)}
@@ -52,7 +52,7 @@ def test_evaluation_computes_the_same_bits_and_the_file_is_the_same(name: str) -
     assert model_with_weights(module, model).SerializeToString() == model.SerializeToString()
 
 
-def test_none_is_none() -> None:
+def test_a_ratio_of_zero_changes_nothing() -> None:
     module = to_module(graphs.tiny_transformer())
     nodes = len(module.graph.nodes)
     assert add_dropout(module, 0.0) == []

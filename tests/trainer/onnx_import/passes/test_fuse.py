@@ -182,7 +182,7 @@ def layer_norm(
         ({"keep": True}, {}),  # others read what is inside
     ],
 )  # fmt: skip
-def test_what_is_no_layer_norm_stays(options: dict[str, Any], expected: dict[str, int] | None) -> None:
+def test_other_normalisations_are_not_fused(options: dict[str, Any], expected: dict[str, int] | None) -> None:
     shapes = [(B, 8, 8)] if options.get("weight") == (8, 1, 8) else [(B, T, 8)]
     if expected is None:
         expected, shapes = {"layer_norm": 1}, [(1, 8, 8)]
@@ -223,7 +223,7 @@ def test_gelu_by_tanh_is_found_in_every_spelling(how: str) -> None:
     check(lambda c, x: tanh_gelu(c, x, how), [(B, T, 8)], {"gelu": 1})
 
 
-def test_numbers_that_are_not_gelus_stay() -> None:
+def test_a_formula_with_other_numbers_than_gelu_is_not_fused() -> None:
     def build(c: Recorder, x: Any) -> Any:
         half = c(torch.mul, c(torch.mul, x, c(torch.add, c(torch.erf, c(torch.div, x, 1.4142)), 1.0)), 0.5)
         other = c(torch.mul, c(torch.mul, x, c(torch.add, c(torch.erf, c(torch.div, half, math.sqrt(2))), 1.0)), 0.5)
@@ -232,7 +232,7 @@ def test_numbers_that_are_not_gelus_stay() -> None:
     check(build, [(B, 8)], {})
 
 
-def test_fp32_numbers_in_an_fp64_graph_stay() -> None:
+def test_fp32_constants_in_an_fp64_graph_are_not_fused() -> None:
     rounded = float(torch.tensor(math.sqrt(2)))
 
     def build(c: Recorder, x: Any) -> Any:
@@ -242,7 +242,7 @@ def test_fp32_numbers_in_an_fp64_graph_stay() -> None:
     check(build, [(B, 8)], {}, only=torch.float64)
 
 
-def test_silu_is_found_on_either_side_but_not_of_another_value() -> None:
+def test_silu_is_fused_in_both_orders_but_not_with_two_different_values() -> None:
     check(lambda c, x: c(torch.mul, c(torch.sigmoid, x), x), [(B, 8)], {"silu": 1})
     check(lambda c, x, y: c(torch.mul, c(torch.sigmoid, x), y), [(B, 8), (B, 8)], {})
 
@@ -321,7 +321,7 @@ def bias(c: Recorder, scores: Any, query: Any) -> Any:
 
 
 @pytest.mark.parametrize("mask", [stored_triangle, made_triangle, compared_positions])
-def test_a_causal_mask_is_found_however_it_is_made(mask: Any) -> None:
+def test_a_causal_mask_is_recognised_in_every_spelling(mask: Any) -> None:
     fused = check(lambda c, q, k, v: attend(c, q, k, v, mask=mask), [HEADS] * 3, {"attention": 1})
     assert fused.get_submodule("attention_0").causal
 
@@ -333,7 +333,7 @@ def test_another_mask_is_kept(mask: Any) -> None:
 
 
 @pytest.mark.parametrize(("scale", "guard"), [("scores", True), ("shared", False), ("query", False)])
-def test_the_scale_may_be_anywhere(scale: str, guard: bool) -> None:
+def test_the_scale_is_found_on_scores_query_or_key(scale: str, guard: bool) -> None:
     check(lambda c, q, k, v: attend(c, q, k, v, scale=scale, guard=guard), [HEADS] * 3, {"attention": 1})
 
 
@@ -365,13 +365,13 @@ def masked_then_scaled(c: Recorder, q: Any, k: Any, v: Any) -> Any:
 
 
 @pytest.mark.parametrize("build", [over_queries, weights_too, masked_then_scaled])
-def test_what_is_no_attention_stays(build: Build) -> None:
+def test_other_products_around_softmax_are_not_fused(build: Build) -> None:
     check(build, [HEADS] * 3, {})
 
 
 @pytest.mark.parametrize(("hidden", "guard"), [(-math.inf, True), (-math.inf, False), (-1e9, False)])
 @pytest.mark.parametrize("added", [True, False])
-def test_a_row_that_attends_to_nothing_stays_what_it_was(hidden: float, guard: bool, added: bool) -> None:
+def test_a_row_with_all_scores_masked_keeps_its_result(hidden: float, guard: bool, added: bool) -> None:
     def build(c: Recorder, q: Any, k: Any, v: Any, visible: Any) -> Any:
         seen = c(torch.gt, visible, 0.0)
 
@@ -397,7 +397,7 @@ def test_a_row_that_attends_to_nothing_stays_what_it_was(hidden: float, guard: b
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_dropout_between_softmax_and_values_goes_along() -> None:
+def test_dropout_between_softmax_and_values_is_fused_too() -> None:
     def build(c: Recorder, q: Any, k: Any, v: Any) -> Any:
         weights = c(F.softmax, c(torch.matmul, q, c("permute", k, [0, 1, 3, 2])), dim=-1)
         return c(torch.matmul, c.tracer.call_module("drop", Dropout(0.3), weights), v)
@@ -409,13 +409,13 @@ def test_dropout_between_softmax_and_values_goes_along() -> None:
 # -- sharing
 
 
-def test_a_product_and_its_bias_become_linear_whichever_comes_first() -> None:
+def test_a_product_and_its_bias_become_linear_in_both_orders() -> None:
     check(lambda c, x: c(torch.add, c.weight(6), c(torch.matmul, x, c.weight(8, 6))), [(B, T, 8)], {"linear": 1})
     check(lambda c, x: c(torch.add, c(torch.matmul, x, c.weight(8, 6)), c.weight(6)), [(B, 8)], {"linear": 1})
 
 
 @pytest.mark.parametrize("shape", [(1,), (T, 6), (1, 6)])
-def test_another_bias_stays(shape: tuple[int, ...]) -> None:
+def test_a_bias_of_another_shape_is_not_fused(shape: tuple[int, ...]) -> None:
     if T in shape:
         check(lambda c, x, b: c(torch.add, c(torch.matmul, x, c.weight(8, 6)), b), [(B, T, 8), shape], {})
     else:
@@ -454,7 +454,7 @@ def test_a_users_function_is_called_as_often_as_the_file_says() -> None:
     assert [n.target for n in fused.graph.nodes].count(drawn) == 2
 
 
-def test_parts_are_cut_in_one_call() -> None:
+def test_slices_that_cover_a_dimension_become_one_split() -> None:
     def build(c: Recorder, x: Any) -> Any:
         a, b, d = (c(strided, x, 2, i, i + 3, 1) for i in (0, 3, 6))
         return c(torch.add, a, c(torch.mul, b, d))
@@ -464,12 +464,12 @@ def test_parts_are_cut_in_one_call() -> None:
     check(lambda c, x: c(torch.mul, c(torch.select, x, 0, 1), c(torch.select, x, 0, 0)), [(2, B, 8)], {"cut": 1})
 
 
-def test_parts_that_overlap_or_leave_something_out_stay() -> None:
+def test_slices_that_overlap_or_do_not_cover_the_dimension_stay() -> None:
     for spans in (((0, 3), (2, 6)), ((0, 3), (4, 6)), ((0, 3), (3, 5))):
         check(lambda c, x, spans=spans: c(torch.cat, [c(strided, x, 1, a, b, 1) for a, b in spans], 1), [(B, 6)], {})
 
 
-def test_fuse_false_leaves_every_node() -> None:
+def test_fuse_false_changes_no_node() -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 14]> g (float[b, 4] x) => (float[b, 4] y) { s = Sigmoid(x) y = Mul(x, s) }'
     )

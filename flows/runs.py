@@ -10,7 +10,8 @@ from typing import Any
 
 from onward.infra.service_state import try_lock
 from onward.infra.tracking import Status, Tracker, TrackingError
-from onward.trainer.checkpoint.manifest import announced, newest_whole
+from onward.trainer.checkpoint.retention import announced
+from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record
@@ -99,9 +100,11 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     # The same choice as the task `export`; a run that was interrupted may have no announced checkpoint yet.
     known = announced(run)
     best = [each.path for each in known if each.best and read_config(run).export.checkpoint == "best"]
-    chosen = best[0] if best else newest_whole(run)
-    if chosen is None:
+    if best:
+        return run, best[0]
+    newest = newest_complete(run)
+    if newest is None:
         raise CheckpointError(
             f"{run.root.name} has no complete checkpoint yet; `onward resume {run.root.name[:8]}` continues training"
         )
-    return run, chosen
+    return run, newest.path

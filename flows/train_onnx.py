@@ -30,7 +30,7 @@ from onward.tasks.init_runtime import init_runtime
 from onward.tasks.monitor import monitor as monitor_training
 from onward.tasks.shard_data import shard_data
 from onward.tasks.train import train as train_model
-from onward.trainer.checkpoint.manifest import announced
+from onward.trainer.checkpoint.retention import announced
 from onward.trainer.config import sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError

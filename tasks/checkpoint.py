@@ -16,16 +16,16 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.tracking import Tracker, TrackingUnavailable
 from onward.tasks.task_logger import Log, task_logger
-from onward.trainer.checkpoint.manifest import (
+from onward.trainer.checkpoint.retention import (
     Announced,
     announced,
-    expendable,
     list_checkpoints,
+    prunable,
     remove,
     set_aside,
     sweep,
-    verify,
 )
+from onward.trainer.checkpoint.verification import verify
 from onward.trainer.config.sections import CheckpointConfig
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir, read_config
@@ -77,7 +77,7 @@ class CheckpointRetention:
         try:
             sweep(self._run)
             found = self._found()
-            unneeded = expendable(found, keep_newest=self._config.keep_newest)
+            unneeded = prunable(found, keep_newest=self._config.keep_newest)
             for each in unneeded:  # first, because writing the list needs space on the disk
                 remove(each.path)
             kept = tuple(each for each in found if each not in unneeded)
@@ -98,7 +98,7 @@ class CheckpointRetention:
             info = known.get(path)
             if info is None or not _unchanged(info):
                 try:
-                    info = verify(path)
+                    info = verify(path).info
                 except CheckpointError as error:
                     self._log.warning("%s; renamed to %s", error, set_aside(path).name)
                     continue

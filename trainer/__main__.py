@@ -97,13 +97,14 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
     """
     # Imports after this: they take seconds, and the parent may be killed meanwhile.
     die_with_parent()
-    from onward.trainer.checkpoint.save_load import load
+    from onward.trainer.checkpoint.load import load
+    from onward.trainer.checkpoint.verification import verify
+    from onward.trainer.distributed.weights import weights_in
     from onward.trainer.export import export
 
     with export.exit_with_refusal(folder):
-        state, tensors = load(path)
-        weights = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
-        checkpoint = export.Checkpoint(step=state.step, weights=weights)
+        state, tensors = load(verify(path))
+        checkpoint = export.Checkpoint(step=state.step, weights=weights_in(tensors))
         if training:
             export.export_training(run, checkpoint, folder=folder)
         else:

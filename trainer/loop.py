@@ -17,29 +17,28 @@ from pathlib import Path
 
 import torch
 
-from onward.trainer.checkpoint.save_load import TrainState, agree, load, newest_whole, save, shapes
+from onward.trainer.checkpoint.consistency import check_copies
+from onward.trainer.checkpoint.load import load, newest_complete, verify_together
+from onward.trainer.checkpoint.save import save
+from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batches, evaluation_batches
 from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
-from onward.trainer.errors import ConfigError, Diverged
+from onward.trainer.distributed.weights import check_fit
+from onward.trainer.errors import Diverged
 from onward.trainer.events import EventWriter, Heartbeat
 from onward.trainer.model.metrics import EvaluationMetrics
-from onward.trainer.model.precision import LossScaler, autocast
+from onward.trainer.model.precision import autocast
 from onward.trainer.model.summaries import summarise
 from onward.trainer.model.trainable import open_trainable
-from onward.trainer.optim.optimizers import (
-    build_optimizer,
-    clip_factor,
-    learning_rate,
-    load_optimizer_parts,
-    optimizer_keys,
-    optimizer_parts,
-    set_learning_rate,
-)
+from onward.trainer.optim.loss_scaler import LossScaler
+from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
+from onward.trainer.optim.schedules import learning_rate
+from onward.trainer.optim.state import load_optimizer_parts, optimizer_parts, optimizer_shapes
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
-from onward.trainer.parallel.rank_model import assemble
+from onward.trainer.parallel.rank_model import build_rank_model
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult
 
@@ -74,7 +73,7 @@ def train(
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
-    model = assemble(open_trainable(config), config, mesh, mpi, example=batches.example().inputs)
+    model = build_rank_model(open_trainable(config), config, mesh, mpi, example=batches.example().inputs)
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(
         model.stages,
@@ -109,23 +108,27 @@ def train(
     parts = model.parts() | optimizer_parts(optimizer, trained)  # the tensors themselves: changed in place for ever
 
     def save_checkpoint() -> None:
-        agree(parts, mpi, beat=heartbeat.beat)
+        check_copies(parts, mpi, beat=heartbeat.beat)
         events.sync()
         path = save(run, attempt=attempt, state=state, parts=parts, mpi=mpi, beat=heartbeat.beat)
         events.emit("checkpoint", state.step, path=path.name)
 
     # -- 5. Resume, or start at zero
     state = TrainState(step=0, samples_seen=0, scaler=scaler.state(), metrics={})
-    newest = newest_whole(run, mpi=mpi, beat=heartbeat.beat)
-    if checkpoint := newest or (config.checkpoint.load and Path(config.checkpoint.load)):
-        model.refuse_others(shapes(checkpoint), optimizer_keys(config.optimizer, model.trained_names))
-        wanted = {key: placement for key, (_, placement) in parts.items()}
-        state, tensors = load(checkpoint, wanted, mpi=mpi, beat=heartbeat.beat)
+    checkpoint = newest_complete(run, mpi=mpi, beat=heartbeat.beat)
+    if checkpoint is None and config.checkpoint.load:
+        checkpoint = verify_together(Path(config.checkpoint.load), mpi=mpi, beat=heartbeat.beat)
+    if checkpoint is not None:
+        name = f"checkpoint {checkpoint.path}"
+        expected = model.checkpoint_shapes | optimizer_shapes(config.optimizer, model.trained_shapes)
+        check_fit(name, checkpoint.shapes, expected)
+        checkpoint.manifest.state.check_reachable(name, config, num_rows=batches.num_rows)
+        placements = {key: placement for key, (_, placement) in parts.items()}
+        state, tensors = load(checkpoint, placements, beat=heartbeat.beat)
         model.load(tensors)
         load_optimizer_parts(optimizer, trained, tensors)
         scaler.restore(state.scaler)
-        check_room(checkpoint, state, config=config, num_rows=batches.num_rows)
-    agree(parts, mpi, beat=heartbeat.beat)  # nothing is broadcast: all ranks read the same file, or stop here
+    check_copies(parts, mpi, beat=heartbeat.beat)  # nothing is broadcast: every rank has read its own parts
     events.emit("start", state.step, num_steps=num_steps, num_samples=num_samples, num_parameters=model.num_parameters)
     if state.step == 0:
         state = state.evaluated(evaluate(0))
@@ -193,17 +196,6 @@ def train(
         metrics=state.metrics,
         elapsed_s=time.monotonic() - started_at,
     )
-
-
-def check_room(checkpoint: Path, state: TrainState, *, config: RunConfig, num_rows: int) -> None:
-    """Raises ConfigError when no training of this length and batch size passes through the checkpoint's position."""
-    left = config.total_samples(num_rows) - state.samples_seen
-    if left < 0 or state.step + math.ceil(left / config.train.global_batch_size) != config.num_steps(num_rows):
-        raise ConfigError(
-            f"{checkpoint} is at step {state.step} after {state.samples_seen:,} samples, but this run makes "
-            f"{config.num_steps(num_rows)} steps of {config.train.global_batch_size} = "
-            f"{config.total_samples(num_rows):,} samples; keep the batch size it was saved with, and go beyond it"
-        )
 
 
 def every(period: int, step: int) -> bool:

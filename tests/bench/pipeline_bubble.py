@@ -70,7 +70,7 @@ class Sum:
 class Gradients:
     stages: list[Stage]
 
-    def begin(self, num_backwards: int, num_targets: float, num_moves: int) -> None:
+    def begin(self, num_backwards: int, num_targets: float, num_batchnorm_updates: int) -> None:
         for stage in self.stages:
             stage.chain.zero_grad()
 

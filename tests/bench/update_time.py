@@ -27,9 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onward.trainer.config.sections import ModelConfig, OptimizerConfig, ParallelConfig
 from onward.trainer.data.batches import Batch
-from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
-from onward.trainer.distributed.weights import Weight
+from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
 from onward.trainer.onnx_import.driver import to_module
@@ -120,7 +119,7 @@ def onward_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[
         group_data=mesh.get_group("data"),
     )
     weights = [
-        Weight(name, tensor, Placement.whole(tensor.shape), trained=tensor.requires_grad)
+        Weight(name, tensor, Placement.full(tensor.shape), trained=tensor.requires_grad)
         for name, tensor in named_weights(module).items()
     ]
     reducer = Reducer(weights, mesh=mesh, mpi=mpi, config=ParallelConfig(), shared={}, timeout_s=60)

@@ -23,7 +23,8 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from onward.trainer.__main__ import evaluation_data
-from onward.trainer.checkpoint import save_load as checkpoint
+from onward.trainer.checkpoint.load import load
+from onward.trainer.checkpoint.verification import verify
 from onward.trainer.distributed import collectives
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.export import export
@@ -202,7 +203,7 @@ def tensors(run: RunDir, step: int, prefix: str) -> dict[str, torch.Tensor]:
     """What a checkpoint holds under a prefix, whole."""
     return {
         name.removeprefix(prefix): tensor
-        for name, tensor in checkpoint.load(run.checkpoint(step))[1].items()
+        for name, tensor in load(verify(run.checkpoint(step)))[1].items()
         if name.startswith(prefix)
     }
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from onward.trainer.config.sections import ParallelConfig
-from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.distributed.weights import Weight
+from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.parallel.replicas import reducer as reduce
 from onward.trainer.parallel.replicas.reducer import Reducer
 from tests.support.ranks import run_ranks
@@ -65,8 +64,8 @@ def outcomes(mpi: MPIContext, num_parts: int) -> dict[str, Any]:
     start, stop = WIDTH * part // num_parts, WIDTH * (part + 1) // num_parts
     for transport, compression in ROUTES:
         divided, ones = nn.Parameter(torch.zeros(stop - start)), nn.Parameter(torch.zeros(3, 1))
-        place = Placement.whole([WIDTH]).narrow(0, start, stop)
-        whole = Placement.whole([3, 1])
+        place = Placement.full([WIDTH]).narrow(0, start, stop)
+        whole = Placement.full([3, 1])
         weights = [Weight("divided", divided, place, True), Weight("ones", ones, whole, True, counted=part == 0)]
         routes = {"transport": transport, "compression": compression}
         config = ParallelConfig(reduction="adasum", adasum_ranks=num_parts, **routes)  # type: ignore[arg-type]
@@ -124,7 +123,7 @@ def hosts_of_several(mpi: MPIContext) -> dict[str, Any]:
     for transport, ranks_per_host in HOSTS:
         names = {"long": 7, "short": 3, "single": 1}
         weights = [
-            Weight(name, nn.Parameter(torch.zeros(length)), Placement.whole([length]), True)
+            Weight(name, nn.Parameter(torch.zeros(length)), Placement.full([length]), True)
             for name, length in names.items()
         ]
         config = ParallelConfig(reduction="adasum", adasum_ranks=ranks_per_host, transport=transport)  # type: ignore[arg-type]

@@ -26,11 +26,15 @@ import pytest
 import torch
 
 from onward.tasks.checkpoint import Keeper
-from onward.trainer.checkpoint.manifest import TrainState, announced, is_whole, list_checkpoints, newest_whole
-from onward.trainer.checkpoint.save_load import Part, load, save
+from onward.trainer.checkpoint.load import load
+from onward.trainer.checkpoint.retention import announced, list_checkpoints
+from onward.trainer.checkpoint.save import save
+from onward.trainer.checkpoint.train_state import TrainState
+from onward.trainer.checkpoint.verification import newest_complete, verify
+from onward.trainer.checkpoint.write_plan import Part
 from onward.trainer.config.sections import CheckpointConfig
-from onward.trainer.distributed.placement import Placement, share
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.distributed.weights import Placement, share
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir
 from tests.support.ranks import ROOT, run_ranks
@@ -64,7 +68,7 @@ def held(tensors: dict[str, torch.Tensor], mpi: MPIContext) -> dict[str, Part]:
     parts = {}
     for number, (name, tensor) in enumerate(tensors.items()):
         start, stop = share(len(tensor), mpi.rank, mpi.world_size) if number % 2 else (0, len(tensor))
-        parts[name] = (tensor[start:stop], Placement.whole(tensor.shape).narrow(0, start, stop))
+        parts[name] = (tensor[start:stop], Placement.full(tensor.shape).narrow(0, start, stop))
     return parts
 
 
@@ -80,9 +84,9 @@ def names(run: RunDir) -> list[str]:
 
 def newest_step(run: RunDir) -> int:
     """The step a training would go on from, which must have that step's tensors."""
-    path = newest_whole(run)
-    assert path is not None, names(run)
-    state, loaded = load(path)
+    newest = newest_complete(run)
+    assert newest is not None, names(run)
+    state, loaded = load(newest)
     expected = tensors(state.step)
     assert all(torch.equal(loaded.pop(name), expected[name]) for name in expected)
     assert not loaded
@@ -137,7 +141,7 @@ def die_saving(folder: Path) -> None:
     """A save dies before each call: the old or the new checkpoint is the newest, and every one is whole."""
     for run, finished in at_every_call(folder, lambda run: saved(run, 1), lambda run: saved(run, 2)):
         assert newest_step(run) == 2 if finished else newest_step(run) in (1, 2)
-        assert all(is_whole(path) for path in list_checkpoints(run)), names(run)
+        assert all(verify(path) for path in list_checkpoints(run)), names(run)
         run.begin_attempt()
         saved(run, 2)
         assert names(run) == ["step-000000001", "step-000000002"]
@@ -171,7 +175,7 @@ def die_keeping(folder: Path) -> None:
 
     for run, _ in at_every_call(folder, prepare, look):
         assert newest_step(run) == 4
-        assert is_whole(run.checkpoint(2))
+        assert verify(run.checkpoint(2))
         look(run)
         assert names(run) == ["step-000000002", "step-000000004", "step-000000005.damaged"]
         assert [(info.step, info.best) for info in announced(run)] == [(2, True), (4, False)]
@@ -219,7 +223,7 @@ def run_out_of_room(folder: Path) -> None:
     assert "No space left on device" in too_little
     assert "takes 16,777,216 bytes" in too_little
     assert "a checkpoint takes 1,048,576 bytes, 0 bytes and" in lost, lost
-    assert "earlier checkpoints are as they were" in lost
+    assert "earlier checkpoints are unchanged" in lost
     assert newest_step(run) == 2
 
 

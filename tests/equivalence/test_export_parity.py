@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from onward.tasks.export import export_file
-from onward.trainer.checkpoint import save_load as checkpoint
+from onward.trainer.checkpoint.load import load
+from onward.trainer.checkpoint.verification import verify
+from onward.trainer.distributed.weights import weights_in
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import load_weights
 from onward.trainer.run.directory import RunDir, read_config
@@ -49,8 +51,7 @@ def test_the_exported_file_under_onnxruntime_equals_the_trained_module(tmp_path:
 
     original = onnx.load(read_config(run).model.path)
     module = to_module(original)
-    tensors = checkpoint.load(last)[1]
-    load_weights(module, {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")})
+    load_weights(module, weights_in(load(verify(last))[1]))
     session = onnxruntime.InferenceSession(str(exported.path), providers=["CPUExecutionProvider"])
     feed = graphs.feed(original, 5, seed=9)
     with torch.no_grad():

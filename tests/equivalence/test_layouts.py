@@ -134,7 +134,7 @@ def with_a_planted_overflow(mpi: MPIContext, root: str, rank: int, step: int) ->
 
     run = RunDir(Path(root))
     heartbeat = Heartbeat(run.heartbeat)
-    assemble, planted = loop.assemble, []
+    build_rank_model, planted = loop.build_rank_model, []
 
     def overflow(gradient: torch.Tensor) -> torch.Tensor:
         if heartbeat.step == step and not planted:
@@ -143,13 +143,13 @@ def with_a_planted_overflow(mpi: MPIContext, root: str, rank: int, step: int) ->
         return gradient
 
     def assembled(*arguments: Any, **settings: Any) -> Any:
-        model = assemble(*arguments, **settings)
+        model = build_rank_model(*arguments, **settings)
         if mpi.rank == rank:
             weight = next(weight for weight in model.trained if weight.name.endswith("mlp.c_fc.weight"))
             weight.tensor.register_hook(overflow)
         return model
 
-    loop.assemble = assembled
+    loop.build_rank_model = assembled
     if mpi.rank == 0:
         run.begin_attempt()
     torch.distributed.barrier()

@@ -17,7 +17,7 @@ from onward.trainer.data.batches import Batches
 from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.export.training.files import write_artifacts
-from onward.trainer.optim.optimizers import learning_rate
+from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.run.directory import read_config
 from tests.support.graphs import tiny_conv_net_with_batch_norm, tiny_transformer
 from tests.support.runs import final_tensors, losses, make_run, tiny_images, tiny_text, train_run

@@ -22,8 +22,8 @@ import psutil
 import torch
 
 from onward.tasks.shard_data import shard_data
-from onward.trainer.checkpoint import manifest
-from onward.trainer.checkpoint import save_load as checkpoint
+from onward.trainer.checkpoint.load import load
+from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.signature import model_digest
 from onward.trainer.events import Event, read_events
@@ -111,9 +111,9 @@ def rank_pids(mpirun: int) -> list[int]:
 
 def final_tensors(run: RunDir) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of the newest whole checkpoint."""
-    newest = manifest.newest_whole(run)
+    newest = newest_complete(run)
     assert newest is not None
-    return checkpoint.load(newest)[1]
+    return load(newest)[1]
 
 
 def events(run: RunDir, kind: str) -> list[Event]:

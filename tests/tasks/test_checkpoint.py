@@ -14,12 +14,13 @@ import torch
 
 from onward.infra.tracking import Tracker
 from onward.tasks.checkpoint import checkpoint, mark_best
-from onward.trainer.checkpoint.manifest import TrainState, announced
-from onward.trainer.checkpoint.save_load import save
+from onward.trainer.checkpoint.retention import announced
+from onward.trainer.checkpoint.save import save
+from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
-from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.distributed.weights import Placement
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, write_record
@@ -46,7 +47,7 @@ def save_steps(run: RunDir, losses: dict[int, float | None]) -> None:
     for step, loss in losses.items():
         state = state.model_copy(update={"step": step})
         state = state if loss is None else state.evaluated({"evaluation/loss": loss})
-        parts = {"model/w": (torch.full((100,), float(step)), Placement.whole((100,)))}
+        parts = {"model/w": (torch.full((100,), float(step)), Placement.full((100,)))}
         save(run, attempt=run.current_attempt, state=state, parts=parts, mpi=ALONE)
 
 

@@ -20,7 +20,7 @@ class Model(Protocol):
 
     @property
     def trained_names(self) -> frozenset[str]: ...
-    def whole(self, names: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]: ...
+    def full_weights(self, names: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]: ...
 
 
 def summarise(events: EventWriter, step: int, model: Model, *, config: MonitorConfig) -> None:
@@ -32,7 +32,7 @@ def summarise(events: EventWriter, step: int, model: Model, *, config: MonitorCo
         return
     norms: dict[str, float] = {}
     chosen = [name for name in model.trained_names if _chosen(name, (*config.histograms, *config.norms))]
-    for name, pair in model.whole(chosen).items():
+    for name, pair in model.full_weights(chosen).items():
         for kind, tensor in zip(("weight", "gradient"), pair, strict=True):
             if _chosen(name, config.histograms):
                 counts, edges = torch.histogram(tensor.flatten(), bins=NUM_BINS)

@@ -1,16 +1,16 @@
-"""What Adam and LAMB remember of each weight: kept in fp32 or bf16, handed out in fp32, rounded when put back.
+"""Keep the moments of Adam and LAMB in fp32 or bf16; compute with them in fp32.
 
-    for piece in pieces(optimizer, group, gradients):
-        with in_fp32(piece, seed=seed) as (first, second):
-            ...                                         # change both in place
+    for batch in segments(optimizer, group, gradients):
+        with in_fp32(batch, seed=seed) as (first, second):
+            ...                                         # change both in place; they are rounded on leaving
 
-bf16 halves the memory. It is rounded stochastically: up or down, more often to the nearer, so that the mean is the
-number itself. Rounding to the nearest loses every change below 1/512 of a number: a second moment that decays by
-1/1000 a step stops at a quarter of where it should end.
+bf16 halves the memory of the moments. They are rounded stochastically: up or down, to the nearer one more often, so
+that the expected value is exact. Rounding to nearest loses every change below 1/512 of a value: a second moment that
+decays by 1/1000 per step would stop at a quarter of its limit.
 
-The random bits are no generator's: they are a hash of (seed, step, name, place of the element in the whole weight).
-So there is nothing to save, a repeated step repeats them, copies of a weight stay equal, and every layout rounds with
-the same bits.
+The random bits do not come from a generator. They are a hash of (seed, step, name, position of the element in the full
+weight). So there is no state to save, a repeated step gets the same bits, copies of a weight stay equal, and every
+layout rounds with the same bits.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.sections import OptimizerConfig
-from onward.trainer.distributed.placement import Placement
-from onward.trainer.distributed.weights import Weight
+from onward.trainer.distributed.weights import Placement, Weight
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Elements that are updated together where there are temporary copies in fp32: what a core's cache holds; on a GPU
-enough to keep it busy."""
+"""Elements that are updated together when there are temporary fp32 copies: as many as the cache of a core holds; on a
+GPU enough to keep it busy."""
 MIXING = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))
 """(shift, odd multiplier) of each round of a hash of 32 bits: https://github.com/skeeto/hash-prospector, lowbias32.
-Of 32 bits, because processors multiply eight of those at once and none of 64."""
+A hash of 32 bits, because vector units multiply eight 32-bit integers at once and no 64-bit ones."""
 
 
 Group = dict[str, Any]
-"""torch's parameter group: `params`, `lr`, and ours: `learning_rate_scale`, `weight_decay`; of each weight, `weights`
-tells its name and place and `numbers` its number in the order given."""
+"""torch's parameter group: `params`, `lr`; and our `learning_rate_scale`, `weight_decay`, the `weights` that belong to
+`params`, and their `numbers` in the order given to build_optimizer."""
 
 
-# -- kept, and handed out
+# -- storage
 
 
 def make_moments(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
-    """Make the state before the first step, so that it can be saved and loaded at any time."""
+    """Create the state before the first step, so that it can be saved and loaded at any time."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             dtype = torch.bfloat16 if config.moments == "bf16" else weight.dtype
@@ -58,60 +57,60 @@ def make_moments(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> N
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Some consecutive elements of a weight, or all, and what belongs to them."""
+class Segment:
+    """Consecutive elements of a weight, with their gradients and moments."""
 
     weight: Tensor
     gradient: Tensor
     first: Tensor
     second: Tensor
     step: Tensor
-    """0-dimensional: that of the whole weight."""
+    """Updates of the weight, 0-dimensional."""
     of: Weight
     start: int
-    """Its first element, in this rank's part of the weight."""
+    """Position of the first element in this rank's part of the weight."""
 
 
-def pieces(
-    optimizer: torch.optim.Optimizer, group: Group, gradients: Sequence[Tensor], *, whole: bool = False
-) -> Iterator[list[Stretch]]:
-    """Count the step of a group's weights, and give all that have elements, in lists of about CHUNK elements.
+def segments(
+    optimizer: torch.optim.Optimizer, group: Group, gradients: Sequence[Tensor], *, unsplit: bool = False
+) -> Iterator[list[Segment]]:
+    """Count a step of the group's weights, and yield all their elements in lists of about CHUNK elements.
 
-    A weight is cut at multiples of CHUNK of its own elements, so that copies of it are cut alike. `whole`: one list
-    of whole weights. Otherwise weights and gradients must be contiguous.
+    A weight is split at multiples of CHUNK of its own elements, so that all copies of it are split equally. unsplit:
+    yield one list of unsplit weights. Otherwise weights and gradients must be contiguous.
     """
     states = [optimizer.state[weight] for weight in group["params"]]
     if states:
         torch._foreach_add_([state["step"] for state in states], 1.0)
-    piece: list[Stretch] = []
+    batch: list[Segment] = []
     size = 0
     for of, gradient, state in zip(group["weights"], gradients, states, strict=True):
-        all_of_it = Stretch(of.tensor.detach(), gradient, state["moment_1"], state["moment_2"], state["step"], of, 0)
-        for stretch in [all_of_it] if whole else _cut(all_of_it):
-            length = stretch.weight.numel()
-            if size + length > CHUNK[gradient.device.type] and piece and not whole:
-                yield piece
-                piece, size = [], 0
+        full = Segment(of.tensor.detach(), gradient, state["moment_1"], state["moment_2"], state["step"], of, 0)
+        for segment in [full] if unsplit else _split(full):
+            length = segment.weight.numel()
+            if size + length > CHUNK[gradient.device.type] and batch and not unsplit:
+                yield batch
+                batch, size = [], 0
             if length:
-                piece.append(stretch)
+                batch.append(segment)
                 size += length
-    if piece:
-        yield piece
+    if batch:
+        yield batch
 
 
-def _cut(whole: Stretch) -> Iterator[Stretch]:
-    """The stretches of a whole weight."""
+def _split(whole: Segment) -> Iterator[Segment]:
+    """Yield the segments of a weight."""
     length = CHUNK[whole.weight.device.type]
     weight, gradient, first, second = (x.view(-1) for x in (whole.weight, whole.gradient, whole.first, whole.second))
     for start in range(0, len(weight), length):
         held = slice(start, start + length)
-        yield Stretch(weight[held], gradient[held], first[held], second[held], whole.step, whole.of, start)
+        yield Segment(weight[held], gradient[held], first[held], second[held], whole.step, whole.of, start)
 
 
 @contextmanager
-def in_fp32(piece: Sequence[Stretch], *, seed: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Both moments of each stretch, to be changed in place; on leaving they are rounded to what they are kept in."""
-    kept = [stretch.first for stretch in piece], [stretch.second for stretch in piece]
+def in_fp32(batch: Sequence[Segment], *, seed: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield both moments of each segment in fp32, to be changed in place; on leaving they are rounded and stored."""
+    kept = [segment.first for segment in batch], [segment.second for segment in batch]
     if kept[0][0].dtype == torch.float32:
         yield kept
         return
@@ -121,10 +120,10 @@ def in_fp32(piece: Sequence[Stretch], *, seed: int) -> Iterator[tuple[list[Tenso
     torch._foreach_copy_(first, kept[0])
     torch._foreach_copy_(second, kept[1])
     yield first, second
-    places, step = torch.empty_like(both[0], dtype=torch.int32), int(piece[0].step)
-    for stretch, out in zip(piece, torch.split(places, sizes), strict=True):
-        put_places(out, stretch.of.placement, stretch.start, key(seed, step, stretch.of.name))
-    for moment, random in zip(both, noise(places), strict=True):
+    positions, step = torch.empty_like(both[0], dtype=torch.int32), int(batch[0].step)
+    for segment, out in zip(batch, torch.split(positions, sizes), strict=True):
+        put_positions(out, segment.of.placement, segment.start, hash_offset(seed, step, segment.of.name))
+    for moment, random in zip(both, noise(positions), strict=True):
         round_(moment, random)
     torch._foreach_copy_(kept[0], first)
     torch._foreach_copy_(kept[1], second)
@@ -133,19 +132,19 @@ def in_fp32(piece: Sequence[Stretch], *, seed: int) -> Iterator[tuple[list[Tenso
 # -- rounding
 
 
-def key(seed: int, step: int, name: str) -> int:
-    """What is added to a place before it is hashed: 32 bits."""
+def hash_offset(seed: int, step: int, name: str) -> int:
+    """Return the 32-bit number that is added to a position before it is hashed."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=4).digest(), "little")
 
 
-def put_places(out: Tensor, placement: Placement, start: int, first: int) -> None:
-    """Fill `out` (int32, flat) with `first` + the places in the whole weight of the part's elements from `start` on.
+def put_positions(out: Tensor, placement: Placement, start: int, first: int) -> None:
+    """Fill `out` (int32, flat) with `first` + the positions in the full weight of the part's elements from `start` on.
 
-    Elements are counted in the order they lie in memory, of the part and of the whole; modulo 2^32.
+    Positions are row-major, of the part and of the full weight, modulo 2^32.
     """
     stop = start + out.numel()
     if not placement.shape or (len(placement.intervals[0]) == 1 and placement.local_shape[1:] == placement.shape[1:]):
-        rows = placement.intervals[0][0][0] if placement.shape else 0  # rows in a row: one stretch of memory
+        rows = placement.intervals[0][0][0] if placement.shape else 0  # full rows: contiguous
         torch.arange(out.numel(), out=out)
         out += _signed(first + rows * math.prod(placement.shape[1:]) + start)
         return
@@ -159,25 +158,25 @@ def put_places(out: Tensor, placement: Placement, start: int, first: int) -> Non
     out.copy_(place)
 
 
-def noise(places: Tensor) -> tuple[Tensor, Tensor]:
-    """Two random integers below 2^16 for each place (int32, overwritten)."""
-    shifted = torch.empty_like(places)
+def noise(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two random integers below 2^16 for each position (int32, overwritten)."""
+    shifted = torch.empty_like(positions)
     for shift, odd in MIXING:
-        torch.bitwise_right_shift(places, shift, out=shifted)
-        shifted &= (1 << (32 - shift)) - 1  # torch repeats the sign when it shifts
-        places ^= shifted
-        places *= _signed(odd)
-    torch.bitwise_right_shift(places, 16, out=shifted)
+        torch.bitwise_right_shift(positions, shift, out=shifted)
+        shifted &= (1 << (32 - shift)) - 1  # torch shifts arithmetically, so clear the sign bits
+        positions ^= shifted
+        positions *= _signed(odd)
+    torch.bitwise_right_shift(positions, 16, out=shifted)
     shifted &= 0xFFFF
-    places &= 0xFFFF
-    return places, shifted
+    positions &= 0xFFFF
+    return positions, shifted
 
 
 def round_(values: Tensor, random: Tensor) -> None:
-    """Round fp32 numbers in place to ones that bf16 has exactly. `random`: of `noise`, one for each number.
+    """Round fp32 values in place to bf16 values. random: from `noise`, one for each value.
 
-    The bits are those of a magnitude: a random number below one unit of the last place kept is added, and what is
-    below that unit is cut off.
+    fp32     s eeeeeeee mmmmmmm | mmmmmmmmmmmmmmmm        bf16 keeps the bits left of |
+    random                    + | rrrrrrrrrrrrrrrr        carries into the kept bits with the right probability
     """
     bits = values.view(torch.int32)
     bits += random
@@ -185,5 +184,5 @@ def round_(values: Tensor, random: Tensor) -> None:
 
 
 def _signed(number: int) -> int:
-    """Modulo 2^32, as int32 has it."""
+    """Return the int32 that equals `number` modulo 2^32."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -1,17 +1,17 @@
-"""How weights change: update rules, the attributes of single weights, the learning rate as a pure function.
+"""Optimizers over the weights that one rank holds: Adam, AdamW, LAMB and SGD.
 
-w weight, g gradient (summed, un-scaled and clipped by the loop, for every rule and every device), t updates
-made by now (from 1), η learning rate, λ weight decay, α and β decay of the moments, ε epsilon. Everything is
-done element by element or tensor by tensor in a fixed order: equal gradients give equal bits.
+In the formulas: w weight, g gradient (summed, unscaled and clipped by the loop, for every optimizer and device), t
+number of this update (from 1), η learning rate, λ weight decay, α and β decay of the moments, ε epsilon. Everything is
+computed element by element or tensor by tensor in a fixed order, so equal gradients give equal bits.
 
-Weights may be parts of whole ones, without a single element even, or several copies of one name: a rule works on
-what it is given. LAMB alone needs to know of a weight's other parts, and asks for it (`total_squares`).
+A weight may be a part of a full one, or empty, or one of several copies; an update needs nothing but the local
+tensors. Only LAMB needs norms of full weights, which `total_squares` sums over the ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,58 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections import OptimizerConfig, ScheduleConfig
-from onward.trainer.distributed.placement import Placement
-from onward.trainer.distributed.weights import Weight
-from onward.trainer.errors import CheckpointError, ConfigError
-from onward.trainer.optim.moments import Group, Stretch, in_fp32, make_moments, pieces
+from onward.trainer.config.sections import OptimizerConfig
+from onward.trainer.distributed.weights import Placement, Weight
+from onward.trainer.errors import ConfigError
+from onward.trainer.optim.moments import Group, Segment, in_fp32, make_moments, segments
 
 Weights = Iterable[Weight | tuple[str, Tensor]]
-"""Trained weights; a name in the file with a parameter is a weight held whole."""
+"""Trained weights; a pair of initializer name and parameter is a weight that this rank holds in full."""
 TotalSquares = Callable[[Tensor], Tensor]
-"""[2, weights] squared norms of this rank's parts of weights and directions -> those of the whole weights."""
-
-# -- the learning rate
-
-SHAPES: dict[str, Callable[[float], float]] = {
-    "none": lambda p: 1.0,
-    "constant": lambda p: 1.0,
-    "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
-    "linear": lambda p: 1.0 - p,
-    "poly": lambda p: math.sqrt(1.0 - p),
-}
-"""Schedule mode -> factor at progress p in [0, 1]."""
-
-
-def learning_rate(step: int, *, optimizer: OptimizerConfig, schedule: ScheduleConfig, num_steps: int) -> float:
-    """The learning rate of weight update `step`, counted from 1 to `num_steps`.
-
-    With r = step / num_steps and w = warmup_ratio the factor grows as r/w up to w. Then it falls with
-    p = (r-w)/(1-w + 1/num_steps) from 1 towards `floor`, which the step after the last would reach: an
-    update at rate 0 would be a wasted one. In the `compatible` shape the last update has rate 0, and cosine
-    and poly use p = r and so jump down where warm-up ends, as the predecessor's do (orttraining,
-    models/runner/training_util.h).
-    """
-    progress, warmup = min(step / num_steps, 1.0), schedule.warmup_ratio
-    compatible = schedule.shape == "compatible"
-    if schedule.mode != "none" and (progress < warmup or (progress == warmup and not compatible)):
-        return optimizer.learning_rate * progress / warmup
-    if not compatible:
-        progress = (progress - warmup) / (1.0 - warmup + 1.0 / num_steps)
-    elif schedule.mode == "linear":
-        progress = (progress - warmup) / (1.0 - warmup) if warmup < 1.0 else 1.0
-    factor = schedule.floor + (1.0 - schedule.floor) * SHAPES[schedule.mode](progress)
-    return optimizer.learning_rate * factor
+"""[2, weights] squared norms of this rank's parts of weights and directions -> those of the full weights."""
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every weight this rate times the scale of its own."""
+    """Set the rate of every weight: this rate times its `learning_rate_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["learning_rate_scale"]
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients of global L2 norm `norm` are multiplied by, so that it is at most `max_norm` (0: no limit)."""
+    """Return the factor that reduces gradients of global L2 norm `norm` to `max_norm` (0: no limit)."""
     return max_norm / norm if 0.0 < max_norm < norm else 1.0
 
 
@@ -78,30 +45,30 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 @dataclass(frozen=True)
-class Others:
-    """What a rule has to know beyond its own tensors."""
+class UpdateContext:
+    """What an update needs besides its own tensors."""
 
     seed: int
-    """Of stochastic rounding."""
+    """Seed of stochastic rounding."""
     total_squares: TotalSquares
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam with decoupled weight decay, in both of the predecessor's modes.
+    """Adam with decoupled weight decay, in both modes of ORT training.
 
     m ← αm + (1-α)g;  v ← βv + (1-β)g²;  c1 = 1-αᵗ, c2 = 1-βᵗ (both 1 without bias correction)
 
     "pytorch":      w ← w - η·( (m/c1) / (√(v/c2) + ε) + λw )             = AdamW (Loshchilov, Hutter 2019)
     "huggingface":  u = η·√c2/c1 · m / (√v + ε);  w ← w - u - ηλ(w - u)   = (w - u)(1 - ηλ)
 
-    Source: orttraining, cuda/optimizer/adam.cu, modes 0 and 1. One pass over memory by torch's fused kernel,
-    which is AdamW: it leaves out the correction at t = ∞, and the second mode is it with ε/√c2 and without
-    decay, which follows.
+    Source: orttraining, cuda/optimizer/adam.cu, modes 0 and 1. Computed in one pass over memory by torch's fused AdamW
+    kernel. With t = ∞ it makes no bias correction; the second mode is the kernel with ε/√c2 in place of ε and without
+    decay, followed by a multiplication.
     """
 
-    def __init__(self, groups: list[Group], config: OptimizerConfig, others: Others) -> None:
+    def __init__(self, groups: list[Group], config: OptimizerConfig, context: UpdateContext) -> None:
         self._config = config
-        self._seed = others.seed
+        self._seed = context.seed
         self._decays_after = config.name == "adam" and config.weight_decay_mode == "huggingface"
         super().__init__(groups, {"lr": config.learning_rate})
         make_moments(self, config)
@@ -110,21 +77,21 @@ class Adam(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every weight from its gradient."""
         for group in self.param_groups:
-            for piece in pieces(self, group, _gradients(group), whole=self._config.moments == "fp32"):
-                with in_fp32(piece, seed=self._seed) as moments:
-                    self._update(group, piece, *moments)
+            for batch in segments(self, group, _gradients(group), unsplit=self._config.moments == "fp32"):
+                with in_fp32(batch, seed=self._seed) as moments:
+                    self._update(group, batch, *moments)
 
-    def _update(self, group: Group, piece: list[Stretch], first: list[Tensor], second: list[Tensor]) -> None:
+    def _update(self, group: Group, batch: list[Segment], first: list[Tensor], second: list[Tensor]) -> None:
         config = self._config
         epsilon, decay = config.epsilon, group["weight_decay"]
-        weights, steps = [stretch.weight for stretch in piece], [stretch.step for stretch in piece]
+        weights, steps = [segment.weight for segment in batch], [segment.step for segment in batch]
         if not config.bias_correction:
             steps = [torch.full_like(step, math.inf) for step in steps]
         elif self._decays_after:
             epsilon /= math.sqrt(1.0 - config.beta ** float(steps[0]))
         torch._fused_adamw_(
             weights,
-            [stretch.gradient for stretch in piece],
+            [segment.gradient for segment in batch],
             first,
             second,
             [],
@@ -147,14 +114,14 @@ class Lamb(torch.optim.Optimizer):
     m, v, c1, c2 as in Adam;  d = λw + (m/c1) / (√(v/c2) + ε)
     w ← w - η·clamp(‖w‖/‖d‖, ratio_min, ratio_max)·d, the clamp being 1 when either norm is 0.
 
-    The norms are of one weight each, over the whole weight: `total_squares` adds up what its parts on other ranks
-    have, called once a step. Source: orttraining, cuda/optimizer/lamb.cu. A step uses up the gradients: their memory
-    holds the directions, which would take as much again.
+    Each norm is that of one full weight: `total_squares` sums the squares of its parts on all ranks, once per step.
+    Source: orttraining, cuda/optimizer/lamb.cu. A step overwrites the gradients with the directions, which would need
+    as much memory again.
     """
 
-    def __init__(self, groups: list[Group], config: OptimizerConfig, others: Others) -> None:
+    def __init__(self, groups: list[Group], config: OptimizerConfig, context: UpdateContext) -> None:
         self._config = config
-        self._others = others
+        self._context = context
         super().__init__(groups, {"lr": config.learning_rate})
         make_moments(self, config)
 
@@ -162,7 +129,7 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every weight from its gradient. Collective, as `total_squares` is."""
         directions = [self._directions(group) for group in self.param_groups]
-        lengths, norms = self._others.total_squares(self._squares(directions)).sqrt()
+        lengths, norms = self._context.total_squares(self._squares(directions)).sqrt()
         ratios = (lengths / norms).clamp(self._config.ratio_min, self._config.ratio_max)
         ratios = torch.where((lengths > 0) & (norms > 0), ratios, 1.0).float()
         for group, direction in zip(self.param_groups, directions, strict=True):
@@ -172,15 +139,15 @@ class Lamb(torch.optim.Optimizer):
 
     def _directions(self, group: Group) -> list[Tensor]:
         directions = [gradient.contiguous() for gradient in _gradients(group)]
-        for piece in pieces(self, group, directions):
-            with in_fp32(piece, seed=self._others.seed) as moments:
-                self._turn(group["weight_decay"], piece, *moments)
+        for batch in segments(self, group, directions):
+            with in_fp32(batch, seed=self._context.seed) as moments:
+                self._turn(group["weight_decay"], batch, *moments)
         return directions
 
-    def _turn(self, decay: float, piece: list[Stretch], first: list[Tensor], second: list[Tensor]) -> None:
-        """Make the gradients directions."""
+    def _turn(self, decay: float, batch: list[Segment], first: list[Tensor], second: list[Tensor]) -> None:
+        """Overwrite the gradients with the directions d."""
         alpha, beta, corrected = self._config.alpha, self._config.beta, self._config.bias_correction
-        steps, gradients = float(piece[0].step), [stretch.gradient for stretch in piece]
+        steps, gradients = float(batch[0].step), [segment.gradient for segment in batch]
         torch._foreach_lerp_(first, gradients, 1.0 - alpha)
         torch._foreach_mul_(second, beta)
         torch._foreach_addcmul_(second, gradients, gradients, 1.0 - beta)
@@ -190,10 +157,10 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_copy_(gradients, first)
         torch._foreach_div_(gradients, root)
         torch._foreach_div_(gradients, 1.0 - alpha**steps if corrected else 1.0)
-        torch._foreach_add_(gradients, [stretch.weight for stretch in piece], alpha=decay)
+        torch._foreach_add_(gradients, [segment.weight for segment in batch], alpha=decay)
 
     def _squares(self, directions: Sequence[Sequence[Tensor]]) -> Tensor:
-        """[2, weights] squared norms of weights and directions; in fp64, so that their roots are the norms again."""
+        """Return [2, weights] squared norms of weights and directions; fp64 keeps their square roots exact."""
         num_weights = sum(map(len, directions))
         device = next((direction[0].device for direction in directions if direction), None)
         squares = torch.zeros(2, num_weights, dtype=torch.float64, device=device)
@@ -210,10 +177,10 @@ def _gradients(group: Group) -> list[Tensor]:
     return gradients
 
 
-def _sgd(groups: list[Group], config: OptimizerConfig, others: Others) -> torch.optim.SGD:
+def _sgd(groups: list[Group], config: OptimizerConfig, context: UpdateContext) -> torch.optim.SGD:
     """SGD: g ← g + λw; b ← momentum·b + g; w ← w - η·(g + momentum·b if nesterov else b).
 
-    torch's own, with its velocities there from the start.
+    This is torch's SGD, with momentum buffers made before the first step, so that they can always be saved.
     """
     sgd = torch.optim.SGD(
         groups, lr=config.learning_rate, momentum=config.momentum, nesterov=config.nesterov, fused=True
@@ -223,9 +190,9 @@ def _sgd(groups: list[Group], config: OptimizerConfig, others: Others) -> torch.
     return sgd
 
 
-# -- building, saving, loading
+# -- building an optimizer
 
-RULES: dict[str, Callable[[list[Group], OptimizerConfig, Others], torch.optim.Optimizer]] = {
+RULES: dict[str, Callable[[list[Group], OptimizerConfig, UpdateContext], torch.optim.Optimizer]] = {
     "adam": Adam,
     "adamw": Adam,
     "lamb": Lamb,
@@ -241,17 +208,17 @@ def build_optimizer(
     elsewhere: Collection[str] = (),
     total_squares: TotalSquares = lambda squares: squares,
 ) -> torch.optim.Optimizer:
-    """The configured rule over weights, each of which must have a gradient at every step.
+    """Build the configured optimizer over weights, each of which must have a gradient at every step.
 
-    Weights with equal attributes share a group. `seed`: of rounding to bf16. `elsewhere`: names of weights that
-    other ranks train. `total_squares`, for LAMB: takes the squared norms [2, n], in fp64, of the n weights in the
-    order given, and of their directions, as far as this rank holds them, and returns those of the whole weights;
-    called once a step, with [2, 0] on the CPU where there are no weights. Raises ConfigError listing the patterns of
-    `optimizer.weights` that match no weight.
+    Weights with equal attributes share a group. seed: of rounding to bf16. elsewhere: names of weights that other ranks
+    train. total_squares, for LAMB: takes the fp64 squared norms [2, n] of this rank's parts of the n weights, in the
+    order given, and of their directions, and returns those of the full weights; called once per step, with [2, 0] on
+    the CPU where there are no weights. Raises ConfigError listing the patterns of `optimizer.weights` that match no
+    trained weight.
     """
     groups: dict[Any, Group] = {}
     names = set(elsewhere)
-    for number, weight in enumerate(_as_weights(weights)):
+    for number, weight in enumerate(as_weights(weights)):
         names.add(weight.name)
         scale, decay = _attributes(config, weight.name)
         group = groups.setdefault((scale, decay, weight.tensor.dtype), _group(scale, decay))
@@ -262,7 +229,9 @@ def build_optimizer(
         raise ConfigError(
             f"optimizer.weights: pattern {pattern!r} matches no weight that is trained" for pattern in sorted(unused)
         )
-    optimizer = RULES[config.name](list(groups.values()) or [_group(1.0, 0.0)], config, Others(seed, total_squares))
+    optimizer = RULES[config.name](
+        list(groups.values()) or [_group(1.0, 0.0)], config, UpdateContext(seed, total_squares)
+    )
     set_learning_rate(optimizer, config.learning_rate)
     return optimizer
 
@@ -271,17 +240,18 @@ def _group(scale: float, decay: float) -> Group:
     return {"params": [], "weights": [], "numbers": [], "learning_rate_scale": scale, "weight_decay": decay}
 
 
-def _as_weights(weights: Weights) -> Iterator[Weight]:
+def as_weights(weights: Weights) -> Iterator[Weight]:
+    """Yield each weight; a (name, tensor) pair becomes a weight that this rank holds in full."""
     for weight in weights:
         if isinstance(weight, Weight):
             yield weight
         else:
             name, tensor = weight
-            yield Weight(name, tensor, Placement.whole(tensor.shape), trained=True)
+            yield Weight(name, tensor, Placement.full(tensor.shape), trained=True)
 
 
 def _attributes(config: OptimizerConfig, name: str) -> tuple[float, float]:
-    """(scale of the learning rate, weight decay) of a weight."""
+    """Return (learning rate scale, weight decay) of a weight."""
     scale, decay = 1.0, config.weight_decay
     if any(fnmatchcase(name, pattern) for pattern in config.no_decay):
         decay = 0.0
@@ -290,55 +260,3 @@ def _attributes(config: OptimizerConfig, name: str) -> tuple[float, float]:
             scale = scale if attributes.learning_rate_scale is None else attributes.learning_rate_scale
             decay = decay if attributes.weight_decay is None else attributes.weight_decay
     return scale, decay
-
-
-def optimizer_keys(config: OptimizerConfig, names: Iterable[str]) -> set[str]:
-    """The names of all state of a whole model whose trained weights have these names."""
-    keys: tuple[str, ...] = ("step", "moment_1", "moment_2")
-    if config.name == "sgd":
-        keys = ("momentum_buffer",) if config.momentum else ()
-    return {f"optimizer/{name}/{key}" for name in names for key in keys}
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, Tensor]:
-    """All state as `optimizer/<weight>/<key>`: the tensors themselves, not copies; of several copies the first's."""
-    return {name: tensor for name, (tensor, _) in optimizer_parts(optimizer, weights).items()}
-
-
-def optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, tuple[Tensor, Placement]]:
-    """`optimizer_tensors`, and which part of the whole state each is: of a weight's shape, the weight's; else whole."""
-    return {name: copies[0] for name, copies in _state(optimizer, weights).items()}
-
-
-def load_optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `optimizer/...` of `tensors` into the state, of every copy of a weight; other names are not looked at.
-
-    They are the parts that `optimizer_parts` names. Moments that were kept in another type are converted. Raises
-    CheckpointError naming every tensor that is missing, unknown or of another shape; nothing has been copied then.
-    """
-    state = {name: [tensor for tensor, _ in copies] for name, copies in _state(optimizer, weights).items()}
-    given = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
-    problems = {f"{name} is missing" for name in state.keys() - given.keys()}
-    problems |= {f"{name} is not of this optimizer or model" for name in given.keys() - state.keys()}
-    problems |= {
-        f"{name} is {tuple(given[name].shape)}, not {tuple(tensor.shape)}"
-        for name in state.keys() & given.keys()
-        for tensor in state[name]
-        if given[name].shape != tensor.shape
-    }
-    if problems:
-        raise CheckpointError("the checkpoint's optimizer does not fit: " + "; ".join(sorted(problems)))
-    with torch.no_grad():
-        for name, copies in state.items():
-            for tensor in copies:
-                tensor.copy_(given[name])
-
-
-def _state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, list[tuple[Tensor, Placement]]]:
-    """Name of a state tensor -> that of each copy of the weight, and which part it is."""
-    state: dict[str, list[tuple[Tensor, Placement]]] = {}
-    for weight in _as_weights(weights):
-        for key, tensor in optimizer.state[weight.tensor].items():
-            placement = weight.placement if tensor.shape == weight.tensor.shape else Placement.whole(tensor.shape)
-            state.setdefault(f"optimizer/{weight.name}/{key}", []).append((tensor, placement))
-    return state

@@ -20,7 +20,7 @@ from torch import fx, nn
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.dry_run import DryRun
-from onward.trainer.parallel.layout import Arrangement
+from onward.trainer.parallel.layout import Layout
 from onward.trainer.parallel.memory import estimate_memory, zero_sharding
 from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Traffic
@@ -47,7 +47,7 @@ class Estimate:
     """One configuration and what it takes."""
 
     config: RunConfig
-    layout: Arrangement
+    layout: Layout
     ranks: list[RankEstimate]
     """By pipeline coordinate."""
     batch_bytes: int
@@ -84,7 +84,7 @@ class Estimate:
 
     def stage_flops(self, stage: Stage, recomputed: Sequence[int]) -> int:
         """Return the FLOPs of one micro-batch: 3 times the forward pass, and recomputed units once more."""
-        units = [sum(self.layout.cuts.priced[name].flops for name in part.nodes) for part in stage.chain.parts]
+        units = [sum(self.layout.cuts.node_costs[name].flops for name in part.nodes) for part in stage.chain.parts]
         repeated = sum(units[number] for number in recomputed) if self.config.recompute.mode == "whole" else 0
         return 3 * sum(units) + repeated
 
@@ -176,9 +176,9 @@ class Estimate:
         regions = [
             PlannedRegion(kind=each.kind, weights=(*each.columns, *each.rows)) for each in layout.regions.regions
         ]
-        if layout.words.weights:
-            regions.append(PlannedRegion(kind="vocabulary", weights=layout.words.weights))
-        reasons = {**dict(layout.regions.replicated), **dict(layout.words.replicated)}
+        if layout.vocabulary.weights:
+            regions.append(PlannedRegion(kind="vocabulary", weights=layout.vocabulary.weights))
+        reasons = {**dict(layout.regions.replicated), **dict(layout.vocabulary.replicated)}
         return Plan(
             parallel=config.parallel,
             recompute=config.recompute,

@@ -1,24 +1,31 @@
-"""The whole graph divided, cut and arranged in stages, before a rank takes its own: decided from shapes alone.
+"""Decide how the graph is divided over the ranks: tensor-parallel shards, pipeline stages, units, recomputation.
 
-    layers and vocabulary -> tensor-parallel parts -> stages -> units -> which of them are recomputed
+    graph of 4 layers, parallel.tensor = 2, parallel.pipeline = 2, parallel.units = 2
 
-Every rank decides all of it from the same graph and the same example, and so does `onward plan`, which has no ranks.
-Ranks that divide layers may have unequal shares, so what depends on how much there is, is decided for the largest.
+    a ---- b ---- c ---- d          1. divide: tensor rank 0 holds a0 b0 c0 d0, tensor rank 1 holds a1 b1 c1 d1
+    a ---- b  |   c ---- d          2. cut into stages at `Cuts.stages`
+    a  :  b   |   c  :   d          3. cut each stage into units at `Cuts.units` (ZeRO, recomputation, torch.compile)
+    a  :  b*  |   c* :   d          4. choose the units to recompute (*)
+
+Every rank decides all of it from the same graph and the same example, and so does `onward plan`, which has no ranks;
+nothing is sent. Tensor-parallel ranks may hold shards of unequal size (65 columns over 2 ranks: 32 and 33), but must
+cut at the same places. So costs are always those of the last rank, whose shards are the largest.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.distributed.placement import Placement
 from onward.trainer.distributed.processes import Coordinate
-from onward.trainer.distributed.weights import Weight, shape_of
+from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.vocabulary_loss import ClassShard
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
@@ -30,7 +37,7 @@ from onward.trainer.parallel.pipeline.cut_points import CutPoint, cuts_by_name, 
 from onward.trainer.parallel.pipeline.rematerialise import partitioned_nodes
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
-from onward.trainer.parallel.recompute import recompute
+from onward.trainer.parallel.recompute import Mode, recompute
 from onward.trainer.parallel.recompute_choice import choose_by_budget, choose_by_name, unit_costs
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
@@ -38,42 +45,64 @@ from onward.trainer.parallel.tensor.vocabulary import VocabularySharding, find_v
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """What all ranks of one tensor-parallel coordinate know."""
+class Cuts:
+    """Where the graph is cut; the same on every tensor-parallel rank."""
+
+    stages: Sequence[CutPoint]
+    """Between stages."""
+    units: Sequence[CutPoint]
+    """Between units of one stage."""
+    node_costs: Mapping[str, NodeCost]
+    """The cost of every node on the last tensor-parallel rank, for the example; empty if there is one stage of one
+    unit."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the graph is divided, as seen by the ranks of one tensor-parallel coordinate."""
 
     stages: tuple[Stage, ...]
-    """All of them. Weights, buffers and modules are those of the imported graph."""
+    """All stages of the pipeline. Their weights, buffers and modules are those of the imported graph."""
     cuts: Cuts
     regions: TensorSharding
-    words: VocabularySharding
+    vocabulary: VocabularySharding
     placements: Mapping[str, Placement]
-    """Which part of each divided weight the rank has."""
+    """Initializer name -> the part that this tensor-parallel rank holds, for every weight that is sharded."""
     classes: ClassShard | None
-    """Which classes of the logits it computes; None = all."""
+    """The classes of the logits that this tensor-parallel rank computes; None = all."""
     shared: Mapping[str, tuple[int, ...]]
-    """Name -> pipeline coordinates, for every weight that several stages hold."""
-    largest: Arrangement | None
-    """That of the tensor-parallel rank with the largest share, if it is another's; of shapes alone."""
+    """Initializer name -> pipeline coordinates of the ranks that hold it, for every weight that several stages hold."""
+    largest: Layout | None
+    """The layout of the last tensor-parallel rank, without data; None if this is it."""
 
     def of(self, pipeline: int, size: int) -> list[Stage]:
-        """The stages of one of `size` pipeline coordinates."""
+        """Return the stages of one of `size` pipeline coordinates (interleaved: every `size`th stage)."""
         return list(self.stages[pipeline::size])
 
     def weights(self, stages: Sequence[Stage], here: Coordinate) -> list[Weight]:
-        """Every stored tensor of a rank's stages, once for each stage that uses it."""
+        """Return every stored tensor of a rank's stages, once for each stage that uses it."""
         weights: list[Weight] = []
         for stage in stages:
-            remains = what_remains(stage)
-            for name, tensor in _stored(stage):
-                first = all(weight.name != name for weight in weights)
-                leads = first and self.shared.get(name, [here.pipeline])[0] == here.pipeline
-                placement = self.placements.get(name) or Placement.whole(tensor.shape)
-                counted = leads and (here.tensor == 0 or name in self.placements)
-                weights.append(Weight(name, tensor, placement, is_trained(tensor), counted, remains.get(name, 0.0)))
+            retention = running_statistic_retention(stage)
+            for name, tensor in stored_tensors(stage).items():
+                first_here = all(weight.name != name for weight in weights)
+                first = first_here and self.shared.get(name, [here.pipeline])[0] == here.pipeline
+                weights.append(
+                    Weight(
+                        name,
+                        tensor,
+                        self.placements.get(name) or Placement.full(tensor.shape),
+                        trained=is_trained(tensor),
+                        # a replicated weight is counted by tensor rank 0, a sharded one by the holder of each part
+                        counted=first and (here.tensor == 0 or name in self.placements),
+                        retention=retention.get(name, 0.0),
+                        stage=stage.index,
+                    )
+                )
         return weights
 
 
-def arrange(
+def build_layout(
     module: ImportedGraph,
     config: RunConfig,
     example: Sequence[Tensor],
@@ -81,105 +110,121 @@ def arrange(
     rank: int,
     group: str,
     autocast: Autocast,
-    price: bool = False,
-) -> Arrangement:
-    """Divide the graph for tensor-parallel rank `rank`, in place, and cut it.
+    with_costs: bool = False,
+) -> Layout:
+    """Divide the graph in place for tensor-parallel rank `rank`, and cut it.
 
-    example: the inputs of one micro-batch. group: name of the tensor-parallel group, which must be there. price:
-    whether to price the graph even if nothing depends on it. Raises ConfigError or UnsupportedModel when it cannot be
-    divided as configured.
+    example: the inputs of one micro-batch. group: name of the tensor-parallel process group. with_costs: estimate
+    the costs of the nodes even if nothing depends on them. Raises ConfigError or UnsupportedModel when the graph
+    cannot be divided as configured.
     """
-    parallel, largest = config.parallel, None
-    if rank < parallel.tensor - 1:  # the last rank's shares are the largest
-        memo = {id(tensor): shape_of(tensor) for tensor in module.parameters()}
-        largest = arrange(
-            copy.deepcopy(module, memo),
-            config,
-            example,
-            rank=parallel.tensor - 1,
-            group=group,
-            autocast=autocast,
-            price=price,
-        )
+    last = config.parallel.tensor - 1
+    # divided in place like the module itself, but only its shapes are used
+    module_of_last = module if rank == last else _copy_without_data(module)
+    division = _divide(module_of_last, config, rank=last, group=group)
+    cuts = _find_cuts(module_of_last, config, example, autocast, with_costs=with_costs)
+    largest = _cut(module_of_last, division, cuts, config)
+    if rank == last:
+        return largest
+    return replace(_cut(module, _divide(module, config, rank=rank, group=group), cuts, config), largest=largest)
+
+
+# -- tensor parallelism
+
+
+class _Division(NamedTuple):
+    """What one tensor-parallel rank holds."""
+
+    regions: TensorSharding
+    vocabulary: VocabularySharding
+    placements: Mapping[str, Placement]
+    classes: ClassShard | None
+
+
+def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str) -> _Division:
+    """Replace the weights of column- and row-parallel layers by this rank's shards, in place."""
+    parallel = config.parallel
     regions = find_regions(module, parallel.tensor, convolutions=parallel.convolutions)
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
-    words = find_vocabulary_sharding(module, parallel.tensor if parallel.vocabulary else 1, config.model, taken=taken)
+    vocabulary = find_vocabulary_sharding(
+        module, parallel.tensor if parallel.vocabulary else 1, config.model, taken=taken
+    )
     placements = shard_regions(module, regions, rank=rank, group=group)
-    placements |= shard_vocabulary(module, words, rank=rank, group=group)
+    placements |= shard_vocabulary(module, vocabulary, rank=rank, group=group)
     if parallel.tensor > 1 and not placements:
-        reasons = "; ".join(f"{name}: {why}" for name, why in [*regions.replicated, *words.replicated][:3])
+        reasons = "; ".join(f"{name}: {why}" for name, why in [*regions.replicated, *vocabulary.replicated][:3])
         raise ConfigError(
             f"nothing of this graph can be divided over parallel.tensor = {parallel.tensor} ranks"
             + (f" ({reasons})" if reasons else "")
             + "; use parallel.data or parallel.pipeline"
         )
-    cuts = largest.cuts if largest else _cuts(module, config, example, autocast, price=price)
-    stages = _stages(module, cuts)
-    return Arrangement(
-        stages=tuple(stages),
-        cuts=cuts,
-        regions=regions,
-        words=words,
-        placements=placements,
-        classes=words.classes(rank, group),
-        shared=_shared(stages, parallel.pipeline),
-        largest=largest,
-    )
+    return _Division(regions, vocabulary, placements, vocabulary.classes(rank, group))
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """Where the graph is cut, whichever tensor-parallel rank's share of it that is."""
-
-    borders: Sequence[CutPoint]
-    """Between stages."""
-    inner: Sequence[CutPoint]
-    """Between units of one stage."""
-    priced: Mapping[str, NodeCost]
-    """What every node of the largest share costs for the example; nothing where one stage is one unit."""
+def _copy_without_data(module: ImportedGraph) -> ImportedGraph:
+    """Copy the graph with parameters on the meta device: shapes and types, no data."""
+    # deepcopy takes what is in its memo, which is keyed by id(), in place of copying it
+    return copy.deepcopy(module, {id(parameter): _meta_parameter(parameter) for parameter in module.parameters()})
 
 
-def _cuts(
-    module: ImportedGraph, config: RunConfig, example: Sequence[Tensor], autocast: Autocast, *, price: bool
+def drop_data(modules: Iterable[nn.Module]) -> None:
+    """Replace the parameters of these modules by parameters on the meta device, which frees their memory."""
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, _meta_parameter(parameter))
+
+
+def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+
+
+# -- stages and units
+
+
+def _find_cuts(
+    module: ImportedGraph, config: RunConfig, example: Sequence[Tensor], autocast: Autocast, *, with_costs: bool
 ) -> Cuts:
+    """Choose the places between stages and between units, by the costs of the nodes or as configured."""
     parallel = config.parallel
     num_stages = parallel.pipeline * parallel.stages_per_rank
-    in_units = parallel.zero or parallel.units or config.recompute.mode != "none"
-    if num_stages == 1 and not in_units and not price:
-        return Cuts((), (), {})
-    priced = estimate_costs(module, example, autocast=autocast)
-    points = find_cut_points(module.graph, priced)
-    amounts = node_work(module.graph, priced)
+    has_units = parallel.zero or parallel.units or config.recompute.mode != "none"
+    if num_stages == 1 and not has_units and not with_costs:
+        return Cuts((), (), {})  # a model whose shapes depend on data can be trained like this, but not estimated
+    node_costs = estimate_costs(module, example, autocast=autocast)
+    points = find_cut_points(module.graph, node_costs)
+    work = node_work(module.graph, node_costs)
     if parallel.cuts:
-        borders = cuts_by_name(module.graph, points, parallel.cuts)
+        stage_cuts = cuts_by_name(module.graph, points, parallel.cuts)
     else:
-        borders = choose_cuts(points, amounts, num_stages)
-    inner = choose_unit_cuts(module, points, amounts, borders, parallel.units) if in_units else []
-    return Cuts(borders, inner, priced)
+        stage_cuts = choose_cuts(points, work, num_stages)
+    unit_cuts = choose_unit_cuts(module, points, work, stage_cuts, parallel.units) if has_units else []
+    return Cuts(stage_cuts, unit_cuts, node_costs)
 
 
-def _stages(module: ImportedGraph, cuts: Cuts) -> list[Stage]:
-    """All stages of the graph, each in its units."""
-    parts = iter(split(module, sorted({*cuts.borders, *cuts.inner}, key=lambda point: point.position)))
-    ends = [0, *(point.position for point in cuts.borders), len(partitioned_nodes(module.graph))]
-    sizes = [1 + sum(begin < point.position < end for point in cuts.inner) for begin, end in itertools.pairwise(ends)]
-    return build_stages(module, [[*itertools.islice(parts, size)] for size in sizes], cuts.priced)
+def _cut(module: ImportedGraph, division: _Division, cuts: Cuts, config: RunConfig) -> Layout:
+    """Split the divided graph into stages of units."""
+    units = iter(split(module, sorted({*cuts.stages, *cuts.units}, key=lambda point: point.position)))
+    ends = [0, *(point.position for point in cuts.stages), len(partitioned_nodes(module.graph))]
+    sizes = [1 + sum(begin < point.position < end for point in cuts.units) for begin, end in itertools.pairwise(ends)]
+    stages = build_stages(module, [[*itertools.islice(units, size)] for size in sizes], cuts.node_costs)
+    shared = _shared_weights(stages, config.parallel.pipeline)
+    return Layout(tuple(stages), cuts, *division, shared=shared, largest=None)
 
 
-def _shared(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:
-    """Name -> pipeline coordinates, for every weight that several stages hold.
+def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:
+    """Return the pipeline coordinates that hold it, for every weight that several stages hold.
 
-    Raises ConfigError for running statistics: each stage would move its own.
+    Raises ConfigError for running statistics: each stage would update its own copy with its own batches.
     """
     holders: dict[str, list[int]] = {}
     problems = []
     for stage in stages:
-        for name, tensor in _stored(stage):
+        for name, tensor in stored_tensors(stage).items():
             holders.setdefault(name, []).append(stage.index)
             if len(holders[name]) > 1 and not isinstance(tensor, nn.Parameter):
                 problems.append(
-                    f"running statistic {name!r} is used in stages {holders[name]}, each of which would move it; give "
-                    f"each node its own: model.untie = [{name!r}]"
+                    f"running statistic {name!r} is used in stages {holders[name]}, and each would update its own "
+                    f"copy; give each node its own statistic: model.untie = [{name!r}]"
                 )
     if problems:
         raise ConfigError(problems)
@@ -187,21 +232,31 @@ def _shared(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]
     return {name: tuple(coordinates) for name, coordinates in shared.items()}
 
 
-def _stored(stage: Stage) -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, tensor) of what a stage stores, each once."""
-    seen: set[int] = set()
+# -- what a stage stores
+
+
+def stored_places(stage: Stage) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (initializer name, module, attribute) of everything a stage stores; a name once for each of its units."""
     for part in stage.chain.parts:
         names: dict[str, str] = part.module.onnx_names  # type: ignore[assignment]
         for path, name in names.items():
-            owner, _, leaf = path.rpartition(".")
-            tensor: Tensor = getattr(part.module.get_submodule(owner), leaf)
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
+            owner, _, attribute = path.rpartition(".")
+            yield name, part.module.get_submodule(owner), attribute
 
 
-def what_remains(stage: Stage) -> dict[str, float]:
-    """Name -> the share of a running statistic that one micro-batch leaves of it."""
+def stored_tensors(stage: Stage) -> dict[str, Tensor]:
+    """Return initializer name -> tensor of everything a stage stores, in graph order."""
+    tensors: dict[str, Tensor] = {}
+    for name, module, attribute in stored_places(stage):
+        tensors.setdefault(name, getattr(module, attribute))
+    return tensors
+
+
+def running_statistic_retention(stage: Stage) -> dict[str, float]:
+    """Return, by initializer name, the factor by which one micro-batch multiplies each running statistic.
+
+    It is 1 - momentum, to the power of the number of BatchNormalizations that update the same statistic.
+    """
     found: dict[str, float] = {}
     for part in stage.chain.parts:
         names: dict[str, str] = part.module.onnx_names  # type: ignore[assignment]
@@ -209,14 +264,14 @@ def what_remains(stage: Stage) -> dict[str, float]:
         for node in part.module.graph.find_nodes(op="call_module"):
             norm = part.module.get_submodule(str(node.target))
             if isinstance(norm, BatchNorm) and not norm.frozen:
-                for operand in node.args[3:]:
+                for operand in node.args[3:]:  # input, scale, bias, running mean, running variance
                     if isinstance(operand, fx.Node) and (name := names.get(str(operand.target))):
                         found[name] = found.get(name, 1.0) * (1.0 - norm.momentum)
     return found
 
 
 def is_trained(tensor: Tensor) -> bool:
-    """Whether a stored tensor is trained: not frozen, no running statistic."""
+    """Return whether a stored tensor is trained: a parameter that is not frozen."""
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
@@ -224,26 +279,27 @@ def is_trained(tensor: Tensor) -> bool:
 
 
 def recompute_units(
-    whole: Arrangement,
+    layout: Layout,
     stages: Sequence[Stage],
     config: RunConfig,
     inputs: Sequence[Tensor],
     *,
     pipeline: int,
 ) -> list[tuple[int, ...]]:
-    """Mark the units of a rank's stages that are computed again in the backward pass; returns which, of each stage.
+    """Mark the units of a rank's stages that the backward pass computes again; return their numbers for each stage.
 
-    inputs: the example's. Raises ConfigError for names that nothing has, or when memory is too small for any choice.
+    inputs: those of the example. Raises ConfigError for names that no unit has, or when memory is too small for any
+    choice.
     """
     mode = config.recompute.mode
     chosen: Sequence[Sequence[int]]
     if mode == "none":
         chosen = [() for _ in stages]
     elif config.recompute.units:
-        elsewhere = [part for stage in whole.stages for part in stage.chain.parts]
-        chosen = [choose_by_name(stage.chain, config.recompute.units, elsewhere=elsewhere) for stage in stages]
+        all_units = [unit for stage in layout.stages for unit in stage.chain.parts]
+        chosen = [choose_by_name(stage.chain, config.recompute.units, elsewhere=all_units) for stage in stages]
     elif config.parallel.memory_gib:
-        chosen = _affordable(whole.largest or whole, config, inputs, pipeline=pipeline)
+        chosen = _fewest_units(layout.largest or layout, config, inputs, pipeline=pipeline)
     else:
         chosen = [range(len(stage.chain.parts)) for stage in stages]
     for stage, numbers in zip(stages, chosen, strict=True):
@@ -251,16 +307,16 @@ def recompute_units(
     return [tuple(numbers) for numbers in chosen]
 
 
-def _affordable(
-    whole: Arrangement, config: RunConfig, inputs: Sequence[Tensor], *, pipeline: int
-) -> list[Sequence[int]]:
-    """As few units as `parallel.memory_gib` allows: of each stage of one pipeline coordinate."""
+def _fewest_units(layout: Layout, config: RunConfig, inputs: Sequence[Tensor], *, pipeline: int) -> list[Sequence[int]]:
+    """Choose, in each stage of one pipeline coordinate, as few units as fit into `parallel.memory_gib`."""
     assert config.recompute.mode != "none"
-    stages = whole.of(pipeline, config.parallel.pipeline)
-    weights = whole.weights(stages, Coordinate(pipeline, 0, 0))
-    units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, whole.cuts.priced)]
-    size = sum(value.nbytes for value in inputs)
-    left, in_flight = activation_budget(stages, weights, config, pipeline=pipeline, batch_bytes=size)
-    _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left, modes=("none", config.recompute.mode))
+    stages = layout.of(pipeline, config.parallel.pipeline)
+    weights = layout.weights(stages, Coordinate(pipeline, 0, 0))
+    units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, layout.cuts.node_costs)]
+    batch_bytes = sum(value.nbytes for value in inputs)
+    left_bytes, in_flight = activation_budget(stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
+    modes: tuple[Mode, ...] = ("none", config.recompute.mode)
+    _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left_bytes, modes=modes)
+    # `picked` numbers the units of all stages one after the other
     ends = [0, *itertools.accumulate(len(stage.chain.parts) for stage in stages)]
     return [[n - begin for n in picked if begin <= n < end] for begin, end in itertools.pairwise(ends)]

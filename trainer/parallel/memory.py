@@ -46,7 +46,7 @@ from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.dry_run import DryRun
 from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.plan_record import Memory
-from onward.trainer.parallel.replicas.zero import divides
+from onward.trainer.parallel.replicas.zero import is_sharded
 
 
 def estimate_memory(
@@ -137,7 +137,7 @@ class ZeroSharding:
 
 def zero_sharding(stages: Sequence[Stage], weights: Sequence[Weight], parallel: ParallelConfig) -> ZeroSharding:
     """Return what trainer/parallel/replicas/zero.py shards, and what it gathers together."""
-    sharded = [weight for weight in weights if parallel.zero and divides(weight, zero=parallel.zero)]
+    sharded = [weight for weight in weights if parallel.zero and is_sharded(weight, zero=parallel.zero)]
     sizes = {weight.tensor: weight.tensor.nbytes for weight in sharded}
     unit_bytes: list[int] = []
     for stage in stages:

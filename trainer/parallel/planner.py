@@ -24,7 +24,6 @@ from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.sharding import infer_schema
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.processes import Coordinate, free_memory
-from onward.trainer.distributed.weights import shape_of
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import precision
 from onward.trainer.model.loss import Loss
@@ -32,7 +31,7 @@ from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.dry_run import dry_run
 from onward.trainer.parallel.estimate import Estimate, RankEstimate
-from onward.trainer.parallel.layout import arrange, recompute_units
+from onward.trainer.parallel.layout import build_layout, drop_data, recompute_units
 from onward.trainer.parallel.memory import estimate_memory
 from onward.trainer.parallel.plan_record import Plan
 
@@ -47,9 +46,7 @@ def plan(config: RunConfig) -> Plan:
     """
     device = torch.device("cuda" if config.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
     module = open_trainable(config).module
-    for owner in module.modules():
-        for name, tensor in owner.named_parameters(recurse=False):
-            setattr(owner, name, shape_of(tensor))
+    drop_data(module.modules())
     if config.parallel.sizes == "auto":
         return _choose(module, config, device)
     return _estimate(module, config, device).record()
@@ -73,14 +70,14 @@ def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) ->
     inputs, labels = example_batch(config)
     autocast = partial(precision.autocast, config.precision, device)
     module = copy.deepcopy(module)
-    layout = arrange(
+    layout = build_layout(
         module,
         config,
         inputs,
         rank=config.parallel.tensor - 1,  # where shards are unequal, the last rank has the largest
         group="tensor",
         autocast=autocast,
-        price=True,
+        with_costs=True,
     )
     loss = Loss(config.model, module.output_names, classes=layout.classes)
 

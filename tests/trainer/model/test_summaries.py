@@ -15,11 +15,11 @@ from onward.trainer.model.summaries import NUM_BINS, summarise
 
 
 class Two:
-    """Two weights of six values each, as an assembly of one rank tells of them."""
+    """Two weights of six values each, as the RankModel of one rank returns them."""
 
     trained_names = frozenset({"conv.weight", "conv.bias"})
 
-    def whole(self, names: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    def full_weights(self, names: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
         weights = {"conv.weight": torch.arange(6.0), "conv.bias": torch.arange(6.0) + 1}
         return {name: (weights[name], torch.full((6,), 0.5)) for name in names}
 

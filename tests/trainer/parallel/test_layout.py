@@ -14,7 +14,7 @@ from onward.trainer.distributed.processes import Coordinate
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
-from onward.trainer.parallel.layout import Arrangement, arrange, recompute_units
+from onward.trainer.parallel.layout import Layout, build_layout, recompute_units
 from tests.support import graphs
 
 HERE = Coordinate(0, 0, 0)
@@ -26,10 +26,10 @@ def configured(**sections: Any) -> RunConfig:
     return build_config({"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": train, **sections})
 
 
-def arranged(hidden: list[int], rank: int, config: RunConfig) -> Arrangement:
+def arranged(hidden: list[int], rank: int, config: RunConfig) -> Layout:
     module = to_module(graphs.residual_mlps(*hidden, width=WIDTH))
     select_trained(module)
-    return arrange(module, config, [torch.zeros(4, WIDTH)], rank=rank, group="tensor", autocast=nullcontext)
+    return build_layout(module, config, [torch.zeros(4, WIDTH)], rank=rank, group="tensor", autocast=nullcontext)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,4 @@ def test_a_graph_of_which_nothing_can_be_divided_is_refused_with_the_reasons() -
     with pytest.raises(
         ConfigError, match=r"nothing of this graph .* parallel\.tensor = 2 ranks \(head: .*use parallel.data"
     ):
-        arrange(module, config, [torch.zeros(4, WIDTH)], rank=0, group="tensor", autocast=nullcontext)
+        build_layout(module, config, [torch.zeros(4, WIDTH)], rank=0, group="tensor", autocast=nullcontext)

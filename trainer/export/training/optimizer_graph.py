@@ -11,7 +11,8 @@ from torch import Tensor
 
 from onward.trainer.config.sections import OptimizerConfig
 from onward.trainer.onnx_graph.builder import GraphExtender
-from onward.trainer.optim.optimizers import build_optimizer, optimizer_tensors
+from onward.trainer.optim.optimizers import build_optimizer
+from onward.trainer.optim.state import optimizer_tensors
 
 OPSET = 20
 

@@ -51,7 +51,7 @@ class BatchLoss(Protocol):
 class GradientReducer(Protocol):
     """What sums the gradients over the replicas (parallel/replicas/reducer.py and zero.py)."""
 
-    def begin(self, num_backwards: int, num_targets: float, num_moves: int) -> None: ...
+    def begin(self, num_backwards: int, num_targets: float, num_batchnorm_updates: int) -> None: ...
 
 
 class Pipeline:

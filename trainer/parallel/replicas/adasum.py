@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onward.trainer.distributed.placement import share
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.distributed.weights import share
 from onward.trainer.parallel.replicas.transport import (
     COMPRESSED,
     Channel,

@@ -1,15 +1,22 @@
-"""ZeRO: replicas divide among them optimizer state (1), gradients too (2), weights too (3). Over torch's FSDP2.
+"""ZeRO: shard optimizer state (1), gradients (2) and weights (3) over the replicas, with torch's FSDP2.
 
-Each rank keeps a shard of every weight and updates that. The weights of a unit are gathered before it computes:
+Each rank keeps and updates a shard of every weight. The weights of a unit are all-gathered before it computes:
 
-    zero   a unit's weights are whole                      its gradients are summed and divided up
-    1      from its first forward pass to its last         once, while the last backward pass runs
+    ZeRO   the full weights of a unit are in memory        its gradients are reduce-scattered
+    1      from its first forward pass to its last         once, during the last backward pass
            backward pass of the step
     2      the same                                        after each backward pass
-    3      in one forward or backward pass at a time       after each backward pass
+    3      during one forward or backward pass             after each backward pass
+
+While a unit computes, the weights of the next unit and the gradients of the previous one are in transit.
+
+Hybrid sharding (parallel.data = 4, parallel.shard = 2): shards within a group, equal copies across groups.
+
+                     shard 0    shard 1
+    replicate 0      rank 0     rank 1       all-gather and reduce-scatter along a row,
+    replicate 1      rank 2     rank 3       all-reduce of gradient shards along a column, once per step
 
 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; hybrid: Zhao et al. 2023, https://arxiv.org/abs/2304.11277.)
-While a unit computes, the weights of the next one travel, and the gradients of the one before.
 """
 
 from __future__ import annotations
@@ -33,28 +40,22 @@ from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.pipeline.stage import Chain, Stage
-from onward.trainer.parallel.replicas.reducer import (
-    CommonTensors,
-    Reducer,
-    TiedGradients,
-    global_norm,
-    gradient,
-    sum_over_world,
-)
+from onward.trainer.parallel.replicas.copies import ReplicatedWeights, TiedGradients
+from onward.trainer.parallel.replicas.norms import global_norm, gradient, sum_over_world
+from onward.trainer.parallel.replicas.reducer import Reducer
 
-# graphs have no operators in place, of which it warns; and a unit may well end with a Reshape
+# FSDP2 warns of views that are changed in place; the graph has no in-place operators, and a unit may end with Reshape
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
 
 
 class Sharded:
-    """Divides the weights of one rank's stages among its replicas and makes the gradients of all ranks one (ZeRO 1-3).
+    """Shards the weights of one rank's stages over its replicas and sums the gradients of all ranks (ZeRO 1-3).
 
     weights: all that this rank stores, in graph order, their tensors those of the stages' modules; the same on the
-    replicas of its stages, and possibly none. The modules hold shards from here on, and the parameters that came are
-    empty. shared: name -> pipeline coordinates that hold it, for every weight of the model that several stages hold;
-    each stage has a copy of its own.
+    replicas of its stages; may be empty. The modules hold shards afterwards, and the parameters passed in are empty.
+    shared: name -> pipeline coordinates that hold it, for every weight of the model that several stages hold.
     The tensors of `self.weights` may be changed in place between `reduce` and the next forward pass, or before
-    `begin`: other forward passes may see what was gathered before.
+    `begin`; other forward passes may compute with weights gathered earlier.
     Collective: every rank of the world makes one.
     """
 
@@ -72,45 +73,52 @@ class Sharded:
         self._replicate = mesh["replicate"]
         shard = mesh["shard"]
         grid = mesh["replicate", "shard"] if self._replicate.size() > 1 else shard
-        divided = [weight for weight in weights if divides(weight, zero=config.zero)]
-        homes = _homes(stages)
+        sharded = [weight for weight in weights if is_sharded(weight, zero=config.zero)]
+        owners = _owners(stages)
         for stage in stages:
-            _shard(stage.chain, {id(weight.tensor) for weight in divided}, grid, regather=config.zero == 3)
-        held = [getattr(*homes[id(weight.tensor)]) for weight in divided]  # what FSDP has put there, and leaves there
-        parts = [_part(weight, parameter, shard) for weight, parameter in zip(divided, held, strict=True)]
-        part_of = {id(weight): part for weight, part in zip(divided, parts, strict=True)}
-        self.weights = [part_of.get(id(weight), weight) for weight in weights]
-        """What this rank holds: of divided weights its part, of the others the tensors that came."""
-        self._trained = [(parameter, part) for parameter, part in zip(held, parts, strict=True) if part.trained]
-        for weight in divided:
-            weight.tensor.data = weight.tensor.data.new_empty(0)  # frees it, whoever still has the parameter
+            _shard(stage.chain, {weight.tensor for weight in sharded}, grid, regather=config.zero == 3)
+        # FSDP has replaced the parameters in their modules by DTensors, and keeps these for good
+        held = [getattr(*owners[weight.tensor]) for weight in sharded]
+        parts = {weight: _part(weight, parameter, shard) for weight, parameter in zip(sharded, held, strict=True)}
+        self.weights = [parts.get(weight, weight) for weight in weights]
+        """What this rank holds: of sharded weights its part, of the others the tensors passed in."""
+        self._trained = [
+            (parameter, part) for parameter, part in zip(held, parts.values(), strict=True) if part.trained
+        ]
+        for weight in sharded:
+            weight.tensor.data = weight.tensor.data.new_empty(0)  # frees it, even if something else refers to it
 
-        whole = [weight for weight in weights if id(weight) not in part_of]
         trained = [part for _, part in self._trained]
-        self._whole = Reducer(whole, mesh=mesh, mpi=mpi, config=config, shared=shared, timeout_s=timeout_s)
-        self._common = CommonTensors(self.weights, mesh)
+        self._unsharded = Reducer(
+            [weight for weight in weights if weight not in parts],
+            mesh=mesh,
+            mpi=mpi,
+            config=config,
+            shared=shared,
+            timeout_s=timeout_s,
+        )
+        self._replicated = ReplicatedWeights(self.weights, mesh)
         self._tied = TiedGradients(trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
         self._device = mpi.device
-        self._passes = [_Passes(stage.chain, zero=config.zero) for stage in stages]
+        self._passes = [_BackwardPasses(stage.chain, zero=config.zero) for stage in stages]
         if config.zero == 3:
             for stage in stages:
-                _forget_casts(stage.chain, self._device)
+                _recast_in_backward(stage.chain, self._device)
 
-    def begin(self, num_backwards: int, num_targets: float = 1.0, num_moves: int = 1) -> None:
-        """A step begins: no gradients; running statistics are remembered.
+    def begin(self, num_backwards: int, num_targets: float = 1.0, num_batchnorm_updates: int = 1) -> None:
+        """Begin a step: drop the gradients, and remember the running statistics.
 
-        Each stage of this rank will see `num_backwards` backward passes; what the last of them completes is sent at
-        once, what they leave out in `reduce`. num_targets: of this replica. num_moves: of its running statistics.
+        Each stage of this rank will run `num_backwards` backward passes. What the last of them completes is sent at
+        once, the rest in `reduce`. num_targets, num_batchnorm_updates: of this replica, as in `Reducer.begin`.
         """
-        self._whole.begin(num_backwards, num_targets, num_moves)
+        self._unsharded.begin(num_backwards, num_targets, num_batchnorm_updates)
         for _, weight in self._trained:
             weight.tensor.grad = None
         for passes in self._passes:
             passes.begin(num_backwards)
 
     def reduce(self) -> Tensor:
-        """Complete the gradients of all ranks: stages that share a weight, weights that are not divided. Join the
-        running statistics of the replicas.
+        """Complete the gradients of tied and unsharded weights, and merge the replicas' running statistics.
 
         Returns the global L2 norm (see `global_norm`). Collective: every rank of the world.
         """
@@ -118,38 +126,38 @@ class Sharded:
             found, parameter.grad = parameter.grad, None
             weight.tensor.grad = torch.zeros_like(weight.tensor) if found is None else _local(found)
         self._tied.gather()
-        own = {id(weight) for _, weight in self._trained}
-        self._common.spread(gradient(weight) for weight in self._common.weights if id(weight) in own)
-        self._tied.spread()
-        # groups of shards hold the same gradients: each measures its share of them
+        own = {weight for _, weight in self._trained}
+        self._replicated.broadcast(gradient(weight) for weight in self._replicated.weights if weight in own)
+        self._tied.broadcast()
+        # groups of shards hold the same gradients, so each group squares only some of them
         share = [weight for _, weight in self._trained][self._replicate.get_local_rank() :: self._replicate.size()]
-        return torch.hypot(global_norm(share, self._device), self._whole.reduce())
+        return torch.hypot(global_norm(share, self._device), self._unsharded.reduce())
 
     def undo(self) -> None:
-        """Put the running statistics back to what they were at `begin`: a skipped update changes nothing."""
-        self._whole.undo()
+        """Restore the running statistics of `begin`: a skipped update must change nothing."""
+        self._unsharded.undo()
 
     def multiply(self, factor: float) -> None:
-        """Scale every gradient in place: un-scaling and clipping are one multiplication."""
-        self._whole.multiply(factor)
+        """Multiply every gradient in place; unscaling and clipping are one multiplication."""
+        self._unsharded.multiply(factor)
         if factor != 1.0:
             for _, weight in self._trained:
                 gradient(weight).mul_(factor)
 
     def close(self) -> None:
-        """No gradient will be sent any more. Collective: every rank of the world."""
-        self._whole.close()
+        """End the background communication. Collective: every rank of the world."""
+        self._unsharded.close()
 
     def sum(self, *numbers: float | Tensor) -> list[float]:
         """Sum a few numbers over all ranks. Collective: every rank of the world."""
         return sum_over_world(numbers, self._device)
 
 
-class _Passes:
-    """Counts the backward passes of one chain, and says to FSDP what each of them is to do.
+class _BackwardPasses:
+    """Counts the backward passes of one chain and configures FSDP for the last of a step.
 
-    Whoever runs the chain need not know that it is divided: torch's PipelineStage drives FSDP otherwise, and counts
-    otherwise.
+    FSDP is configured from hooks, so that the pipeline engine runs sharded and unsharded chains alike. (torch's own
+    PipelineStage configures FSDP as well, but counts the passes differently.)
     """
 
     def __init__(self, chain: Chain, *, zero: int) -> None:
@@ -157,45 +165,50 @@ class _Passes:
         self._root = chain
         self._zero = zero
         self._left = 0
-        chain.register_forward_hook(self._called)
+        chain.register_forward_hook(self._watch_backward)
 
     def begin(self, num_backwards: int) -> None:
         self._left = num_backwards
-        self._say(last=False)
+        self._configure(last=False)
         for module in self._modules:
-            module.reshard()  # evaluation leaves ZeRO 1 and 2 with whole weights, of which the shards may have changed
+            # evaluation leaves ZeRO 1 and 2 with gathered weights, and the optimizer has changed the shards since
+            module.reshard()
 
-    def _called(self, chain: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:
-        """After each forward pass: its backward pass is to be noticed when the first gradient comes in."""
+    def _watch_backward(self, chain: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:
+        """After each forward pass, register a hook that runs when its backward pass begins."""
         if torch.is_grad_enabled() and (tensors := [output for output in outputs if output.requires_grad]):
             register_multi_grad_hook(tensors, self._backward, mode="any")
 
     def _backward(self, first: Tensor) -> None:
-        assert self._left > 0, "more backward passes than `begin` was told"
+        assert self._left > 0, "more backward passes than `begin` announced"
         self._left -= 1
         if self._left == 0:
-            self._say(last=True)
+            self._configure(last=True)
 
-    def _say(self, *, last: bool) -> None:
+    def _configure(self, *, last: bool) -> None:
         assert isinstance(self._root, FSDPModule)
         self._root.set_is_last_backward(last)
         for module in self._modules:
             module.set_requires_gradient_sync(last or self._zero >= 2, recurse=False)
-            module.set_requires_all_reduce(last, recurse=False)  # hybrid: between groups of shards once in a step
+            module.set_requires_all_reduce(last, recurse=False)  # hybrid: across groups of shards once per step
             module.set_reshard_after_backward(last or self._zero == 3, recurse=False)
 
 
 # -- autocast
 
 VIEWS = {f"{view}Backward0" for view in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze")}
-"""Steps of autograd that give the memory of a tensor another shape."""
+"""Nodes of the autograd graph that change the shape of a tensor and not its memory."""
 
 
-def _forget_casts(chain: Chain, device: torch.device) -> None:
-    """Under autocast, do not keep the weights in half precision beyond the unit that uses them.
+def _recast_in_backward(chain: Chain, device: torch.device) -> None:
+    """Under autocast, cast weights to half precision again in the backward pass instead of saving the casts.
 
-    Autocast keeps such copies for the whole forward pass, and autograd for the backward pass: together half of all
-    weights, where ZeRO 3 promises those of a unit. So they are cast again in the backward pass: the same bits.
+        forward    weight (fp32 shard) -- all-gather --> weight (fp32) -- cast --> weight (bf16) --> matmul
+        saved      by autograd: weight (bf16); with these hooks: a reference to weight (fp32), which FSDP frees
+        backward   weight (fp32 shard) -- all-gather --> weight (fp32) -- cast --> weight (bf16) --> matmul
+
+    Autocast caches the casts for the whole forward pass, and autograd saves them for the backward pass: half the bytes
+    of all weights, where ZeRO 3 should need those of one unit. Casting again gives the same bits.
     """
     hooks = saved_tensors_hooks(_pack, _unpack)
     inside = []
@@ -218,7 +231,7 @@ def _forget_casts(chain: Chain, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class _Cast:
-    """A weight in half precision, or a view of that."""
+    """Stands for a weight cast to half precision, or a view of the cast, among autograd's saved tensors."""
 
     weight: Tensor
     dtype: torch.dtype
@@ -236,7 +249,7 @@ def _pack(tensor: Tensor) -> Tensor | _Cast:
     weight = getattr(_behind_views(step.next_functions[0][0]), "variable", None)
     if weight is None or not weight.is_contiguous():
         return tensor
-    # a cast keeps the order of the memory, transposed or not
+    # the cast has the memory order of the weight, so size, stride and offset describe the view of either
     return _Cast(weight, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
@@ -252,91 +265,103 @@ def _unpack(kept: Tensor | _Cast) -> Tensor:
     return kept.weight.detach().to(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
 
 
-# -- dividing
+# -- sharding
 
 
-def divides(weight: Weight, *, zero: int) -> bool:
-    """Whether the replicas divide a weight. FSDP cannot divide scalars, and sums gradients of one type together;
-    before ZeRO 3 there is no use in gathering frozen weights again and again."""
+def is_sharded(weight: Weight, *, zero: int) -> bool:
+    """Return whether ZeRO shards a weight.
+
+    FSDP cannot shard scalars, and reduces gradients of one dtype together. Below ZeRO 3 sharding a frozen weight would
+    only cost all-gathers.
+    """
     tensor = weight.tensor
     if not isinstance(tensor, nn.Parameter) or tensor.ndim == 0 or tensor.numel() == 0:
         return False
     return tensor.dtype == torch.float32 if weight.trained else zero == 3
 
 
-def _homes(stages: Iterable[Stage]) -> dict[int, tuple[nn.Module, str]]:
-    """Parameter (by id) -> a module that has it, and its name there."""
+def _owners(stages: Iterable[Stage]) -> dict[Tensor, tuple[nn.Module, str]]:
+    """Return, for every parameter, a module that has it and its attribute there."""
     modules = [module for stage in stages for module in stage.chain.modules()]
     return {
-        id(parameter): (module, name)
-        for module in modules
-        for name, parameter in module.named_parameters(recurse=False)
+        parameter: (module, name) for module in modules for name, parameter in module.named_parameters(recurse=False)
     }
 
 
-def _shard(chain: Chain, divided: Set[int], mesh: DeviceMesh, *, regather: bool) -> None:
-    """Divide the parameters of one chain: those of a unit travel together; those of several units belong to none."""
-    own = [[parameter for parameter in unit.parameters() if id(parameter) in divided] for unit in chain.units]
+def _shard(chain: Chain, sharded: Set[Tensor], mesh: DeviceMesh, *, regather: bool) -> None:
+    """Shard the parameters of one chain, each unit's as one FSDP group.
+
+        units        [ embedding, a ]   [ b, c ]   [ d, embedding ]
+        FSDP groups    a                  b, c       d                 embedding: the group of the chain
+
+    A parameter that several units use belongs to the chain, which gathers it before the first unit.
+    """
+    own = [[parameter for parameter in unit.parameters() if parameter in sharded] for unit in chain.units]
     uses = Counter(parameter for parameters in own for parameter in parameters)
     common = {parameter for parameter, times in uses.items() if times > 1}
-    others = {parameter for parameter in chain.parameters() if id(parameter) not in divided}
+    others = {parameter for parameter in chain.parameters() if parameter not in sharded}
     for parameter in uses:
-        parameter.data = parameter.data.contiguous()  # a tensor-parallel part may be a view of columns
+        parameter.data = parameter.data.contiguous()  # a row-parallel shard may be a view of columns
     for place, parameter in enumerate(parameter for parameter in uses if parameter in common):
-        chain.register_parameter(f"common_{place}", parameter)  # FSDP finds the units' uses of it by itself
+        chain.register_parameter(f"common_{place}", parameter)  # FSDP replaces it in the units as well
 
     for unit, parameters in zip(chain.units, own, strict=True):
         if not common.issuperset(parameters):
             _fully_shard(unit, mesh, regather=regather, ignored=others | common)
     _fully_shard(chain, mesh, regather=regather, ignored=others)
-    # said here what travels next: with several micro-batches on their way FSDP would guess, and wrongly
+    # FSDP would prefetch in the order of the last pass, which is wrong with several micro-batches in flight
     assert isinstance(chain, FSDPModule)
     root: list[FSDPModule] = [chain]
     units: list[FSDPModule] = [unit for unit in chain.units if isinstance(unit, FSDPModule)]
     for this, following in itertools.pairwise(root + units):
         this.set_modules_to_forward_prefetch([following])
     for this, before in itertools.pairwise(root + units[::-1] + units[:1]):
-        this.set_modules_to_backward_prefetch([before])  # the first unit itself: nothing
+        this.set_modules_to_backward_prefetch([before])  # the first unit prefetches itself, which does nothing
 
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, *, regather: bool, ignored: set[nn.Parameter]) -> None:
     size = mesh.size(mesh.ndim - 1)
-    divided = fully_shard(
+    managed = fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=regather,
-        shard_placement_fn=lambda parameter: Shard(_dim(parameter.shape, size)),
+        shard_placement_fn=lambda parameter: Shard(_shard_dim(parameter.shape, size)),
         ignored_params=ignored,
     )
-    # a gradient is a sum over targets: replicas add up, and gloo knows no other reduction
-    divided.set_gradient_divide_factor(1.0)
-    divided.set_force_sum_reduction_for_comms(True)
-    # replicas may take different branches of an If: what one did not use it sends as zeros, or they would mix them up
-    if hasattr(divided, "set_reduce_scatter_unused_params"):
-        divided.set_reduce_scatter_unused_params(True)
-    else:  # before torch 2.13
-        _send_unused(divided._get_fsdp_state()._fsdp_param_group)
+    # gradients are sums over targets, so replicas are summed, not averaged; gloo has no other reduction
+    managed.set_gradient_divide_factor(1.0)
+    managed.set_force_sum_reduction_for_comms(True)
+    # replicas may take different branches of an If; the gradient of an unused weight must be reduced as zeros, else
+    # the replicas would reduce different weights together
+    if hasattr(managed, "set_reduce_scatter_unused_params"):
+        managed.set_reduce_scatter_unused_params(True)
+    else:  # torch < 2.13
+        _reduce_unused(managed._get_fsdp_state()._fsdp_param_group)
 
 
-def _send_unused(group: Any) -> None:
-    if group is None:  # nothing of its own
+def _reduce_unused(group: Any) -> None:
+    """Give unused weights of an FSDP group a gradient of zeros, as set_reduce_scatter_unused_params does."""
+    if group is None:  # this module has no parameters of its own
         return
-    complete = group.post_backward
+    original = group.post_backward
 
     def post_backward(*unused: Any) -> None:
         weights = [each for each in group.fsdp_params if group.reduce_grads and hasattr(each, "_unsharded_param")]
         for weight in weights:
-            whole = weight.unsharded_param
-            if whole.requires_grad and whole.grad is None and weight.unsharded_accumulated_grad is None:
-                whole.grad = torch.zeros_like(whole)
-        complete()
+            full = weight.unsharded_param
+            if full.requires_grad and full.grad is None and weight.unsharded_accumulated_grad is None:
+                full.grad = torch.zeros_like(full)
+        original()
 
     group.post_backward = post_backward
 
 
-def _dim(shape: Sequence[int], size: int) -> int:
-    """Along which dimension a tensor is divided: the first if that comes out even, for its parts lie in one piece;
-    else the longest that does; else the first, whose last parts are then shorter or empty."""
+def _shard_dim(shape: Sequence[int], size: int) -> int:
+    """Return the dimension along which FSDP shards a tensor.
+
+    The first if its length is a multiple of `size`, since its shards are contiguous; else the longest that is; else
+    the first, and the last shards are shorter or empty.
+    """
     even = [dim for dim, length in enumerate(shape) if length % size == 0]
     if 0 in even or not even:
         return 0
@@ -344,9 +369,9 @@ def _dim(shape: Sequence[int], size: int) -> int:
 
 
 def _part(weight: Weight, held: Tensor, shard: DeviceMesh) -> Weight:
-    """The part of a weight that this rank keeps: the very memory that FSDP gathers from."""
+    """Return the shard of a weight that this rank keeps, as the memory that FSDP gathers from."""
     shape, size = weight.placement.local_shape, shard.size()
-    dim = _dim(shape, size)
+    dim = _shard_dim(shape, size)
     length = math.ceil(shape[dim] / size)
     start, stop = (min(length * place, shape[dim]) for place in (shard.get_local_rank(), shard.get_local_rank() + 1))
     part = replace(weight, tensor=_local(held), placement=weight.placement.narrow(dim, start, stop))

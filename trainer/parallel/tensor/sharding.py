@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch.fx
 
-from onward.trainer.distributed.placement import Interval, Placement, share
+from onward.trainer.distributed.weights import Interval, Placement, share
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Sharding:
 
     def placement(self, shape: Sequence[int], rank: int, size: int) -> Placement:
         """Return the part of a stored tensor of this shape that a rank holds."""
-        full = Placement.whole(shape).intervals
+        full = Placement.full(shape).intervals
         return Placement(tuple(shape), (*full[: self.dim], tuple(self.intervals(rank, size)), *full[self.dim + 1 :]))
 
     def with_block_ends(self, ends: Sequence[int], call: str, otherwise: str = "") -> Problem:

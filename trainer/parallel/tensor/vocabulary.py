@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
-from onward.trainer.distributed.placement import Interval, Placement, share
+from onward.trainer.distributed.weights import Interval, Placement, share
 from onward.trainer.model.loss import output_index
 from onward.trainer.model.vocabulary_loss import ClassShard
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
@@ -308,7 +308,7 @@ def shard_vocabulary(
     placements = {}
     for path, dim in found.dims.items():
         shape = stored_tensor(module, path).shape
-        placement = Placement.whole(shape).narrow(dim, *share(shape[dim], rank, found.size))
+        placement = Placement.full(shape).narrow(dim, *share(shape[dim], rank, found.size))
         keep_shard(module, path, placement)
         placements[module.onnx_names[path]] = placement
     module.graph.lint()

@@ -144,7 +144,7 @@ class Gradients:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages, self.begun = stages, []
 
-    def begin(self, num_backwards: int, num_targets: float, num_moves: int) -> None:
+    def begin(self, num_backwards: int, num_targets: float, num_batchnorm_updates: int) -> None:
         self.begun.append(num_backwards)
         for stage in self._stages:
             for weight in stage.chain.parameters():

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from onward.trainer.config.sections import ParallelConfig
-from onward.trainer.distributed.placement import Placement, share
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
-from onward.trainer.distributed.weights import Weight
+from onward.trainer.distributed.weights import Placement, Weight, share
+from onward.trainer.parallel.replicas import norms
 from onward.trainer.parallel.replicas import reducer as reduce
 from onward.trainer.parallel.replicas.reducer import Reducer
 from tests.support.ranks import run_ranks
@@ -32,8 +32,8 @@ def weights_of(module: nn.Module) -> list[Weight]:
     return [weight(name, tensor, trained=tensor.requires_grad) for name, tensor in stored]
 
 
-def weight(name: str, tensor: Tensor, *, trained: bool = True, counted: bool = True) -> Weight:
-    return Weight(name, tensor, Placement.whole(tensor.shape), trained, counted)
+def weight(name: str, tensor: Tensor, *, trained: bool = True, counted: bool = True, stage: int = 0) -> Weight:
+    return Weight(name, tensor, Placement.full(tensor.shape), trained, counted, stage=stage)
 
 
 def mesh_of(mpi: MPIContext, **sizes: int) -> DeviceMesh:
@@ -108,7 +108,7 @@ def through_norm(norm: nn.BatchNorm1d, replicas: Iterable[int]) -> None:
 def joined_statistics(mpi: MPIContext) -> list[list[float]]:
     norm = nn.BatchNorm1d(3, momentum=0.3)
     frozen = nn.Parameter(torch.full((2,), float(mpi.rank)), requires_grad=False)
-    moved = [replace(each, remains=0.7) if each.name == "running_mean" else each for each in weights_of(norm)]
+    moved = [replace(each, retention=0.7) if each.name == "running_mean" else each for each in weights_of(norm)]
     reducer = reducer_of(mpi, [*moved, weight("frozen", frozen, trained=False)])
     for _ in range(2):
         reducer.begin(1, 1.0, MOVES[mpi.rank])
@@ -163,9 +163,11 @@ def stages_that_share(mpi: MPIContext) -> dict[str, Any]:
     """2 replicas x 3 stages. `head` is held by stages 0 and 2, twice on stage 2; stage 1 has nothing at all."""
     mesh = mesh_of(mpi, data=2, pipeline=3)
     stage, replica = divmod(mpi.rank, 2)
-    head = [weight("head", nn.Parameter(torch.zeros(5)), counted=stage == 0) for _ in range((1, 0, 2)[stage])]
+    copies = range((1, 0, 2)[stage])
+    head = [weight("head", nn.Parameter(torch.zeros(5)), counted=stage == 0, stage=copy) for copy in copies]
     own = [] if stage == 1 else [weight(f"own{stage}", nn.Parameter(torch.zeros(3)))]
-    twin = [weight("twin", nn.Parameter(torch.zeros(2)), counted=copy == 0) for copy in range(2 if stage == 0 else 0)]
+    copies = range(2 if stage == 0 else 0)
+    twin = [weight("twin", nn.Parameter(torch.zeros(2)), counted=copy == 0, stage=copy) for copy in copies]
     reducer = reducer_of(mpi, [*own, *head, *twin], mesh=mesh, shared={"head": [0, 2], "twin": [0]})
     results: dict[str, Any] = {}
     for poison in (None, "head", "own2", "not counted"):
@@ -189,7 +191,7 @@ def divided_weights(mpi: MPIContext) -> dict[str, Any]:
     replica, tensor = divmod(mpi.rank, 2)
     start, stop = share(7, tensor, 2)
     part, whole = nn.Parameter(torch.zeros(stop - start, 5)), nn.Parameter(torch.zeros(1001))
-    place = Placement.whole([7, 5]).narrow(0, start, stop)
+    place = Placement.full([7, 5]).narrow(0, start, stop)
     statistic = weight("statistic", torch.zeros(2), trained=False)
     weights = [Weight("part", part, place, True), weight("whole", whole, counted=tensor == 0), statistic]
     reducer = reducer_of(mpi, weights, mesh=mesh)
@@ -250,5 +252,5 @@ def test_what_several_ranks_hold_has_one_gradient_and_counts_once_in_the_norm() 
 def test_the_norm_of_sixteen_million_elements_is_right_to_six_digits() -> None:
     values = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
     exact = float(values.double().square().sum())
-    assert float(reduce._square(values)) == pytest.approx(exact, rel=1e-6)
-    assert float(reduce._square(values[:5].half())) == pytest.approx(float(values[:5].half().double().square().sum()))
+    assert float(norms._square(values)) == pytest.approx(exact, rel=1e-6)
+    assert float(norms._square(values[:5].half())) == pytest.approx(float(values[:5].half().double().square().sum()))

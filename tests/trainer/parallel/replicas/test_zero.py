@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onward.trainer.config.sections import ParallelConfig
-from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
-from onward.trainer.distributed.weights import Weight
+from onward.trainer.distributed.weights import Placement, Weight, slices
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.parallel.cost import estimate_costs
-from onward.trainer.parallel.layout import is_trained, what_remains
+from onward.trainer.parallel.layout import is_trained, running_statistic_retention
 from onward.trainer.parallel.pipeline.balance import choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points
 from onward.trainer.parallel.pipeline.split import split
@@ -47,9 +46,9 @@ def stage_of(name: str) -> tuple[Stage, list[Weight]]:
     )
     (stage,) = build_stages(module, [split(module, points)], found)
     assert len(stage.chain.units) == num_units
-    remains = what_remains(stage)
+    retention = running_statistic_retention(stage)
     weights = [
-        Weight(name, tensor, Placement.whole(tensor.shape), is_trained(tensor), remains=remains.get(name, 0.0))
+        Weight(name, tensor, Placement.full(tensor.shape), is_trained(tensor), retention=retention.get(name, 0.0))
         for name, tensor in named_weights(module).items()
     ]
     return stage, weights

@@ -15,14 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward.trainer.config.sections import ParallelConfig
-from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
-from onward.trainer.distributed.weights import Weight
+from onward.trainer.distributed.weights import Placement, Weight, slices
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
-from onward.trainer.parallel.replicas.reducer import gradient
+from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
 from tests.support.ranks import run_ranks
 from tests.trainer.parallel.replicas.test_zero import MODELS, Training, accumulate, evaluated, micro_batches
@@ -230,7 +229,7 @@ def oddities(mpi: MPIContext) -> dict[str, Any]:
             0, 1, Chain([Part(unit, ("x",), ("y",))], input_names=("x",), output_names=("y",)), (), (0,), ("y",), (), ()
         )
         weights = [
-            Weight(name, tensor, BLOCKS if name == "blocks" else Placement.whole(tensor.shape), tensor.requires_grad)
+            Weight(name, tensor, BLOCKS if name == "blocks" else Placement.full(tensor.shape), tensor.requires_grad)
             for name, tensor in unit.named_parameters()
         ]
         engine = sharded(mpi, stage, weights, zero)
@@ -287,7 +286,7 @@ def branches(mpi: MPIContext) -> dict[str, list[float]]:
         parts = [Part(units[0], ("x", "which"), ("y",)), Part(units[1], ("y", "which"), ("z",))]
         chain = Chain(parts, input_names=("x", "which"), output_names=("z",))
         weights = [
-            Weight(f"{place}.{name}", tensor, Placement.whole(tensor.shape), True)
+            Weight(f"{place}.{name}", tensor, Placement.full(tensor.shape), True)
             for place, unit in enumerate(units)
             for name, tensor in unit.named_parameters()
         ]
@@ -345,7 +344,7 @@ def layers(mpi: MPIContext, zero: int, recomputed: Sequence[int] = ()) -> tuple[
     own = [Layer(seed) for seed in range(4)]
     parts = [Part(layer, (f"x{place}",), (f"x{place + 1}",)) for place, layer in enumerate(own)]
     stage = Stage(0, 1, Chain(parts, input_names=("x0",), output_names=("x4",)), (), (0,), ("x4",), (), ())
-    weights = [Weight(str(place), it.weight, Placement.whole((16, 16)), True) for place, it in enumerate(own)]
+    weights = [Weight(str(place), it.weight, Placement.full((16, 16)), True) for place, it in enumerate(own)]
     recompute(stage.chain, "whole", recomputed)
     return stage, sharded(mpi, stage, weights, zero)
 

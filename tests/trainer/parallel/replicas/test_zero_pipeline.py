@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.data.batches import Batch
-from onward.trainer.distributed.placement import Placement, slices
 from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
-from onward.trainer.distributed.weights import Weight
+from onward.trainer.distributed.weights import Placement, Weight, slices
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
-from onward.trainer.parallel.replicas.reducer import gradient
+from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
 from tests.support.ranks import run_ranks
 
@@ -86,7 +85,7 @@ def stages(num: int) -> list[tuple[Stage, list[Weight]]]:
             output_meta=(torch.empty(ROWS, LENGTH, WORDS, device="meta", requires_grad=True),) if last else (value,),
         )
         weights = [
-            Weight(name, p, Placement.whole(p.shape), True, counted=name != "words" or first)
+            Weight(name, p, Placement.full(p.shape), True, counted=name != "words" or first)
             for name, part in own
             for p in part.module.parameters()
         ]

@@ -18,23 +18,24 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+from onward.trainer.checkpoint import consistency
+from onward.trainer.checkpoint.consistency import check_copies
+from onward.trainer.checkpoint.load import load, newest_complete, verify_together
 from onward.trainer.checkpoint.manifest import (
-    UNSEALED,
+    NO_DIGEST,
     TensorEntry,
-    TrainState,
-    expendable,
-    list_checkpoints,
+    find_untiled,
     piece_key,
     read_manifest,
-    remove,
     split_key,
-    uneven,
-    verify,
 )
-from onward.trainer.checkpoint.save_load import Part, agree, load, newest_whole, save, shapes
-from onward.trainer.checkpoint.write_plan import Piece, partition
-from onward.trainer.distributed.placement import Placement, slices
+from onward.trainer.checkpoint.retention import list_checkpoints, prunable, remove
+from onward.trainer.checkpoint.save import save
+from onward.trainer.checkpoint.train_state import TrainState
+from onward.trainer.checkpoint.verification import verify
+from onward.trainer.checkpoint.write_plan import Part, Piece, assign_writers
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.distributed.weights import Placement, slices
 from onward.trainer.errors import CheckpointError, Fenced, TrainingFailed
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import CheckpointInfo
@@ -70,7 +71,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
     """All of every tensor, as a single rank or a replica holds it."""
-    return {name: (tensor, Placement.whole(tensor.shape)) for name, tensor in tensors.items()}
+    return {name: (tensor, Placement.full(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def bits(tensor: torch.Tensor) -> tuple[str, list[int], bytes]:
@@ -110,15 +111,15 @@ def flip(path: Path, *, byte: int, bit: int = 0) -> None:
 def exchange(mpi: MPIContext, root: str) -> bool:
     """Go on from the newest checkpoint, and save the next one."""
     run = RunDir(Path(root))
-    path = newest_whole(run, mpi=mpi)
-    assert path is not None
-    state, loaded = load(path, mpi=mpi)
+    newest = newest_complete(run, mpi=mpi)
+    assert newest is not None
+    state, loaded = load(newest)
     save(run, attempt=1, state=position(state.step + 1), parts=whole(tensors()), mpi=mpi)
     return state == position(state.step) and same_bits(loaded)
 
 
 def test_what_is_saved_comes_back_bit_for_bit_and_so_does_the_position(run: RunDir) -> None:
-    state, loaded = load(saved(run, 7))
+    state, loaded = load(verify(saved(run, 7)))
     assert state == position(7)
     assert same_bits(loaded)
 
@@ -127,7 +128,7 @@ def test_what_is_saved_comes_back_bit_for_bit_and_so_does_the_position(run: RunD
 def test_any_number_of_ranks_loads_what_any_other_number_saved(run: RunDir) -> None:
     saved(run, 1)
     assert run_ranks(3, f"{__name__}:exchange", str(run.root)) == [True] * 3
-    assert same_bits(load(run.checkpoint(2))[1])
+    assert same_bits(load(verify(run.checkpoint(2)))[1])
     assert names(run) == ["step-000000001", "step-000000002"]
     assert [len(read_manifest(run.checkpoint(step)).files) for step in (1, 2)] == [1, 3]
 
@@ -152,8 +153,8 @@ def piece(name: str, num_bytes: int, *ranks: int) -> Piece:
 def test_each_piece_is_written_by_one_of_its_holders_in_shares_about_equal_and_the_same_on_every_rank(
     pieces: list[Piece], expected: list[list[str]]
 ) -> None:
-    assert [[piece.key for piece in share] for share in partition(pieces, len(expected))] == expected
-    assert partition(reversed(pieces), len(expected)) == partition(pieces, len(expected))
+    assert [[piece.key for piece in share] for share in assign_writers(pieces, len(expected))] == expected
+    assert assign_writers(reversed(pieces), len(expected)) == assign_writers(pieces, len(expected))
 
 
 def test_a_big_file_is_written_with_heartbeats_in_between(run: RunDir) -> None:
@@ -161,7 +162,7 @@ def test_a_big_file_is_written_with_heartbeats_in_between(run: RunDir) -> None:
     big = {"model/w": torch.zeros(20 << 20), "model/v": torch.zeros(1)}  # 80 MB: over one sync with the disk
     path = save(run, attempt=1, state=position(1), parts=whole(big), mpi=ALONE, beat=lambda: beats.append(None))
     assert len(beats) >= 6
-    assert load(path)[1]["model/w"].shape == big["model/w"].shape
+    assert load(verify(path))[1]["model/w"].shape == big["model/w"].shape
 
 
 # -- layouts
@@ -169,7 +170,7 @@ def test_a_big_file_is_written_with_heartbeats_in_between(run: RunDir) -> None:
 
 def place(layout: str, shape: tuple[int, ...], rank: int, size: int) -> Placement | None:
     """What rank `rank` of `size` holds of a tensor of that shape; None if nothing."""
-    everything = Placement.whole(shape)
+    everything = Placement.full(shape)
     inner, outer = rank % 2, rank // 2
     if not shape or layout == "replicas":
         return everything
@@ -223,7 +224,7 @@ def wrongly_loaded(path: Path, layout: str, size: int) -> list[tuple[str, int]]:
     wrong = []
     for rank in range(size):
         held = parts(layout, rank, size)
-        loaded = load(path, {name: placement for name, (_, placement) in held.items()})[1]
+        loaded = load(verify(path), {name: placement for name, (_, placement) in held.items()})[1]
         wrong += [(name, rank) for name, (tensor, _) in held.items() if bits(loaded.pop(name)) != bits(tensor)]
         wrong += [(name, rank) for name in loaded]
     return wrong
@@ -233,20 +234,21 @@ def save_in_layouts(mpi: MPIContext, root: str) -> list[str]:
     run = RunDir(Path(root))
     for step, layout in enumerate(LAYOUTS, 1):
         held = parts(layout, mpi.rank, mpi.world_size)
-        agree(held, mpi)
+        check_copies(held, mpi)
         save(run, attempt=1, state=position(step), parts=held, mpi=mpi)
     torch.distributed.barrier()
     beats: list[None] = []
-    newest = newest_whole(run, mpi=mpi, beat=lambda: beats.append(None))
-    return [str(newest), str(len(beats)), *refused_by_all(mpi, run), *refused_when_damaged(mpi, run)]
+    newest = newest_complete(run, mpi=mpi, beat=lambda: beats.append(None))
+    assert newest is not None
+    return [str(newest.path), str(len(beats)), *refused_by_all(mpi, run), *refused_when_damaged(mpi, run)]
 
 
 def refused_by_all(mpi: MPIContext, run: RunDir) -> list[str]:
     """What this rank is told when the parts do not fit together, and when replicas have drifted."""
-    row = Placement.whole((8, 2)).narrow(0, 2 * mpi.rank, 2 * mpi.rank + 2)
+    row = Placement.full((8, 2)).narrow(0, 2 * mpi.rank, 2 * mpi.rank + 2)
     unlike = row.narrow(0, 0, 1) if mpi.rank == 1 else row
-    more = Placement.whole((8, 2)).narrow(0, 0, 3) if mpi.rank == 0 else row
-    other = Placement.whole((8, 3)) if mpi.rank == 2 else Placement.whole((8, 2))
+    more = Placement.full((8, 2)).narrow(0, 0, 3) if mpi.rank == 0 else row
+    other = Placement.full((8, 3)) if mpi.rank == 2 else Placement.full((8, 2))
     told = []
     for placement in (unlike, more, other):
         held = {"model/w": (torch.zeros(placement.local_shape), placement)}
@@ -258,7 +260,7 @@ def refused_by_all(mpi: MPIContext, run: RunDir) -> list[str]:
         for name in ("model/4 [9, 4]", "model/7 [5, 3]"):
             drifted[name][0].view(torch.int32)[0, :2] = drifted[name][0].view(torch.int32)[0, :2].flip(0)
     with pytest.raises(TrainingFailed) as failed:
-        agree(drifted, mpi)
+        check_copies(drifted, mpi)
     return [*told, str(failed.value)]
 
 
@@ -270,8 +272,10 @@ def refused_when_damaged(mpi: MPIContext, run: RunDir) -> list[str]:
         flip(damaged / "rank-00002.safetensors", byte=900)
     torch.distributed.barrier()
     with pytest.raises(CheckpointError) as refused:
-        load(damaged, placements("rows", mpi.rank, mpi.world_size), mpi=mpi)
-    return [str(refused.value), str(newest_whole(run, mpi=mpi))]
+        verify_together(damaged, mpi=mpi)
+    newest = newest_complete(run, mpi=mpi)
+    assert newest is not None
+    return [str(refused.value), str(newest.path)]
 
 
 @pytest.fixture(scope="module")
@@ -290,10 +294,11 @@ def test_saved_in_any_layout_comes_back_in_any_other_on_any_number_of_ranks(
     for path, layout, size in itertools.product(paths, LAYOUTS, (1, 2, 3)):
         assert not wrongly_loaded(path, layout, size), f"{path.name} saved as {LAYOUTS[paths.index(path)]}"
     for path in paths:
-        state, loaded = load(path)
+        checkpoint = verify(path)
+        state, loaded = load(checkpoint)
         assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in model().items()}
         assert state == position(state.step)
-        assert shapes(path) == {name: tuple(tensor.shape) for name, tensor in model().items()}
+        assert checkpoint.shapes == {name: tuple(tensor.shape) for name, tensor in model().items()}
 
 
 @pytest.mark.mpi
@@ -357,8 +362,21 @@ def test_replicas_that_have_drifted_apart_are_named_by_tensor_box_and_rank(
     ) in in_layouts[1][0][5]
 
 
-def test_what_one_process_holds_agrees_with_itself() -> None:
-    agree(whole(tensors()), ALONE)
+@pytest.mark.parametrize("name", tensors())
+def test_a_checksum_depends_on_the_elements_and_their_order_and_not_on_strides(name: str) -> None:
+    tensor = tensors()[name].detach()
+    copy = tensor.contiguous().clone()
+    checksum = consistency._checksum(copy)
+    assert consistency._checksum(tensor) == checksum, "a view has the checksum of its copy"
+    content = copy.reshape(-1).view(torch.uint8)
+    for byte in range(0, len(content), max(1, len(content) // 50)):
+        content[byte] ^= 1 << byte % 8
+        assert consistency._checksum(copy) != checksum, f"bit {byte % 8} of byte {byte}"
+        content[byte] ^= 1 << byte % 8
+    if len(content) >= 8:
+        words = content[: len(content) // 4 * 4].view(torch.int32)
+        words[:2] = words[:2].flip(0)
+        assert consistency._checksum(copy) != checksum, "two words in each other's place"
 
 
 @pytest.mark.parametrize(
@@ -398,20 +416,21 @@ def test_a_key_says_which_box_of_which_tensor_it_is(
     ],
 )
 def test_boxes_that_do_not_tile_a_tensor_are_found(boxes: Any, shape: tuple[int, ...], expected: Any) -> None:
-    assert uneven(tuple(boxes), shape) == expected
+    assert find_untiled(tuple(boxes), shape) == expected
 
 
 # -- what is refused
 
 
 def test_wanted_tensors_that_are_missing_or_of_another_shape_are_all_named(run: RunDir) -> None:
-    path = saved(run, 7)
-    wanted = {name: Placement.whole(shape) for name, shape in shapes(path).items()}
-    wanted |= {f"model/absent{number}": Placement.whole((2,)) for number in range(8)}
-    wanted |= {"model/transposed": Placement.whole((40, 30)).narrow(0, 0, 3), "model/half": Placement.whole((3,))}
+    path = verify(saved(run, 7))
+    wanted = {name: Placement.full(shape) for name, shape in path.shapes.items()}
+    wanted |= {f"model/absent{number}": Placement.full((2,)) for number in range(8)}
+    wanted |= {"model/transposed": Placement.full((40, 30)).narrow(0, 0, 3), "model/half": Placement.full((3,))}
     with pytest.raises(CheckpointError) as refused:
         load(path, wanted)
-    assert "10 of 20 tensors are missing or of another shape: model/absent0 is missing; " in str(refused.value)
+    assert "of 20 tensors 8 missing: model/absent0; model/absent1; " in str(refused.value)
+    assert "; 2 of another shape: model/half is [3, 30], the model's is [3]; " in str(refused.value)
     with pytest.raises(CheckpointError, match=r"model/transposed is \[30, 40\], the model's is \[40, 30\]"):
         load(path, {"model/transposed": wanted["model/transposed"]})
     assert load(path, {})[1] == {}
@@ -424,13 +443,13 @@ def test_a_checkpoint_in_which_all_tensors_are_whole_and_not_listed_loads_as_eve
         manifest["format"] = 1
         del manifest["tensors"]
 
-    names = shapes(path)
+    names = verify(path).shapes
     forge(path, older)
-    assert shapes(path) == names
-    assert same_bits(load(path)[1])
-    rows = Placement.whole((40, 30)).narrow(0, 7, 9)
+    assert verify(path).shapes == names
+    assert same_bits(load(verify(path))[1])
+    rows = Placement.full((40, 30)).narrow(0, 7, 9)
     assert torch.equal(
-        load(path, {"model/conv1.weight": rows})[1]["model/conv1.weight"],
+        load(verify(path), {"model/conv1.weight": rows})[1]["model/conv1.weight"],
         rows.take(tensors()["model/conv1.weight"])[0][1],
     )
 
@@ -475,10 +494,10 @@ def test_a_manifest_whose_pieces_do_not_make_up_the_tensors_is_refused(
     pieces = Placement((6,), (((0, 2), (2, 4), (4, 6)),))
     path = save(run, attempt=1, state=position(7), parts={"w": (torch.arange(6.0), pieces)}, mpi=ALONE)
     rewrite(path, lambda held, listed: None)
-    assert load(path)[1]["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert load(verify(path))[1]["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     rewrite(path, change)
     with pytest.raises(CheckpointError, match=complaint):
-        load(path, {})
+        verify(path)
 
 
 def test_every_flipped_bit_is_found_and_its_file_named(run: RunDir) -> None:
@@ -490,7 +509,7 @@ def test_every_flipped_bit_is_found_and_its_file_named(run: RunDir) -> None:
             with pytest.raises(CheckpointError, match=rf"step-000000007 is damaged: {file.name}"):
                 verify(path)
             file.write_bytes(content)
-    assert verify(path).step == 7
+    assert verify(path).info.step == 7
 
 
 def shorten(path: Path) -> None:
@@ -519,16 +538,16 @@ def test_harm_is_named(run: RunDir, harm: Callable[[Path], object], complaint: s
     path = saved(run, 7)
     harm(path)
     with pytest.raises(CheckpointError, match=complaint):
-        load(path)
+        verify(path)
 
 
 def forge(path: Path, change: Callable[[Any], object]) -> None:
     """Rewrite the manifest, with a seal that is right."""
-    forged = json.loads((path / "manifest.json").read_text()) | {"sha256": UNSEALED}
+    forged = json.loads((path / "manifest.json").read_text()) | {"sha256": NO_DIGEST}
     change(forged)
     content = json.dumps(forged)
     seal = hashlib.sha256(content.encode()).hexdigest()
-    (path / "manifest.json").write_text(content.replace(UNSEALED, seal, 1))
+    (path / "manifest.json").write_text(content.replace(NO_DIGEST, seal, 1))
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "rank-00000.safetensors/../../x", "rank-0"])
@@ -536,14 +555,14 @@ def test_a_manifest_leads_to_no_file_outside_of_its_directory(run: RunDir, name:
     path = saved(run, 7)
     forge(path, lambda manifest: manifest["files"][0].update(name=name))
     with pytest.raises(CheckpointError, match=r"manifest.json: files.0.name"):
-        load(path)
+        verify(path)
 
 
 def test_a_file_that_holds_other_tensors_than_the_manifest_says_is_refused(run: RunDir) -> None:
     path = saved(run, 7)
     forge(path, lambda manifest: manifest["files"][0]["tensors"].pop("model/empty"))
     with pytest.raises(CheckpointError, match=r"rank-00000.safetensors holds other tensors"):
-        load(path)
+        verify(path)
 
 
 def test_a_fenced_attempt_commits_nothing(run: RunDir) -> None:
@@ -564,15 +583,20 @@ def test_a_fenced_attempt_commits_nothing(run: RunDir) -> None:
 # -- which one a training goes on from
 
 
+def newest_path(run: RunDir) -> Path | None:
+    newest = newest_complete(run, mpi=ALONE)
+    return newest and newest.path
+
+
 def test_training_goes_on_from_the_newest_that_is_whole(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    assert newest_whole(run, mpi=ALONE) is None
+    assert newest_complete(run, mpi=ALONE) is None
     paths = [saved(run, step) for step in (1, 2, 10, 1_000_000_000)]
     assert list_checkpoints(run) == paths
-    assert newest_whole(run, mpi=ALONE) == paths[3]
+    assert newest_path(run) == paths[3]
     flip(paths[3] / "rank-00000.safetensors", byte=500)
     (paths[2] / "manifest.json").unlink()
-    assert newest_whole(run, mpi=ALONE) == paths[1]
-    assert "passed over" in caplog.text
+    assert newest_path(run) == paths[1]
+    assert "not used: checkpoint" in caplog.text
 
 
 def test_neither_half_written_nor_half_deleted_ones_are_checkpoints(run: RunDir) -> None:
@@ -591,8 +615,8 @@ def newest_of_own(mpi: MPIContext, root: str) -> str | None:
         saved(run, step)
     if mpi.rank == 1:
         flip(run.checkpoint(2) / "rank-00000.safetensors", byte=500)
-    found = newest_whole(run, mpi=mpi)
-    return found and found.name
+    newest = newest_complete(run, mpi=mpi)
+    return newest and newest.path.name
 
 
 @pytest.mark.mpi
@@ -603,13 +627,13 @@ def test_ranks_that_see_different_directories_agree_on_the_oldest(tmp_path: Path
 def test_a_step_made_again_leaves_the_whole_checkpoint_of_it_alone(run: RunDir) -> None:
     saved(run, 2, seed=1)
     run.begin_attempt()
-    assert same_bits(load(saved(run, 2, seed=2))[1], seed=1)
+    assert same_bits(load(verify(saved(run, 2, seed=2)))[1], seed=1)
 
 
 def test_a_step_made_again_takes_the_place_of_a_damaged_checkpoint(run: RunDir) -> None:
     flip(saved(run, 2, seed=1) / "rank-00000.safetensors", byte=500)
     run.begin_attempt()
-    assert same_bits(load(saved(run, 2, seed=2))[1], seed=2)
+    assert same_bits(load(verify(saved(run, 2, seed=2)))[1], seed=2)
     assert names(run) == ["step-000000002", "step-000000002.damaged"]
 
 
@@ -628,10 +652,12 @@ def test_saving_clears_away_what_dead_attempts_left_and_nothing_else(run: RunDir
 def test_metrics_belong_to_a_checkpoint_only_if_it_was_evaluated_at_that_step(run: RunDir) -> None:
     later = position(7).advance(32, {"scale": 1.0})
     assert (later.step, later.samples_seen, later.metrics) == (8, 8 * 32, position(7).metrics)
-    assert verify(saved(run, 7)).metrics == position(7).metrics
-    assert verify(save(run, attempt=1, state=later, parts=whole(tensors()), mpi=ALONE)).metrics == {}
+    assert verify(saved(run, 7)).info.metrics == position(7).metrics
+    assert verify(save(run, attempt=1, state=later, parts=whole(tensors()), mpi=ALONE)).info.metrics == {}
     evaluated = later.evaluated({"evaluation/loss": 0.5}).model_copy(update={"step": 8})
-    assert verify(save(run, attempt=1, state=evaluated, parts={}, mpi=ALONE)).metrics == {}, "step 8 stays as it is"
+    assert verify(save(run, attempt=1, state=evaluated, parts={}, mpi=ALONE)).info.metrics == {}, (
+        "step 8 stays as it is"
+    )
 
 
 # -- which ones stay
@@ -652,7 +678,7 @@ def test_metrics_belong_to_a_checkpoint_only_if_it_was_evaluated_at_that_step(ru
 )
 def test_the_newest_and_the_best_stay(steps: list[int], best: int, keep_newest: int, expected: list[int]) -> None:
     infos = [CheckpointInfo(step=s, path=Path(str(s)), bytes=1, digest="", metrics={}, best=s == best) for s in steps]
-    assert [info.step for info in expendable(infos, keep_newest=keep_newest)] == expected
+    assert [info.step for info in prunable(infos, keep_newest=keep_newest)] == expected
 
 
 def test_a_removed_checkpoint_leaves_nothing(run: RunDir) -> None:
@@ -665,7 +691,7 @@ def test_a_removed_checkpoint_leaves_nothing(run: RunDir) -> None:
 
 def test_what_the_manifest_says_adds_up(run: RunDir) -> None:
     path = saved(run, 7)
-    info = verify(path)
+    info = verify(path).info
     assert info.bytes == sum(file.stat().st_size for file in path.iterdir())
     assert (info.step, info.path, info.best) == (7, path, False)
     listed = {name: entry for file in read_manifest(path).files for name, entry in file.tensors.items()}

@@ -1,0 +1,75 @@
+"""List the checkpoints of a run, and delete or set aside those that are not kept. Needs no torch.
+
+The name of a directory says what state it is in:
+
+    step-000000100                complete, unless a disk has damaged it since
+    step-000000100.partial-002    attempt 2 is writing it, or ended while writing it
+    step-000000100.damaged        failed its verification; kept for inspection
+    step-000000100.removed        is being deleted
+
+A directory gets its plain name by a rename after every byte of it is on the disk, and loses it before it is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from onward.trainer.errors import OnwardError
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.durable_files import fsync
+from onward.trainer.run.records import CheckpointInfo, Record, read_record
+
+
+class Announced(Record):
+    """The verified checkpoints of a run, oldest first."""
+
+    checkpoints: tuple[CheckpointInfo, ...] = ()
+
+
+def list_checkpoints(run: RunDir) -> list[Path]:
+    """Return the directories with the name of a complete checkpoint, oldest first."""
+    found = (path for path in run.checkpoints.glob("step-*") if re.fullmatch(r"step-\d{9,}", path.name))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def announced(run: RunDir) -> tuple[CheckpointInfo, ...]:
+    """Return the checkpoints that the checkpoint task has verified, oldest first; none without a readable list."""
+    with contextlib.suppress(OnwardError):
+        return read_record(run.announced, Announced).checkpoints
+    return ()
+
+
+def prunable(checkpoints: Iterable[CheckpointInfo], *, keep_newest: int) -> list[CheckpointInfo]:
+    """Return the verified checkpoints that are neither the best nor among the newest `keep_newest` (at least 1)."""
+    newest_first = sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
+    return [checkpoint for checkpoint in newest_first[max(1, keep_newest) :] if not checkpoint.best]
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint. It is renamed first, so that a half-deleted one is never taken for complete."""
+    doomed = path.with_name(f"{path.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)  # of a deletion that a crash interrupted
+    path.rename(doomed)
+    fsync(path.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing resumes from it; replaces an earlier damaged one of its step."""
+    aside = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    fsync(path.parent)
+    return aside
+
+
+def sweep(run: RunDir, *, attempt: int = 0) -> None:
+    """Delete unfinished deletions, and the unfinished checkpoints of attempts up to `attempt`."""
+    for path in run.checkpoints.glob("step-*"):
+        partial = re.fullmatch(r"step-\d+\.partial-(\d+)", path.name)
+        if path.name.endswith(".removed") or (partial and int(partial[1]) <= attempt):
+            shutil.rmtree(path, ignore_errors=True)  # another process may be deleting it, too

@@ -1,0 +1,227 @@
+"""Save a checkpoint: every rank writes one file, rank 0 the manifest, and a rename makes it valid.
+
+    all ranks    make the write plan (write_plan.py)
+    rank 0       mkdir step-000000100.partial-002
+    all ranks    write rank-0000N.safetensors, fsync
+    rank 0       write manifest.json, fsync, rename to step-000000100, fsync the directory
+
+A crash before the rename leaves a partial directory, which the next attempt deletes. After each line all ranks
+exchange the outcome; an error on one rank is raised by all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onward.trainer.checkpoint import retention
+from onward.trainer.checkpoint.exchange import gather, in_rounds
+from onward.trainer.checkpoint.load import verify_together
+from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Beat, FileEntry, Manifest, serialise
+from onward.trainer.checkpoint.train_state import TrainState
+from onward.trainer.checkpoint.write_plan import Part, Piece, WritePlan, make_write_plan
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.errors import CheckpointError, Fenced, OnwardError
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.durable_files import fsync
+
+SYNC_BYTES = 64 << 20
+"""What a rank writes between two fsyncs and exchanges with the other ranks. One fsync of everything at the end could
+take longer than the heartbeat and the other ranks wait."""
+
+
+def save(
+    run: RunDir,
+    *,
+    attempt: int,
+    state: TrainState,
+    parts: Mapping[str, Part],
+    mpi: MPIContext,
+    beat: Beat = lambda: None,
+) -> Path:
+    """Write a checkpoint; when this returns, it is on the disk and survives a power cut. Collective: every rank.
+
+    parts: checkpoint key -> what this rank holds. Ranks may hold equal or disjoint pieces, which together tile every
+    tensor. Each piece is written once. A complete checkpoint of the same step is left as it is. Raises, with the same
+    text on every rank and leaving earlier checkpoints as they are, CheckpointError when the disk is full or fails or
+    the parts do not tile the tensors, and Fenced when the run directory belongs to a newer attempt.
+    """
+    saving = _Saving(run, attempt, state, mpi, parts, make_write_plan(parts, mpi), beat)
+    try:
+        if "exists" in saving.together(saving.look_for_existing) and saving.is_complete():
+            return saving.final
+        saving.together(saving.make_directory)
+        results = saving.write_files()
+        saving.together(lambda: saving.commit(results))
+    except OnwardError:
+        if mpi.rank == 0:
+            shutil.rmtree(saving.partial, ignore_errors=True)
+        raise
+    return saving.final
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """One call of `save` on one rank."""
+
+    run: RunDir
+    attempt: int
+    state: TrainState
+    mpi: MPIContext
+    parts: Mapping[str, Part]
+    plan: WritePlan
+    beat: Beat
+
+    @property
+    def final(self) -> Path:
+        return self.run.checkpoint(self.state.step)
+
+    @property
+    def partial(self) -> Path:
+        return self.final.with_name(f"{self.final.name}.partial-{self.attempt:03d}")
+
+    def together(self, action: Callable[[], str]) -> list[str]:
+        """Run an action and return what it returned on every rank. If it raised on one, all ranks raise its error."""
+        try:
+            answer = f"ok {self._with_explained_errors(action)}"
+        except OnwardError as error:
+            answer = f"{type(error).__name__} {error}"
+        answers = [answer.partition(" ") for answer in gather(self.mpi, answer)]
+        for kind, _, sentence in answers:
+            if kind != "ok":
+                raise (Fenced if kind == "Fenced" else CheckpointError)(sentence)
+        return [sentence for _, _, sentence in answers]
+
+    def _with_explained_errors(self, action: Callable[[], str]) -> str:
+        """Run an action; raise an error of the operating system as CheckpointError that says what to do."""
+        try:
+            return action()
+        except OSError as error:
+            self.run.check_fence(self.attempt)  # a newer attempt deletes what this one writes, which is then Fenced
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            reason = self._free_space() if full else "check the disk, then resume"
+            raise CheckpointError(
+                f"step {self.state.step} could not be saved: {error.strerror}: {error.filename or self.partial}; "
+                f"{reason}; earlier checkpoints are unchanged"
+            ) from error
+
+    def _free_space(self) -> str:
+        free = os.statvfs(self.run.checkpoints if self.run.checkpoints.exists() else self.run.root)
+        return (
+            f"a checkpoint takes {self.plan.num_bytes:,} bytes, {free.f_bavail * free.f_frsize:,} bytes and "
+            f"{free.f_favail:,} inodes are free: make room, or lower checkpoint.keep_newest"
+        )
+
+    def look_for_existing(self) -> str:
+        """Return "exists" on rank 0 if there is a checkpoint of this step, complete or damaged."""
+        if self.mpi.rank != 0:
+            return ""
+        self.run.check_fence(self.attempt)
+        return "exists" if self.final.exists() else ""
+
+    def is_complete(self) -> bool:
+        """Return whether the existing checkpoint of this step verifies. Collective: every rank."""
+        try:
+            verify_together(self.final, mpi=self.mpi, beat=self.beat)
+        except CheckpointError:
+            return False
+        return True
+
+    def make_directory(self) -> str:
+        """Make the partial directory on rank 0."""
+        if self.mpi.rank != 0:
+            return ""
+        self.run.checkpoints.mkdir(exist_ok=True)
+        fsync(self.run.root)
+        retention.sweep(self.run, attempt=self.attempt)
+        if shutil.disk_usage(self.run.checkpoints).free < self.plan.num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run.checkpoints))
+        self.partial.mkdir()
+        return ""
+
+    def write_files(self) -> list[str]:
+        """Write this rank's file, in rounds with the other ranks; return "bytes sha256" of every rank's file."""
+        file, pieces = self.partial / _file_name(self.mpi.rank), self.plan.by_rank[self.mpi.rank]
+        with contextlib.closing(_write(file, _chunks(pieces, self.parts), self.beat)) as writing:
+            return in_rounds(writing, self.together)
+
+    def commit(self, results: Sequence[str]) -> str:
+        """Write the manifest and rename the directory, on rank 0."""
+        if self.mpi.rank != 0:
+            return ""
+        by_rank = zip(self.plan.by_rank, map(str.split, results), strict=True)
+        files = tuple(
+            FileEntry(name=_file_name(rank), bytes=int(size), sha256=digest, tensors={p.key: p.entry for p in pieces})
+            for rank, (pieces, (size, digest)) in enumerate(by_rank)
+        )
+        for file in files:
+            # a network file system may not show this rank what another one has written
+            if (found := (self.partial / file.name).stat().st_size) != file.bytes:
+                raise CheckpointError(f"{file.name} has {found:,} bytes on the disk, but {file.bytes:,} were written")
+        manifest = Manifest(world_size=self.mpi.world_size, state=self.state, tensors=self.plan.tensors, files=files)
+        path = self.partial / "manifest.json"
+        path.write_bytes(serialise(manifest))
+        fsync(path)
+        fsync(self.partial)
+        self.run.check_fence(self.attempt)
+        if self.final.exists():
+            retention.set_aside(self.final)
+        self.partial.rename(self.final)
+        fsync(self.run.checkpoints)
+        return ""
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _write(path: Path, chunks: Iterable[bytes | memoryview], beat: Beat) -> Generator[str]:
+    """Write a file. Yield "" whenever another SYNC_BYTES are on the disk, and at last "bytes sha256" of the file."""
+    digest, unsynced = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            digest.update(chunk)
+            file.write(chunk)
+            unsynced += len(chunk)
+            beat()
+            if unsynced >= SYNC_BYTES:
+                file.flush()
+                os.fsync(file.fileno())
+                unsynced = 0
+                yield ""
+        file.flush()
+        os.fsync(file.fileno())
+        result = f"{file.tell()} {digest.hexdigest()}"
+    yield result
+
+
+def _chunks(pieces: Iterable[Piece], parts: Mapping[str, Part]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file: length of the header, header, pieces. Copies at most one piece at a time.
+
+    Format: https://github.com/huggingface/safetensors#format. The library writes a file in one call, without
+    heartbeats, and the file would have to be read again for its digest.
+    """
+    # the largest items first, so that every piece is aligned to its item size
+    pieces = sorted(pieces, key=lambda piece: (-piece.itemsize, piece.key))
+    header: dict[str, Any] = {}
+    end = 0
+    for piece in pieces:
+        start, end = end, end + piece.num_bytes
+        header[piece.key] = {"dtype": piece.entry.dtype, "shape": piece.entry.shape, "data_offsets": (start, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # aligned in the file as well, so that pieces can be memory-mapped
+    yield len(text).to_bytes(8, "little") + text
+    for piece in pieces:
+        content = piece.content(parts).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(content), CHUNK_BYTES):
+            yield content[start : start + CHUNK_BYTES]

@@ -1,0 +1,43 @@
+"""The position of a training, and whether a configuration can continue from it. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.run.records import Record
+
+
+class TrainState(Record):
+    """The position of a training: together with the tensors, all that decides how it continues."""
+
+    step: int
+    """Weight updates made."""
+    samples_seen: int
+    scaler: dict[str, float]
+    """State of the loss scaler."""
+    metrics: dict[str, float]
+    """The last evaluation."""
+    evaluated_at: int = 0
+    """The step of that evaluation."""
+
+    def evaluated(self, metrics: dict[str, float]) -> TrainState:
+        """Return this position with the metrics of its evaluation."""
+        return self.model_copy(update={"metrics": metrics, "evaluated_at": self.step})
+
+    def advance(self, samples: int, scaler: dict[str, float]) -> TrainState:
+        """Return the position one step and `samples` samples later."""
+        moved = {"step": self.step + 1, "samples_seen": self.samples_seen + samples, "scaler": scaler}
+        return self.model_copy(update=moved)
+
+    def check_reachable(self, source: str, config: RunConfig, *, num_rows: int) -> None:
+        """Raise ConfigError when a training with this configuration and `num_rows` rows has no such position."""
+        num_steps, num_samples = config.num_steps(num_rows), config.total_samples(num_rows)
+        batch_size, left = config.train.global_batch_size, num_samples - self.samples_seen
+        if left < 0 or self.step + math.ceil(left / batch_size) != num_steps:
+            raise ConfigError(
+                f"{source} is at step {self.step} after {self.samples_seen:,} samples, which this configuration cannot "
+                f"reach: it makes {num_steps} steps of {batch_size} = {num_samples:,} samples; keep the batch size the "
+                "checkpoint was saved with, and train for at least as many samples"
+            )

@@ -1,0 +1,67 @@
+"""Scale the loss, so that fp16 gradients neither underflow nor overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from onward.trainer.config.sections import PrecisionConfig
+
+Remedy = Literal["again", "skip", "none"]
+MOST_SKIPS = 10
+"""Overflows in a row that a static scale may skip before training has diverged."""
+CONSTANT_STATE = {"scale": 1.0, "finite_updates": 0.0}
+"""What older checkpoints of fp32 and bf16 contain; a dynamic scale has a larger scale or count when it is saved."""
+
+
+class LossScaler:
+    """The factor by which the loss is multiplied before the backward pass, so that small fp16 gradients are not 0.
+
+        updates        1 ... 2000 | 2001 ... | overflow | ... 2000 more | ...
+        scale          65536      | 131072   | 65536    | 65536         | 131072
+
+    The rule of ORT training (orttraining, core/framework/loss_scaler): start at 2^16; double after 2000 finite updates
+    in a row, up to 2^24; halve after an overflow, down to 1, and count again from 0. A static scale is constant, and
+    in fp32 and bf16 the scale is 1. All ranks must make the same calls, so the loop sums the overflows first.
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self._config = config
+        self._dynamic = config.compute == "fp16" and not config.loss_scale
+        self.scale = 1.0
+        self._static = config.compute == "fp16" and config.loss_scale > 0
+        self._finite_updates = 0
+        self._skipped = 0
+        if config.compute == "fp16":
+            self.scale = config.loss_scale or config.initial_scale
+
+    def grow(self) -> None:
+        """Count a finite update, and double the scale after enough of them."""
+        self._finite_updates += self._dynamic
+        self._skipped = 0
+        if self._finite_updates >= self._config.growth_interval:
+            self.scale = min(2.0 * self.scale, self._config.max_scale)
+            self._finite_updates = 0
+
+    def overflow(self) -> Remedy:
+        """Return what to do with an update whose gradients overflowed on any rank; it must not be made.
+
+        "again": try the same step at half the scale (dynamic). "skip": skip the step, but not MOST_SKIPS times in a row
+        (static). "none": no smaller scale helps (fp32, bf16, or the smallest scale).
+        """
+        self._finite_updates = 0
+        self._skipped += 1
+        if self._dynamic and self.scale > 1.0:
+            self.scale = max(0.5 * self.scale, 1.0)
+            return "again"
+        return "skip" if self._static and self._skipped < MOST_SKIPS else "none"
+
+    def state(self) -> dict[str, float]:
+        """Return the state to be saved, as JSON; {} if the scale is constant."""
+        return {"scale": self.scale, "finite_updates": float(self._finite_updates)} if self._dynamic else {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from a saved state, at max_scale at most; ignore the state of a constant scale."""
+        if self._dynamic and any(state.get(key, 0.0) > least for key, least in CONSTANT_STATE.items()):
+            self.scale = min(state["scale"], self._config.max_scale)
+            self._finite_updates = int(state["finite_updates"])

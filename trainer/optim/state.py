@@ -1,0 +1,60 @@
+"""Name, save and load the state of an optimizer under the keys of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from onward.trainer.config.sections import OptimizerConfig
+from onward.trainer.distributed.weights import Placement, check_fit, optimizer_key, optimizer_state_in
+from onward.trainer.optim.optimizers import Weights, as_weights
+
+
+def optimizer_shapes(config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return checkpoint key -> full shape of all state, given the full shapes of all trained weights by name."""
+    fields: tuple[str, ...] = ("step", "moment_1", "moment_2")
+    if config.name == "sgd":
+        fields = ("momentum_buffer",) if config.momentum else ()
+    return {
+        optimizer_key(name, field): () if field == "step" else shape
+        for name, shape in shapes.items()
+        for field in fields
+    }
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, Tensor]:
+    """Return checkpoint key -> state tensor (not a copy of it); for a weight with several copies, that of the first."""
+    return {name: tensor for name, (tensor, _) in optimizer_parts(optimizer, weights).items()}
+
+
+def optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, tuple[Tensor, Placement]]:
+    """Return `optimizer_tensors` with placements: the weight's for state of its shape, else the full one."""
+    return {name: copies[0] for name, copies in _state(optimizer, weights).items()}
+
+
+def load_optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `optimizer/...` of `tensors` into the state of every copy of a weight; other tensors are ignored.
+
+    They are the parts that `optimizer_parts` names. Moments saved in another dtype are converted. Raises
+    CheckpointError, before anything is copied, naming what is missing, unexpected or of another shape.
+    """
+    state = _state(optimizer, weights)
+    given = optimizer_state_in(tensors)
+    shapes = {key: tuple(copies[0][0].shape) for key, copies in state.items()}
+    check_fit("the optimizer state", {key: tuple(tensor.shape) for key, tensor in given.items()}, shapes)
+    with torch.no_grad():
+        for key, copies in state.items():
+            for tensor, _ in copies:
+                tensor.copy_(given[key])
+
+
+def _state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, list[tuple[Tensor, Placement]]]:
+    """Return checkpoint key -> (state tensor, placement) of each copy of the weight."""
+    state: dict[str, list[tuple[Tensor, Placement]]] = {}
+    for weight in as_weights(weights):
+        for key, tensor in optimizer.state[weight.tensor].items():
+            placement = weight.placement if tensor.shape == weight.tensor.shape else Placement.full(tensor.shape)
+            state.setdefault(optimizer_key(weight.name, key), []).append((tensor, placement))
+    return state

@@ -60,7 +60,8 @@ def estimate_costs(
     running statistics. Raises UnsupportedModel when shapes depend on data.
     """
     device = next((tensor.device for tensor in inputs if tensor.device.type != "meta"), torch.device("cpu"))
-    modes = [(each, each.training) for each in module.modules()]  # stages share modules, and may be in another mode
+    # stages share modules with the graph, and a stage may be in another mode
+    modes = [(each, each.training) for each in module.modules()]
     module.train(training)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
@@ -81,7 +82,8 @@ class _CostInterpreter(fx.Interpreter):
         self._fake_attributes: dict[Tensor, Tensor] = {}
         self._counted: set[int] = set()
         """Storages that do not count any more: saved before, or inputs, or stored tensors."""
-        self._alive: list[Any] = []  # saved tensors; the address of a freed storage could be given to another
+        # saved tensors stay alive, because the address of a freed storage could be given to another one
+        self._alive: list[Any] = []
         self._kept_bytes = 0
         self._flops = FlopCounterMode(
             display=False,
@@ -100,13 +102,15 @@ class _CostInterpreter(fx.Interpreter):
         except RuntimeError as error:
             if not _depends_on_data(error):
                 raise
-            self.extra_traceback = False  # the message names the node; fx would append the node's source
+            # the message names the node; fx would append the node's source code
+            self.extra_traceback = False
             raise UnsupportedModel(
                 f"the shape of {n.name} depends on data ({error}), so the graph cannot be divided before it runs; "
                 "train it with parallel.pipeline = 1, parallel.zero = 0, parallel.units = 0 and recompute.mode = 'none'"
             ) from error
         outputs = [result] if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else []
         tensors = [output for output in outputs if isinstance(output, Tensor)]
+        # inputs and weights are in memory whether or not autograd saves them
         if n.op in ("placeholder", "get_attr"):
             self._counted |= {_storage(tensor) for tensor in tensors}
         self._costs[n.name] = NodeCost(

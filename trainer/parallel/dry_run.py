@@ -62,6 +62,7 @@ def dry_run(
             counter.ignore(fake)
             return fake.requires_grad_(tensor.requires_grad)
 
+        # the modules of training run, with their weights replaced: a copy would have to copy the data too
         with _fake_weights(stage.chain, fake_like):
             read = [inputs[position].detach() for position in stage.input_positions]
             arguments = [fake_like(value) for value in (*stage.received_meta, *read)]
@@ -73,6 +74,7 @@ def dry_run(
                     results: list[Tensor] = [loss(outputs)]
                 else:
                     results = [output for output in outputs if output.requires_grad]
+                # what the next stage sends back is in a receive buffer, which memory.py counts
                 gradients = [fake_like(result.detach()) for result in results]
                 if any(result.requires_grad for result in results):
                     torch.autograd.backward(results, gradients)
@@ -89,7 +91,8 @@ def _fake_weights(module: nn.Module, fake_like: Callable[[Tensor], Tensor]) -> I
         for name, tensor in table.items()
         if tensor is not None
     ]
-    fakes: dict[Tensor, Tensor] = {}  # a tied weight is stored under several names, and counts once
+    # a tied weight is stored under several names, and counts once
+    fakes: dict[Tensor, Tensor] = {}
     for table, name, tensor in stored:
         if tensor not in fakes:
             fake = fake_like(tensor.detach())
@@ -120,6 +123,7 @@ class MemoryCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # `wait_tensor` belongs to the collective before it
         if func.namespace == "_c10d_functional" and func._opname != "wait_tensor":
             self.collectives.append((func._opname, result.nbytes))
         for tensor in tree_leaves(result):
@@ -133,6 +137,7 @@ class MemoryCounter(TorchDispatchMode):
             return
         self._known.add(storage._cdata)
         self.current_bytes += storage.nbytes()
+        # the finalizer must not hold the storage itself, or it would never be freed
         weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
 
     def _remove(self, address: int, size: int) -> None:

@@ -90,6 +90,7 @@ class Estimate:
 
     def step_flops(self) -> float:
         """Return the time of a step in FLOPs: of the busiest rank, with its waiting and its messages."""
+        # the stages of a pipeline run at the pace of the slowest rank
         steps = self.config.train.gradient_accumulation_steps
         busiest = max(
             sum(map(self.stage_flops, rank.stages, rank.recomputed))
@@ -119,6 +120,7 @@ class Estimate:
             yield Traffic(
                 axis="tensor", what="all-reduce of activations", count=steps * len(most), bytes=steps * sum(most)
             )
+        # all ranks of a tensor-parallel group hold copies of these, and exchange their gradients
         replicated = max(
             sum(w.tensor.nbytes for w in rank.weights if w.trained and w.name not in self.layout.placements)
             for rank in self.ranks
@@ -140,6 +142,7 @@ class Estimate:
             bytes=passes * sum(gradients),
         )
         sizes = {weight.name: weight.tensor.nbytes for rank in self.ranks for weight in rank.weights if weight.trained}
+        # the first and the last stage may hold the same weight, such as an embedding that is also the output head
         tied = [sizes[name] for name in self.layout.shared if name in sizes]
         if tied:
             yield Traffic(axis="pipeline", what="gradients of tied weights", count=2 * len(tied), bytes=2 * sum(tied))
@@ -148,6 +151,7 @@ class Estimate:
         parallel, steps = self.config.parallel, self.config.train.gradient_accumulation_steps
         if not parallel.zero:
             trained = sum(weight.tensor.nbytes for weight in rank.weights if weight.trained)
+            # compression sends half precision
             factor = 2.0 if parallel.compression == "none" else 1.0
             yield Traffic(axis="data", what=f"gradients ({parallel.reduction})", count=1, bytes=int(factor * trained))
             return
@@ -159,6 +163,7 @@ class Estimate:
         gathered = gathers * sharding.total_bytes
         yield Traffic(axis="data", what="weights gathered", count=gathers * num_units, bytes=gathered)
         yield Traffic(axis="data", what="gradients scattered", count=scatters * num_units, bytes=scatters * trained)
+        # each group of `parallel.shard` replicas holds all shards, and the groups all-reduce their gradients
         if sharding.num_shards < parallel.data:
             between = 2 * trained // sharding.num_shards
             yield Traffic(axis="data", what="gradients between groups", count=num_units, bytes=between)

@@ -139,6 +139,7 @@ def zero_sharding(stages: Sequence[Stage], weights: Sequence[Weight], parallel: 
     """Return what trainer/parallel/replicas/zero.py shards, and what it gathers together."""
     sharded = [weight for weight in weights if parallel.zero and is_sharded(weight, zero=parallel.zero)]
     sizes = {weight.tensor: weight.tensor.nbytes for weight in sharded}
+    # a weight that several units of a stage use is gathered with none of them, but with the stage
     unit_bytes: list[int] = []
     for stage in stages:
         units = [[tensor for tensor in unit.parameters() if tensor in sizes] for unit in stage.chain.units]
@@ -190,6 +191,7 @@ def _optimizer_bytes(config: OptimizerConfig, trained: int) -> int:
 
 def _buffer_bytes(stages: Sequence[Stage], config: RunConfig, batch_bytes: int) -> int:
     """Return the size of the data, of this step and the next, and of torch's receive buffers, for all micro-batches."""
+    # one stage sends nothing, so there are no receive buffers
     received = 0
     for stage in stages if config.parallel.pipeline > 1 else ():
         received += sum(value.nbytes for value in stage.received_meta)

@@ -46,6 +46,7 @@ def plan(config: RunConfig) -> Plan:
     """
     device = torch.device("cuda" if config.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
     module = open_trainable(config).module
+    # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
     if config.parallel.sizes == "auto":
         return _choose(module, config, device)
@@ -134,6 +135,7 @@ def _choose(module: ImportedGraph, config: RunConfig, device: torch.device) -> P
         if estimate is not best:
             times = estimate.step_flops() / best.step_flops()
             considered.append(f"{estimate.name}: {_gib(estimate.peak_bytes)}, a step takes {times:.2f} times as long")
+    # estimated again, because the other estimates may have been made for a higher ZeRO stage
     chosen = _with(best.config, parallel={"memory_gib": config.parallel.memory_gib or limit / 2**30})
     return _estimate(module, chosen, device).record(limit=limit, considered=considered)
 
@@ -159,7 +161,8 @@ def _first_that_fits(module: ImportedGraph, config: RunConfig, device: torch.dev
     # selective recomputation saves time on GPUs only
     for mode in ("selective", "whole") if device.type == "cuda" else ("whole",):
         wanted = _with(estimate.config, recompute={"mode": mode}, parallel={"memory_gib": limit / 2**30})
-        with contextlib.suppress(ConfigError):  # raised when recomputing all units is not enough
+        # ConfigError: recomputing all units in this mode is not enough
+        with contextlib.suppress(ConfigError):
             estimate = _estimate(module, wanted, device)
             if estimate.peak_bytes <= limit:
                 return estimate

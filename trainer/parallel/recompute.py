@@ -46,7 +46,8 @@ def recompute(chain: Chain, mode: Mode, chosen: Collection[int]) -> None:
         return
     for number in chosen:
         unit = chain.units[number]
-        if hasattr(unit, "_orig_mod"):  # an OptimizedModule; to import that class takes a second
+        # `_orig_mod` is the mark of torch's OptimizedModule; to import that class takes a second
+        if hasattr(unit, "_orig_mod"):
             original: Any = unit._orig_mod
             compiled: Any = type(unit)
             chain.units[number] = compiled(Recomputed(original, selective=mode == "selective"), unit.dynamo_ctx)
@@ -67,6 +68,7 @@ class Recomputed(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self.unit(*values)  # type: ignore[no-any-return]
         options: dict[str, Any] = {"use_reentrant": False}
+        # nothing about random numbers here: `checkpoint` itself restores their state for the second pass
         if not torch.compiler.is_compiling():
             options["context_fn"] = partial(_contexts, self.unit, selective=self.selective)
         elif self.selective:
@@ -103,7 +105,8 @@ class _SecondPass:
         self._was_training = self._unit.training
         for owner, name, buffer in self._first:
             setattr(owner, name, buffer)
-        if not self._was_training:  # an evaluation ran between the forward and the backward pass
+        # an evaluation may have run between the forward and the backward pass
+        if not self._was_training:
             self._unit.train()
         self._inner.__enter__()
 
@@ -144,6 +147,7 @@ class _KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse_overwriting(func, args)
         result = func(*args, **(kwargs or {}))
         if _keeps_result(func, args, kwargs or {}):
+            # autograd attaches its history to the result itself, which would keep the graph of the first pass alive
             self._kept.setdefault(func, []).append(tree_map_only(Tensor, torch.detach, result))
             self._storages |= {x.untyped_storage()._cdata for x in tree_leaves(result) if isinstance(x, Tensor)}
         return result
@@ -178,7 +182,8 @@ class _ReuseResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"  # torch counts no FLOPs for this one
+# torch counts no FLOPs for this one
+ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 PRODUCTS = frozenset(flop_registry) | {getattr(torch.ops.aten, ATTENTION_ON_CPU)}
 """Matrix products, convolutions and attention: every operator for which torch counts FLOPs."""
 COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"})

@@ -105,9 +105,11 @@ class Pipeline:
         passes = [list(batches) for batches in _passes(micro_batches)]
         if self._check_gradients and self._scheduled and self._scheduled.splits_backward(len(passes[0])):
             self._check_zero_bubble(self._scheduled, passes[0], reducer, beat)
+        # padding micro-batches run their backward passes, but count neither targets nor BatchNorm updates
         real = [batch for batch in micro_batches if not batch.is_padding]
         num_targets = sum(self._loss.count(batch.labels, batch.size) for batch in real)
         reducer.begin(len(micro_batches), num_targets, len(real))
+        # the mean needs the number of targets everywhere: labels may be ignored, so ranks have different numbers
         total, wait_for_total = self._sum_over_replicas(num_targets)
         loss_sum = torch.zeros((), device=self._device)
 
@@ -120,7 +122,8 @@ class Pipeline:
 
         for batches in passes:
             self._run_pass(batches, scaled_loss, beat, training=not batches[0].is_padding)
-        wait_for_total()  # a rank without the last stage has not waited yet
+        # a rank without the last stage has not waited yet
+        wait_for_total()
         return loss_sum / total.clamp(min=1)
 
     @torch.no_grad()
@@ -149,7 +152,8 @@ class Pipeline:
         if self._scheduled:
             self._scheduled.run(batches, on_outputs, beat)
             return
-        for batch in batches:  # one rank has all stages
+        # one rank has all stages: no messages, and each micro-batch runs forward and backward before the next
+        for batch in batches:
             values: tuple[Tensor, ...] = ()
             with self._autocast():
                 for stage in self._stages:
@@ -193,6 +197,7 @@ class Pipeline:
                 try:
                     self._run_pass(batches, self._batch_loss, beat, training=True)
                 except RuntimeError as error:
+                    # a lost peer, or an error without zero_bubble, is not a fault of the schedule
                     if schedule == "interleaved" or type(error) is not RuntimeError or lost_a_peer(error):
                         raise
                     raise UnsupportedModel(

@@ -75,6 +75,7 @@ class _Splitter:
         for node in inputs:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
+        # a length that has crossed is a tensor here; the nodes that read it expect a number
         for length in sorted(lengths):
             copies[length] = graph.call_method("item", (copies[length],))
 

@@ -31,7 +31,7 @@ def load(build: Callable[[], onnx.ModelProto]) -> tuple[ImportedGraph, list[Tens
 
 
 def table(amounts: Sequence[int], sizes: Sequence[int]) -> tuple[list[CutPoint], list[int]]:
-    """A place after each node but the last, where so many bytes cross."""
+    """Return a cut point after each node but the last, with so many bytes crossing, and the work of the nodes."""
     return [CutPoint(place, ("x",), size, ("x",)) for place, size in enumerate(sizes, 1)], list(amounts)
 
 
@@ -40,23 +40,23 @@ def table(amounts: Sequence[int], sizes: Sequence[int]) -> tuple[list[CutPoint],
     [
         ([1, 1, 1, 1], [9, 9, 9], 1, []),
         ([1, 1, 1, 1], [9, 9, 9], 2, [2]),
-        ([1, 1, 1, 1], [1, 9, 1], 2, [2]),  # 3 to 1 is too uneven for any saving
+        ([1, 1, 1, 1], [1, 9, 1], 2, [2]),  # 3 and 1 is beyond the slack, however few bytes cross
         ([1, 1, 1, 1], [9, 9, 9], 4, [1, 2, 3]),
         ([6, 1, 1, 1], [9, 1, 1], 2, [1]),  # 7 is above 1.15 x 6
         ([9, 1, 1, 1, 1], [9, 1, 1, 1], 2, [2]),  # 10 is not above 1.15 x 9
-        ([1, 1, 1, 10], [5, 5, 5], 2, [3]),  # where the same crosses, nothing is gained by 11
+        ([1, 1, 1, 10], [5, 5, 5], 2, [3]),  # with equal bytes the smaller largest part wins over 11
         ([0, 0, 0], [3, 2], 2, [2]),
         ([10] * 20, [100] * 10 + [1] * 9, 2, [11]),
     ],
 )
-def test_the_greatest_part_is_nearly_least_and_then_the_least_crosses(
+def test_the_largest_part_is_nearly_the_smallest_possible_and_then_fewest_bytes_cross(
     amounts: list[int], sizes: list[int], num: int, cuts: list[int]
 ) -> None:
     assert [point.position for point in choose_cuts(*table(amounts, sizes), num)] == cuts
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_other_cuts_are_better(seed: int) -> None:
+def test_no_other_cuts_are_better_than_those_chosen(seed: int) -> None:
     draw = random.Random(seed)
     length, num = draw.randint(6, 10), draw.randint(2, 5)
     points, amounts = table([draw.randint(0, 20) for _ in range(length)], draw.choices(range(9), k=length - 1))
@@ -77,12 +77,12 @@ def test_no_other_cuts_are_better(seed: int) -> None:
     assert greatest(found) <= 1.002 * min(greatest(other) for other in near if crossing(other) <= crossing(found))
 
 
-def test_too_few_places_are_refused_with_their_number() -> None:
+def test_too_few_cut_points_are_refused_with_their_number() -> None:
     with pytest.raises(ConfigError, match="in 2 places only, so into 3 parts at most, not 5"):
         choose_cuts(*table([1, 1, 1], [1, 1]), 5)
 
 
-def test_real_graphs_are_cut_between_their_layers() -> None:
+def test_a_transformer_is_cut_between_its_layers() -> None:
     module, _, found = load(graphs.tiny_transformer)
     points, amounts = find_cut_points(module.graph, found), node_work(module.graph, found)
     (middle,) = choose_cuts(points, amounts, 2)
@@ -96,7 +96,7 @@ def test_real_graphs_are_cut_between_their_layers() -> None:
 
 
 def unit_cuts(build: Callable[[], onnx.ModelProto], num: int, borders: Sequence[str] = ()) -> list[list[CutPoint]]:
-    """The cuts inside each stage."""
+    """Return the unit cuts of each stage."""
     module, _, found = load(build)
     points, amounts = find_cut_points(module.graph, found), node_work(module.graph, found)
     stages = cuts_by_name(module.graph, points, borders)
@@ -111,13 +111,13 @@ def unit_cuts(build: Callable[[], onnx.ModelProto], num: int, borders: Sequence[
     ("num", "borders", "expected"),
     [(1, (), [0]), (3, (), [2]), (99, (), [7]), (2, ("Add_35",), [1, 1]), (99, ("Add_35",), [3, 3])],
 )
-def test_units_end_at_narrow_places_as_many_as_asked_for_in_each_stage(
+def test_each_stage_has_the_configured_number_of_units_as_far_as_it_has_narrow_cuts(
     num: int, borders: tuple[str, ...], expected: list[int]
 ) -> None:
     assert [len(cuts) for cuts in unit_cuts(graphs.tiny_transformer, num, borders)] == expected
 
 
-def test_left_to_the_graph_a_unit_has_weights_worth_sending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_each_unit_has_at_least_unit_bytes_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unit_cuts(graphs.tiny_llama, 0) == [[]], "too small for more than one"
     total = sum(weight.nbytes for weight in to_module(graphs.tiny_llama()).parameters())
     monkeypatch.setattr(balance, "UNIT_BYTES", total // 3)

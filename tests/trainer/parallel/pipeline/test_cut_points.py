@@ -25,10 +25,10 @@ def load(build: Callable[[], onnx.ModelProto]) -> tuple[ImportedGraph, list[Tens
     return module.train(), inputs, estimate_costs(module, inputs)
 
 
-# -- where it may be cut
+# -- where a graph may be cut
 
 
-def test_what_is_no_tensor_or_part_of_a_sum_does_not_cross() -> None:
+def test_tuples_and_values_inside_a_tensor_parallel_region_do_not_cross() -> None:
     module, _, found = load(graphs.tiny_transformer)
     crossing = {name for point in find_cut_points(module.graph, found) for name in point.crossing}
     assert not crossing & {"split", "split_1"}, "a tuple"
@@ -39,7 +39,7 @@ def test_what_is_no_tensor_or_part_of_a_sum_does_not_cross() -> None:
     assert all("add_6" not in point.crossing for point in points)
 
 
-def test_narrow_counts_what_has_a_gradient() -> None:
+def test_a_cut_is_narrow_where_exactly_one_crossing_tensor_has_a_gradient() -> None:
     module, inputs, found = load(graphs.tiny_bert)
     at = {point.crossing: point.is_narrow for point in find_cut_points(module.graph, found)}
     assert at["mul",] is False
@@ -55,7 +55,7 @@ def test_narrow_counts_what_has_a_gradient() -> None:
 
 
 def named_like_nodes() -> onnx.ModelProto:
-    """`relu`, `tanh` and `tanh:0` are tensors of the file, and others than the nodes that are called so."""
+    """A file with tensors `relu`, `tanh` and `tanh:0`, which are not the fx nodes of these names."""
     g = GraphWriter("named_like_nodes")
     x = g.op("MatMul", g.input("x", ("batch", 4)), g.weight("w", g.normal(0.5, 4, 4)), outputs="relu")
     g.op("Sigmoid", g.op("Relu", g.op("Tanh", x, outputs="tanh:0"), outputs="tanh"), outputs="y")
@@ -81,7 +81,7 @@ def test_a_cut_is_named_by_the_tensors_that_cross_it(case: str) -> None:
     assert [point.position for point in points] == positions
 
 
-def test_masks_cross_unnamed_but_do_not_name_a_cut_where_others_cross() -> None:
+def test_masks_may_cross_unnamed_but_do_not_name_a_cut_alone() -> None:
     module, _, found = load(graphs.tiny_bert)
     points = find_cut_points(module.graph, found)
     assert cuts_by_name(module.graph, points, ["Add_48"])[0].crossing == ("mul", "add_8")
@@ -90,7 +90,7 @@ def test_masks_cross_unnamed_but_do_not_name_a_cut_where_others_cross() -> None:
         cuts_by_name(module.graph, points[5:], ["Mul_3"])
 
 
-def test_the_files_names_are_stronger_than_the_nodes_and_may_hold_a_colon() -> None:
+def test_a_name_in_the_file_wins_over_that_of_a_node_and_may_hold_a_colon() -> None:
     module, _, found = load(named_like_nodes)
     points = find_cut_points(module.graph, found)
     assert [point.crossing for point in points] == [("matmul",), ("tanh",), ("relu",)]
@@ -98,7 +98,7 @@ def test_the_files_names_are_stronger_than_the_nodes_and_may_hold_a_colon() -> N
     assert cuts_by_name(module.graph, points, ["matmul"]) == points[:1]
 
 
-def test_every_wrong_cut_is_refused_at_once() -> None:
+def test_all_wrong_cuts_are_refused_in_one_error() -> None:
     module, _, found = load(graphs.tiny_transformer)
     points = find_cut_points(module.graph, found)
     with pytest.raises(ConfigError) as raised:

@@ -1,4 +1,4 @@
-"""Wherever a graph is cut, its parts compute the same bits; what crosses; where it is cut, and why it is not."""
+"""The parts of a graph compute bit for bit what the graph computes, wherever it is cut; what crosses a cut."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from onward.trainer.parallel.pipeline.stage import Chain, Stage, build_stages
 from tests.support import graphs
 from tests.support.trained_models import running_statistics
 
-# -- graphs that the models do not have
+# -- graphs with lengths that cross cuts
 
 
 def doubled() -> onnx.ModelProto:
-    """Multiplies by the length of what nobody reads at the end: `x` [batch, rows, 4] -> `z` [batch, 4], `x`, `count`.
+    """Multiplies by a length of a tensor that no later node reads: `x` [batch, rows, 4] -> `z` [batch, 4], `x`, count.
 
     `noise` is random, though computed from a weight alone.
     """
@@ -47,8 +47,9 @@ def doubled() -> onnx.ModelProto:
 
 
 def halved() -> onnx.ModelProto:
-    """Divides by a length that a stride has made: `x` [batch, 4, time] -> `y` [batch, 4]. Where the graph is traced,
-    half of the time is the batch."""
+    """Divides by the length that a stride leaves: `x` [batch, 4, time] -> `y` [batch, 4].
+
+    At the size of the example this length is equal to that of the batch."""
     g = GraphWriter("halved")
     x = g.op("Conv", g.input("x", ("batch", 4, "time")), g.weight("w", g.normal(0.5, 4, 4, 3)), strides=[2])
     steps = g.op("Gather", g.op("Shape", x), g.weight("two", np.array(2)))
@@ -92,7 +93,7 @@ def _kinds(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
 
 
 def step(module: ImportedGraph, compute: Callable[[], tuple[Tensor, ...] | Tensor]) -> list[Tensor]:
-    """Outputs, gradients and running statistics of a training step, which leaves no trace."""
+    """Return outputs, gradients and running statistics of a training step, and undo the step."""
     before = {name: tensor.clone() for name, tensor in running_statistics(module).items()}
     torch.manual_seed(0)
     outputs = compute()
@@ -114,7 +115,7 @@ def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_cut_anywhere_and_everywhere_the_parts_compute_the_same_bits(name: str) -> None:
+def test_parts_compute_the_same_bits_wherever_the_graph_is_cut(name: str) -> None:
     module, inputs, found = load(MODELS[name])
     expected = step(module, lambda: module(*inputs))
     points = find_cut_points(module.graph, found)
@@ -126,7 +127,7 @@ def test_cut_anywhere_and_everywhere_the_parts_compute_the_same_bits(name: str) 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_chain_of_all_units_is_the_graph(name: str) -> None:
+def test_a_chain_of_all_parts_computes_what_the_graph_computes(name: str) -> None:
     module, inputs, found = load(MODELS[name])
     parts = split(module, find_cut_points(module.graph, found))
     assert [node for part in parts for node in part.nodes] == [node.name for node in partitioned_nodes(module.graph)]
@@ -139,7 +140,7 @@ def test_a_chain_of_all_units_is_the_graph(name: str) -> None:
         assert same(step(module, lambda chain=chain: chain(*inputs)), expected)
 
 
-def test_stages_know_their_weights_by_the_files_names() -> None:
+def test_stages_name_their_weights_as_the_file_does() -> None:
     module, _, found = load(graphs.tiny_transformer)
     first, *_, last = cut_in(module, find_cut_points(module.graph, found), found)
     names = [list(named_weights(next(iter(stage.chain.units.children())))) for stage in (first, last)]
@@ -150,7 +151,7 @@ def test_stages_know_their_weights_by_the_files_names() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_computed_from_weights_constants_and_lengths_alone_never_crosses(name: str) -> None:
+def test_values_of_weights_constants_and_lengths_alone_never_cross(name: str) -> None:
     module, _, found = load(MODELS[name])
     of_data: set[str] = set()
     for node in module.graph.nodes:  # `noise` is the exception: drawn twice, it would be another
@@ -161,7 +162,7 @@ def test_what_is_computed_from_weights_constants_and_lengths_alone_never_crosses
         assert of_data >= {*point.crossing}
 
 
-def test_masks_cross_up_to_their_last_reader_and_integer_inputs_come_from_the_data() -> None:
+def test_masks_cross_up_to_their_last_reader_and_inputs_come_from_the_data() -> None:
     module, _, found = load(graphs.tiny_bert)
     narrow = [point for point in find_cut_points(module.graph, found) if point.is_narrow]
     stages = cut_in(module, narrow[::3], found)
@@ -179,7 +180,7 @@ def test_masks_cross_up_to_their_last_reader_and_integer_inputs_come_from_the_da
     assert [stage.input_positions for stage in stages] == [(0,), (), (1,)], "labels go to the stage of the loss alone"
 
 
-def test_a_length_is_read_from_an_input_or_what_crosses_or_crosses_itself() -> None:
+def test_a_length_is_rematerialised_where_its_tensor_is_at_hand_and_crosses_elsewhere() -> None:
     module, inputs, found = load(doubled)
     for point in find_cut_points(module.graph, found):
         first, last = cut_in(module, [point], found)
@@ -194,7 +195,7 @@ def test_a_length_is_read_from_an_input_or_what_crosses_or_crosses_itself() -> N
     )
 
 
-def test_a_stage_adapts_to_other_lengths_than_it_was_cut_for() -> None:
+def test_stages_run_with_other_lengths_than_those_of_the_example() -> None:
     for build in (graphs.tiny_llama, graphs.tiny_bert, doubled, halved):
         model = build()
         module, _, found = load(build)

@@ -59,19 +59,19 @@ def checked_config(config: Config, overrides: Overrides = (), /, **sections: Any
 def _load(config: Config, overrides: Overrides, sections: Mapping[str, Any], *, check_files: bool) -> RunConfig:
     from onward.flows.examples import Example, find_config
     from onward.trainer.config.loading import Override, load_config
-    from onward.trainer.diagnostics.config_check import check_sections
+    from onward.trainer.diagnostics.config_check import check_files_and_data
 
     changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides), *sections.items()]
     source = find_config(os.fspath(config)) if isinstance(config, str | os.PathLike) else config
     if not isinstance(source, Example):
-        return load_config(source, changes, check=check_sections) if check_files else load_config(source, changes)
+        return load_config(source, changes, check=check_files_and_data) if check_files else load_config(source, changes)
     example = source
 
     def check(sections: Mapping[str, Any]) -> list[str]:
         if (model := sections.get("model")) and model.path == example.model:
             with contextlib.suppress(OSError):  # reported below: the file does not exist, ONWARD_HOME is not writable
                 example.write_model()
-        return check_sections(sections)
+        return check_files_and_data(sections)
 
     changes.insert(0, ("model.path", example.model))
     return load_config(example.config, changes, check=check) if check_files else load_config(example.config, changes)
@@ -105,7 +105,7 @@ def resume(run: str = "last") -> RunOutcome:
     require_flow("onward.resume")
     from onward.flows.runs import find_run, is_running
     from onward.trainer.config.loading import build_config
-    from onward.trainer.diagnostics.config_check import check_sections
+    from onward.trainer.diagnostics.config_check import check_files_and_data
     from onward.trainer.run.directory import onward_home, read_config
 
     found, home = find_run(run), onward_home().resolve()
@@ -115,7 +115,7 @@ def resume(run: str = "last") -> RunOutcome:
         )
     if is_running(found):
         raise ConfigError(f"{found.root.name} is running already; `onward status {found.root.name[:8]}` shows its step")
-    resolved = build_config(dict(read_config(found)), check=check_sections)
+    resolved = build_config(dict(read_config(found)), check=check_files_and_data)
     return _train(resolved, resume=found.root.name)
 
 

@@ -26,7 +26,7 @@ from onward.tasks.subprocesses import run_module
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import model_digest
-from onward.trainer.diagnostics.config_check import check_sections
+from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.run.directory import RunDir, onward_home, read_config, refusal_in
@@ -49,7 +49,7 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
     Raises ConfigError with all problems at once, and the errors of `identify`.
     """
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
-    config = build_config(dict(settings), check=check_sections)
+    config = build_config(dict(settings), check=check_files_and_data)
     if run.config.exists():
         saved = read_config(run)
         refuse_changes(saved, config)

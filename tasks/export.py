@@ -27,7 +27,7 @@ from onward.tasks.subprocesses import run_module
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import ExportConfig
 from onward.trainer.data.signature import TensorInfo, model_digest, read_signature
-from onward.trainer.diagnostics.config_check import in_the_way
+from onward.trainer.diagnostics.config_check import export_conflicts
 from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, example_in, read_config, refusal_in, variant_in
 from onward.trainer.run.durable_files import durable_file
@@ -98,7 +98,7 @@ def export_file(
     """
     extras = extras or read_config(run).export
     source = read_config(run).model.path
-    if out and (problems := in_the_way(out.absolute(), source, extras.variants)):
+    if out and (problems := export_conflicts(out.absolute(), source, extras.variants)):
         raise ConfigError(problems)  # before the export, which takes minutes for a large model
     if out is None:
         return _run_process(run, checkpoint, run.export, extras)
@@ -174,7 +174,7 @@ def copy_to(target: Path, exported: ExportedModel, *, source: Path) -> ExportedM
     """
     folder = target.parent
     written = [variant for variant in exported.variants if variant.path]
-    if problems := in_the_way(target, source, [variant.kind for variant in written]):
+    if problems := export_conflicts(target, source, [variant.kind for variant in written]):
         raise RuntimeUnavailable(f"cannot write the exported file to {target}: {why}" for why in problems)
     places = {variant.kind: target.with_name(f"{target.stem}.{variant.kind}.onnx") for variant in written}
     copies = {file: folder / file.relative_to(exported.path.parent) for file in exported.beside}

@@ -1,6 +1,6 @@
-"""What a configuration names in the world: the model file, the data, directories to write to.
+"""Check the files that a configuration names: the model, the data, and directories to write to.
 
-Asked by the command line before anything is started, and by the configure task; without torch.
+The command line runs these checks before it starts anything, and so does the configure task; they need no torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from onward.trainer.onnx_graph.index import locations
 from onward.trainer.run.directory import onward_home
 
 
-def check_sections(sections: Sections) -> list[str]:
-    """One sentence for everything the sections name that is absent or does not fit; [] when all is well.
+def check_files_and_data(sections: Sections) -> list[str]:
+    """Return a sentence for each file that is absent and for data that does not fit the model; [] if there is none.
 
-    Judges what can be judged: sections that could not be read may be missing.
+    Sections that could not be read may be missing; the others are checked.
     """
     model, data = sections.get("model"), sections.get("data")
     model_problems = _model(model) if model else []
@@ -78,7 +78,7 @@ def _paths(sections: Sections) -> list[str]:
     export, model = sections.get("export"), sections.get("model")
     if isinstance(export, ExportConfig) and export.path:
         source = model.path if isinstance(model, ModelConfig) else None
-        problems += [f"export.path: {why}" for why in in_the_way(Path(export.path), source, export.variants)]
+        problems += [f"export.path: {why}" for why in export_conflicts(Path(export.path), source, export.variants)]
     if not _writable(onward_home()):
         problems.append(
             f"cannot write to {onward_home()}, where runs are kept; set ONWARD_HOME to a directory of yours"
@@ -86,10 +86,10 @@ def _paths(sections: Sections) -> list[str]:
     return problems
 
 
-def in_the_way(target: Path, source: Path | None, variants: Iterable[str] = ()) -> list[str]:
-    """Why the trained file, its variants and the files it keeps weights in cannot be written to `target` and beside it.
+def export_conflicts(target: Path, source: Path | None, variants: Iterable[str] = ()) -> list[str]:
+    """Return why the trained file, its variants and its external data cannot be written to `target` and beside it.
 
-    `source`: the file that came in. Neither it, nor its weights, nor those of another model are written over.
+    `source`: the original file. Neither it, nor its external data, nor that of another model may be overwritten.
     """
     if target.is_dir():
         return [f"{target} is a directory; name the file to write, such as {target}/model.onnx"]
@@ -101,13 +101,13 @@ def in_the_way(target: Path, source: Path | None, variants: Iterable[str] = ()) 
     problems = [
         f"{place} is the model that is trained; choose another name" for place in places if _same(place, source)
     ]
-    own = _sides(source)
+    own = _external_files(source)
     if taken := [name for name in own if _same(target.parent / name, source.parent / name)]:
         problems.append(
-            f"the exported file keeps weights in {', '.join(taken)}, and in {target.parent} those are the original's; "
-            "choose another directory"
+            f"the exported file keeps weights in {', '.join(taken)}, and in {target.parent} those belong to the "
+            "original; choose another directory"
         )
-    former = _sides(target) if target.is_file() else []
+    former = _external_files(target) if target.is_file() else []
     if foreign := [name for name in own if name not in (*taken, *former) and (target.parent / name).exists()]:
         problems.append(
             f"the exported file keeps weights in {', '.join(foreign)}, which in {target.parent} is no file of "
@@ -116,8 +116,8 @@ def in_the_way(target: Path, source: Path | None, variants: Iterable[str] = ()) 
     return problems
 
 
-def _sides(model: Path) -> list[str]:
-    """The files a model keeps weights in; none if it cannot be read."""
+def _external_files(model: Path) -> list[str]:
+    """Return the names of a model's external data files; [] if it cannot be read."""
     try:
         return locations(onnx.load(model, load_external_data=False))
     except (DecodeError, OSError, ValueError):
@@ -129,6 +129,6 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _writable(directory: Path) -> bool:
-    """Whether files can be made there, or the directory itself can."""
+    """Whether files can be written there, or the directory can be made."""
     nearest = next(parent for parent in (directory, *directory.parents) if parent.exists())
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

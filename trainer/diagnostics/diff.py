@@ -1,4 +1,4 @@
-"""What distinguishes two ONNX files: structure, metadata, and every tensor by how far it moved."""
+"""Compare two ONNX files: structure, metadata, and how far each tensor changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from onward.trainer.run.records import Record
 
 
 class TensorChange(Record):
-    """One initializer, or the tensor of one Constant node, that is not the same in both files."""
+    """One initializer, or tensor of a Constant node, that differs between the files."""
 
     name: str
     change: Literal["added", "removed", "another shape or type", "values"]
@@ -36,17 +36,17 @@ class TensorChange(Record):
     """Type and shape, such as float32 [8, 3]."""
     after: str = ""
     changed: int = 0
-    """How many of its elements differ."""
+    """Number of elements that differ."""
     relative: float | None = None
-    """L2 norm of the change over the L2 norm of what it was; None where that is 0."""
+    """L2 norm of the change over the L2 norm before; None if that is 0."""
     greatest: float | None = None
     """The greatest absolute change of one element."""
     cosine: float | None = None
-    """Between what it was and what it is; None where one of them is 0."""
+    """Cosine similarity of before and after; None if one of them is 0."""
 
 
 class NodeChange(Record):
-    """One node that is not the same in both files."""
+    """One node that differs between the files."""
 
     node: str
     operator: str
@@ -54,12 +54,12 @@ class NodeChange(Record):
 
 
 class Difference(Record):
-    """Everything that distinguishes B from A."""
+    """All differences of file B from file A."""
 
     a: Path
     b: Path
     same_bytes: bool
-    """The .onnx files, and all files their tensors are in, are equal byte for byte."""
+    """The .onnx files and their external data are equal byte for byte."""
     model: tuple[str, ...]
     """Opsets, producer, metadata, functions."""
     interface: tuple[str, ...]
@@ -70,12 +70,12 @@ class Difference(Record):
 
     @property
     def same(self) -> bool:
-        """Whether the two say the same, though perhaps in other bytes."""
+        """Whether the content is the same, though perhaps serialized to other bytes."""
         return not (self.model or self.interface or self.nodes or self.tensors)
 
 
 def compare(a: Path, b: Path) -> Difference:
-    """Compare two files; tensors are read in pieces, so memory does not grow with those kept in other files.
+    """Compare two files; external data is read in chunks, so memory does not grow with it.
 
     Raises ConfigError or UnsupportedModel when one of them cannot be read.
     """
@@ -108,10 +108,10 @@ def _read(path: Path) -> onnx.ModelProto:
 
 
 def _incomplete(model: onnx.ModelProto) -> Iterator[str]:
-    """One sentence for each tensor of the graph whose values cannot be those of its type and shape."""
+    """Yield a sentence for each tensor whose data does not fit its type and shape."""
     for name, proto in stored_protos(model.graph):
         if proto.data_type not in TensorProto.DataType.values():
-            yield f"tensor {name!r} is of type number {proto.data_type}, which this onnx does not know"
+            yield f"tensor {name!r} is of type number {proto.data_type}, which the installed onnx does not know"
         elif proto.data_type in BYTEWISE_DTYPES and not is_external(proto):
             size, wanted = _num_values(proto), math.prod(proto.dims)
             if size != wanted:
@@ -187,7 +187,7 @@ def _type_name(element_type: int) -> str:
 
 
 def _node_changes(a: onnx.GraphProto, b: onnx.GraphProto) -> Iterator[NodeChange]:
-    """Nodes are the same one if they compute a tensor of the same name, or else bear the same name."""
+    """Yield differences of nodes; two nodes correspond if they have the same first output, or else the same name."""
     before, after = ({_key(node): node for node in graph.node} for graph in (a, b))
     named = {node.name: node for key, node in after.items() if node.name and key not in before}
     pairs = [(node, after.get(key) or named.get(node.name)) for key, node in before.items()]
@@ -201,7 +201,7 @@ def _node_changes(a: onnx.GraphProto, b: onnx.GraphProto) -> Iterator[NodeChange
     kept = [_key(counterpart) for _, counterpart in pairs if counterpart is not None]
     order = [key for key in after if key in set(kept)]
     if kept != order:
-        yield NodeChange(node="", operator="", change="the nodes come in another order")
+        yield NodeChange(node="", operator="", change="the order of nodes differs")
 
 
 def _key(node: onnx.NodeProto) -> str:
@@ -257,7 +257,7 @@ def _tensor_changes(
             changes.append(
                 TensorChange(name=name, change="another shape or type", before=_shape(was), after=_shape(now))
             )
-        elif change := _moved(name, (was, base_a), (now, base_b)):
+        elif change := _tensor_change(name, (was, base_a), (now, base_b)):
             changes.append(change)
         else:
             equal += 1
@@ -270,8 +270,8 @@ def _shape(proto: TensorProto) -> str:
     return f"{_type_name(proto.data_type)} {list(proto.dims)}"
 
 
-def _moved(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto, Path]) -> TensorChange | None:
-    """How far a tensor moved; None if its values are the same, bit by bit."""
+def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto, Path]) -> TensorChange | None:
+    """Return how far a tensor changed; None if its values are equal bit by bit."""
     shape = _shape(a[0])
     if a[0].data_type not in BYTEWISE_DTYPES:
         same = [_content(*side) for side in (a, b)]
@@ -302,11 +302,11 @@ def _moved(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto, Path]) 
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Element size in bytes -> the integers whose equality is that of the bits."""
+"""Element size in bytes -> integers of that size, which are equal exactly if the bits are (NaN included)."""
 
 
 def _content(proto: TensorProto, base: Path) -> bytes:
-    """The values of a tensor of a type that is not computed with, as bytes."""
+    """Return the bytes of a tensor whose type torch cannot compute with."""
     if not is_external(proto):
         strings = [len(each).to_bytes(8) + each for each in proto.string_data]  # an array of them holds addresses
         return b"".join(strings) or numpy_helper.to_array(proto).tobytes()

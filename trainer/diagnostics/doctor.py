@@ -1,4 +1,4 @@
-"""What an ONNX file is to training: its weights and why each is trained or not, its operators, what to look out for."""
+"""Report how an ONNX file would be trained: the role of each weight, its operators, and warnings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 from onnx import defs, inliner
 
-from onward.trainer.diagnostics.exporter_warnings import Patient, symptoms
+from onward.trainer.diagnostics.exporter_warnings import AuditInput, exporter_warnings
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import byte_range, is_external
@@ -47,11 +47,11 @@ class Operator(Record):
     """rule, definition (ONNX's own, by simpler operators), onnx2torch, your converter, function (the file's own), or
     nothing."""
     leaves: int = 0
-    """How many of them are computed by the rule each time the graph runs, because their shapes depend on data."""
+    """Number of runtime nodes among them: lowered each time the graph runs, because their shapes depend on data."""
 
 
 class Unsupported(Record):
-    """What cannot be imported."""
+    """A node or tensor that cannot be imported."""
 
     where: str
     """The node's name, or that of a tensor."""
@@ -61,26 +61,26 @@ class Unsupported(Record):
     remedy: str
 
 
-class Symptom(Record):
-    """Something that is allowed and may not be what was meant."""
+class ExporterWarning(Record):
+    """Something that is allowed but perhaps not intended."""
 
     what: str
     remedy: str
 
 
 class Total(Record):
-    """How many tensors and numbers are of one kind."""
+    """Number of tensors of one kind, and of their elements."""
 
     tensors: int
     values: int
 
 
 class Diagnosis(Record):
-    """Everything there is to know of a file before training it."""
+    """The report on one file."""
 
     path: Path
     size_bytes: int
-    """Of the file and of those it keeps tensors in."""
+    """Of the file and of its external data."""
     producer: str
     ir_version: int
     opsets: dict[str, int]
@@ -91,34 +91,34 @@ class Diagnosis(Record):
     weights: tuple[Weight, ...]
     operators: tuple[Operator, ...]
     unsupported: tuple[Unsupported, ...]
-    warnings: tuple[Symptom, ...]
+    warnings: tuple[ExporterWarning, ...]
 
 
 def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
-    """Read a file and say how it would be trained, with one's own `converters` as in [model].
+    """Read a file and report how it would be trained, with the user's `converters` as in [model].
 
     Raises ConfigError or UnsupportedModel if it cannot be read.
     """
     load_converters(converters)
     model = load_model(path)
-    patient, problems = Patient(model, path.parent), list[str]()
+    audit, problems = AuditInput(model, path.parent), list[str]()
     try:
         module = to_module(model, base=path.parent)
-        patient.leaves = Counter(leaf.node.op_type for leaf in module.modules() if isinstance(leaf, RuntimeNode))
+        audit.runtime_nodes = Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode))
     except UnsupportedModel as error:
         problems = list(error.problems)
-    if model.functions:
-        patient.model = inliner.inline_local_functions(model)
+    if model.functions:  # roles are found by the operators that read a tensor, so functions are inlined
+        audit.model = inliner.inline_local_functions(model)
     try:
-        patient.stored = stored_tensors(model.graph, path.parent)
-        found = find_roles(patient.model.graph, patient.stored)
-        patient.copies = find_copies(patient.stored, found)
-        patient.roles = roles_of_copies(found, patient.copies)
+        audit.stored = stored_tensors(model.graph, path.parent)
+        found = find_roles(audit.model.graph, audit.stored)
+        audit.copies = find_copies(audit.stored, found)
+        audit.roles = roles_of_copies(found, audit.copies)
     except UnsupportedModel as error:
         problems = list(dict.fromkeys([*error.problems, *problems]))
     sides = {byte_range(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
     own = {tensor.name for tensor in model.graph.initializer}
-    weights = tuple(_weights(patient))
+    weights = tuple(_weights(audit))
     return Diagnosis(
         path=path,
         size_bytes=sum(file.stat().st_size for file in (path, *(path.parent / side for side in sides))),
@@ -130,9 +130,9 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         importable=not problems,
         totals=_totals(weights),
         weights=weights,
-        operators=tuple(_operators(model, patient.leaves)),
+        operators=tuple(_operators(model, audit.runtime_nodes)),
         unsupported=tuple(_unsupported(problem, model) for problem in problems),
-        warnings=tuple(Symptom(what=what, remedy=remedy) for what, remedy in symptoms(patient)),
+        warnings=tuple(ExporterWarning(what=what, remedy=remedy) for what, remedy in exporter_warnings(audit)),
     )
 
 
@@ -144,15 +144,15 @@ def _value(value: onnx.ValueInfoProto) -> str:
     return f"{value.name} {element_type_name(kind.elem_type).lower()} [{', '.join(dims)}]"
 
 
-def _weights(patient: Patient) -> Iterator[Weight]:
-    places = dict(stored_protos(patient.model.graph))
-    for name, role in patient.roles.items():
-        tensor, proto = patient.stored.get(name), places.get(name)
+def _weights(audit: AuditInput) -> Iterator[Weight]:
+    places = dict(stored_protos(audit.model.graph))
+    for name, role in audit.roles.items():
+        tensor, proto = audit.stored.get(name), places.get(name)
         yield Weight(
             name=name,
             shape=tuple(tensor.shape) if tensor is not None else (),
             stored_as=element_type_name(proto.data_type).lower() if proto is not None else "",
-            kind="copy" if name in patient.copies else role.kind,
+            kind="copy" if name in audit.copies else role.kind,
             reason=role.reason,
         )
 
@@ -166,14 +166,14 @@ def _totals(weights: Iterable[Weight]) -> dict[str, Total]:
     }
 
 
-def _operators(model: onnx.ModelProto, leaves: Mapping[str, int]) -> Iterator[Operator]:
+def _operators(model: onnx.ModelProto, runtime_nodes: Mapping[str, int]) -> Iterator[Operator]:
     for (operator, version, how), nodes in sorted(Counter(list_operators(model)).items()):
         yield Operator(
             operator=operator,
             version=version,
             nodes=nodes,
             imported_by=how,
-            leaves=leaves.get(operator.rpartition(".")[2], 0),
+            leaves=runtime_nodes.get(operator.rpartition(".")[2], 0),
         )
 
 
@@ -181,7 +181,7 @@ def _operators(model: onnx.ModelProto, leaves: Mapping[str, int]) -> Iterator[Op
 
 
 def _unsupported(problem: str, model: onnx.ModelProto) -> Unsupported:
-    """A sentence of UnsupportedModel taken apart, and what would help."""
+    """Parse a sentence of UnsupportedModel, and add what to do."""
     found = re.fullmatch(r"node '(.*?)': ([\w.]+)-(\d+): (.*)", problem, re.S)
     if not found:
         what = re.match(r"\w+ '(.*?)'", problem)
@@ -198,7 +198,7 @@ def _remedy(domain: str, name: str, version: int, model: onnx.ModelProto) -> str
     own = f"in a Python file named in model.converters: onnx2torch's add_converter({key})"
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     if not domain and opset > defs.onnx_opset_version():
-        return f"export it again at opset {defs.onnx_opset_version()} or below: this onnx knows none newer"
+        return f"export it again at opset {defs.onnx_opset_version()} or below: the installed onnx supports none newer"
     if not domain and version > 1:
-        return f"export it again at another opset (now {opset}; 18 to 23 suit best), or file a converter {own}"
-    return f"file a converter for it {own}; or export without it"
+        return f"export it again at another opset (now {opset}; 18 to 23 suit best), or write a converter {own}"
+    return f"write a converter for it {own}; or export without it"

@@ -1,4 +1,4 @@
-"""What to look out for in an ONNX file that is to be trained: what exporters did to it, and how to export instead."""
+"""Warn about what exporters do to a model that is to be trained, and name the export that avoids it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ RECIPE = (
 
 
 @dataclass
-class Patient:
-    """What symptoms are looked for in."""
+class AuditInput:
+    """The model and what was found in it, as far as it could be imported."""
 
     model: onnx.ModelProto
     base: Path | None = None
-    """The directory of external data that was not loaded."""
+    """The directory of external data, which is not loaded."""
     stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)
     copies: Copies = field(default_factory=dict)
-    leaves: Counter[str] = field(default_factory=Counter)
+    runtime_nodes: Counter[str] = field(default_factory=Counter)
 
     def nodes(self, *operators: str) -> list[onnx.NodeProto]:
         return [node for node in self.model.graph.node if node.op_type in operators]
@@ -47,27 +47,27 @@ class Patient:
         return [name for name, role in self.roles.items() if role.kind == "trained" and name not in self.copies]
 
 
-def symptoms(patient: Patient) -> Iterator[tuple[str, str]]:
-    """What is allowed but perhaps not meant, each with what to do about it."""
-    for look in (
+def exporter_warnings(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    """Yield (what was found, what to do) for everything that is allowed but perhaps not intended."""
+    for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _copies, _tables, _made_up_names, _no_dropout,
-        _random_nodes, _training_mode, _fixed_batch, _halves, _quantized, _leaves,
+        _random_nodes, _training_mode, _fixed_batch, _halves, _quantized, _runtime_nodes,
     ):  # fmt: skip
-        yield from look(patient)
+        yield from check(audit)
 
 
-def _nothing_to_train(patient: Patient) -> Iterator[tuple[str, str]]:
-    if patient.stored and not patient.trained():
-        made = len(patient.nodes("ConstantOfShape", "RandomNormal", "RandomUniform", "DequantizeLinear"))
+def _nothing_to_train(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    if audit.stored and not audit.trained():
+        made = len(audit.nodes("ConstantOfShape", "RandomNormal", "RandomUniform", "DequantizeLinear"))
         yield (
             f"no stored tensor is a weight; {made} nodes make tensors of their own",
             "train the model this one was made from: its weights must be stored as floats",
         )
 
 
-def _folded_batch_norm(patient: Patient) -> Iterator[tuple[str, str]]:
-    biased = [node for node in patient.nodes("Conv", "ConvTranspose") if len(node.input) > 2 and node.input[2]]
-    if not biased or patient.nodes("BatchNormalization"):
+def _folded_batch_norm(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    biased = [node for node in audit.nodes("Conv", "ConvTranspose") if len(node.input) > 2 and node.input[2]]
+    if not biased or audit.nodes("BatchNormalization"):
         return
     made_up = sum(is_exporter_name(node.input[1]) or is_exporter_name(node.input[2]) for node in biased)
     sure = f"; {made_up} of them have made-up names, so it had" if made_up else ""
@@ -78,12 +78,12 @@ def _folded_batch_norm(patient: Patient) -> Iterator[tuple[str, str]]:
     )
 
 
-def _merged_weights(patient: Patient) -> Iterator[tuple[str, str]]:
-    if found := merged(patient.model.graph, patient.stored, patient.roles):
+def _merged_weights(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    if found := merged(audit.model.graph, audit.stored, audit.roles):
         shown = "; ".join(f"{name} (by {len(nodes)}: {', '.join(nodes[:3])}, ...)" for name, nodes in _few(found))
         yield (
-            f"{len(found)} weights are read by several layers, though they are hardly meant to be one: exporters merge "
-            f"parameters of equal value. They train as one: {shown}",
+            f"{len(found)} weights are read by several layers, though they are probably meant to be separate: "
+            f"exporters merge parameters of equal value. They train as one: {shown}",
             f"set model.untie = {_toml(found)}, or export with {RECIPE}",
         )
 
@@ -91,10 +91,10 @@ def _merged_weights(patient: Patient) -> Iterator[tuple[str, str]]:
 def merged(
     main: onnx.GraphProto, stored: Mapping[str, torch.Tensor], found: Mapping[str, Role]
 ) -> dict[str, list[str]]:
-    """Trained weights that several nodes read and that look merged by an exporter -> those nodes.
+    """Return the trained weights that an exporter seems to have merged -> the nodes that read them.
 
-    A network may repeat whole layers: then its matrices are read as often as its vectors, and only what is read
-    more often than those is suspicious. Matrices are, if they hold nothing but a constant.
+    A network may repeat whole layers, which reads its matrices as often as its vectors. So a vector is suspicious if it
+    is read more often than the matrices are, and a matrix if all its elements are equal.
     """
     readers = _readers(main)
     trained = [name for name, role in found.items() if role.kind == "trained" and name in stored]
@@ -109,7 +109,7 @@ def merged(
 
 
 def _readers(main: onnx.GraphProto) -> dict[str, list[str]]:
-    """Stored tensor -> the nodes that read it, those that only pass it on (Identity) left out."""
+    """Return stored tensor -> the nodes that read it, directly or through Identity nodes."""
     passed: dict[str, str] = {}
     readers: dict[str, list[str]] = {}
     for node in main.node:
@@ -122,33 +122,33 @@ def _readers(main: onnx.GraphProto) -> dict[str, list[str]]:
     return readers
 
 
-def _copies(patient: Patient) -> Iterator[tuple[str, str]]:
-    if patient.copies:
-        shown = "; ".join(f"{name} of {of}" for name, (of, _) in _few(patient.copies))
+def _copies(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    if audit.copies:
+        shown = "; ".join(f"{name} of {of}" for name, (of, _) in _few(audit.copies))
         yield (
-            f"{len(patient.copies)} weights are stored a second time, as exporters do with tied ones: {shown}. "
+            f"{len(audit.copies)} weights are stored a second time, as exporters do with tied ones: {shown}. "
             "They are trained as one, and both are written",
             "to train them apart, set model.tie = false",
         )
 
 
-def _tables(patient: Patient) -> Iterator[tuple[str, str]]:
+def _tables(audit: AuditInput) -> Iterator[tuple[str, str]]:
     frozen = {
-        name: patient.stored[name].numel()
-        for name, role in patient.roles.items()
-        if role.kind == "frozen" and name in patient.stored and patient.stored[name].numel() > 1
+        name: audit.stored[name].numel()
+        for name, role in audit.roles.items()
+        if role.kind == "frozen" and name in audit.stored and audit.stored[name].numel() > 1
     }
     if frozen:
         largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))
-        shown = "; ".join(f"{name} ({size:,}: {patient.roles[name].reason})" for name, size in _few(largest))
+        shown = "; ".join(f"{name} ({size:,}: {audit.roles[name].reason})" for name, size in _few(largest))
         yield (
             f"{sum(frozen.values()):,} numbers in {len(frozen)} tensors stay frozen: {shown}",
             "to train one that is a weight after all, give its full name in model.train",
         )
 
 
-def _made_up_names(patient: Patient) -> Iterator[tuple[str, str]]:
-    if found := [name for name in patient.trained() if is_exporter_name(name)]:
+def _made_up_names(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    if found := [name for name in audit.trained() if is_exporter_name(name)]:
         yield (
             f"{len(found)} trained weights have names the exporter made up, such as {found[0]}: patterns over the "
             "module's own names do not find them",
@@ -159,9 +159,9 @@ def _made_up_names(patient: Patient) -> Iterator[tuple[str, str]]:
 TRANSFORMER = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization", "Attention")
 
 
-def _no_dropout(patient: Patient) -> Iterator[tuple[str, str]]:
-    softmaxes = [node for node in patient.nodes("Softmax") if node.output[0] not in _outputs(patient)]
-    if not patient.nodes("Dropout") and (len(patient.nodes(*TRANSFORMER)) > 1 or len(softmaxes) > 1):
+def _no_dropout(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    softmaxes = [node for node in audit.nodes("Softmax") if node.output[0] not in _outputs(audit)]
+    if not audit.nodes("Dropout") and (len(audit.nodes(*TRANSFORMER)) > 1 or len(softmaxes) > 1):
         yield (
             "a transformer without Dropout nodes: an exporter removes them from a module that is not in train()",
             "graph.dropout = 0.1 puts dropout on embeddings, residual branches and attention weights (not into the "
@@ -169,12 +169,12 @@ def _no_dropout(patient: Patient) -> Iterator[tuple[str, str]]:
         )
 
 
-def _outputs(patient: Patient) -> set[str]:
-    return {value.name for value in patient.model.graph.output}
+def _outputs(audit: AuditInput) -> set[str]:
+    return {value.name for value in audit.model.graph.output}
 
 
-def _random_nodes(patient: Patient) -> Iterator[tuple[str, str]]:
-    found = find_branches(patient.model, patient.base)
+def _random_nodes(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    found = find_branches(audit.model, audit.base)
     kinds = Counter(branch.kind for branch in found)
     if number := kinds["stochastic depth"]:
         rates = sorted({f"{1 - branch.keep:.2g}" for branch in found if branch.kind == "stochastic depth"}, key=float)
@@ -188,7 +188,7 @@ def _random_nodes(patient: Patient) -> Iterator[tuple[str, str]]:
             f"{number} times dropout of channels or elements written out, driven by train()/eval()",
             "nothing to do: the exported file holds it no more (export.training keeps it)",
         )
-    if names := random_nodes(patient.model, found):
+    if names := random_nodes(audit.model, found):
         yield (
             f"{len(names)} nodes draw random numbers, in evaluation, too ({', '.join(names[:5])}"
             f"{', ...' if len(names) > 5 else ''}): no dropout that is known; two runs of such a file differ",
@@ -196,10 +196,10 @@ def _random_nodes(patient: Patient) -> Iterator[tuple[str, str]]:
         )
 
 
-def _training_mode(patient: Patient) -> Iterator[tuple[str, str]]:
+def _training_mode(audit: AuditInput) -> Iterator[tuple[str, str]]:
     modes = [
         node
-        for node in patient.nodes("BatchNormalization")
+        for node in audit.nodes("BatchNormalization")
         if any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute)
     ]
     if modes:
@@ -210,8 +210,8 @@ def _training_mode(patient: Patient) -> Iterator[tuple[str, str]]:
         )
 
 
-def _fixed_batch(patient: Patient) -> Iterator[tuple[str, str]]:
-    inputs = [value for value in patient.model.graph.input if value.name not in patient.stored]
+def _fixed_batch(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    inputs = [value for value in audit.model.graph.input if value.name not in audit.stored]
     sizes = {value.type.tensor_type.shape.dim[0].dim_value for value in inputs if value.type.tensor_type.shape.dim}
     if len(sizes) == 1 and (size := sizes.pop()):
         yield (
@@ -220,9 +220,9 @@ def _fixed_batch(patient: Patient) -> Iterator[tuple[str, str]]:
         )
 
 
-def _halves(patient: Patient) -> Iterator[tuple[str, str]]:
+def _halves(audit: AuditInput) -> Iterator[tuple[str, str]]:
     kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-    if found := [proto for _, proto in stored_protos(patient.model.graph) if proto.data_type in kinds and proto.dims]:
+    if found := [proto for _, proto in stored_protos(audit.model.graph) if proto.data_type in kinds and proto.dims]:
         name = element_type_name(found[0].data_type).lower()
         yield (
             f"{len(found)} tensors are stored in {name}: they are trained in fp32 and rounded once, when they are "
@@ -231,20 +231,20 @@ def _halves(patient: Patient) -> Iterator[tuple[str, str]]:
         )
 
 
-def _quantized(patient: Patient) -> Iterator[tuple[str, str]]:
-    if found := [name for name, role in patient.roles.items() if role.reason.startswith("stored as integers")]:
+def _quantized(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    if found := [name for name, role in audit.roles.items() if role.reason.startswith("stored as integers")]:
         yield (
             f"{len(found)} weights are quantized ({found[0]}, ...) and stay frozen",
             "train the model it was quantized from; export.variants quantizes the result",
         )
 
 
-def _leaves(patient: Patient) -> Iterator[tuple[str, str]]:
-    if patient.leaves:
-        shown = ", ".join(f"{count} {operator}" for operator, count in patient.leaves.most_common(3))
+def _runtime_nodes(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    if audit.runtime_nodes:
+        shown = ", ".join(f"{count} {operator}" for operator, count in audit.runtime_nodes.most_common(3))
         yield (
-            f"{sum(patient.leaves.values())} nodes are worked out each time the graph runs, because shapes or branches "
-            f"depend on data ({shown}): slower, and torch.compile stops there",
+            f"{sum(audit.runtime_nodes.values())} nodes are computed by Python each time the graph runs, because "
+            f"shapes or branches depend on data ({shown}): slower, and torch.compile stops there",
             "nothing to do if that is what the model is",
         )
 

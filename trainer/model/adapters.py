@@ -1,11 +1,14 @@
-"""Low-rank adapters on the matrix products and convolutions of an imported graph (Hu et al. 2021, arXiv:2106.09685).
+"""Add low-rank adapters (LoRA) to products and convolutions of an imported graph (Hu et al. 2021, arXiv:2106.09685).
 
     W + (alpha / rank) B A          A [rank, inputs], B [outputs, rank], of which only A and B are trained
 
-A begins Kaiming-uniform and B at zero, so an adapted graph begins as the graph itself. It computes x A' B' beside
-x W', without ever making a matrix of W's size; only where a weight is read by something else than a product, a
-convolution or a look-up of rows is W + (alpha / rank) B A itself computed. W keeps the file's layout, whichever way
-round it is, and the way back is one addition.
+    before      x ------ linear(W) ------ y
+    after       x --+--- linear(W) --- add --- y
+                    `-- A' -- B' ------'              low_rank: [..., inputs] -> [..., rank] -> [..., outputs]
+
+A is initialised Kaiming-uniform and B with zeros, so an adapted graph first computes the same as the graph. No matrix
+of W's size is made, unless a weight is also read by another operator than a product, a convolution or a look-up of
+rows: then W + (alpha / rank) B A is computed. W keeps the layout of the file ([outputs, inputs] or its transpose).
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ from onward.trainer.onnx_import.roles import Role
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 DROPOUT = "lora_dropout"
-"""Where the adapters' Dropout hangs."""
+"""Name of the submodule that drops the inputs of adapters."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One weight's adapter; every name is one of the file, or made after it."""
+    """The adapter of one weight. Names are initializer names, or derived from one."""
 
     weight: str
     scale: float
@@ -74,18 +77,18 @@ def low_rank_conv(x: Tensor, a: Tensor, b: Tensor, scale: float, *where: Any) ->
 
 
 def product(a: Tensor, b: Tensor, scale: float, outputs_first: bool) -> Tensor:
-    """(alpha / rank) B A in the layout of the weight."""
+    """Return (alpha / rank) B A in the layout of the weight."""
     if a.ndim > b.ndim:  # a convolution's
         return (b @ a.flatten(1) * scale).reshape(b.shape[0], *a.shape[1:])
     return b @ a * scale if outputs_first else (b @ a * scale).mT
 
 
 def adapted(weight: Tensor, a: Tensor, b: Tensor, scale: float, outputs_first: bool) -> Tensor:
-    """The weight with its adapter in it."""
+    """Return the weight with its adapter added."""
     return weight + product(a, b, scale, outputs_first)
 
 
-# -- putting them in
+# -- adding adapters
 
 
 def add_adapters(module: ImportedGraph, config: LoraConfig, *, seed: int) -> tuple[Adapter, ...]:
@@ -104,7 +107,8 @@ def add_adapters(module: ImportedGraph, config: LoraConfig, *, seed: int) -> tup
         name: uses for name, uses in candidates.items() if any(fnmatchcase(name, pattern) for pattern in config.weights)
     }
     problems = [
-        f"lora.weights: no MatMul, Gemm or Conv weight matches {pattern!r}; there is {_near(pattern, list(candidates))}"
+        f"lora.weights: no MatMul, Gemm or Conv weight matches {pattern!r}; "
+        f"there is {_nearest(pattern, list(candidates))}"
         for pattern in config.weights
         if not any(fnmatchcase(name, pattern) for name in chosen)
     ]
@@ -120,14 +124,14 @@ def add_adapters(module: ImportedGraph, config: LoraConfig, *, seed: int) -> tup
     return tuple(_adapt(module, name, uses, config, seed) for name, uses in chosen.items())
 
 
-def _near(pattern: str, known: Sequence[str]) -> str:
+def _nearest(pattern: str, known: Sequence[str]) -> str:
     return ", ".join(difflib.get_close_matches(pattern, known, n=1, cutoff=0.3) or known[:1]) or "none at all"
 
 
 def _adapt(module: ImportedGraph, name: str, uses: _Uses, config: LoraConfig, seed: int) -> Adapter:
     assert uses.main is not None
     adapter = Adapter(name, config.alpha / config.rank, uses.main.outputs_first)
-    tensors = _fresh(adapter, named_weights(module)[name], config.rank, seed, conv=uses.main.kind == "conv")
+    tensors = _initial_factors(adapter, named_weights(module)[name], config.rank, seed, conv=uses.main.kind == "conv")
     nodes = []
     for of, tensor in zip((adapter.a, adapter.b), tensors, strict=True):
         owner, _, leaf = str(uses.read.target).rpartition(".")
@@ -146,8 +150,8 @@ def _adapt(module: ImportedGraph, name: str, uses: _Uses, config: LoraConfig, se
     return adapter
 
 
-def _fresh(adapter: Adapter, weight: Tensor, rank: int, seed: int, *, conv: bool) -> tuple[Tensor, Tensor]:
-    """A as torch's Linear and Conv begin, U(-1/sqrt(fan_in), 1/sqrt(fan_in)); B zero."""
+def _initial_factors(adapter: Adapter, weight: Tensor, rank: int, seed: int, *, conv: bool) -> tuple[Tensor, Tensor]:
+    """Initialise A like torch's Linear and Conv, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), and B with zeros."""
     if conv:
         a_shape, b_shape = [rank, *weight.shape[1:]], [weight.shape[0], rank]
         fan_in = math.prod(weight.shape[1:])
@@ -159,7 +163,7 @@ def _fresh(adapter: Adapter, weight: Tensor, rank: int, seed: int, *, conv: bool
     return a, torch.zeros(b_shape, dtype=weight.dtype)
 
 
-# -- who reads a weight
+# -- the nodes that read a weight
 
 Kind = Literal["linear", "matmul", "conv", "rows", "other"]
 """x W', x W, a convolution with W, rows of W, anything else."""
@@ -167,10 +171,10 @@ Kind = Literal["linear", "matmul", "conv", "rows", "other"]
 
 @dataclass(frozen=True)
 class _Use:
-    """A node that reads a weight (turned: its transpose)."""
+    """A node that reads a weight, or its transpose (`transposed`)."""
 
     node: fx.Node
-    turned: bool
+    transposed: bool
     kind: Kind
     x: int = 0
     """The operand that meets the weight."""
@@ -178,58 +182,58 @@ class _Use:
     @property
     def outputs_first(self) -> bool:
         """Whether the weight's own layout is [outputs, inputs], as this node uses it."""
-        return self.turned if self.kind == "matmul" else not self.turned
+        return self.transposed if self.kind == "matmul" else not self.transposed
 
     @classmethod
-    def of(cls, node: fx.Node, weight: fx.Node, *, turned: bool) -> _Use:
-        """What a node does with one of its operands."""
+    def of(cls, node: fx.Node, weight: fx.Node, *, transposed: bool) -> _Use:
+        """Classify what a node does with one of its operands."""
         if node.all_input_nodes.count(weight) != 1 or sum(arg is weight for arg in node.args) != 1:
-            return cls(node, turned, "other")
+            return cls(node, transposed, "other")
         place = node.args.index(weight)
         if node.op == "call_function":
             if node.target is F.linear and place == 1:
-                return cls(node, turned, "linear")
+                return cls(node, transposed, "linear")
             if node.target in (torch.matmul, torch.mm) and place == 1:
-                return cls(node, turned, "matmul")
+                return cls(node, transposed, "matmul")
             if node.target is torch.addmm and place == 2:
-                return cls(node, turned, "matmul", x=1)
-            if node.target in CONVOLUTIONS.values() and place == 1 and not turned and len(node.args) == 7:
-                return cls(node, turned, "conv")
+                return cls(node, transposed, "matmul", x=1)
+            if node.target in CONVOLUTIONS.values() and place == 1 and not transposed and len(node.args) == 7:
+                return cls(node, transposed, "conv")
             if node.target is gather_rows and place == 0:
-                return cls(node, turned, "rows", x=1)
-        return cls(node, turned, "other")
+                return cls(node, transposed, "rows", x=1)
+        return cls(node, transposed, "other")
 
 
 @dataclass(frozen=True)
 class _Uses:
-    """All readers of one stored tensor."""
+    """All nodes that read one stored tensor."""
 
     read: fx.Node
     uses: tuple[_Use, ...]
 
     @classmethod
     def of(cls, read: fx.Node) -> _Uses:
-        return cls(read, tuple(_follow(read, turned=False)))
+        return cls(read, tuple(_follow(read, transposed=False)))
 
     @property
     def main(self) -> _Use | None:
-        """The first product or convolution; None for what is no weight of one."""
+        """The first product or convolution that reads it; None if there is none."""
         return next((use for use in self.uses if use.kind in ("linear", "matmul", "conv")), None)
 
     @property
     def other(self) -> str:
-        """What else reads it; "" if nothing."""
+        """Return the first other kind of reader, or ""."""
         return next((str(use.node.target) for use in self.uses if use.kind == "other"), "")
 
     def rewrite(self, graph: fx.Graph, factors: tuple[fx.Node, fx.Node], adapter: Adapter, *, dropout: bool) -> None:
-        """Let every reader see the adapter, too."""
+        """Add the adapter's part to the result of every reader."""
         if self.other:
             readers = list(self.read.users)
             with graph.inserting_after(max(factors, key=list(graph.nodes).index)):
-                whole = graph.call_function(adapted, (self.read, *factors, adapter.scale, adapter.outputs_first))
-            whole.meta = dict(self.read.meta)
+                merged = graph.call_function(adapted, (self.read, *factors, adapter.scale, adapter.outputs_first))
+            merged.meta = dict(self.read.meta)
             for reader in readers:
-                reader.replace_input_with(self.read, whole)
+                reader.replace_input_with(self.read, merged)
             return
         for use in self.uses:
             with graph.inserting_after(use.node):
@@ -242,7 +246,7 @@ class _Uses:
     def _beside(
         self, graph: fx.Graph, use: _Use, factors: tuple[fx.Node, fx.Node], adapter: Adapter, *, dropout: bool
     ) -> fx.Node:
-        """The adapter's part of one result."""
+        """Return the node that computes the adapter's part of one result."""
         x, reverse = use.node.args[use.x], use.outputs_first != adapter.outputs_first
         if use.kind == "rows":
             return graph.call_function(low_rank_rows, (x, *factors, adapter.scale, reverse))
@@ -254,13 +258,13 @@ class _Uses:
         return graph.call_function(low_rank, (x, *factors, scale, reverse))
 
 
-def _follow(node: fx.Node, *, turned: bool) -> Iterator[_Use]:
-    """The readers of a matrix, and those of its transpose."""
+def _follow(node: fx.Node, *, transposed: bool) -> Iterator[_Use]:
+    """Yield the readers of a matrix and of its transpose."""
     for user in node.users:
         if _transposes(user):
-            yield from _follow(user, turned=not turned)
+            yield from _follow(user, transposed=not transposed)
         else:
-            yield _Use.of(user, node, turned=turned)
+            yield _Use.of(user, node, transposed=transposed)
 
 
 def _transposes(node: fx.Node) -> bool:
@@ -270,13 +274,13 @@ def _transposes(node: fx.Node) -> bool:
     return node.target in ("permute", torch.permute) and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
 
 
-# -- taking them out
+# -- merging adapters
 
 
 def merge_adapters(module: ImportedGraph, plain: fx.Graph, adapters: Sequence[Adapter]) -> ImportedGraph:
-    """The graph as it was before the adapters, with W + (alpha / rank) B A in the place of each W.
+    """Return the graph without adapters, with W + (alpha / rank) B A in place of each W.
 
-    It shares every other tensor with `module`. A weight whose adapter has not moved keeps its bits.
+    It shares every other tensor with `module`. A weight whose adapter is still zero keeps its bits.
     """
     result = ImportedGraph(module, plain, "ImportedGraph")
     own = {adapter.a for adapter in adapters} | {adapter.b for adapter in adapters}

@@ -1,14 +1,13 @@
-"""How an imported graph is run faster: compiled, images with their channels last. Weights stay as the file has them.
+"""Make an imported graph run faster: torch.compile, and images in channels-last format.
 
     chain.units[0] = accelerate(unit, config.graph, device)
 
-A compiled graph is one graph for all batch sizes. Nodes that are computed by Python when the graph runs (run-time
-leaves, loops and branches that depend on data) break it into several: a warning names them, and the parts between
-them are compiled.
+One compiled graph serves all batch sizes. Runtime nodes (loops, branches and shapes that depend on data) are graph
+breaks: a warning names them, and the parts between them are compiled.
 
-Of a convolution graph only the images are converted: torch's convolutions follow the format of their input and
-convert their weights as they run, which costs one pass over the weights. The parameters themselves, their gradients
-in the reducer's flat buckets, the optimizer's state and the checkpoints keep the layout of the file.
+For channels-last only the images are converted: torch's convolutions follow the format of their input and convert
+their weights in each call, which costs one pass over the weights. So parameters, gradients in the reducer's buckets,
+optimizer state and checkpoints keep the layout of the file.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CONVOLUTIONS = (F.conv2d, F.conv_transpose2d)
 
 
 def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device) -> nn.Module:
-    """What to call in place of an imported module, which is changed; its weights are the same tensors.
+    """Return the module to call in place of an imported one, which is changed; its weights are the same tensors.
 
     Raises ConfigError where the graph is to be compiled and there is no compiler.
     """
@@ -44,19 +43,19 @@ def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device
         return module
     if problem := missing_compiler():
         raise ConfigError(problem)
-    breaks = [f"{node.target} ({child.node.op_type})" for node, child in _leaves(module)]
+    breaks = [f"{node.target} ({child.node.op_type})" for node, child in _runtime_nodes(module)]
     if breaks:
         log.warning(
             "graph.compile: %d nodes are computed by Python when the graph runs, between compiled parts: %s",
             len(breaks),
             ", ".join(breaks),
         )
-    lengths = module.graph.find_nodes(op="call_method", target="item")  # that cross from another unit, as tensors
+    lengths = module.graph.find_nodes(op="call_method", target="item")  # integers from another unit arrive as tensors
     compiled: nn.Module = torch.compile(module, fullgraph=not (breaks or lengths), dynamic=True)  # type: ignore[assignment]
     return compiled
 
 
-def _leaves(module: fx.GraphModule) -> list[tuple[fx.Node, RuntimeNode]]:
+def _runtime_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, RuntimeNode]]:
     called = [(node, module.get_submodule(str(node.target))) for node in module.graph.nodes if node.op == "call_module"]
     return [(node, child) for node, child in called if isinstance(child, RuntimeNode)]
 
@@ -65,12 +64,12 @@ def _leaves(module: fx.GraphModule) -> list[tuple[fx.Node, RuntimeNode]]:
 
 
 def _wants_channels_last(config: GraphConfig, device: torch.device) -> bool:
-    """`auto` is a GPU: on a CPU oneDNN has a format of its own, and the conversions cost more than they save."""
+    """Whether to convert: `auto` does on GPUs. On CPUs oneDNN has its own format, and conversions cost more."""
     return config.memory_format == "channels_last" or (config.memory_format == "auto" and device.type == "cuda")
 
 
 def _images(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs that are images or come of such: four dimensions, and a convolution that depends on them."""
+    """Return the inputs with four dimensions that a convolution depends on."""
     reached: dict[fx.Node, bool] = {}
     for node in reversed(graph.nodes):
         is_convolution = node.op == "call_function" and node.target in CONVOLUTIONS
@@ -80,7 +79,7 @@ def _images(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _rank(node: fx.Node) -> int:
-    """Dimensions, as they were when the graph was traced; 0 if that is not known."""
+    """Return the number of dimensions seen while tracing; 0 if it is unknown."""
     probes = node.meta.get("probes")
     return probes[0].ndim if probes and isinstance(probes[0], torch.Tensor) else int(node.meta.get("rank") or 0)
 
@@ -100,7 +99,7 @@ def _convert(module: fx.GraphModule, images: list[fx.Node]) -> None:
 
 @functools.cache
 def missing_compiler() -> str:
-    """What torch.compile lacks on this machine, and what to do; empty if nothing."""
+    """Return a sentence if torch.compile has no working C++ compiler here, else an empty string."""
     named = os.environ.get("CXX", "")
     for compiler in (named,) if named else ("g++", "clang++"):
         if shutil.which(compiler) and _runs(compiler):

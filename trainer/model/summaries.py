@@ -1,4 +1,4 @@
-"""Histograms and norms of chosen weights and their gradients, as events."""
+"""Record histograms and norms of selected weights and their gradients as events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_BINS = 30
 
 
 class Model(Protocol):
-    """Who holds the weights, in whatever layout (trainer/parallel/rank_model.py)."""
+    """A model that gathers its sharded weights (trainer/parallel/rank_model.py)."""
 
     @property
     def trained_names(self) -> frozenset[str]: ...
@@ -24,9 +24,10 @@ class Model(Protocol):
 
 
 def summarise(events: EventWriter, step: int, model: Model, *, config: MonitorConfig) -> None:
-    """Record what `monitor.histograms` and `monitor.norms` choose, every `monitor.summary_period` steps.
+    """Record the weights that `monitor.histograms` and `monitor.norms` match, every `monitor.summary_period` steps.
 
-    Call between clipping and the optimizer's step: gradients are what it sees. Collective: every rank.
+    Call it after clipping and before the optimizer step, so that gradients are those of the update. Collective: every
+    rank.
     """
     if step % config.summary_period:
         return

@@ -10,7 +10,7 @@ import pytest
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections import CheckpointConfig, DataConfig, ExportConfig, LaunchConfig, ModelConfig
-from onward.trainer.diagnostics.config_check import check_sections, in_the_way
+from onward.trainer.diagnostics.config_check import check_files_and_data, export_conflicts
 from onward.trainer.errors import ConfigError
 from tests.support import graphs
 
@@ -21,7 +21,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_judged_that_could_not_be_read() -> None:
-    assert check_sections({}) == []
+    assert check_files_and_data({}) == []
 
 
 @pytest.mark.parametrize("source", ["digits", "stdlib", "{}", "{}/a.csv", "{}/*.csv", "{}/**/b.csv"])
@@ -29,13 +29,13 @@ def test_a_name_a_directory_a_file_and_a_glob_are_sources(source: str, tmp_path:
     (tmp_path / "deeper").mkdir()
     for file in ("a.csv", "deeper/b.csv"):
         (tmp_path / file).touch()
-    assert check_sections({"data": DataConfig(source=source.format(tmp_path))}) == []
+    assert check_files_and_data({"data": DataConfig(source=source.format(tmp_path))}) == []
 
 
 def test_every_absent_path_is_named(tmp_path: Path) -> None:
     absent = str(tmp_path / "absent")
     (tmp_path / "file").touch()
-    problems = check_sections(
+    problems = check_files_and_data(
         {
             "model": ModelConfig(path=Path(absent)),
             "data": DataConfig(source=f"{absent}/*.csv", evaluation_source=absent),
@@ -49,7 +49,7 @@ def test_every_absent_path_is_named(tmp_path: Path) -> None:
 
 
 def test_an_export_path_names_a_file_not_a_directory(tmp_path: Path) -> None:
-    (problem,) = check_sections({"export": ExportConfig(path=str(tmp_path))})
+    (problem,) = check_files_and_data({"export": ExportConfig(path=str(tmp_path))})
     assert f"{tmp_path} is a directory; name the file to write" in problem
 
 
@@ -61,19 +61,21 @@ def test_an_export_writes_over_neither_the_original_nor_weights_that_are_not_its
         return path
 
     source, other = kept_beside(tmp_path / "a", "m.fp16.onnx"), kept_beside(tmp_path / "b", "other.onnx")
-    (itself,) = in_the_way(source, source)[:1]
+    (itself,) = export_conflicts(source, source)[:1]
     assert itself == f"{source} is the model that is trained; choose another name"
-    assert in_the_way(source.with_name("m.onnx"), source, ["bf16", "fp16"])[0] == itself, "by the name of a variant"
-    (theirs,) = in_the_way(source.with_name("new.onnx"), source)
+    assert export_conflicts(source.with_name("m.onnx"), source, ["bf16", "fp16"])[0] == itself, (
+        "by the name of a variant"
+    )
+    (theirs,) = export_conflicts(source.with_name("new.onnx"), source)
     assert "keeps weights in weights.bin, and in" in theirs
-    assert "those are the original's; choose another directory" in theirs
-    (foreign,) = in_the_way(tmp_path / "b" / "new.onnx", source)
+    assert "those belong to the original; choose another directory" in theirs
+    (foreign,) = export_conflicts(tmp_path / "b" / "new.onnx", source)
     assert "weights.bin, which in" in foreign
     assert "is no file of new.onnx" in foreign
-    assert in_the_way(other, source) == [], "an earlier export may be replaced"
-    assert in_the_way(tmp_path / "c" / "new.onnx", source) == []
+    assert export_conflicts(other, source) == [], "an earlier export may be replaced"
+    assert export_conflicts(tmp_path / "c" / "new.onnx", source) == []
     sections = {"model": ModelConfig(path=source), "export": ExportConfig(path=str(source))}
-    assert check_sections(sections)[0] == f"export.path: {itself}"
+    assert check_files_and_data(sections)[0] == f"export.path: {itself}"
 
 
 @pytest.mark.parametrize(
@@ -97,5 +99,5 @@ def refused(raw: dict[str, Any]) -> tuple[str, ...]:
 def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "file" / "home"))
-    (problem,) = check_sections({})
+    (problem,) = check_files_and_data({})
     assert "set ONWARD_HOME to a directory of yours" in problem

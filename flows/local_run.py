@@ -154,7 +154,9 @@ def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Exp
     state = cast("State[ExportedModel]", final_state)
     if state.is_cancelled():
         raise Stopped(state.message or "the run was stopped")
-    return state.result()
+    # Where an event loop runs, as in a notebook, Prefect would return a coroutine.
+    result: ExportedModel = state.result(_sync=True)  # type: ignore[call-overload]
+    return result
 
 
 @contextlib.contextmanager

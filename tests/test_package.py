@@ -134,7 +134,8 @@ def test_the_trainer_needs_the_base_installation_alone() -> None:
 
 
 def test_every_range_holds_the_version_that_the_constraints_name() -> None:
-    pins = {canonicalize_name(pin.name): pin for pin in map(Requirement, CONSTRAINTS.read_text().splitlines())}
+    lines = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#")]
+    pins = {canonicalize_name(pin.name): pin for pin in map(Requirement, lines)}
     for requirement in [each for group in declared().values() for each in group]:
         (exact,) = pins[canonicalize_name(requirement.name)].specifier
         assert exact.operator == "=="
@@ -255,11 +256,15 @@ def test_a_deployment_runs_on_its_schedule_beside_a_project_with_the_same_packag
 
 
 TWICE = """
-import onward, time
+import asyncio, onward, time
 
 first = onward.run("squeezenet-digits", {short!r})
 time.sleep(8)  # Onward's own Prefect server ends 4 s after its last user
-second = onward.run("squeezenet-digits", {short!r}, train={{"num_steps": 4}})
+
+async def cell():  # an event loop runs, as in a notebook
+    return onward.run("squeezenet-digits", {short!r}, train={{"num_steps": 4}})
+
+second = asyncio.run(cell())
 assert (first.step, second.step) == (3, 4)
 assert onward.status(first.run_id) == onward.runs()[1]
 print(onward.export(second.run_id, "exported.onnx").path)
@@ -269,7 +274,7 @@ print(onward.export(second.run_id, "exported.onnx").path)
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_script_may_run_twice_and_export(installed: Installed) -> None:
+def test_a_script_may_run_twice_once_like_a_notebook_and_export(installed: Installed) -> None:
     """A second run in one process starts a server of its own, perhaps at another port than the first."""
     printed = installed.call("python", "-c", TWICE.format(short=list(SHORT)), limit_s=600)
     assert Path(printed.splitlines()[-1]).name == "exported.onnx"

@@ -17,7 +17,7 @@ from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from onward.tasks.monitor import Progress
+from onward.tasks.training_progress import Progress
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from onward.infra.tracking import Point, Tracker
-from onward.tasks.monitor import Shipper, monitor, points_of
+from onward.tasks.event_shipping import Shipper, points_of
+from onward.tasks.monitor import monitor
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ModelConfig, TrainConfig
 from onward.trainer.events import EventWriter, read_events

@@ -16,7 +16,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.util.tensor_util import make_ndarray
 
 from onward.infra.tracking import Tracker
-from onward.tasks.monitor import Cursor, Progress, Shipper, monitor
+from onward.tasks.event_shipping import Cursor, Shipper
+from onward.tasks.monitor import monitor
+from onward.tasks.training_progress import Progress
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ModelConfig, TrainConfig
 from onward.trainer.events import Event, EventWriter
@@ -156,8 +158,8 @@ def test_a_full_disk_is_logged_once_and_only_tensorboard_files_stop(
             raise full.pop()
         write_record(path, record)
 
-    monkeypatch.setattr("onward.tasks.monitor.write_record", write)
-    monkeypatch.setattr("onward.tasks.monitor.OUTAGE_PERIOD_S", 0.01)
+    monkeypatch.setattr("onward.tasks.event_shipping.write_record", write)
+    monkeypatch.setattr("onward.tasks.event_shipping.OUTAGE_PERIOD_S", 0.01)
     with caplog.at_level(logging.WARNING):
         assert monitor.fn(run).status == "FINISHED"
     assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]

@@ -1,0 +1,148 @@
+"""Send the metrics of the event log to MLflow, each point exactly once, also after a crash or an outage.
+
+    events.jsonl --read from the cursor's offset--> Shipper --1,000 points at a time--> MLflow
+                                                       |
+                                                       +--after each batch--> cursor.json
+
+A monitor that starts again continues at the cursor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import Field
+
+from onward.infra.tracking import BATCH, Point, Status, Tracker, TrackingError, metric_name
+from onward.tasks.task_logger import Log
+from onward.tasks.training_progress import Periodic
+from onward.trainer.events import Event, read_events
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import Record, read_record, write_record
+
+OUTAGE_PERIOD_S = 5.0
+"""Seconds until MLflow is tried again after an outage."""
+TAIL_BYTES = 256
+"""Bytes before the cursor whose checksum shows that the log is still the same one."""
+
+
+class Cursor(Record):
+    """How far the event log is sent: everything before byte `offset`, and each metric up to its step in `last`."""
+
+    mlflow_run_id: str
+    offset: int = 0
+    tail: int = 0
+    """CRC-32 of the TAIL_BYTES before `offset`. After a power failure the log may be shorter or different."""
+    last: dict[str, int] = Field(default_factory=dict)
+    """Metric -> greatest step sent. A resumed attempt repeats steps, which are not sent again."""
+
+
+class Shipper:
+    """Sends the points of the event log to MLflow, each exactly once and in the order of steps.
+
+    The cursor is written after a batch was sent. A crash in between sends the same batch again, with the same
+    timestamps, and MLflow stores equal points once.
+    """
+
+    def __init__(self, run: RunDir, tracker: Tracker) -> None:
+        self._run = run
+        self.tracker = tracker
+        self.cursor = Cursor(mlflow_run_id=tracker.run_id)
+        with contextlib.suppress(Exception):  # without a readable cursor everything is sent again, which is only slower
+            found = read_record(run.cursor, Cursor)
+            if found.mlflow_run_id == tracker.run_id:
+                # After a power failure the log may have lost its end: read it from the beginning, and skip by step.
+                same_log = _tail(run.events, found.offset) == found.tail
+                self.cursor = found if same_log else found.model_copy(update={"offset": 0, "tail": 0})
+
+    def ship(self) -> int:
+        """Send everything in the log; return the number of points. The call may be repeated after a TrackingError."""
+        sent = 0
+        while True:
+            points, cursor = self._next()
+            if cursor.offset == self.cursor.offset:
+                return sent
+            if points:
+                self.tracker.log_batch(points)
+            write_record(self._run.cursor, cursor)
+            self.cursor = cursor
+            sent += len(points)
+
+    def _next(self) -> tuple[list[Point], Cursor]:
+        """Return the next batch of points and the cursor after it."""
+        points: list[Point] = []
+        offset, last = self.cursor.offset, dict(self.cursor.last)
+        for event, after in read_events(self._run.events, offset):
+            fresh = [point for point in points_of(event) if point.step > last.get(point.key, -1)]
+            if len(points) + len(fresh) > BATCH and points:
+                break
+            # Steps that an earlier attempt has sent are skipped: MLflow cannot replace a point.
+            points += fresh
+            last |= {point.key: point.step for point in fresh}
+            offset = after
+        if offset == self.cursor.offset:
+            return [], self.cursor
+        tail = _tail(self._run.events, offset)
+        return points, Cursor(mlflow_run_id=self.tracker.run_id, offset=offset, tail=tail, last=last)
+
+
+def points_of(event: Event) -> Iterator[Point]:
+    """Yield the metric points of one event, under names that MLflow accepts; values that are no numbers are skipped."""
+    if event.kind in ("scalars", "evaluation"):
+        for key, value in event.fields.get("values", {}).items():
+            if isinstance(value, int | float):
+                yield Point(metric_name(key), float(value), event.at_ms, event.step)
+
+
+def _tail(path: Path, offset: int) -> int:
+    """Return the CRC-32 of the TAIL_BYTES before `offset`."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(max(0, offset - TAIL_BYTES))
+        return zlib.crc32(file.read(min(offset, TAIL_BYTES)))
+    return 0
+
+
+class RetryingShipper:
+    """A Shipper that logs an outage of MLflow once and tries again every OUTAGE_PERIOD_S."""
+
+    def __init__(self, shipper: Shipper, log: Log) -> None:
+        self._shipper = shipper
+        self._log = log
+        self._due = Periodic(0.0)
+        self._status: Status = "FAILED"  # so that the first tick sets RUNNING; an earlier attempt may have set another
+
+    def tick(self, status: Status = "RUNNING") -> bool:
+        """Send new points and the status; return False while MLflow, or the disk of the cursor, is unavailable."""
+        if not self._due():
+            return False
+        try:
+            self._shipper.ship()
+            if self._status != status:
+                self._shipper.tracker.set_status(status)
+        except (TrackingError, OSError) as error:
+            if not self._due.period_s:
+                self._log.warning("metrics stay in the event log until MLflow can be reached again: %s", error)
+            self._due = Periodic(OUTAGE_PERIOD_S)
+            self._due()
+            return False
+        if self._due.period_s:
+            self._log.info("MLflow has all metrics again")
+        self._due, self._status = Periodic(0.0), status
+        return True
+
+    def finish(self, status: Status, *, patience_s: float) -> None:
+        """Send the rest and the final status; give up after `patience_s`."""
+        deadline = time.monotonic() + patience_s
+        while not self.tick(status):
+            if time.monotonic() > deadline:
+                self._log.error(
+                    "MLflow could not be reached for %.0f s: it has the event log up to byte %d, and lacks the final "
+                    "status %s; `onward resume` of this run sends the rest",
+                    *(patience_s, self._shipper.cursor.offset, status),
+                )
+                return
+            time.sleep(0.2)

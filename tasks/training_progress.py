@@ -1,0 +1,91 @@
+"""The progress of a training, computed from its event log; used by the monitor and by the terminal's progress bar."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from typing import Literal
+
+from onward.trainer.events import Event
+from onward.trainer.run.records import MetricsSummary
+
+
+class Progress:
+    """The progress of the training, from the events so far; `str()` is one line for the log."""
+
+    def __init__(self) -> None:
+        self.step = self.num_steps = self.num_events = 0
+        self.loss = self.samples_per_s = math.nan
+        self._samples_per_step = math.nan
+        self._speeds: list[float] = []
+        self._first: dict[str, float] = {}
+        self._last: tuple[int, dict[str, float]] = (-1, {})
+
+    def add(self, event: Event) -> None:
+        """Update the progress with the next event."""
+        self.num_events += 1
+        # A resumed attempt begins at an earlier step than the last one has reached.
+        self.step = max(self.step, event.step)
+        values = event.fields.get("values", {})
+        if event.kind == "start":
+            self.num_steps = event.fields.get("num_steps", 0)
+            self._samples_per_step = event.fields.get("num_samples", math.nan) / max(1, self.num_steps)
+        elif event.kind == "scalars":
+            self.loss = values.get("train/loss", self.loss)
+            if speed := values.get("train/samples_per_s"):
+                self.samples_per_s = speed
+                self._speeds.append(speed)
+        elif event.kind == "evaluation":
+            if event.step == 0 and not self._first:
+                self._first = values
+            if event.step > self._last[0]:
+                self._last = (event.step, values)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left at the newest speed; NaN while the speed is unknown."""
+        return (self.num_steps - self.step) * self._samples_per_step / self.samples_per_s
+
+    @property
+    def percent(self) -> float:
+        return 100.0 * self.step / self.num_steps if self.num_steps else 0.0
+
+    def __str__(self) -> str:
+        return f"step {self.step}/{self.num_steps}, {self.pace()}"
+
+    def pace(self) -> str:
+        """Return loss, speed and time left as text, as far as they are known."""
+        parts = [] if math.isnan(self.loss) else [f"loss {self.loss:.4g}"]
+        if not math.isnan(self.samples_per_s):
+            parts.append(f"{self.samples_per_s:.4g} samples/s")
+        if not math.isnan(self.remaining_s):
+            minutes, seconds = divmod(round(self.remaining_s), 60)
+            parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
+        return ", ".join(parts) or "starting"
+
+    def summary(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> MetricsSummary:
+        """Return the record for a training that ended as `status`. The speed is the median over all steps."""
+        speed = statistics.median(self._speeds) if self._speeds else 0.0
+        return MetricsSummary(
+            status=status,
+            step=self.step,
+            num_events=self.num_events,
+            first=self._first,
+            last=self._last[1],
+            samples_per_s=speed,
+        )
+
+
+class Periodic:
+    """Returns True when called, at most once in `period_s`."""
+
+    def __init__(self, period_s: float) -> None:
+        self.period_s = period_s
+        self._due_at = -math.inf
+
+    def __call__(self) -> bool:
+        if (now := time.monotonic()) < self._due_at:
+            return False
+        self._due_at = now + self.period_s
+        return True

@@ -22,15 +22,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onward.trainer.distributed.processes import (
-    StopSignal,
-    connect,
-    die_with_parent,
-    disconnect,
-    install_excepthook,
-    launched_rank,
-    run_preflight,
-)
+from onward.trainer.distributed.failures import StopSignal, install_excepthook
+from onward.trainer.distributed.preflight import run_preflight
+from onward.trainer.distributed.processes import connect, die_with_parent, disconnect, launched_rank
 from onward.trainer.errors import Stopped
 from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, read_config, variant_in

@@ -25,7 +25,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batches, evaluation_batches
 from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import read_training_signature
-from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.mesh import ParallelDims, make_mesh
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import Diverged
 from onward.trainer.events import EventWriter, Heartbeat

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-from onward.trainer.distributed.processes import MPIContext, ParallelDims
+from onward.trainer.distributed.mesh import ParallelDims
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import Heartbeat
 from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
 from onward.trainer.parallel.planner import plan

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from onward.trainer.data.batches import Batch
-from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.mesh import ParallelDims, make_mesh
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from tests.support.ranks import run_ranks

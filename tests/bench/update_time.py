@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onward.trainer.config.sections import ModelConfig, OptimizerConfig, ParallelConfig
 from onward.trainer.data.batches import Batch
-from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.mesh import ParallelDims, make_mesh
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet

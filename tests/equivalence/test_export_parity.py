@@ -16,8 +16,8 @@ from onward.tasks.export import export_file
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.distributed.weights import weights_in
+from onward.trainer.model.trainable import load_weights
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.onnx_import.imported_graph import load_weights
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs, runs
 from tests.support.trained_models import running_statistics

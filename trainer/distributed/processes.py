@@ -1,61 +1,41 @@
-"""How this process becomes one rank of a job: MPI, process group, mesh, and how it leaves.
+"""Join and leave the MPI job: this process becomes one rank.
 
-A rank's life: `StopSignal()` and `install_excepthook()`, then `connect()`, work, `disconnect()`. MPI starts the
-world and tells who is where; torch.distributed carries the tensors. MPI calls have no time-outs, so there are
-none after `connect()`.
+A rank calls `failures.StopSignal()` and `failures.install_excepthook()`, then `connect()`, works, and calls
+`disconnect()`.
+
+    mpirun --> MPI_Init: rank, world size, which ranks share a host
+           --> rank 0 opens a TCPStore and broadcasts its address over MPI
+           --> torch.distributed process group over that store (gloo on CPUs, gloo and NCCL on GPUs)
+
+MPI only starts the job; tensors are sent by torch.distributed, whose calls have time-outs. MPI calls have none, so
+there are none after `connect()`, except for parallel.transport = 'mpi', which polls.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import os
-import platform
-import re
 import signal
 import socket
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import mpi4py
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from onward.trainer.config.sections import ParallelConfig
-from onward.trainer.errors import Fenced, Refused, RuntimeUnavailable, Stopped
-from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import RankError, RankReport, write_record
+from onward.trainer.errors import RuntimeUnavailable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-AXES = ("pipeline", "data", "tensor")
-"""The axes of the mesh, outermost first: neighbours in rank are neighbours in `tensor`."""
-
 RANK_VARIABLES = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Where launchers say which rank a process is: Open MPI 5 and `srun --mpi=pmix`, Open MPI 4, MPICH, Slurm."""
-
-PEER_DELAY_S = 2.0
-"""How long a rank that only lost a peer waits before it leaves: the first to leave has mpirun kill the others,
-and the rank with the root cause must get to write it down."""
-
-_PEER_LOST = re.compile(
-    "Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|nccl(Remote|System)Error"
-    "|Timed out (waiting|after)|has timed out|[Ww]ait timeout|(Socket|Application) [Tt]imeout|operation timeout"
-)
 
 
 @dataclass(frozen=True)
@@ -70,49 +50,6 @@ class MPIContext:
     """Ranks on this host."""
     host: str
     device: torch.device
-
-
-@dataclass(frozen=True)
-class ParallelDims:
-    """How the ranks divide the work: one size for each axis of the mesh."""
-
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    shard: int = 0
-    """Neighbouring replicas that divide weights or states among them; 0 = all."""
-
-    @staticmethod
-    def of(config: ParallelConfig) -> ParallelDims:
-        """As configured."""
-        return ParallelDims(config.data, config.tensor, config.pipeline, config.shard)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks this division needs."""
-        return self.data * self.tensor * self.pipeline
-
-    def check(self, world_size: int) -> None:
-        """Raises RuntimeUnavailable, with all four numbers, unless the division fits the world."""
-        if self.world_size != world_size:
-            raise RuntimeUnavailable(
-                f"data {self.data} x tensor {self.tensor} x pipeline {self.pipeline} needs "
-                f"{self.world_size} ranks, but mpirun started {world_size}; change [parallel] or launch.num_ranks"
-            )
-
-    def coordinate(self, rank: int) -> Coordinate:
-        """Where a rank is in the mesh; tensor is fastest, so that it stays inside a host."""
-        outer, tensor = divmod(rank, self.tensor)
-        pipeline, data = divmod(outer, self.data)
-        return Coordinate(pipeline, data, tensor)
-
-
-class Coordinate(NamedTuple):
-    """A rank's place in the mesh."""
-
-    pipeline: int
-    data: int
-    tensor: int
 
 
 # -- joining and leaving the world
@@ -283,149 +220,3 @@ def _use_interface(name: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if name != "lo":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-
-
-def make_mesh(mpi: MPIContext, dims: ParallelDims, *, timeout_s: float) -> DeviceMesh:
-    """The ranks as a grid with the axes `AXES`: `mesh.get_group("pipeline" | "data" | "tensor")`.
-
-    The data axis is one of (replicate, shard) as well: `shard` is the neighbouring replicas that divide weights or
-    states, `replicate` those that hold the same share. Collective: every rank.
-    """
-    dims.check(mpi.world_size)
-    shard = dims.shard or dims.data
-    shape = (dims.pipeline, dims.data // shard, shard, dims.tensor)
-    mesh = init_device_mesh(mpi.device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
-    replicas = mesh["replicate", "shard"]._flatten("data")
-    timeout = datetime.timedelta(seconds=timeout_s)
-    # the groups of an axis do not inherit the world's time-out: theirs is 30 minutes
-    for group in (*mesh.get_all_groups(), replicas.get_group()):
-        _set_pg_timeout(timeout, group)
-    return mesh
-
-
-def new_group(ranks: Sequence[int], *, timeout_s: float) -> ProcessGroup | None:
-    """A further group of these ranks; None on the others. Collective: every rank of the world, in the same order."""
-    group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_s))
-    return group if dist.get_rank() in ranks else None
-
-
-# -- preflight
-
-
-def run_preflight(run: RunDir) -> None:
-    """What `python -m onward.trainer preflight RUN_DIR` does: connect, check, leave `preflight/rank-00000.json`.
-
-    Collective: every rank. An error is left as RankError of attempt 0.
-    """
-    install_excepthook(run, attempt=0)
-    config = read_config(run)
-    launch = config.launch
-    mpi = connect(
-        expected_world_size=config.world_size,
-        timeout_s=launch.collective_timeout_s,
-        device=launch.device,
-        threads=launch.threads_per_rank,
-    )
-    report = preflight(mpi, config.world_size)
-    write_record(run.root / "preflight" / f"rank-{mpi.rank:05d}.json", report)
-    disconnect()
-
-
-def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
-    """What this rank finds, and one sum over all ranks on its device. Collective: every rank."""
-    total = torch.tensor([mpi.rank + 1.0], dtype=torch.float64, device=mpi.device)
-    dist.all_reduce(total)
-    from mpi4py import MPI
-
-    return RankReport(
-        rank=mpi.rank,
-        world_size=mpi.world_size,
-        expected_world_size=expected_world_size,
-        host=mpi.host,
-        pid=os.getpid(),
-        device=str(mpi.device),
-        versions={
-            "torch": torch.__version__,
-            "mpi4py": mpi4py.__version__,
-            "MPI": MPI.Get_library_version().splitlines()[0].strip("\0 "),
-            "Python": platform.python_version(),
-        },
-        memory_bytes=free_memory(mpi.device),
-        all_reduce=float(total),
-        all_reduce_expected=expected_world_size * (expected_world_size + 1) / 2,
-    )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes this process could still take on its device: for the CPU, of the host and of its container."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = [psutil.virtual_memory().available]
-    group = Path("/sys/fs/cgroup")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-            free.append(int((group / limit).read_text()) - int((group / used).read_text()))
-    return max(0, min(free))
-
-
-# -- being stopped, and failing
-
-
-class StopSignal:
-    """Remembers that this rank was asked to stop (SIGUSR1, SIGTERM), so that all can stop at the same step."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, self._request)
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-
-
-def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = lambda: 0) -> None:
-    """From here on an uncaught exception, in any thread, is left in `run.rank_error` and ends the process.
-
-    The exit status (78 refused, 72 fenced, 75 stopped, 70 anything else) makes mpirun end the other ranks.
-    """
-
-    def leave(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        error = error or kind()
-        text = "".join(traceback.format_exception(kind, error, trace))
-        secondary = lost_a_peer(error)
-        try:
-            record = RankError(
-                attempt=attempt,
-                rank=launched_rank() or 0,
-                host=socket.gethostname(),
-                step=step(),
-                cause=f"{kind.__name__}: {error}",
-                traceback=text,
-                at_ms=time.time_ns() // 1_000_000,
-                secondary=secondary,
-            )
-            write_record(run.rank_error(attempt, record.rank), record)
-            sys.stderr.write(f"rank {record.rank}: {text}")
-            if secondary:
-                time.sleep(PEER_DELAY_S)
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(_exit_status(error))
-
-    sys.excepthook = leave
-    threading.excepthook = lambda failed: leave(failed.exc_type, failed.exc_value, failed.exc_traceback)
-
-
-def lost_a_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank is gone or silent."""
-    return isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
-
-
-def _exit_status(error: BaseException) -> int:
-    if isinstance(error, Refused):
-        return 78
-    return error.exit_code if isinstance(error, Fenced | Stopped) else 70

@@ -39,12 +39,12 @@ from onward.trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUn
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.export.verification import ROUNDED, Expected, changed_tensors, verify
-from onward.trainer.model.trainable import merged_module, open_trainable
+from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery import extract_subgraph
-from onward.trainer.onnx_import.imported_graph import ImportedGraph, load_weights, named_weights, stored_weights
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, example_in, read_config, refusal_in
 from onward.trainer.run.durable_files import fsync, write_durably

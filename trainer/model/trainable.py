@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
 from onward.trainer.onnx_graph import surgery
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
-from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.passes.dropout import add_dropout
 from onward.trainer.onnx_import.train_selection import select_trained
 
@@ -92,3 +95,13 @@ def merged_module(trainable: TrainableModel) -> ImportedGraph:
     if not trainable.adapters:
         return trainable.module
     return merge_adapters(trainable.module, trainable.graph_without_adapters, trainable.adapters)
+
+
+def load_weights(module: ImportedGraph, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors, by initializer name, into the module. Raises CheckpointError unless all names and shapes match."""
+    own = named_weights(module)
+    expected = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    check_fit("the checkpoint", {name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])

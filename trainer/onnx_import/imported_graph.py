@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.graph_module import reduce_graph_module
 
-from onward.trainer.errors import CheckpointError
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.ties import Copies
 
@@ -75,18 +73,3 @@ def stored_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
     """Return `named_weights` and the tied copies: the value of every initializer that training may change."""
     own = named_weights(module)
     return own | {name: own[of].t() if transposed else own[of] for name, (of, transposed) in module.copies.items()}
-
-
-def load_weights(module: ImportedGraph, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors, by initializer name, into the module. Raises CheckpointError unless all names and shapes match."""
-    own = named_weights(module)
-    problems = [f"{name} is missing" for name in own.keys() - tensors.keys()]
-    problems += [f"{name} is not in the model" for name in tensors.keys() - own.keys()]
-    for name in own.keys() & tensors.keys():
-        if own[name].shape != tensors[name].shape:
-            problems.append(f"{name} is {list(tensors[name].shape)}, the model's is {list(own[name].shape)}")
-    if problems:
-        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(sorted(problems)[:5])}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.distributed.processes import Coordinate
+from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.vocabulary_loss import ClassShard

@@ -23,7 +23,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.sharding import infer_schema
 from onward.trainer.data.signature import read_training_signature
-from onward.trainer.distributed.processes import Coordinate, free_memory
+from onward.trainer.distributed.mesh import Coordinate
+from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import precision
 from onward.trainer.model.loss import Loss

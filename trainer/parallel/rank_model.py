@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.distributed.processes import MPIContext, ParallelDims
+from onward.trainer.distributed.mesh import ParallelDims
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, checkpoint_key, slices
 from onward.trainer.model import precision
 from onward.trainer.model.compile import accelerate

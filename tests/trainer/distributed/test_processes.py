@@ -19,17 +19,10 @@ import torch
 import torch.distributed as dist
 
 from onward.infra import mpirun
-from onward.trainer.distributed.processes import (
-    AXES,
-    MPIContext,
-    ParallelDims,
-    StopSignal,
-    _exit_status,
-    install_excepthook,
-    lost_a_peer,
-    make_mesh,
-    preflight,
-)
+from onward.trainer.distributed.failures import StopSignal, _exit_status, install_excepthook, lost_a_peer
+from onward.trainer.distributed.mesh import AXES, ParallelDims, make_mesh
+from onward.trainer.distributed.preflight import preflight
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir
 from tests.support.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.distributed.processes import Coordinate
+from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from onward.trainer.data.batches import Batch
-from onward.trainer.distributed.processes import lost_a_peer, new_group
+from onward.trainer.distributed.failures import lost_a_peer
+from onward.trainer.distributed.mesh import new_group
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.parallel.pipeline.schedules import (

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onward.trainer.distributed.processes import new_group
+from onward.trainer.distributed.mesh import new_group
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.replicas.norms import gradient
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onward.trainer.distributed.processes import new_group
+from onward.trainer.distributed.mesh import new_group
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 
 if TYPE_CHECKING:

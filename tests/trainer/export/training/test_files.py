@@ -24,10 +24,11 @@ from onward.trainer.export.training.gradients import TrainingModel, gradient_of,
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
 from onward.trainer.export.training.optimizer_graph import optimizer_model
 from onward.trainer.model.loss import Loss
+from onward.trainer.model.trainable import load_weights
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.reference_models import build_squeezenet
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.onnx_import.imported_graph import ImportedGraph, load_weights, named_weights
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from tests.support.graphs import MODELS, feed

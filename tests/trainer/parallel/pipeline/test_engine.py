@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onward.trainer.data.batches import Batch
-from onward.trainer.distributed.processes import MPIContext, ParallelDims, lost_a_peer, make_mesh
+from onward.trainer.distributed.failures import lost_a_peer
+from onward.trainer.distributed.mesh import ParallelDims, make_mesh
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.parallel.pipeline import schedules
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from onward.trainer.config.sections import ParallelConfig
-from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.mesh import ParallelDims, make_mesh
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, share
 from onward.trainer.parallel.replicas import norms
 from onward.trainer.parallel.replicas import reducer as reduce

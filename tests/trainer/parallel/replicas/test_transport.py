@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from onward.trainer.config.sections import ParallelConfig
-from onward.trainer.distributed.processes import MPIContext, lost_a_peer
+from onward.trainer.distributed.failures import lost_a_peer
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.parallel.replicas import reducer as reduce
 from onward.trainer.parallel.replicas.transport import (

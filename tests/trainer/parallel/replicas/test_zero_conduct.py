@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward.trainer.config.sections import ParallelConfig
-from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.mesh import ParallelDims, make_mesh
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, slices
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights

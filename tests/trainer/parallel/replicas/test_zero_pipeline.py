@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.data.batches import Batch
-from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.mesh import ParallelDims, make_mesh
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, slices
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward.trainer.config.sections import LoraConfig
-from onward.trainer.distributed.processes import MPIContext, ParallelDims, make_mesh
+from onward.trainer.distributed.mesh import ParallelDims, make_mesh
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, slices
 from onward.trainer.model.adapters import add_adapters
 from onward.trainer.onnx_graph.builder import GraphWriter

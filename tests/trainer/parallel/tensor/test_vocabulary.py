@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from onward.trainer.config.sections import LoraConfig, ModelConfig
-from onward.trainer.distributed.processes import MPIContext, new_group
+from onward.trainer.distributed.mesh import new_group
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, share, slices
 from onward.trainer.model.adapters import add_adapters
 from onward.trainer.model.loss import Loss

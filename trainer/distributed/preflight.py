@@ -1,0 +1,77 @@
+"""Check the machine before training: every rank connects, sums a number over all ranks and reports what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from pathlib import Path
+
+import mpi4py
+import psutil
+import torch
+import torch.distributed as dist
+
+from onward.trainer.distributed.failures import install_excepthook
+from onward.trainer.distributed.processes import MPIContext, connect, disconnect
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import RankReport, write_record
+
+
+def run_preflight(run: RunDir) -> None:
+    """What `python -m onward.trainer preflight RUN_DIR` does: connect, check, leave `preflight/rank-00000.json`.
+
+    Collective: every rank. An error is left as RankError of attempt 0.
+    """
+    install_excepthook(run, attempt=0)
+    config = read_config(run)
+    launch = config.launch
+    mpi = connect(
+        expected_world_size=config.world_size,
+        timeout_s=launch.collective_timeout_s,
+        device=launch.device,
+        threads=launch.threads_per_rank,
+    )
+    report = preflight(mpi, config.world_size)
+    write_record(run.root / "preflight" / f"rank-{mpi.rank:05d}.json", report)
+    disconnect()
+
+
+def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
+    """What this rank finds, and one sum over all ranks on its device. Collective: every rank."""
+    total = torch.tensor([mpi.rank + 1.0], dtype=torch.float64, device=mpi.device)
+    dist.all_reduce(total)
+    from mpi4py import MPI
+
+    return RankReport(
+        rank=mpi.rank,
+        world_size=mpi.world_size,
+        expected_world_size=expected_world_size,
+        host=mpi.host,
+        pid=os.getpid(),
+        device=str(mpi.device),
+        versions={
+            "torch": torch.__version__,
+            "mpi4py": mpi4py.__version__,
+            "MPI": MPI.Get_library_version().splitlines()[0].strip("\0 "),
+            "Python": platform.python_version(),
+        },
+        memory_bytes=free_memory(mpi.device),
+        all_reduce=float(total),
+        all_reduce_expected=expected_world_size * (expected_world_size + 1) / 2,
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes this process could still take on its device: for the CPU, of the host and of its container."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = [psutil.virtual_memory().available]
+    group = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+            free.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    return max(0, min(free))

@@ -155,8 +155,8 @@ def wait_to_be_orphaned(mpi: MPIContext, folder: str) -> None:
 
 
 @pytest.mark.mpi
-def test_ranks_die_with_mpirun_even_when_nobody_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpirun, "sweep", lambda tag: None)
+def test_ranks_end_with_mpirun_even_if_nothing_else_kills_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpirun, "kill_job", lambda tag: None)
     with ThreadPoolExecutor() as threads:
         orphans = "tests.trainer.distributed.test_processes:wait_to_be_orphaned"
         running = threads.submit(run_ranks, 2, orphans, str(tmp_path), forked=False)

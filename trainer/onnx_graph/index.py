@@ -129,7 +129,7 @@ class Index:
 
     @property
     def computed(self) -> list[str]:
-        """The names of the inputs and of all values computed from them."""
+        """Return the names of the inputs and of all values computed from them."""
         return [value.name for value in self.graph.input if value.name not in self.stored] + [
             name for name in self.makers if name not in self.stored
         ]

@@ -28,7 +28,7 @@ FIRE = {3: (16, 64), 4: (16, 64), 6: (32, 128), 7: (32, 128), 9: (48, 192), 10: 
 def build_squeezenet(
     *, num_classes: int = 1000, image_size: int = 224, channels: int = 3, dropout: float = 0.5, seed: int = 0
 ) -> onnx.ModelProto:
-    """SqueezeNet v1.1: `image` [batch, channels, image_size, image_size] -> `logits` [batch, num_classes].
+    """Build SqueezeNet v1.1: `image` [batch, channels, image_size, image_size] -> `logits` [batch, num_classes].
 
     Raises ConfigError when the image is smaller than 17 pixels, the least that survives the four reductions.
     """
@@ -84,7 +84,7 @@ def build_gpt2(
     dropout: float = 0.1,
     seed: int = 0,
 ) -> onnx.ModelProto:
-    """GPT-2: `input_ids` int64 [batch, sequence] -> `logits` [batch, sequence, vocab_size].
+    """Build GPT-2: `input_ids` int64 [batch, sequence] -> `logits` [batch, sequence, vocab_size].
 
     The defaults are the 124M model. Weights are N(0, 0.02), the projections back into the residual stream scaled by
     1/sqrt(2 num_layers); the output layer is the token embedding. `sequence` is at most `sequence_length`. Raises
@@ -124,7 +124,7 @@ def build_gpt2(
 
 
 def _attention(g: GraphWriter, x: str, causal: str, name: str, *, width: int, num_heads: int, dropout: float) -> str:
-    """Causal self-attention [batch, sequence, width] -> the same, before the output projection."""
+    """Add causal self-attention, [batch, sequence, width] to the same shape, without the output projection."""
     split = [f"{name}.{part}" for part in ("query", "key", "value")]
     fused = _linear(g, x, f"{name}.c_attn", g.normal(0.02, width, 3 * width))
     g.op("Split", fused, outputs=split, axis=-1, num_outputs=3)
@@ -141,7 +141,7 @@ def _attention(g: GraphWriter, x: str, causal: str, name: str, *, width: int, nu
 
 
 def _linear(g: GraphWriter, x: str, name: str, weight: Array) -> str:
-    """x @ weight + bias, weight stored [in, out]."""
+    """Add x @ weight + bias, with weight stored as [in, out]."""
     product = g.op("MatMul", x, g.weight(f"{name}.weight", weight))
     return g.op("Add", product, g.weight(f"{name}.bias", np.zeros(weight.shape[1], np.float32)))
 

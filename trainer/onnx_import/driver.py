@@ -167,7 +167,7 @@ class ImportAttempt:
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        """Number of refused nodes, of assumptions about lengths, of runtime nodes; compared in this order."""
+        """Return the numbers of refused nodes, assumptions about lengths and runtime nodes, compared in this order."""
         return len(self.problems), len(self.tracer.assumptions), len(self.tracer.runtime_nodes)
 
     @property

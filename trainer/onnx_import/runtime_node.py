@@ -50,7 +50,10 @@ class RuntimeNode(nn.Module):
         self.register_buffer(ANCHOR, torch.empty(0), persistent=False)
 
     def forward(self, *args: Any) -> Any:
-        """args: a tensor, a sequence of tensors or None for each of `names`. Returns one value for each output."""
+        """Compute the node and return one value for each output.
+
+        args: a tensor, a sequence of tensors or None for each of `names`.
+        """
         dynamo = sys.modules.get("torch._dynamo")  # imported only by torch.compile; importing it takes seconds
         return self._compute(*args) if dynamo is None else dynamo.disable(self._compute)(*args)
 

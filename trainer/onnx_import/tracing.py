@@ -136,7 +136,7 @@ class Tracer:
 
     @property
     def anchor(self) -> Traced:
-        """The first operand of functions that create a tensor from numbers: the result goes to its device."""
+        """Return the empty buffer whose device is that of tensors which the graph creates."""
         if self._anchor is None:
             self._anchor = self.tensor(ANCHOR, torch.empty(0), persistent=False)
         return self._anchor

@@ -62,8 +62,9 @@ class Attention(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """query, key, value: [batch, heads, sequence, width] or [batch x heads, sequence, width].
+        """Return the attended values, in the shape of the query.
 
+        query, key, value: [batch, heads, sequence, width] or [batch x heads, sequence, width].
         mask: added to the scores [..., queries, keys]; False or -inf masks a score.
         """
         flat = query.ndim == 3  # torch's fused kernels need four dimensions

@@ -117,7 +117,7 @@ def _normalised_lengths(r: Rewriter, x: Any, *means: Any) -> list[int]:
 
 
 def _with_weight(r: Rewriter, node: Any) -> fx.Node:
-    """Multiplication of a norm without weight by a weight."""
+    """Rewrite the multiplication of a norm without weight by a weight."""
     for norm, weight in (node.args, node.args[::-1]):
         if is_call(norm, F.layer_norm, F.rms_norm) and has_one_user(norm) and norm.args[2] is None and not norm.kwargs:
             if norm.target is F.layer_norm and norm.args[3] is not None:
@@ -129,7 +129,7 @@ def _with_weight(r: Rewriter, node: Any) -> fx.Node:
 
 
 def _with_bias(r: Rewriter, node: Any) -> fx.Node:
-    """Addition of a bias to a layer norm without bias."""
+    """Rewrite the addition of a bias to a layer norm without bias."""
     for norm, bias in (node.args, node.args[::-1]):
         if is_call(norm, F.layer_norm) and has_one_user(norm) and norm.args[3] is None and not norm.kwargs:
             _check_weight(r, norm, bias)

@@ -92,7 +92,7 @@ def fuse_linears(r: Rewriter) -> int:
 
 
 def _linear(r: Rewriter, node: Any) -> fx.Node:
-    """Addition of a 1-d bias to a product with a matrix. The weight keeps the file's layout [in, out]."""
+    """Rewrite the addition of a 1-d bias to a product with a matrix. The weight keeps the file's layout [in, out]."""
     require(len(node.args) == 2 and not node.kwargs)
     for product, bias in (node.args, node.args[::-1]):
         if not (is_call(product, torch.matmul) and has_one_user(product) and isinstance(bias, fx.Node)):
@@ -106,7 +106,7 @@ def _linear(r: Rewriter, node: Any) -> fx.Node:
 
 
 def _without_flattening(r: Rewriter, node: Any) -> fx.Node:
-    """Linear layer whose leading dimensions are merged before it and split again after it."""
+    """Rewrite a linear layer whose leading dimensions are merged before it and split again after it."""
     linear = node.args[0]
     require(is_call(linear, F.linear) and has_one_user(linear))
     flat, *rest = linear.args

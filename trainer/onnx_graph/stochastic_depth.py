@@ -61,13 +61,13 @@ class Branch:
     """The output of the random node."""
     keep: float
     """The probability that an element of the mask is 1."""
-    whole: int
+    mask_dims: int
     """The number of leading dimensions in which the mask varies: 0 for one number, 1 for one per sample, 2 for one per
     channel of each sample. The attribute of the node has the same name."""
 
     @property
     def kind(self) -> str:
-        return "stochastic depth" if self.whole < 2 else "dropout written out"
+        return "stochastic depth" if self.mask_dims < 2 else "dropout written out"
 
 
 def find_branches(model: onnx.ModelProto, base: Path | None = None) -> list[Branch]:
@@ -89,7 +89,7 @@ def mark_branches(model: onnx.ModelProto, found: Iterable[Branch]) -> onnx.Model
         if node.output and (branch := places.get(node.output[0])):
             own = helper.make_node(OPERATOR, [branch.value], [branch.result], name=node.name, domain=DOMAIN)
             own.attribute.append(helper.make_attribute("keep", branch.keep))
-            own.attribute.append(helper.make_attribute("whole", branch.whole))
+            own.attribute.append(helper.make_attribute("mask_dims", branch.mask_dims))
             node.CopyFrom(own)
     return copy
 
@@ -153,23 +153,23 @@ class _BranchFinder:
                 result = after[0]
             else:
                 return None
-        if (whole := self._num_masked_dims(draw, value)) is None:
+        if (mask_dims := self._num_masked_dims(draw, value)) is None:
             return None
-        return Branch(value=value, result=result, drawn=draw.output[0], keep=keep, whole=whole)
+        return Branch(value=value, result=result, drawn=draw.output[0], keep=keep, mask_dims=mask_dims)
 
     def _num_masked_dims(self, draw: onnx.NodeProto, value: str) -> int | None:
-        """Return Branch.whole of a mask; None if its shape does not broadcast to that of the value."""
+        """Return Branch.mask_dims of a mask; None if its shape does not broadcast to that of the value."""
         lengths, own = self._drawn_lengths(draw), self.dims.get(value)
         if lengths is None or own is None or len(lengths) != len(own):
             return None
-        whole = len(lengths)
-        while whole and lengths[whole - 1] == 1:
-            whole -= 1
+        mask_dims = len(lengths)
+        while mask_dims and lengths[mask_dims - 1] == 1:
+            mask_dims -= 1
         # the mask varies in the first dimensions and is broadcast over the others
-        fits = all(None in (a, b) or a == b != 1 for a, b in zip(lengths[:whole], own[:whole], strict=True))
-        if not fits or 1 in lengths[:whole]:
+        fits = all(None in (a, b) or a == b != 1 for a, b in zip(lengths[:mask_dims], own[:mask_dims], strict=True))
+        if not fits or 1 in lengths[:mask_dims]:
             return None
-        return 1 if whole == 0 and own[:1] == [1] else whole  # with a batch of 1 the two are equal in the file
+        return 1 if mask_dims == 0 and own[:1] == [1] else mask_dims  # with a batch of 1 the two are equal in the file
 
     def _factor_and_operand(self, name: str, *, alone: bool = True) -> tuple[float, str]:
         """Return (number, operand) of a value that is number * operand.

@@ -119,7 +119,7 @@ def test_every_spelling_follows_train_and_eval_and_is_removed_from_the_inference
     model = exported(own, how, opset, dynamic=dynamic)
     module = to_module(model)
     drops = [part for part in module.modules() if isinstance(part, StochasticDepth)]
-    assert [(drop.keep, drop.whole) for drop in drops] == [(pytest.approx(KEEP), 1)] * len(SPELLINGS)
+    assert [(drop.keep, drop.mask_dims) for drop in drops] == [(pytest.approx(KEEP), 1)] * len(SPELLINGS)
     assert not any(isinstance(part, RandomNode) for part in module.modules())
     assert model_with_weights(module, model) == model, "without training, the file that came in"
 
@@ -197,7 +197,7 @@ def drawn(apply, *, ones="one, one", more=""):
 def test_a_bernoulli_node_in_any_order_is_found_and_an_output_keeps_its_name(apply):
     model = drawn(apply)
     [found] = find_branches(model)
-    assert (found.value, found.result, found.keep, found.whole) == ("x", "y", 0.75, 1)
+    assert (found.value, found.result, found.keep, found.mask_dims) == ("x", "y", 0.75, 1)
     module = to_module(model)
     assert strip_training(model) == {"stochastic depth": 1}
     assert [node.op_type for node in model.graph.node] == ["Identity"]

@@ -78,23 +78,23 @@ def multinomial(c: Call, logarithms: Value) -> Value:
 class StochasticDepth(nn.Module):
     """Zeroes whole samples in training, each with probability 1 - keep, and scales up the rest; else the identity."""
 
-    def __init__(self, keep: float, whole: int = 1) -> None:
+    def __init__(self, keep: float, mask_dims: int = 1) -> None:
         super().__init__()
         self.keep = keep
-        self.whole = whole
+        self.mask_dims = mask_dims
         """How many leading dimensions have a draw for each index: 1 samples, 2 their channels, 0 one draw for all."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [batch, ...]."""
         if not self.training:
             return x
-        shape = [*x.shape[: self.whole], *[1] * (x.ndim - self.whole)]
+        shape = [*x.shape[: self.mask_dims], *[1] * (x.ndim - self.mask_dims)]
         return x * x.new_empty(shape).bernoulli_(self.keep).div_(self.keep)
 
     def extra_repr(self) -> str:
-        return f"keep={self.keep:g}, whole={self.whole}"
+        return f"keep={self.keep:g}, mask_dims={self.mask_dims}"
 
 
 @lower(f"{DOMAIN}.{OPERATOR}", since=(1,))
 def stochastic_depth(c: Call, x: Value) -> Value:
-    return c.module(StochasticDepth(c.attr("keep"), c.attr("whole")), x)
+    return c.module(StochasticDepth(c.attr("keep"), c.attr("mask_dims")), x)

@@ -36,10 +36,10 @@ def in_units(name: str, mode: Mode) -> tuple[Stage, list[Tensor], Loss]:
     module = to_module(model)
     select_trained(module, train=("*",), freeze=())
     inputs = [torch.from_numpy(value) for value in feed(model, 6).values()]
-    priced = estimate_costs(module, inputs)
-    narrow = [point for point in find_cut_points(module.graph, priced) if point.is_narrow]
-    parts = split(module, choose_cuts(narrow, node_work(module.graph, priced), 3))
-    stage = build_stages(module, [parts], priced)[0]
+    node_costs = estimate_costs(module, inputs)
+    narrow = [point for point in find_cut_points(module.graph, node_costs) if point.is_narrow]
+    parts = split(module, choose_cuts(narrow, node_work(module.graph, node_costs), 3))
+    stage = build_stages(module, [parts], node_costs)[0]
     recompute(stage.chain, mode, range(len(parts)))
     return stage, inputs, Loss(ModelConfig(path="model.onnx", loss="mse"), module.output_names)
 

@@ -141,12 +141,12 @@ def test_a_graph_with_its_own_loss_gets_no_labels_but_its_inputs_in_order(tmp_pa
     assert [(x.dtype, x.shape) for x in batch.inputs] == [(torch.float32, (8, 4)), (torch.int64, (8,))]
 
 
-def test_without_shuffling_rows_come_as_they_are(images: Callable[..., Prepared]) -> None:
+def test_without_shuffling_rows_are_in_order_of_the_data(images: Callable[..., Prepared]) -> None:
     batches = images().batches()
     assert batches.rows(40, 10).tolist() == [40, 41, 42, 43, 44, 0, 1, 2, 3, 4]
 
 
-def test_what_was_prepared_is_what_would_have_been_made(images: Callable[..., Prepared]) -> None:
+def test_prepared_batches_equal_batches_made_on_demand(images: Callable[..., Prepared]) -> None:
     prepared = images(train={"shuffle": True, "global_batch_size": 16, "num_epochs": 2})
     ahead, cold = prepared.batches(), prepared.batches()
     for position, count in [(0, 16), (16, 16), (16, 16), (0, 16), (16, 16), (32, 13), (80, 10)]:
@@ -170,7 +170,7 @@ def test_an_error_in_the_background_is_raised_by_the_step_that_needs_it(images: 
     batches.close()
 
 
-def test_shards_of_another_model_are_refused(images: Callable[..., Prepared], tmp_path: Path) -> None:
+def test_shards_without_the_columns_of_the_model_are_refused(images: Callable[..., Prepared], tmp_path: Path) -> None:
     prepared = images()
     onnx.save(graphs.tiny_mlp(), tmp_path / "model.onnx")
     with pytest.raises(ConfigError, match="the shards have no column features, only image, label"):
@@ -197,7 +197,7 @@ def shares(batches: list[list[Any]]) -> list[list[tuple[int, bool, int]]]:
         (2, [[(1, True, 1)], [(1, False, 1)], [(1, False, 1)]]),
     ],
 )
-def test_every_replica_has_as_many_micro_batches_whatever_is_left(
+def test_every_replica_has_the_same_number_of_micro_batches_in_an_incomplete_step(
     count: int, expected: Any, images: Callable[..., Prepared]
 ) -> None:
     prepared = images(train={"global_batch_size": 12, "gradient_accumulation_steps": 2}, parallel={"data": 3})
@@ -207,7 +207,7 @@ def test_every_replica_has_as_many_micro_batches_whatever_is_left(
     assert rows == prepared.batches().rows(0, count).tolist()
 
 
-def test_every_replica_has_as_many_evaluation_batches(images: Callable[..., Prepared]) -> None:
+def test_every_replica_has_the_same_number_of_evaluation_batches(images: Callable[..., Prepared]) -> None:
     prepared = images(data={"evaluation_fraction": 0.2}, train={"evaluation_batch_size": 3})
     split = [list(prepared.evaluation(replica=replica, num_replicas=3)) for replica in range(3)]
     assert shares(split) == [

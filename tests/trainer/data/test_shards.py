@@ -227,7 +227,9 @@ def test_a_flipped_bit_is_found_by_the_check(tmp_path: Path, npz: Path) -> None:
     assert problem.startswith(f"{shard} has SHA-256 ")
 
 
-def test_of_two_builders_the_second_uses_the_firsts(tmp_path: Path, npz: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_processes_the_second_uses_the_shards_of_the_first(
+    tmp_path: Path, npz: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meeting = threading.Barrier(2)
     write = sharding._write
 

@@ -56,7 +56,7 @@ def test_inputs_and_outputs_are_read_without_the_weights(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"no onnx at all"])
-def test_what_is_no_onnx_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_onnx_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.onnx").write_bytes(content)
     with pytest.raises(UnsupportedModel, match=r"m\.onnx"):
         read_signature(tmp_path / "m.onnx")
@@ -109,7 +109,7 @@ def other(column: Column, **changes: Any) -> Column:
         (graphs.tiny_mlp, columns(Column(name="features", dtype="float32", shape=(3,), variable=True), LABEL), {"loss": "mse"}, "input features takes [4] a sample, but column 'features' is float32 of varying length, 3 at most"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_said(
+def test_each_misfit_of_data_and_model_has_a_sentence(
     fit: Any, build: Any, schema: Schema, settings: dict[str, Any], sentence: str
 ) -> None:
     assert fit(build(), schema, **settings) == [sentence]

@@ -1,5 +1,5 @@
-"""The exported file is the one that came in, with the trained weights and without what only training needs -
-and whatever is wrong with it, it is refused with numbers and does not come to exist."""
+"""The exported file is the original with trained weights and without training nodes; a wrong file is refused and not
+written."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_file_computes_what_the_trained_module_computes(name: str, make: Mak
 
 
 @pytest.mark.parametrize("name", graphs.MODELS)
-def test_without_training_the_file_that_came_in_comes_out(name: str, make: Make) -> None:
+def test_without_training_the_original_file_is_written(name: str, make: Make) -> None:
     model = graphs.MODELS[name]()
     model.metadata_props.add(key="author", value="nobody")
     exported = make(model, moved=0.0).export()
@@ -173,7 +173,7 @@ def test_the_example_is_one_row_that_onnxruntime_takes(make: Make) -> None:
     onnxruntime.InferenceSession(str(exported.path), providers=["CPUExecutionProvider"]).run(None, feed)
 
 
-def test_a_file_with_a_fixed_batch_is_proven_piece_by_piece(make: Make) -> None:
+def test_a_file_with_a_fixed_batch_is_verified_in_batches_of_that_size(make: Make) -> None:
     model = graphs.tiny_mlp()
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 4
@@ -200,7 +200,7 @@ def test_a_half_precision_file_is_rounded_once_and_keeps_its_type(make: Make) ->
 # -- what only training needs
 
 
-def test_what_rounding_to_half_precision_costs_is_no_fault_of_the_file(make: Make) -> None:
+def test_rounding_to_half_precision_does_not_count_as_a_difference(make: Make) -> None:
     model, half = graphs.tiny_transformer(), helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
@@ -231,7 +231,7 @@ def test_weights_in_a_directory_below_the_model_stay_there(make: Make) -> None:
     assert np.allclose(found, wanted.numpy(), atol=1e-5)
 
 
-def test_what_a_killed_export_left_is_swept_away(make: Make) -> None:
+def test_leftovers_of_a_killed_export_are_removed(make: Make) -> None:
     case = make(graphs.tiny_mlp())
     left = case.run.export / ".verifying-dead"
     left.mkdir(parents=True)
@@ -240,7 +240,7 @@ def test_what_a_killed_export_left_is_swept_away(make: Make) -> None:
     assert sorted(path.name for path in case.run.export.iterdir()) == ["example.npz", "model.json", "model.onnx"]
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_no_file(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_with_a_sentence_and_leaves_no_file(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(graphs.tiny_mlp())
 
     def full(*_: Any) -> None:
@@ -256,7 +256,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_file(make: Make, monkeypatch: p
     assert [path.name for path in case.run.export.iterdir()] == ["refused.json"]
 
 
-def test_dropout_and_what_only_it_read_are_gone(make: Make) -> None:
+def test_dropout_and_tensors_that_only_it_read_are_removed(make: Make) -> None:
     exported = make(graphs.tiny_transformer(dropout=0.1), moved=0.0).export()
     without = graphs.tiny_transformer(dropout=0.0)
     written = onnx.load(exported.path)
@@ -304,7 +304,7 @@ def test_a_dropout_in_training_mode_is_the_identity(masks: bool, last: bool, lef
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_batch_normalization_stops_learning_its_statistics(read: bool, make: Make) -> None:
+def test_batch_normalization_no_longer_updates_its_statistics(read: bool, make: Make) -> None:
     model = graphs.tiny_conv_net_with_batch_norm()
     plain = onnx.ModelProto.FromString(model.SerializeToString())
     norms = [node for node in model.graph.node if node.op_type == "BatchNormalization"]
@@ -369,7 +369,7 @@ def _rename(_: dict[str, onnx.TensorProto], inner: onnx.GraphProto) -> None:
         (_rename, ["1 of the original's 1 inputs are not the same", "1 of the original's 3 nodes"]),
     ],
 )
-def test_a_file_that_was_written_wrong_is_refused_with_every_number(
+def test_a_wrongly_written_file_is_refused_with_every_difference(
     mutate: Mutation, sentences: list[str], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make(graphs.tiny_mlp(inputs=16, hidden=16, outputs=16))
@@ -427,7 +427,7 @@ def test_a_checkpoint_of_another_model_is_refused(make: Make) -> None:
         case.export()
 
 
-def test_without_evaluation_data_nothing_is_proven(make: Make) -> None:
+def test_an_export_without_evaluation_data_is_refused(make: Make) -> None:
     case = make(graphs.tiny_loss_model())
     case.batches = []
     assert "no evaluation data" in case.refused()[0]
@@ -458,7 +458,7 @@ def test_differences_are_relative_to_the_greatest_value(
     assert relative_difference(np.array(ours), np.array(theirs))[0] == pytest.approx(relative, nan_ok=True)
 
 
-def test_a_cut_model_called_part_is_not_written_over_by_what_is_judged_of_it(tmp_path: Path) -> None:
+def test_a_partly_trained_model_called_part_is_not_overwritten_by_the_part_that_is_compared(tmp_path: Path) -> None:
     source, file = tmp_path / "in" / "part.onnx", tmp_path / "out" / "part.onnx"
     source.parent.mkdir()
     onnx.save(graphs.tiny_mlp(hidden=64), source, save_as_external_data=True, location="weights.bin", size_threshold=64)

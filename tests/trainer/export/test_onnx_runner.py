@@ -1,4 +1,4 @@
-"""Who judges a file: onnxruntime if it can, its shadow, its rows one by one or onnx.reference where it cannot."""
+"""Files run under onnxruntime; where it cannot run them, as an fp32 copy, row by row, or under onnx.reference."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_node(operator: str, *, domain: str = "", opset: int = 20) -> onnx.ModelP
     return helper.make_model(inner, opset_imports=opsets, ir_version=10)
 
 
-def test_a_newer_ir_version_alone_does_not_keep_onnxruntime_from_judging() -> None:
+def test_a_file_of_a_newer_ir_version_runs_as_a_copy_of_an_older_one() -> None:
     model = one_node("Relu")
     model.ir_version = 14
     runner = OnnxRunner(model, data(Rows((torch.randn(3, 4),), None, 3)))
@@ -70,7 +70,7 @@ def test_a_file_in_half_precision_is_judged_as_its_fp32_copy(half: int, tmp_path
     assert in_half_precision(onnx.load(path)), "the file itself is untouched"
 
 
-def test_the_shadow_widens_casts_constants_and_inner_graphs() -> None:
+def test_the_fp32_copy_widens_casts_constants_and_inner_graphs() -> None:
     g = GraphWriter("mixed", opset=20)
     x = g.op("Cast", g.input("x", ("batch", 4)), to=TensorProto.FLOAT16)
     x = g.op("Add", x, g.weight("bias", np.ones(4, np.float16)))
@@ -94,7 +94,7 @@ class Same(torch.nn.Module):
         return x.clone()
 
 
-def test_a_file_that_takes_only_single_rows_goes_row_by_row(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_takes_only_single_rows_runs_row_by_row(caplog: pytest.LogCaptureFixture) -> None:
     runner = OnnxRunner(one_row(), data(Rows((torch.randn(3, 4),), None, 3)))
     assert runner.compare(Same(), batches=1, tolerance=1e-6) == []
     assert runner.runtime == "onnxruntime, row by row"
@@ -156,7 +156,7 @@ def test_an_output_of_any_kind_is_compared(
     ],
     ids=["its loss", "the batch is not the first axis"],
 )
-def test_a_file_with_a_fixed_batch_is_compared_on_the_very_rows_it_takes(node: onnx.NodeProto, dims: list[int]) -> None:
+def test_a_file_with_a_fixed_batch_is_compared_on_batches_of_that_size(node: onnx.NodeProto, dims: list[int]) -> None:
     model = with_ends(node, 4, helper.make_tensor_value_info("z", TensorProto.FLOAT, dims))
     runner = OnnxRunner(model, data(*(Rows((torch.randn(size, 4),), None, size) for size in (6, 4, 1))))
     assert runner.compare(to_module(model).eval(), batches=3, tolerance=1e-6) == []
@@ -195,7 +195,7 @@ def rotary(width: int = 8) -> onnx.ModelProto:
     return helper.make_model(inner, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
 
 
-def test_rotary_embedding_is_proven_row_by_row_and_as_a_batch_by_the_reference() -> None:
+def test_rotary_embedding_is_verified_row_by_row_and_as_a_batch_by_onnx_reference() -> None:
     model = rotary()
     runner = OnnxRunner(model, data(Rows((torch.randn(3, 2, 3, 8),), None, 3)))
     assert runner.compare(to_module(model), batches=1, tolerance=1e-6) == []
@@ -212,7 +212,7 @@ def masked_attention() -> onnx.ModelProto:
     return helper.make_model(inner, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
 
 
-def test_what_onnxruntime_loads_but_cannot_run_is_judged_by_the_reference() -> None:
+def test_a_file_that_onnxruntime_loads_but_cannot_run_runs_under_onnx_reference() -> None:
     model = masked_attention()
     inputs = (*(torch.randn(2, 2, 3, 4) for _ in range(3)), torch.zeros(2, 1, 1, 3))
     runner = OnnxRunner(model, data(Rows(inputs, None, 2)))
@@ -249,7 +249,7 @@ class Double(OpRun):
 """
 
 
-def test_an_operator_of_ones_own_is_imported_and_judged_by_the_users_file(tmp_path: Path) -> None:
+def test_a_custom_operator_is_imported_and_run_by_the_users_file(tmp_path: Path) -> None:
     model = one_node("Double", domain="judged")
     rows = data(Rows((torch.randn(3, 4),), None, 3))
     with pytest.raises(ExportRefused, match=r"in a file of model\.converters"):

@@ -1,8 +1,10 @@
-"""Gradients in operators that ONNX has: what torch differentiates with kernels of its own, written out.
+"""Decompose calls whose gradients torch computes with kernels that ONNX does not have.
 
-Two tables, for two moments. `Plain` replaces calls *before* they are differentiated: random masks, batch
-statistics and attention are spelled in arithmetic whose gradients are arithmetic, too.
-`DECOMPOSITIONS` replaces what differentiating has left: the gradients of convolutions and of pools.
+    F.batch_norm, dropout, attention --`DecomposedCalls`--> arithmetic --differentiation--> arithmetic
+    convolution, pooling             ------------------ differentiation --> aten.*_backward --`DECOMPOSITIONS`--> ONNX
+
+`DecomposedCalls` replaces calls before differentiation, so that their gradients are arithmetic as well.
+`DECOMPOSITIONS` replaces ATen operators that differentiation leaves.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ aten = torch.ops.aten
 # -- before differentiation
 
 
-class Plain(TorchFunctionMode):
-    """Within it, calls of `PLAIN` are spelled out; `statistics` collects what BatchNorm would have updated.
+class DecomposedCalls(TorchFunctionMode):
+    """Within this context, the calls in `REPLACEMENTS` and F.batch_norm are computed by basic arithmetic.
 
-    `statistics`: id of a running statistic -> its new value. Nothing is changed in place.
+    `statistics`: id of a running statistic -> its new value. Nothing is changed in place, because functions that are
+    differentiated by torch.func must not have side effects.
     """
 
     def __init__(self) -> None:
@@ -37,7 +40,7 @@ class Plain(TorchFunctionMode):
     ) -> Any:
         if func is F.batch_norm:
             return self._batch_norm(*args, **(kwargs or {}))
-        return PLAIN.get(func, func)(*args, **(kwargs or {}))
+        return REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
 
     def _batch_norm(
         self,
@@ -50,9 +53,9 @@ class Plain(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """x: [batch, channels, ...]. One value in each channel has no variance: then as if not training."""
+        """x: [batch, channels, ...]. A single value per channel has no variance: then the running one is used."""
         shape, mean, variance = [1, -1, *[1] * (x.ndim - 2)], running_mean, running_var
-        if training is not False:  # true, or not known before the batch is
+        if training is not False:  # true, or unknown until the graph runs
             dims = [dim for dim in range(x.ndim) if dim != 1]
             count = torch.ones_like(x).sum(dims)
             many = count > 1
@@ -95,7 +98,7 @@ def _attention(
     return _dropout(scores.softmax(-1), dropout_p) @ value
 
 
-PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
+REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: _dropout,
     F.scaled_dot_product_attention: _attention,
 }
@@ -116,21 +119,24 @@ def _convolution_backward(
     groups: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias. A transposed convolution is a convolution seen from its result."""
+    """Return the gradients of input, weight and bias.
+
+    The input gradient of a convolution is a transposed convolution of the output gradient, and the reverse.
+    """
     to_x = to_weight = to_bias = None
     if wanted[0] and transposed:
         to_x = aten.convolution(gradient, weight, None, stride, padding, dilation, False, [0], groups)
     elif wanted[0]:
-        to_x = _spread(gradient, weight, x.shape[2:], stride, padding, dilation, groups)
+        to_x = _transposed_convolution(gradient, weight, x.shape[2:], stride, padding, dilation, groups)
     if wanted[1]:
         seen, given = (gradient, x) if transposed else (x, gradient)
-        to_weight = _correlate(seen, given, weight.shape[2:], stride, padding, dilation, groups)
+        to_weight = _weight_gradient(seen, given, weight.shape[2:], stride, padding, dilation, groups)
     if wanted[2]:
         to_bias = gradient.sum([dim for dim in range(gradient.ndim) if dim != 1])
     return to_x, to_weight, to_bias
 
 
-def _spread(
+def _transposed_convolution(
     gradient: Tensor,
     weight: Tensor,
     lengths: Sequence[int],
@@ -139,27 +145,28 @@ def _spread(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """The transposed convolution whose result has these lengths.
+    """Compute the transposed convolution whose result has these lengths.
 
-    A stride leaves up to stride - 1 elements at the end that no window reached: zeros, put there before the cut.
+    With a stride, up to stride - 1 elements at the end are in no window. Their gradient is zero: they are padded
+    before the result is sliced.
     """
     rank = len(lengths)
     if all(step == 1 for step in stride):
         reached: Tensor = aten.convolution(gradient, weight, None, stride, padding, dilation, True, [0] * rank, groups)
         return reached
-    whole = aten.convolution(gradient, weight, None, stride, [0] * rank, dilation, True, [0] * rank, groups)
-    return _cut(whole, lengths, begins=padding, spare=[step - 1 for step in stride])
+    full = aten.convolution(gradient, weight, None, stride, [0] * rank, dilation, True, [0] * rank, groups)
+    return _pad_and_slice(full, lengths, begins=padding, spare=[step - 1 for step in stride])
 
 
-def _cut(whole: Tensor, lengths: Sequence[int], *, begins: Sequence[int], spare: Sequence[int]) -> Tensor:
-    """[begin, begin + length) of every dimension after the channels, `spare` zeros being appended first."""
-    whole = aten.constant_pad_nd(whole, [n for more in reversed(spare) for n in (0, more)], 0.0)
+def _pad_and_slice(full: Tensor, lengths: Sequence[int], *, begins: Sequence[int], spare: Sequence[int]) -> Tensor:
+    """Append `spare` zeros, then slice [begin, begin + length) of every dimension after the channels."""
+    full = aten.constant_pad_nd(full, [n for more in reversed(spare) for n in (0, more)], 0.0)
     for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True), start=2):
-        whole = aten.slice(whole, dim, begin, begin + length)
-    return whole
+        full = aten.slice(full, dim, begin, begin + length)
+    return full
 
 
-def _correlate(
+def _weight_gradient(
     x: Tensor,
     gradient: Tensor,
     kernel: Sequence[int],
@@ -168,16 +175,16 @@ def _correlate(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """The gradient of a weight [out, in / groups, *kernel]: the input convolved with the result's gradient.
+    """Return the gradient of a weight [out, in / groups, *kernel]: the input convolved with the output gradient.
 
-    Batch and channels change places, and so do stride and dilation.
+    Batch and channels are exchanged, because the sum is over the batch; so are stride and dilation.
     """
     batch, channels, *lengths = x.shape
-    turned = x.reshape(batch, groups, channels // groups, *lengths).transpose(0, 2)
-    turned = turned.reshape(channels // groups, groups * batch, *lengths)
+    exchanged = x.reshape(batch, groups, channels // groups, *lengths).transpose(0, 2)
+    exchanged = exchanged.reshape(channels // groups, groups * batch, *lengths)
     zeros = [0] * len(kernel)
     found: Tensor = aten.convolution(
-        turned, gradient.transpose(0, 1), None, dilation, padding, stride, False, zeros, groups
+        exchanged, gradient.transpose(0, 1), None, dilation, padding, stride, False, zeros, groups
     )  # [in / groups, out, at least the kernel]
     for dim, length in enumerate(kernel, start=2):
         found = aten.slice(found, dim, 0, length)
@@ -185,12 +192,12 @@ def _correlate(
 
 
 def _max_pool_backward(gradient: Tensor, x: Tensor, *window: Any) -> Tensor:
-    """Every element of the gradient goes to where its maximum was; `window` ends with those places."""
+    """Add each element of the gradient at the index of its maximum; `window` ends with those indices."""
     indices, spatial = window[-1], len(window[0])
     lead = list(x.shape[: x.ndim - spatial])
     zeros = torch.zeros_like(x).reshape([*lead, math.prod(x.shape[x.ndim - spatial :])])
-    spread = zeros.scatter_add(-1, indices.flatten(-spatial), gradient.flatten(-spatial))
-    return spread.reshape(x.shape)
+    gradients = zeros.scatter_add(-1, indices.flatten(-spatial), gradient.flatten(-spatial))
+    return gradients.reshape(x.shape)
 
 
 def _avg_pool_backward(
@@ -203,7 +210,7 @@ def _avg_pool_backward(
     count_padding: bool,
     divisor: int | None,
 ) -> Tensor:
-    """Every element of the gradient goes, divided by the size of its window, to the whole window."""
+    """Add each element of the gradient, divided by the size of its window, to every element of the window."""
     rank = len(kernel)
     stride = list(stride) or list(kernel)
     ones = torch.ones([1, 1, *kernel], dtype=x.dtype)
@@ -218,18 +225,18 @@ def _avg_pool_backward(
         inside = aten.constant_pad_nd(inside, pads, 1.0 if count_padding else 0.0)
         inside = aten.constant_pad_nd(inside, [n for more in reversed(spare) for n in (0, more)], 0.0)
         counts = aten.convolution(inside, ones, None, stride, [0] * rank, [1] * rank, False, [0] * rank, 1)
-        flat = flat / _cut(counts, results, begins=[0] * rank, spare=[0] * rank)
-    whole = aten.convolution(flat, ones, None, stride, [0] * rank, [1] * rank, True, [0] * rank, 1)
-    return _cut(whole, lengths, begins=padding, spare=spare).reshape(x.shape)
+        flat = flat / _pad_and_slice(counts, results, begins=[0] * rank, spare=[0] * rank)
+    full = aten.convolution(flat, ones, None, stride, [0] * rank, [1] * rank, True, [0] * rank, 1)
+    return _pad_and_slice(full, lengths, begins=padding, spare=spare).reshape(x.shape)
 
 
 def _empty(size: Sequence[int], *order: Any, dtype: torch.dtype | None = None, **others: Any) -> Tensor:
-    """Memory that something else is written into: ONNX has none without values."""
+    """Return zeros: ONNX has no uninitialised tensors."""
     return torch.zeros(size, dtype=dtype)
 
 
 def _sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """ONNX's own order of equal elements, the first one first, is the stable one."""
+    """Sort without the flag `stable`: ONNX's TopK keeps the order of equal elements anyway."""
     values, indices = aten.sort.default(x, dim, descending)
     return values, indices
 
@@ -245,4 +252,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.empty.memory_format: _empty,
     aten.empty_permuted.default: _empty,
 }
-"""Operator of torch -> what it is in operators that torch.onnx translates."""
+"""ATen operator -> the same in operators that torch.onnx translates."""

@@ -1,4 +1,4 @@
-"""Training where no torch is: four files of standard ONNX that stock onnxruntime runs, and how they fit together.
+"""Write training as four files of standard ONNX that stock onnxruntime runs without torch.
 
     model_with_loss.onnx   the graph as the file has it, and the loss on it
     eval.onnx              in inference form: loss, outputs, accuracy; its weights are optional inputs

@@ -1,8 +1,12 @@
-"""training.onnx: the loss and the gradient of every trained weight, as one ONNX graph without torch.
+"""Make training.onnx: the loss and the gradient of every trained weight as one ONNX graph.
 
-The imported graph, its loss and its differentiation are recorded as one list of ATen calls (make_fx over
-torch.func), written out where ONNX has no such operator (decompositions.py), and translated by torch.onnx.
-Sizes that are dynamic in the file stay dynamic. Weights are inputs, named as their initializers.
+    inputs, labels, weights, statistics
+        -> imported fx graph -> loss -> torch.func.grad_and_value          one Python function (`_Recorder`)
+        -> make_fx with `DECOMPOSITIONS`                                   a list of ATen calls
+        -> torch.onnx.export                                               an ONNX graph
+    loss, gradients, new statistics
+
+Dynamic sizes of the file stay dynamic. Weights are inputs, named as their initializers.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.export.training.decompositions import DECOMPOSITIONS, Plain
+from onward.trainer.export.training.decompositions import DECOMPOSITIONS, DecomposedCalls
 from onward.trainer.export.training.loss_graph import LossNames
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.element_types import torch_dtype
@@ -34,7 +38,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.trial_sizes import trial_sizes
 
 OPSET = 20
-"""Of the training graph: 18 has the scatters that add, 20 Gelu as one node."""
+"""Opset of the training graph: 18 adds Scatter with reduction, 20 adds Gelu."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Example:
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """The graph and what its inputs and outputs are. Order: inputs, labels, weights, statistics."""
+    """The graph, and the names of its weights and statistics. Inputs: inputs, labels, weights, statistics."""
 
     model: onnx.ModelProto
     weights: tuple[str, ...]
@@ -59,12 +63,12 @@ class TrainingModel:
 
 
 def gradient_of(weight: str) -> str:
-    """The name of the gradient of a weight."""
+    """Return the name of the gradient of a weight."""
     return f"{weight}_grad"
 
 
 def updated(name: str) -> str:
-    """The name of the new value of a weight, a moment or a running statistic."""
+    """Return the name of the new value of a weight, a moment or a running statistic."""
     return f"{name}_new"
 
 
@@ -100,14 +104,14 @@ _REFUSALS = (
 
 
 def _sentence(error: BaseException) -> str:
-    """The innermost cause, in its first lines."""
+    """Return the first lines of the innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split("\n\n")[0].split())[:400] or type(error).__name__
 
 
 def _examples(model: onnx.ModelProto) -> Iterator[list[Example]]:
-    """Inputs of the sizes the importer tries, each set of them once."""
+    """Yield inputs of the sizes that the importer tries, each set of sizes once."""
     tried: list[list[tuple[int, ...]]] = []
     stored = {tensor.name for tensor in model.graph.initializer}
     for lengths, _ in trial_sizes(model.graph, stored):
@@ -167,7 +171,7 @@ class _Recorder:
         return Example(self.names.labels, zeros, tuple(second), dynamic)
 
     def _output_shape(self, inputs: Sequence[Tensor]) -> torch.Size:
-        """Of what the loss reads, without computing it."""
+        """Return the shape of the output that the loss reads, computed on fake tensors."""
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             output = self._loss.output(self._module.eval()(*(tensor.clone() for tensor in inputs)))
         self._module.train()
@@ -182,9 +186,9 @@ class _Recorder:
 
         def objective(trained: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
             every = tensors | trained
-            with Plain() as plain:
+            with DecomposedCalls() as calls:
                 outputs = _Running(self._module, every).run(*inputs)
-                statistics = [plain.statistics.get(id(every[path]), every[path]) for path in self.statistics]
+                statistics = [calls.statistics.get(id(every[path]), every[path]) for path in self.statistics]
             return self._mean(outputs, labels), statistics
 
         trained = {path: tensors[path] for path in self.trained}
@@ -199,7 +203,7 @@ class _Recorder:
 
 
 class _Running(fx.Interpreter):
-    """Runs the graph on other weights than the module's own."""
+    """Run the graph with other tensors in place of the module's weights."""
 
     def __init__(self, module: fx.GraphModule, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(module)
@@ -210,7 +214,7 @@ class _Running(fx.Interpreter):
 
 
 def _record(recorder: _Recorder, examples: Sequence[Example]) -> fx.GraphModule:
-    """The calls, with the dynamic sizes as symbols."""
+    """Record the calls, with dynamic sizes as symbols."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor, dynamic: Mapping[int, str]) -> Tensor:
@@ -274,7 +278,7 @@ def _translate(recorder: _Recorder, examples: Sequence[Example]) -> TrainingMode
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.onnx warns of its own use of torch, and logs every step."""
+    """Suppress warnings and log lines of torch.onnx that are about itself."""
     logger, level = logging.getLogger("torch.onnx"), logging.getLogger("torch.onnx").level
     logger.setLevel(logging.ERROR)
     try:
@@ -295,9 +299,9 @@ def _store(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _name(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Call inputs and outputs as given and every other value onward.<name>; drop the notes of how it was made.
+    """Name inputs and outputs as given and every other value onward.<name>, and remove metadata.
 
-    The notes hold paths of this machine. An output that is an input unchanged gets a node of its own.
+    The metadata holds paths of this machine. An output that is an unchanged input gets an Identity node.
     """
     graph = model.graph
     named = dict(zip((value.name for value in graph.input), inputs, strict=True))

@@ -1,6 +1,6 @@
-"""The configured loss as ONNX nodes behind a graph that stays as it is: model_with_loss.onnx and eval.onnx.
+"""Append the configured loss to a graph as ONNX nodes: model_with_loss.onnx and eval.onnx.
 
-The same numbers as trainer/model/loss.py: the mean over the targets that count, classes on the last axis.
+It computes the same numbers as trainer/model/loss.py: the mean over the targets that count, classes on the last axis.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from onward.trainer.onnx_graph.index import nodes_of
 from onward.trainer.onnx_graph.strip_training import strip_training
 
 LEAST_OPSET = 13
-"""The first with SoftmaxCrossEntropyLoss as it is now."""
+"""The first opset with the current SoftmaxCrossEntropyLoss."""
 
 
 @dataclass(frozen=True)
 class LossNames:
-    """What the loss and the labels are called, in every file made of one graph."""
+    """Names of the loss and the labels in every file made of one graph."""
 
     loss: str
     labels: str
@@ -32,7 +32,7 @@ class LossNames:
 
 @dataclass(frozen=True)
 class LossModel:
-    """A graph with a loss, and the names of what else was put in."""
+    """A graph with a loss, and the names of added outputs."""
 
     model: onnx.ModelProto
     count: str = ""
@@ -62,7 +62,7 @@ def model_with_loss(model: onnx.ModelProto, config: ModelConfig, *, names: LossN
     Labels are int64 of the output's shape without its last axis for cross-entropy, else floats of the output's
     shape. Raises UnsupportedModel when the opset has no such loss, ConfigError for an unknown `model.output`.
     """
-    copy = _plain(model)
+    copy = _inlined_copy(model)
     return _with_loss(copy, config, names)
 
 
@@ -79,7 +79,7 @@ def evaluation_model(
     `weights` become inputs with the file's values as their defaults, so that trained ones can be put in their
     place; `copies` (name -> original, whether transposed) follow their originals.
     """
-    copy = _plain(model)
+    copy = _inlined_copy(model)
     strip_training(copy)
     found = _with_loss(copy, config, names)
     if config.loss in ("cross_entropy", "bce_with_logits"):
@@ -88,8 +88,8 @@ def evaluation_model(
     return found
 
 
-def _plain(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy without local functions, and without the domains that nothing is left of."""
+def _inlined_copy(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Copy the model with its local functions inlined, and without opset entries that no node uses."""
     copy = onnx.ModelProto()
     copy.CopyFrom(inliner.inline_local_functions(model) if model.functions else model)
     used = {"" if node.domain == "ai.onnx" else node.domain for node in nodes_of(copy.graph)} | {"", "ai.onnx"}
@@ -105,7 +105,7 @@ def _with_loss(model: onnx.ModelProto, config: ModelConfig, names: LossNames) ->
     opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     if opset < LEAST_OPSET:
         raise UnsupportedModel(
-            f"opset {opset} has not the operators of a loss, {LEAST_OPSET} has; convert the file first "
+            f"opset {opset} does not have the operators of a loss, which needs {LEAST_OPSET}; convert the file first "
             f"(onnx.version_converter.convert_version(model, {LEAST_OPSET}))"
         )
     output, outputs = _output(model, config), list(model.graph.output)

@@ -1,4 +1,4 @@
-"""optimizer.onnx: one weight update as an ONNX graph; the rules of trainer/optim/optimizers.py, number for number."""
+"""Make optimizer.onnx: one weight update as an ONNX graph, with the formulas of trainer/optim."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections import ModelConfig, OptimizerConfig, WeightAttributes
 from onward.trainer.errors import ConfigError, ExportRefused, UnsupportedModel
-from onward.trainer.export.training import decompositions as backward
+from onward.trainer.export.training import decompositions
 from onward.trainer.export.training.files import TrainingArtifacts, write_artifacts
 from onward.trainer.export.training.gradients import TrainingModel, gradient_of, training_model, updated
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
@@ -85,7 +85,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("name", "loss"), LOSSES)
-def test_the_loss_in_the_file_is_onwards_own(name: str, loss: str) -> None:
+def test_the_loss_in_the_file_equals_the_loss_of_training(name: str, loss: str) -> None:
     model, config = MODELS[name](), ModelConfig(path=Path("m.onnx"), loss=loss, ignore_index=2)
     module, names = to_module(model).eval(), loss_names(model, config)
     files = [
@@ -110,7 +110,7 @@ def test_labels_that_are_all_ignored_give_loss_zero() -> None:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "bce_with_logits"])
-def test_eval_counts_what_is_right(loss: str) -> None:
+def test_eval_counts_correct_targets(loss: str) -> None:
     model, config = MODELS["tiny_transformer"](), ModelConfig(path=Path("m.onnx"), loss=loss)
     module = to_module(model).eval()
     file = evaluation_model(model, config, names=loss_names(model, config), weights=[], copies={})
@@ -141,7 +141,7 @@ def test_eval_takes_trained_weights_and_copies_follow_their_original() -> None:
     np.testing.assert_allclose(run(file, feeds | {"table": 2 * table})["logits"], 4 * table[:3] @ table.T, rtol=1e-6)
 
 
-def test_names_that_the_graph_uses_are_left_to_it() -> None:
+def test_added_names_differ_from_those_of_the_graph() -> None:
     g = GraphWriter("taken")
     g.op("MatMul", g.input("labels", ("batch", 4)), g.weight("loss", g.normal(0.5, 4, 3)), outputs="onward.Cast")
     g.output("onward.Cast", ("batch", 3))
@@ -175,7 +175,7 @@ RULES = [
 
 @pytest.mark.parametrize("config", RULES, ids=lambda config: f"{config.name}-{RULES.index(config)}")
 @pytest.mark.parametrize("clip_norm", [0.0, 1.5])
-def test_an_update_in_the_file_is_onwards_own(config: OptimizerConfig, clip_norm: float) -> None:
+def test_an_update_in_the_file_equals_an_optimizer_step(config: OptimizerConfig, clip_norm: float) -> None:
     torch.manual_seed(0)
     weights = {name: torch.randn(shape) for name, shape in {"a": (3, 4), "b.bias": (4,), "zero": (2,)}.items()}
     weights["zero"].zero_()
@@ -227,7 +227,7 @@ def test_the_gradients_of_a_convolution_are_convolutions(case: Any) -> None:
     gradient = torch.randn_like(y)
     arguments = (gradient, x, weight, [y.shape[1]], *rest, [True, True, True])
     expected = torch.ops.aten.convolution_backward(*arguments)
-    found = backward.DECOMPOSITIONS[torch.ops.aten.convolution_backward.default](*arguments)
+    found = decompositions.DECOMPOSITIONS[torch.ops.aten.convolution_backward.default](*arguments)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
@@ -241,7 +241,7 @@ def test_the_gradients_of_an_average_pool(
     x = torch.randn(2, 3, 8, 9, dtype=torch.float64)
     window = (kernel, stride, padding, ceil_mode, count_padding, None)
     gradient = torch.randn_like(torch.ops.aten.avg_pool2d(x, *window))
-    found = backward.DECOMPOSITIONS[torch.ops.aten.avg_pool2d_backward.default](gradient, x, *window)
+    found = decompositions.DECOMPOSITIONS[torch.ops.aten.avg_pool2d_backward.default](gradient, x, *window)
     torch.testing.assert_close(found, torch.ops.aten.avg_pool2d_backward(gradient, x, *window))
 
 
@@ -342,7 +342,7 @@ BUILT: dict[str, Callable[[], onnx.ModelProto]] = {
 
 
 @pytest.mark.parametrize(("name", "loss"), [*QUICK, *(pytest.param(*entry, marks=pytest.mark.slow) for entry in SLOW)])
-def test_loss_and_gradients_are_torchs_at_any_batch_size(name: str, loss: str) -> None:
+def test_loss_and_gradients_equal_those_of_torch_at_any_batch_size(name: str, loss: str) -> None:
     model, config = BUILT[name](), ModelConfig(path=Path("m.onnx"), loss=loss)
     module, file = made(model, config)
     assert set(file.weights) == {module.onnx_names[path] for path, _ in module.named_parameters()}
@@ -412,7 +412,7 @@ def test_a_file_in_half_precision_is_trained_in_fp32() -> None:
     )
 
 
-def test_names_are_the_files_own_and_nothing_tells_of_this_machine() -> None:
+def test_names_are_those_of_the_file_and_no_path_of_this_machine_is_written() -> None:
     g = GraphWriter("odd_names")
     x = g.op("MatMul", g.input("x/0:0", ("batch", 4)), g.weight("val_3", g.normal(0.5, 4, 4)))
     g.op("Add", x, g.weight("onnx::Add_7", g.normal(0.5, 4)), outputs="y.1")

@@ -1,4 +1,4 @@
-"""Attention and rotary positions: torch's kernel wherever it computes the same, spelled out otherwise."""
+"""Rules for Attention and RotaryEmbedding, by torch's fused kernel where it computes the same."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from onward.trainer.onnx_import.values import Value
 # -- masks
 
 
-def allowed(
+def window_mask(
     queries: torch.Tensor, keys: torch.Tensor, first: torch.Tensor | int, *, left: int, right: int
 ) -> torch.Tensor:
-    """[(batch, 1,) queries, keys]: whether key j lies in [p - left, p + right] for the query at position p.
+    """Return [(batch, 1,) queries, keys]: whether key j is in [p - left, p + right] for the query at position p.
 
-    `first` is the position of the first query, of all samples or of each; a bound of -1 is none.
+    left 1, right 0, 3 queries, 4 keys, first 1:      1 1 0 0
+                                                      0 1 1 0
+                                                      0 0 1 1
+
+    first: the position of the first query, of all samples or of each; a bound of -1 means no bound.
     """
     at = torch.arange(queries.shape[-2], device=queries.device)[:, None]
     at = at + (first if isinstance(first, int) else first.reshape(-1, 1, 1, 1))
@@ -30,22 +34,22 @@ def allowed(
     return seen & (key >= at - left) if left >= 0 else seen
 
 
-def both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Two masks at once: of truth values (attend or not) or of numbers added to the scores."""
+def combine_masks(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Combine two masks: booleans (True: attend) or numbers that are added to the scores."""
     if one.dtype == other.dtype == torch.bool:
         return one & other
     return as_bias(one) + as_bias(other)
 
 
 def as_bias(mask: torch.Tensor) -> torch.Tensor:
-    """A mask as numbers to add to the scores."""
+    """Return a mask as numbers that are added to the scores."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
 
 
 def fit_mask(mask: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """A mask that is shorter than the keys masks the rest."""
+    """Extend a mask that is shorter than the keys: the rest is masked."""
     rest = keys.shape[-2] - mask.shape[-1]
     nothing: Any = False if mask.dtype == torch.bool else -math.inf
     mask = F.pad(mask, (0, rest), value=nothing) if rest > 0 else mask
@@ -53,7 +57,7 @@ def fit_mask(mask: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def valid_keys(keys: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """[batch, 1, 1, keys]: whether a key is among the first `lengths` of its sample."""
+    """Return [batch, 1, 1, keys]: whether a key is among the first `lengths` of its sample."""
     return (torch.arange(keys.shape[-2], device=keys.device) < lengths[:, None])[:, None, None]
 
 
@@ -61,14 +65,14 @@ def valid_keys(keys: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def attend(c: Call, operands: tuple[Value, Value, Value], mask: Value, *, causal: bool, scale: float) -> Value:
-    """torch's attention over [batch, heads, sequence, width]; fewer key heads than query heads are shared."""
+    """Call torch's attention over [batch, heads, sequence, width]; fewer key heads than query heads are shared."""
     shared = c.size(operands[0], 1) != c.size(operands[1], 1)
     extra = {"enable_gqa": True} if shared else {}
     function = F.scaled_dot_product_attention
     return c(function, *operands, attn_mask=mask, is_causal=causal, scale=scale, **extra)
 
 
-def spelled(
+def explicit_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -76,9 +80,9 @@ def spelled(
     *,
     scale: float,
     softcap: float,
-    shown: int,
+    score_output: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with capped scores, and the scores: 0 raw, 1 capped, 2 masked, 3 as probabilities."""
+    """Compute attention with soft-capped scores; returns also the scores: 0 raw, 1 capped, 2 masked, 3 softmax."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -86,21 +90,21 @@ def spelled(
     capped = softcap * torch.tanh(raw / softcap) if softcap > 0 else raw
     masked = capped if mask is None else capped + as_bias(mask)
     empty = None if mask is None else (as_bias(mask) == -math.inf).all(-1, keepdim=True)
-    # a query that may attend to nothing gets zeros, and no gradient
+    # the softmax of a row of -inf is NaN: a query that may attend to no key gets zeros, and no gradient
     safe = masked if empty is None else masked.masked_fill(empty, 0.0)
     weights = F.softmax(safe, dim=-1)
     weights = weights if empty is None else weights.masked_fill(empty, 0.0)
-    return torch.matmul(weights, value), (raw, capped, masked, weights)[shown]
+    return torch.matmul(weights, value), (raw, capped, masked, weights)[score_output]
 
 
 def split_heads(c: Call, x: Value, heads: int) -> Value:
-    """[batch, sequence, heads x width] -> [batch, heads, sequence, width]."""
+    """Reshape [batch, sequence, heads x width] -> [batch, heads, sequence, width]."""
     batch, sequence, width = c.sizes(x)
     return c("transpose", c("reshape", x, [batch, sequence, heads, width // heads]), 1, 2)
 
 
 def join_heads(c: Call, x: Value) -> Value:
-    """[batch, heads, sequence, width] -> [batch, sequence, heads x width]."""
+    """Reshape [batch, heads, sequence, width] -> [batch, sequence, heads x width]."""
     return c("flatten", c("transpose", x, 1, 2), 2)
 
 
@@ -132,19 +136,21 @@ def attention(
         if lengths is not None and past_key is None:
             first = c(torch.sub, lengths, c.size(query, 2))
         # causal is a window that ends at the query
-        seen = c(allowed, query, key, first, left=left, right=0 if causal else right)
-        mask = seen if mask is None else c(both, mask, seen)
+        seen = c(window_mask, query, key, first, left=left, right=0 if causal else right)
+        mask = seen if mask is None else c(combine_masks, mask, seen)
     if lengths is not None:
         valid = c(valid_keys, key, lengths)
-        mask = valid if mask is None else c(both, mask, valid)
+        mask = valid if mask is None else c(combine_masks, mask, valid)
     given = c.attr("scale")
     scale = 1 / math.sqrt(c.size(query, 3)) if given is None else given
-    softcap, shown = c.attr("softcap", 0.0), c.attr("qk_matmul_output_mode", 0)
+    softcap, score_output = c.attr("softcap", 0.0), c.attr("qk_matmul_output_mode", 0)
     scores = None
     if softcap > 0 or c.wants(3):
         if plain:
-            mask = c(allowed, query, key, 0, left=-1, right=0)
-        y, scores = c(spelled, query, key, value, mask, scale=scale, softcap=softcap, shown=shown)
+            mask = c(window_mask, query, key, 0, left=-1, right=0)
+        y, scores = c(
+            explicit_attention, query, key, value, mask, scale=scale, softcap=softcap, score_output=score_output
+        )
     else:
         y = attend(c, (query, key, value), mask, causal=plain, scale=scale)
     return (join_heads(c, y) if flat else y, key, value, scores)[: max(c.num_outputs, 1)]
@@ -154,13 +160,13 @@ def attention(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """Turn pairs of features by angles: neighbours if interleaved, else of the two halves.
+    """Rotate pairs of features by angles: neighbours if interleaved, else one of each half.
 
-    x: [..., width]; cos, sin: [..., half], of which the first 2 x half features are turned and the others kept.
+    x: [..., width]; cos, sin: [..., half]. The first 2 x half features are rotated, the others are kept.
     """
     width = 2 * cos.shape[-1]
-    turned, kept = x[..., :width], x[..., width:]
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    rotated, kept = x[..., :width], x[..., width:]
+    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
     real, imaginary = a * cos - b * sin, a * sin + b * cos
     y = torch.stack([real, imaginary], -1).flatten(-2) if interleaved else torch.cat([real, imaginary], -1)
     return torch.cat([y, kept], -1) if kept.shape[-1] else y

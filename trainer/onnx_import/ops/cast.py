@@ -1,4 +1,4 @@
-"""Changes of element type: Cast, CastLike, BitCast, and how values are rounded to the types of 8 bits and fewer."""
+"""Rules for changes of element type (Cast, CastLike, BitCast), and the rounding to types of 8 bits and fewer."""
 
 from __future__ import annotations
 
@@ -26,32 +26,39 @@ def cast_like(c: Call, x: Value, like: Value) -> Value:
 
 
 def convert(c: Call, x: Value, target: int) -> Value:
-    """x as an ONNX element type, by the node's saturate and round_mode."""
+    """Convert x to an ONNX element type, by the node's attributes saturate and round_mode."""
     saturate, round_mode = bool(c.attr("saturate", 1)), c.attr("round_mode", "up")
     dtype = c.dtype(target)
     if dtype.is_floating_point and dtype.itemsize > 1:
-        x = behind(c, x)
-    if c.element_type(x) == target or (x.dtype == dtype and not is_small(x) and not _is_small(target)):
+        x = value_before_storage(c, x)
+    if c.element_type(x) == target or (x.dtype == dtype and not is_packed(x) and target not in PACKED):
         return x
     if target == TensorProto.FLOAT8E8M0:
         return c(to_power_of_two, x, saturate, round_mode)
     if is_float8(dtype):
         return c(to_float8, x, dtype, saturate)
     if target == TensorProto.FLOAT4E2M1:
-        return mark(c(to_float4, x), target)
+        return mark_packed(c(to_float4, x), target)
     if target in INT_BITS:
-        return mark(c(to_few_bits, x, INT_BITS[target], dtype), target)
+        return mark_packed(c(to_few_bits, x, INT_BITS[target], dtype), target)
     return c("clone", x) if x.dtype == dtype else c("to", x, dtype)
 
 
-def stored_as(levels: torch.Tensor, dtype: torch.dtype, computed_in: torch.dtype) -> torch.Tensor:
-    """Whole numbers that were computed in floating point, as the type the file says they have."""
+def store_as(levels: torch.Tensor, dtype: torch.dtype, computed_in: torch.dtype) -> torch.Tensor:
+    """Convert integers that were computed in floating point to the type that they have in the file.
+
+    computed_in: the floating-point type; `value_before_storage` reads it from the recorded call.
+    """
     return levels.to(dtype)
 
 
-def behind(c: Call, x: Value) -> Value:
-    """What was stored as x, in floating point and with its gradient; else x itself."""
-    if not isinstance(x, Traced) or x.node.target is not stored_as:
+def value_before_storage(c: Call, x: Value) -> Value:
+    """Return the floating-point value that `store_as` converted to x, so that gradients pass; else x itself.
+
+    x --- levels (float) --- store_as (uint8) --- DequantizeLinear     the file: no gradient passes integers
+    x --- levels (float) ------------------------ DequantizeLinear     what is recorded: the same numbers
+    """
+    if not isinstance(x, Traced) or x.node.target is not store_as:
         return x
     levels, _, computed_in = x.node.args
     assert isinstance(levels, fx.Node)
@@ -59,38 +66,34 @@ def behind(c: Call, x: Value) -> Value:
     return Traced(c.tracer, levels, (first, second))
 
 
-def mark(x: Value, target: int) -> Value:
-    """The value, known to be of a type of less than a byte."""
+def mark_packed(x: Value, target: int) -> Value:
+    """Return the value, marked as of a type of less than a byte, which torch holds in a byte."""
     x.packed = target
     return x
 
 
-def is_small(x: Value) -> bool:
-    """Whether a value is known to be of a type of less than a byte."""
+def is_packed(x: Value) -> bool:
+    """Whether a value is marked as of a type of less than a byte."""
     return bool(getattr(x, "packed", None))
 
 
-def _is_small(target: int) -> bool:
-    return target in PACKED
-
-
 def is_float8(dtype: torch.dtype) -> bool:
-    """Whether it is one of the 8-bit floating-point types."""
+    """Whether a type is one of the 8-bit floating-point types."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def to_float8(x: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tensor:
-    """Rounded to the nearest; beyond the greatest it is the greatest, or what the type has in place of infinity."""
+    """Round to the nearest value; beyond the largest, saturate or give infinity (NaN in a type without one)."""
     x, greatest = x.to(torch.float32), torch.finfo(dtype).max
     if saturate:
         return x.clamp(-greatest, greatest).to(dtype)
-    if dtype == torch.float8_e4m3fn:  # has no infinity, and torch saturates: 464 is what still rounds to 448
+    if dtype == torch.float8_e4m3fn:  # has no infinity, and torch saturates: 464 is the largest that rounds to 448
         x = torch.where(x.abs() > 464, torch.nan, x)
     return x.to(dtype)
 
 
 def to_power_of_two(x: torch.Tensor, saturate: bool, round_mode: str) -> torch.Tensor:
-    """float8_e8m0: an exponent alone, from 2^-127 to 2^127; of negative numbers, that of their absolute value."""
+    """Round to float8_e8m0, which has an exponent only (2^-127 to 2^127); of negative numbers, that of |x|."""
     x = x.to(torch.float32).abs()
     mantissa, exponent = torch.frexp(x)  # mantissa from 0.5 to 1
     rounds_up = mantissa > 0.5 if round_mode == "up" else mantissa >= 0.75
@@ -104,9 +107,9 @@ def to_power_of_two(x: torch.Tensor, saturate: bool, round_mode: str) -> torch.T
 
 
 def to_float4(x: torch.Tensor) -> torch.Tensor:
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with the sign; of two as near, the one with an even mantissa.
+    """Round to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with the sign; halves to the even mantissa.
 
-    The type has no NaN: as in the suite's reference, it becomes -0.
+    float4 has no NaN: as in the reference of ONNX's tests, it becomes -0.
     """
     size = x.to(torch.float32).abs().clamp(max=6)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
@@ -114,7 +117,7 @@ def to_float4(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_few_bits(x: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """An integer's lowest bits, held in a byte of their own, int8 if they are a signed number."""
+    """Keep the lowest bits of an integer, each number in a byte of its own (int8 if it is signed)."""
     whole: torch.Tensor = x.to(torch.int32) & (2**bits - 1)
     if dtype.is_signed:
         whole = whole - (whole >= 2 ** (bits - 1)).to(torch.int32) * 2**bits
@@ -125,9 +128,9 @@ def to_few_bits(x: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
 def bit_cast(c: Call, x: Value) -> Value:
     target, source = c.attr("to"), c.element_type(x)
     if target in INT_BITS and source in INT_BITS:
-        return mark(c(to_few_bits, x, INT_BITS[target], c.dtype(target)), target)
+        return mark_packed(c(to_few_bits, x, INT_BITS[target], c.dtype(target)), target)
     bits = torch_dtype(target) if target not in HALVES else HALVES[target]
-    if _is_small(target) or is_small(x) or bits.itemsize != x.dtype.itemsize:
+    if target in PACKED or is_packed(x) or bits.itemsize != x.dtype.itemsize:
         raise UnsupportedNode(f"bits of {element_type_name(source)} as {element_type_name(target)}")
     seen = c("view", x, bits)
     return c("to", seen, torch.float32) if target in HALVES else seen

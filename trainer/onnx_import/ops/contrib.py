@@ -1,4 +1,4 @@
-"""The operators onnxruntime's own optimisers write: fused layers of the domain com.microsoft."""
+"""Rules for the fused operators that onnxruntime's optimisers write, in the domain com.microsoft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.ops.attention import allowed, attend, both, join_heads, rotate, spelled, split_heads
+from onward.trainer.onnx_import.ops.attention import (
+    attend,
+    combine_masks,
+    explicit_attention,
+    join_heads,
+    rotate,
+    split_heads,
+    window_mask,
+)
 from onward.trainer.onnx_import.ops.conv import conv
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.matmul import gemm
@@ -23,13 +31,13 @@ from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
 BEFORE_17 = tuple(range(7, 17))
 
 OWN_NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
-"""Operators onnxruntime files among ONNX's, where ONNX has them later or not at all."""
+"""Operators that onnxruntime puts in ONNX's domain, where ONNX has them in later opsets or not at all."""
 
 
 def check_optimised(model: onnx.ModelProto) -> None:
-    """The check of ONNX for what onnxruntime's optimiser wrote: its norms are taken for what they are.
+    """Run ONNX's checker on a model that onnxruntime optimised, with its norms in their real domain.
 
-    `model`: without its external data, which is not looked at. Raises onnx.checker.ValidationError.
+    External data is not read. Raises onnx.checker.ValidationError.
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -49,7 +57,7 @@ def _microsoft(*names: str) -> Callable[[Rule], Rule]:
 
 
 _microsoft("Trilu")(trilu)
-# onnxruntime files its fused norms among ONNX's operators, whatever the opset of the file
+# onnxruntime puts its fused norms in ONNX's domain, whatever the opset of the file
 lower("LayerNormalization", since=BEFORE_17)(layer_normalization)
 
 
@@ -72,7 +80,7 @@ def fast_gelu(c: Call, x: Value, bias: Value = None) -> Value:
 
 
 def quick_gelu(x: torch.Tensor, alpha: float) -> torch.Tensor:
-    """x sigmoid(alpha x)"""
+    """Return x sigmoid(alpha x)."""
     return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
 
 
@@ -93,7 +101,7 @@ def bias_add(c: Call, x: Value, bias: Value, skip: Value) -> Value:
 
 
 def activate(c: Call, x: Value, name: str, numbers: Sequence[float]) -> Value:
-    """The activation at the end of a fused product or convolution; `numbers`: its alpha and beta (or bounds)."""
+    """Apply the activation of a fused product or convolution. numbers: its alpha and beta, or the bounds of Clip."""
     plain = {"Relu": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid, "Softplus": F.softplus}
     if not name:
         return x
@@ -113,7 +121,7 @@ def activate(c: Call, x: Value, name: str, numbers: Sequence[float]) -> Value:
 
 
 def fused_matmul(a: torch.Tensor, b: torch.Tensor, alpha: float, transposed: Sequence[bool]) -> torch.Tensor:
-    """alpha a b. `transposed`: the last two dimensions of a, of b; the batch and row dimensions of a, of b."""
+    """Return alpha a b. transposed: the last two dimensions of a, of b; the batch and row dimensions of a, of b."""
     turn_a, turn_b, batch_a, batch_b = transposed
     a, b = (x.movedim(0, -2) if batch else x for x, batch in ((a, batch_a), (b, batch_b)))
     a = a.transpose(-2, -1) if turn_a and a.ndim > 1 else a
@@ -149,7 +157,7 @@ def fused_conv(c: Call, x: Value, weight: Value, bias: Value = None, added: Valu
     *(f"com.microsoft.nchwc.{name}" for name in ("GlobalMaxPool", "GlobalAveragePool", "Upsample")),
     since=(1,),
 )
-def blocked(c: Call, *operands: Value) -> Value:
+def refuse_blocked_layout(c: Call, *operands: Value) -> Value:
     raise UnsupportedNode(
         "its weights are stored in blocks for one kind of processor; "
         "optimise the model with ORT_ENABLE_EXTENDED rather than ORT_ENABLE_ALL"
@@ -161,19 +169,19 @@ def blocked(c: Call, *operands: Value) -> Value:
 
 @lower("SimplifiedLayerNormalization", since=(1, *BEFORE_17, *range(17, 29)))
 def simplified_layer_normalization(c: Call, x: Value, scale: Value) -> Value:
-    """RMSNormalization, before ONNX had it."""
+    """Lower as RMSNormalization, which is the same in opset 23."""
     c.require("stash_type", 1)
     axis, epsilon = c.axis(x, c.attr("axis", -1)), c.attr("epsilon", 1e-5)
     y = c(F.rms_norm, x, c.sizes(x)[axis:], scale, epsilon)
-    return (y, c(inverse_root, x, axis, epsilon)) if c.wants(1) else y
+    return (y, c(inverse_rms, x, axis, epsilon)) if c.wants(1) else y
 
 
-def inverse_root(x: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
-    """1 / the root of the mean square over the dimensions from `axis` on."""
+def inverse_rms(x: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
+    """Return 1 / the root mean square over the dimensions from `axis` on."""
     return torch.rsqrt(x.square().mean(list(range(axis, x.ndim)), keepdim=True) + epsilon)
 
 
-def _skipped(c: Call, x: Value, skip: Value, bias: Value) -> Value:
+def _add_skip(c: Call, x: Value, skip: Value, bias: Value) -> Value:
     if c.wants(1) or c.wants(2):
         raise UnsupportedNode("its outputs mean and inv_std_var are used")
     total = c(torch.add, x, skip)
@@ -182,19 +190,19 @@ def _skipped(c: Call, x: Value, skip: Value, bias: Value) -> Value:
 
 @_microsoft("SkipLayerNormalization")
 def skip_layer_norm(c: Call, x: Value, skip: Value, scale: Value, shift: Value = None, bias: Value = None) -> Value:
-    total = _skipped(c, x, skip, bias)
+    total = _add_skip(c, x, skip, bias)
     y = c(F.layer_norm, total, [c.size(x, -1)], scale, shift, c.attr("epsilon", 1e-5))
     return y, None, None, total
 
 
 @_microsoft("SkipSimplifiedLayerNormalization")
 def skip_rms_norm(c: Call, x: Value, skip: Value, scale: Value, bias: Value = None) -> Value:
-    total = _skipped(c, x, skip, bias)
+    total = _add_skip(c, x, skip, bias)
     return c(F.rms_norm, total, [c.size(x, -1)], scale, c.attr("epsilon", 1e-5)), None, None, total
 
 
 def positions_of(ids: torch.Tensor) -> torch.Tensor:
-    """[sequence]: the position of each token."""
+    """Return [sequence]: the position of each token."""
     return torch.arange(ids.shape[1], device=ids.device)
 
 
@@ -211,7 +219,7 @@ def embed_layer_norm(
     mask: Value = None,
     positions: Value = None,
 ) -> Value:
-    """Embeddings of words, positions and segments, summed and normalised."""
+    """Sum the embeddings of words, positions and segments, and normalise them."""
     counts = None
     c.attr("mask_index_type")
     if c.wants(1):
@@ -232,13 +240,13 @@ def embed_layer_norm(
 
 
 def padding_bias(mask: torch.Tensor, keys: torch.Tensor, filler: float) -> torch.Tensor:
-    """What is added to the scores, [batch, 1, 1 or queries, keys], where `mask` [batch, (queries,) keys] is 0."""
+    """Return what is added to scores, [batch, 1, 1 or queries, keys]: `filler` where `mask` [batch, .., keys] is 0."""
     bias = torch.zeros_like(mask, dtype=keys.dtype).masked_fill(mask == 0, filler)
     return bias[:, None, None] if bias.ndim == 2 else bias[:, None] if bias.ndim == 3 else bias
 
 
 def length_bias(lengths: torch.Tensor, keys: torch.Tensor, filler: float) -> torch.Tensor:
-    """The same from the number of keys of each sample, or (twice as long) from their ends, then their begins."""
+    """Return such a bias from lengths [batch]: the number of keys of each sample; or [2 x batch]: ends, then starts."""
     at = torch.arange(keys.shape[2], device=keys.device)
     batch = keys.shape[0]
     seen = at < lengths[:batch, None]
@@ -248,14 +256,14 @@ def length_bias(lengths: torch.Tensor, keys: torch.Tensor, filler: float) -> tor
 
 
 def _attended(c: Call, q: Value, k: Value, v: Value, *, masks: Sequence[Value], past: Value) -> Value:
-    """Attention with masks that are added up; causal if the node is unidirectional."""
+    """Call attention with the sum of masks; causal if the node is unidirectional."""
     causal, given = bool(c.attr("unidirectional", 0)), c.attr("scale", 0.0)
     scale = given or 1 / math.sqrt(c.size(q, 3))
     masks = [mask for mask in masks if mask is not None]
     if causal and (masks or past is not None):
-        masks.append(c(allowed, q, k, 0 if past is None else c.size(past, -2), left=-1, right=0))
+        masks.append(c(window_mask, q, k, 0 if past is None else c.size(past, -2), left=-1, right=0))
         causal = False
-    mask = functools.reduce(lambda a, b: c(both, a, b), masks) if masks else None
+    mask = functools.reduce(lambda a, b: c(combine_masks, a, b), masks) if masks else None
     return join_heads(c, attend(c, (q, k, v), mask, causal=causal, scale=scale))
 
 
@@ -270,7 +278,7 @@ def packed_attention(
     added: Value = None,
     past_length: Value = None,
 ) -> Value:
-    """Self-attention with its projections: one matrix [width, queries | keys | values]."""
+    """Lower self-attention with its projection, one matrix [width, queries | keys | values]."""
     c.require("do_rotary", 0)
     c.require("past_present_share_buffer", 0)
     c.attr("rotary_embedding_dim")
@@ -303,10 +311,10 @@ def multi_head_attention(
     past_length: Value = None,
     indirection: Value = None,
 ) -> Value:
-    """Attention after its projections; keys and values [batch, sequence, width], packed, or split into heads."""
+    """Lower attention after its projections; keys and values are [batch, sequence, width], packed, or by heads."""
     heads, filler = c.attr("num_heads"), c.attr("mask_filter_value", -10000.0)
     if past_length is not None or indirection is not None or c.wants(3):
-        raise UnsupportedNode("it shares its cache with the next step, or gives its scores")
+        raise UnsupportedNode("it shares its cache with the next step, or returns its scores")
     if query.ndim == 5:  # [batch, sequence, heads, 3, width]
         query, key, value = (c("flatten", part, 2) for part in c(torch.unbind, query, 3))
     elif key.ndim == 5:
@@ -344,12 +352,12 @@ def group_query_attention(
     added: Value = None,
     sink: Value = None,
 ) -> Value:
-    """Causal attention that shares key heads. The keys of a cache come first, and all of its steps must be filled."""
+    """Lower causal attention with shared key heads. The keys of a cache come first; all its steps must be filled."""
     c.require("smooth_softmax", 0, -1)
     c.require("causal", 1)
     c.require("qk_output", 0)
     if sink is not None or c.wants(3):
-        raise UnsupportedNode("it has a head_sink, or gives its scores")
+        raise UnsupportedNode("it has a head_sink, or returns its scores")
     heads, groups = c.attr("num_heads"), c.attr("kv_num_heads")
     if key is None:  # packed: queries, keys and values side by side
         width = c.size(query, 2) // (heads + 2 * groups)
@@ -369,10 +377,10 @@ def group_query_attention(
     window, softcap = c.attr("local_window_size", -1), c.attr("softcap", 0.0)
     scale = c.attr("scale", 0.0) or 1 / math.sqrt(c.size(q, 3))
     # the window counts the query itself
-    mask = c(allowed, q, k, before, left=window - 1 if window > 0 else -1, right=0)
-    mask = mask if added is None else c(both, mask, added)
+    mask = c(window_mask, q, k, before, left=window - 1 if window > 0 else -1, right=0)
+    mask = mask if added is None else c(combine_masks, mask, added)
     if softcap > 0:
-        y, _ = c(spelled, q, k, v, mask, scale=scale, softcap=softcap, shown=0)
+        y, _ = c(explicit_attention, q, k, v, mask, scale=scale, softcap=softcap, score_output=0)
     else:
         y = attend(c, (q, k, v), mask, causal=False, scale=scale)
     return join_heads(c, y), k, v
@@ -386,7 +394,7 @@ def rotate_from(
     first: int,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Rotary positions for x [batch, heads, sequence, width], from `first` on unless they are given."""
+    """Apply rotary positions to x [batch, heads, sequence, width], counted from `first` unless they are given."""
     if positions is None:
         steps = slice(first, first + x.shape[2])
         return rotate(x, cos[steps], sin[steps], interleaved=interleaved)
@@ -394,13 +402,13 @@ def rotate_from(
 
 
 def positions_from(first: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
-    """[sequence]: the positions from `first` (one number) on."""
+    """Return [sequence]: the positions from `first` (one number) on."""
     return first.reshape(1) + torch.arange(x.shape[axis], device=x.device)
 
 
 @_microsoft("RotaryEmbedding")
 def rotary_embedding(c: Call, x: Value, positions: Value, cos: Value, sin: Value) -> Value:
-    """Of [batch, sequence, heads x width] or [batch, heads, sequence, width]; positions of each token or the first."""
+    """Rotate x, flat or by heads [batch, heads, sequence, width]; positions: of all tokens, or of the first one."""
     c.require("scale", 1.0)
     c.require("is_packed_batching", 0)
     interleaved, width, heads = (

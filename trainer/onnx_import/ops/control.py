@@ -1,4 +1,8 @@
-"""If, Loop and Scan: the branch that is taken or the turns that are made, where the import can tell; else a leaf."""
+"""Rules for If, Loop and Scan, which are unrolled where the condition or the number of iterations is known.
+
+An If on a constant becomes the branch that is taken; a Loop or Scan of few iterations its body, repeated. Anything
+else raises NeedsRuntimeValues and becomes a runtime node, whose rule runs each time with real tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
 VERSIONS = (11, 13, 16, 19, 21, 23, 24, 25)
-"""Versions of If, Loop and Scan that only gained element types."""
+"""Versions of If, Loop and Scan that only added element types."""
 
-MOST_TURNS = 64
-"""A loop of more turns stays a loop: its body is not written out."""
+MAX_UNROLLED_ITERATIONS = 64
+"""A loop of more iterations is not unrolled: the graph would grow with each."""
 
 
 @lower("If", since=(1, *VERSIONS))
@@ -23,41 +27,41 @@ def if_(c: Call, condition: Value) -> Value:
     return tuple(c.body("then_branch" if c.number(condition) else "else_branch", ()))
 
 
-def _check_turns(c: Call, turns: Value) -> int:
-    """The number of turns, if it is known and small enough to write the body out."""
-    if isinstance(turns, Traced) or (turns > MOST_TURNS and not c.eager):
+def _check_iterations(c: Call, iterations: Value) -> int:
+    """Return the number of iterations if it is known and small enough to unroll; else raise NeedsRuntimeValues."""
+    if isinstance(iterations, Traced) or (iterations > MAX_UNROLLED_ITERATIONS and not c.eager):
         raise NeedsRuntimeValues("it loops often, or as often as the data has it")
-    return int(turns)
+    return int(iterations)
 
 
 @lower("Loop", since=(1, *VERSIONS))
 def loop(c: Call, limit: Value, condition: Value, *state: Value) -> Value:
-    """Until the limit is reached or the condition fails; either may be left out."""
+    """Run the body until the limit is reached or the condition is false; either may be absent."""
     goes_on = condition is None or bool(c.number(condition))
     most = None if limit is None else c.number(limit)
     if not c.eager and most is None:
         raise NeedsRuntimeValues("how often it loops is known only at run time")
-    turns = None if most is None else _check_turns(c, most)
+    iterations = None if most is None else _check_iterations(c, most)
     rows: list[list[Value]] = []
-    turn = 0
-    while goes_on and (turns is None or turn < turns):
-        going, *results = c.body("body", [torch.tensor(turn), torch.tensor(True), *state])
+    iteration = 0
+    while goes_on and (iterations is None or iteration < iterations):
+        going, *results = c.body("body", [torch.tensor(iteration), torch.tensor(True), *state])
         goes_on = bool(c.number(c.tracer.to_tensor(going)))
         state, row = tuple(results[: len(state)]), results[len(state) :]
         rows.append(row)
-        turn += 1
-    return (*state, *_collected(c, rows, num_states=1 + len(state), axes=None))
+        iteration += 1
+    return (*state, *_stacked_outputs(c, rows, num_states=1 + len(state), axes=None))
 
 
 @lower("Scan", since=(9, *VERSIONS))
 def scan(c: Call, *operands: Value) -> Value:
-    """The body once for each slice of the scanned operands; its results are stacked."""
+    """Run the body for each slice of the scanned operands, and stack its results."""
     count = c.attr("num_scan_inputs")
     state, scanned = operands[:-count], operands[-count:]
     axes = [c.axis(x, axis) for x, axis in zip(scanned, c.attr("scan_input_axes", [0] * count), strict=True)]
     backwards = c.attr("scan_input_directions", [0] * count)
-    turns = _check_turns(c, c.size(scanned[0], axes[0]))
-    return _scan(c, state, [_slices(c, *which) for which in zip(scanned, axes, backwards, strict=True)], turns)
+    iterations = _check_iterations(c, c.size(scanned[0], axes[0]))
+    return _scan(c, state, [_slices(c, *which) for which in zip(scanned, axes, backwards, strict=True)], iterations)
 
 
 def _slices(c: Call, x: Value, axis: int, backwards: int) -> list[Value]:
@@ -65,39 +69,39 @@ def _slices(c: Call, x: Value, axis: int, backwards: int) -> list[Value]:
     return slices[::-1] if backwards else slices
 
 
-def _scan(c: Call, state: Sequence[Value], slices: Sequence[list[Value]], turns: int) -> Value:
+def _scan(c: Call, state: Sequence[Value], slices: Sequence[list[Value]], iterations: int) -> Value:
     rows: list[list[Value]] = []
     num_states = len(state)
-    for turn in range(turns):
-        results = c.body("body", [*state, *(each[turn] for each in slices)])
+    for iteration in range(iterations):
+        results = c.body("body", [*state, *(each[iteration] for each in slices)])
         state, row = results[:num_states], results[num_states:]
         rows.append(row)
     num_rows = len(c.attr("body").output) - num_states
     backwards = c.attr("scan_output_directions", [0] * num_rows)
     axes = c.attr("scan_output_axes", [0] * num_rows)
     rows = [list(row) for row in rows]
-    columns = _collected(c, rows, num_states=num_states, axes=list(zip(axes, backwards, strict=True)))
+    columns = _stacked_outputs(c, rows, num_states=num_states, axes=list(zip(axes, backwards, strict=True)))
     return (*state, *columns)
 
 
-def _collected(
+def _stacked_outputs(
     c: Call, rows: list[list[Value]], *, num_states: int, axes: Sequence[tuple[int, int]] | None
 ) -> list[Value]:
-    """What each turn gave besides the state, stacked along an axis, backwards if asked."""
+    """Stack the scan outputs of all iterations, along an axis and in reverse order if so given."""
     outputs = c.attr("body").output[num_states:]
     columns = []
     for i, output in enumerate(outputs):
         axis, backwards = axes[i] if axes else (0, 0)
         column = [c.tracer.to_tensor(row[i]) for row in rows]
         if not column:
-            columns.append(_nothing(c, output, axis))
+            columns.append(_empty_output(c, output, axis))
         else:
             columns.append(c(torch.stack, column[::-1] if backwards else column, axis))
     return columns
 
 
-def _nothing(c: Call, output: onnx.ValueInfoProto, axis: int) -> torch.Tensor:
-    """What a loop of no turns collects: no rows, of the shape that the body declares."""
+def _empty_output(c: Call, output: onnx.ValueInfoProto, axis: int) -> torch.Tensor:
+    """Return the scan output of a loop without iterations: no rows, of the shape that the body declares."""
     kind = output.type.tensor_type
     lengths = [dim.dim_value for dim in kind.shape.dim]
     lengths.insert(axis if axis >= 0 else len(lengths) + 1 + axis, 0)
@@ -106,17 +110,17 @@ def _nothing(c: Call, output: onnx.ValueInfoProto, axis: int) -> torch.Tensor:
 
 @lower("Scan", since=(8,))
 def scan_of_batches(c: Call, lengths: Value, *operands: Value) -> Value:
-    """Version 8 has a leading batch dimension, and a length for each sample: each is scanned by itself."""
+    """Scan each sample on its own: version 8 has a leading batch dimension, and a length for each sample."""
     count = c.attr("num_scan_inputs")
     state, scanned = operands[:-count], operands[-count:]
     backwards = c.attr("directions", [0] * count)
-    samples, longest = (_check_turns(c, c.size(scanned[0], dim)) for dim in (0, 1))
-    known = [longest] * samples if lengths is None else [_check_turns(c, n) for n in c.ints(lengths)]
+    samples, longest = (_check_iterations(c, c.size(scanned[0], dim)) for dim in (0, 1))
+    known = [longest] * samples if lengths is None else [_check_iterations(c, n) for n in c.ints(lengths)]
     results: list[list[Value]] = []
-    for sample, turns in enumerate(known):
-        parts = [c(torch.narrow, c(torch.select, x, 0, sample), 0, 0, turns) for x in scanned]
+    for sample, iterations in enumerate(known):
+        parts = [c(torch.narrow, c(torch.select, x, 0, sample), 0, 0, iterations) for x in scanned]
         slices = [_slices(c, part, 0, back) for part, back in zip(parts, backwards, strict=True)]
-        of_sample = list(_scan(c, [c(torch.select, x, 0, sample) for x in state], slices, turns))
+        of_sample = list(_scan(c, [c(torch.select, x, 0, sample) for x in state], slices, iterations))
         for i in range(len(state), len(of_sample)):
             of_sample[i] = c(_padded, of_sample[i], longest)
         results.append(of_sample)
@@ -125,5 +129,5 @@ def scan_of_batches(c: Call, lengths: Value, *operands: Value) -> Value:
 
 
 def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
-    """Zeros after the last row, up to `length` rows."""
+    """Append rows of zeros, up to `length` rows."""
     return torch.cat([x, x.new_zeros(length - x.shape[0], *x.shape[1:])])

@@ -1,4 +1,4 @@
-"""Convolutions, forwards and transposed, in one, two and three spatial dimensions; Col2Im and DeformConv."""
+"""Rules for Conv and ConvTranspose in one to three spatial dimensions, Col2Im and DeformConv; padding for pools."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def of_rank(table: dict[int, Any], x: Value) -> Any:
-    """The function for the spatial dimensions `x` has."""
+def for_spatial_dims(table: dict[int, Any], x: Value) -> Any:
+    """Return the function of a table for the number of spatial dimensions of `x`."""
     if x.ndim - 2 not in table:
         raise UnsupportedNode(f"its input has {x.ndim} dimensions; 3 to 5 are implemented")
     return table[x.ndim - 2]
 
 
-# -- padding, which pools share
+# -- padding, for pools too. Pads are listed as in ONNX: all starts, then all ends; F.pad wants pairs, last dim first
 
 
 def same_pads(lengths: Sequence[int], window: Sequence[Sequence[int]], upper: bool) -> list[int]:
-    """Begins, then ends, that make each length, divided by its stride and rounded up, the output's (auto_pad SAME)."""
+    """Return the pads for which the output length is ceil(length / stride) (auto_pad SAME): starts, then ends.
+
+    window: kernel, strides, dilations. Of an odd total, `upper` puts the larger half at the end.
+    """
     totals = [
         max((-(-length // s) - 1) * s + (k - 1) * d + 1 - length, 0)
         for length, k, s, d in zip(lengths, *window, strict=True)
@@ -38,19 +41,19 @@ def same_pads(lengths: Sequence[int], window: Sequence[Sequence[int]], upper: bo
 
 
 def pad_spatial(x: torch.Tensor, pads: Sequence[int], fill: float = 0.0) -> torch.Tensor:
-    """Pad the last dimensions by `pads` (begins, then ends); negative ones cut."""
+    """Pad the last dimensions by `pads` (starts, then ends); negative pads crop."""
     rank = len(pads) // 2
     flat = [n for dim in reversed(range(rank)) for n in (pads[dim], pads[dim + rank])]
     return F.pad(x, flat, "constant", fill) if any(flat) else x
 
 
 def pad_same(x: torch.Tensor, window: Sequence[Sequence[int]], upper: bool, fill: float = 0.0) -> torch.Tensor:
-    """auto_pad SAME for lengths known when the graph runs. `window`: kernel, strides, dilations."""
+    """Pad for auto_pad SAME with lengths that are known when the graph runs. window: kernel, strides, dilations."""
     return pad_spatial(x, same_pads(x.shape[2:], window, upper), fill)
 
 
 def pads_of(c: Call, x: Value, window: Sequence[Sequence[int]]) -> list[int] | None:
-    """Begins, then ends; None if auto_pad makes them depend on a dynamic dimension."""
+    """Return the pads (starts, then ends); None if auto_pad makes them depend on a dynamic dimension."""
     rank, mode = len(window[0]), c.attr("auto_pad", "NOTSET")
     pads = list(c.attr("pads", [0] * 2 * rank))
     if mode == "NOTSET":
@@ -58,7 +61,7 @@ def pads_of(c: Call, x: Value, window: Sequence[Sequence[int]]) -> list[int] | N
     if mode == "VALID":
         return [0] * 2 * rank
     lengths = [c.size(x, dim + 2) for dim in range(rank)]
-    # a stride of 1 asks for the same pads whatever the length
+    # with a stride of 1 the pads do not depend on the length
     lengths = [1 if isinstance(n, Traced) and s == 1 else n for n, s in zip(lengths, window[1], strict=True)]
     if any(isinstance(n, Traced) for n in lengths):
         return None
@@ -66,7 +69,7 @@ def pads_of(c: Call, x: Value, window: Sequence[Sequence[int]]) -> list[int] | N
 
 
 def _kernel(c: Call, weight: Value) -> list[int]:
-    """The kernel's lengths, which the attribute may leave to the weight's shape."""
+    """Return the lengths of the kernel: of the weight, since the attribute is optional."""
     given = c.attr("kernel_shape")
     lengths = [c.size(weight, dim) for dim in range(2, weight.ndim)]
     if given is not None and list(given) != lengths:
@@ -79,7 +82,7 @@ def _kernel(c: Call, weight: Value) -> list[int]:
 
 @lower("Conv", since=(1, 11, 22))
 def conv(c: Call, x: Value, weight: Value, bias: Value = None) -> Value:
-    function, rank = of_rank(CONV, x), x.ndim - 2
+    function, rank = for_spatial_dims(CONV, x), x.ndim - 2
     strides, dilations = c.attr("strides", [1] * rank), c.attr("dilations", [1] * rank)
     window = [_kernel(c, weight), strides, dilations]
     pads = pads_of(c, x, window)
@@ -92,7 +95,7 @@ def conv(c: Call, x: Value, weight: Value, bias: Value = None) -> Value:
 
 @lower("ConvTranspose", since=(1, 11, 22))
 def conv_transpose(c: Call, x: Value, weight: Value, bias: Value = None) -> Value:
-    function, rank = of_rank(CONV_TRANSPOSE, x), x.ndim - 2
+    function, rank = for_spatial_dims(CONV_TRANSPOSE, x), x.ndim - 2
     kernel = _kernel(c, weight)
     strides, dilations = c.attr("strides", [1] * rank), c.attr("dilations", [1] * rank)
     extra, mode, wanted = c.attr("output_padding", [0] * rank), c.attr("auto_pad", "NOTSET"), c.attr("output_shape")
@@ -118,7 +121,7 @@ def conv_transpose_cut(
     group: int,
     pads: Sequence[int],
 ) -> torch.Tensor:
-    """Computed without padding, then cut: for pads and output paddings torch has no words for."""
+    """Convolve without padding, then crop: for unequal pads and large output paddings, which torch does not accept."""
     _, strides, dilations, extra = window
     rank = len(strides)
     y = CONV_TRANSPOSE[rank](x, weight, None, strides, [0] * rank, [0] * rank, group, dilations)
@@ -130,7 +133,7 @@ def conv_transpose_cut(
 def pads_to(
     lengths: Sequence[int], window: Sequence[Sequence[int]], wanted: Sequence[int] | None, upper: bool
 ) -> tuple[list[int], list[int]]:
-    """Pads and output padding that give the wanted lengths, or (auto_pad SAME) length x stride."""
+    """Return pads and output padding that give the wanted lengths, or (auto_pad SAME) length x stride."""
     begins, ends, extras = [], [], []
     for dim, (length, k, s, d, e) in enumerate(zip(lengths, *window, strict=True)):
         target = length * s if wanted is None else wanted[dim]
@@ -152,7 +155,7 @@ def conv_transpose_to(
     wanted: Sequence[int] | None,
     upper: bool,
 ) -> torch.Tensor:
-    """To the wanted lengths, from lengths known when the graph runs."""
+    """Convolve to the wanted lengths, from lengths that are known when the graph runs."""
     pads, extra = pads_to(x.shape[2:], window, wanted, upper)
     return conv_transpose_cut(x, weight, bias, [*window[:3], extra], group, pads)
 
@@ -161,12 +164,13 @@ def conv_transpose_to(
 
 
 def col2im(x: torch.Tensor, image: Sequence[int], window: Sequence[Sequence[int]], pads: Sequence[int]) -> torch.Tensor:
-    """Add up overlapping blocks: [batch, channels x block, blocks] -> [batch, channels, *image]."""
+    """Sum overlapping blocks: [batch, channels x block, blocks] -> [batch, channels, *image]."""
     block, strides, dilations = window
     rank = len(block)
     padded = [n + pads[i] + pads[i + rank] for i, n in enumerate(image)]
     counts = [(n - (k - 1) * d - 1) // s + 1 for n, k, s, d in zip(padded, *window, strict=True)]
-    where = torch.zeros([1] * 2 * rank, dtype=torch.int64, device=x.device)  # place in the image of [*block, *blocks]
+    # the flat index in the padded image of each element of each block: [*block, *blocks]
+    where = torch.zeros([1] * 2 * rank, dtype=torch.int64, device=x.device)
     for dim in range(rank):
         inside = torch.arange(block[dim], device=x.device).reshape([-1] + [1] * (2 * rank - 1 - dim)) * dilations[dim]
         blocks = torch.arange(counts[dim], device=x.device).reshape([-1] + [1] * (rank - 1 - dim)) * strides[dim]
@@ -194,11 +198,11 @@ def deform_conv(
     window: Sequence[Sequence[int]],
     groups: tuple[int, int],
 ) -> torch.Tensor:
-    """Convolution that reads each tap bilinearly at a place moved by `offset`, weighed by `mask`; zero outside.
+    """Convolve with taps that are interpolated at positions moved by `offset`, times `mask`; zero outside.
 
     x: [batch, channels, height, width]; offset: [batch, offset groups x taps x (row, column), rows, columns];
-    mask: [batch, offset groups x taps, rows, columns]. `window`: strides, dilations, pads; `groups`: of the
-    channels, of the offsets.
+    mask: [batch, offset groups x taps, rows, columns]. window: strides, dilations, pads; groups: of channels, of
+    offsets.
     """
     (strides, dilations, pads), (group, offset_groups) = window, groups
     (batch, channels, height, width), (kh, kw), (rows, columns) = x.shape, weight.shape[2:], offset.shape[-2:]
@@ -210,7 +214,7 @@ def deform_conv(
 
     at_row = taps(kh, rows, 0).reshape(kh, 1, rows, 1).expand(kh, kw, rows, 1).reshape(kh * kw, rows, 1)
     at_column = taps(kw, columns, 1).reshape(1, kw, 1, columns).expand(kh, kw, 1, columns).reshape(kh * kw, 1, columns)
-    # grid_sample counts in halves of a pixel from the middle of the image
+    # grid_sample wants coordinates from -1 to 1 between the outer edges of the image
     down = (2 * (moved[:, :, 0] + at_row) + 1) / height - 1
     across = (2 * (moved[:, :, 1] + at_column) + 1) / width - 1
     grid = torch.stack([across, down], dim=-1).reshape(batch * offset_groups, -1, columns, 2)

@@ -1,4 +1,4 @@
-"""Object detection: choosing boxes, and reading features inside of them; in plain torch, with gradients."""
+"""Rules for object detection: NonMaxSuppression, and RoiAlign with gradients, in plain torch calls."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
 
 
-def corners(boxes: torch.Tensor, centred: bool) -> torch.Tensor:
-    """[..., (y1, x1, y2, x2)], lesser corner first; from (x, y, width, height) of the centre if `centred`."""
-    if centred:
+def box_corners(boxes: torch.Tensor, center_point_box: bool) -> torch.Tensor:
+    """Return boxes [..., (y1, x1, y2, x2)], smaller corner first.
+
+    center_point_box: they are given as (x centre, y centre, width, height), else as two corners in any order.
+    """
+    if center_point_box:
         middle, half = boxes[..., :2].flip(-1), boxes[..., 2:].flip(-1) / 2
         return torch.cat([middle - half, middle + half], -1)
     a, b = boxes[..., :2], boxes[..., 2:]
     return torch.cat([torch.minimum(a, b), torch.maximum(a, b)], -1)
 
 
-def overlap(box: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Intersection over union of one box with many; 0 where there is no area."""
+def intersection_over_union(box: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return the intersection over union of one box with many; 0 where they do not intersect."""
     sides = (torch.minimum(box[2:], others[:, 2:]) - torch.maximum(box[:2], others[:, :2])).clamp_min(0)
     common = sides.prod(-1)
     union = (box[2:] - box[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(-1) - common
@@ -26,43 +29,50 @@ def overlap(box: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def non_max_suppression(
-    boxes: torch.Tensor, scores: torch.Tensor, count: int, *, iou: float, least: float | None, centred: bool
+    boxes: torch.Tensor,
+    scores: torch.Tensor,
+    count: int,
+    *,
+    iou: float,
+    score_threshold: float | None,
+    center_point_box: bool,
 ) -> torch.Tensor:
-    """[chosen, (batch, class, box)]: of each class the best boxes, none overlapping a better one by more than `iou`.
+    """Return [chosen, (batch, class, box)]: the best boxes of each class without those that overlap a better one.
 
-    boxes: [batch, boxes, 4]; scores: [batch, classes, boxes]. A score must exceed `least`.
+    boxes: [batch, boxes, 4]; scores: [batch, classes, boxes]. Two boxes overlap if their intersection over union
+    exceeds `iou`. A score must exceed `score_threshold`; at most `count` boxes are chosen of each class.
     """
     found: list[list[int]] = []
-    boxes = corners(boxes.detach(), centred)
+    boxes = box_corners(boxes.detach(), center_point_box)
     for sample, by_class in enumerate(scores.detach()):
         for label, score in enumerate(by_class):
             order = torch.sort(score, descending=True, stable=True).indices
-            left = order if least is None else order[score[order] > least]
+            left = order if score_threshold is None else order[score[order] > score_threshold]
             taken = 0
             while len(left) and taken < count:
                 best, left = left[0], left[1:]
                 found.append([sample, label, int(best)])
                 taken += 1
-                left = left[overlap(boxes[sample, best], boxes[sample, left]) <= iou]
+                left = left[intersection_over_union(boxes[sample, best], boxes[sample, left]) <= iou]
     return torch.tensor(found, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
 
 
 @lower("NonMaxSuppression", since=(10, 11))
 def non_max_suppression_(
-    c: Call, boxes: Value, scores: Value, count: Value = None, iou: Value = None, least: Value = None
+    c: Call, boxes: Value, scores: Value, count: Value = None, iou: Value = None, score_threshold: Value = None
 ) -> Value:
     if not isinstance(boxes, torch.Tensor) or not isinstance(scores, torch.Tensor):
         raise NeedsRuntimeValues("how many boxes are chosen is known only at run time")
     most = 0 if count is None else int(c.number(count))
     limits = {
         "iou": 0.0 if iou is None else float(c.number(iou)),
-        "least": None if least is None else float(c.number(least)),
+        "score_threshold": None if score_threshold is None else float(c.number(score_threshold)),
     }
-    return c(non_max_suppression, boxes, scores, most, centred=bool(c.attr("center_point_box", 0)), **limits)
+    return c(non_max_suppression, boxes, scores, most, center_point_box=bool(c.attr("center_point_box", 0)), **limits)
 
 
 def bilinear_taps(at: torch.Tensor, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(index, weight) of the two elements around a coordinate; beyond the border by at most 1 it is the border's."""
+    """Return (index, weight) of the two elements around a coordinate; up to 1 beyond the border it is clamped to it."""
     inside = (at >= -1) & (at <= length)
     at = at.clamp(0, length - 1)
     low = torch.floor(at).clamp(max=max(length - 2, 0))
@@ -83,12 +93,12 @@ def roi_align(
     ratio: int,
     scale: float,
     half_pixel: bool,
-    greatest: bool,
+    use_max: bool,
 ) -> torch.Tensor:
-    """[regions, channels, *size]: the mean (or greatest) of points read bilinearly in each cell of each region.
+    """Return [regions, channels, *size]: the mean (or maximum) of points interpolated in each cell of each region.
 
-    x: [batch, channels, height, width]; rois: [regions, (x1, y1, x2, y2)]; samples: which of the batch each is of.
-    `ratio`: points along a side of a cell; 0: as many as a cell has pixels, which differs between regions.
+    x: [batch, channels, height, width]; rois: [regions, (x1, y1, x2, y2)]; samples: the batch index of each region.
+    ratio: points along a side of a cell; 0: as many as a cell has pixels, which differs between regions.
     """
     places = rois * scale - (0.5 if half_pixel else 0.0)
     pools = []
@@ -110,7 +120,7 @@ def roi_align(
         for j, wj in across:
             value = x[samples[:, None, None, None, None], :, i[:, :, :, None, None], j[:, None, None]]
             terms.append(value.movedim(-1, 1) * (wi[:, :, :, None, None] * wj[:, None, None]).unsqueeze(1))
-    if greatest:  # ONNX takes the greatest weighted neighbour, not the greatest interpolated point
+    if use_max:  # ONNX takes the largest weighted neighbour, not the largest interpolated point
         best = torch.stack(terms).amax(0).masked_fill(~used, -torch.inf).amax((3, 5))
         return torch.where(used.any(5).any(3), best, 0.0)
     total = (terms[0] + terms[1] + terms[2] + terms[3]).masked_fill(~used, 0.0).sum((3, 5))
@@ -133,5 +143,5 @@ def roi_align_(c: Call, x: Value, rois: Value, samples: Value) -> Value:
         ratio=ratio,
         scale=c.attr("spatial_scale", 1.0),
         half_pixel=half_pixel,
-        greatest=c.attr("mode", "avg") == "max",
+        use_max=c.attr("mode", "avg") == "max",
     )

@@ -1,4 +1,4 @@
-"""Operators that work element by element: arithmetic, activations, comparisons, logic."""
+"""Rules for elementwise operators: arithmetic, activations, comparisons, logic."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ for _name, (_function, _since) in UNARY.items():
 # -- two operands, broadcast against each other
 
 
-def scalar(x: Value, other: Value) -> Value:
-    """A constant of one element as a Python number where that changes neither shape nor type of the result."""
+def as_number(x: Value, other: Value) -> Value:
+    """Return a constant of one element as a Python number, where shape and type of the result stay the same."""
     if not isinstance(x, torch.Tensor) or not isinstance(other, Traced):
         return x
     return x.item() if x.numel() == 1 and x.ndim <= other.ndim and x.dtype == other.dtype else x
 
 
 def divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Division; of integers, towards zero."""
+    """Return a / b; of integers, rounded towards zero."""
     return torch.div(a, b) if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
 def power(base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """The result has the type of the base."""
+    """Return the power in the type of the base; torch would promote it to that of the exponent."""
     return torch.pow(base, exponent).to(base.dtype)
 
 
@@ -104,9 +104,9 @@ def _binary(function: Callable[..., Any]) -> Rule:
     def rule(c: Call, a: Value, b: Value) -> Value:
         if c.op in NEEDS_TENSORS:
             return c(function, a, b)
-        if isinstance(number := scalar(a, b), int | float) and c.op in ("Add", "Mul"):
+        if isinstance(number := as_number(a, b), int | float) and c.op in ("Add", "Mul"):
             return c(function, b, number)  # commutative, and torch wants the tensor first
-        return c(function, a, scalar(b, a))
+        return c(function, a, as_number(b, a))
 
     return rule
 
@@ -117,7 +117,7 @@ for _name, (_function, _since) in BINARY.items():
 
 @lower("Div", since=(7, 13, 14))
 def div(c: Call, a: Value, b: Value) -> Value:
-    return c(torch.div, a, scalar(b, a)) if a.dtype.is_floating_point else c(divide, a, b)
+    return c(torch.div, a, as_number(b, a)) if a.dtype.is_floating_point else c(divide, a, b)
 
 
 @lower("Pow", since=(7, 12, 13, 15))
@@ -130,7 +130,7 @@ def pow_(c: Call, base: Value, exponent: Value) -> Value:
 
 @lower("Mod", since=(10, 13, 28))
 def mod(c: Call, a: Value, b: Value) -> Value:
-    """fmod=1 has the sign of the dividend, fmod=0 (integers) that of the divisor."""
+    """Return the remainder: with fmod=1 it has the sign of the dividend, else that of the divisor."""
     return c(torch.fmod if c.attr("fmod", 0) else torch.remainder, a, b)
 
 
@@ -140,8 +140,8 @@ def bit_shift(c: Call, x: Value, by: Value) -> Value:
     return c(torch.bitwise_left_shift if left else torch.bitwise_right_shift, x, by)
 
 
-def running_product(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
-    """Product of the elements up to each one along `axis`, itself left out if `exclusive`."""
+def cumulative_product(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
+    """Return the product of the elements up to each one along `axis`, without itself if `exclusive`."""
     x = x.flip(axis) if reverse else x
     if exclusive:
         one = torch.ones_like(x.narrow(axis, 0, min(1, x.shape[axis])))
@@ -153,7 +153,7 @@ def running_product(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) 
 @lower("CumProd", since=(26,))
 def cumprod(c: Call, x: Value, axis: Value) -> Value:
     where = c.axis(x, int(c.number(axis)))
-    return c(running_product, x, where, bool(c.attr("exclusive", 0)), bool(c.attr("reverse", 0)))
+    return c(cumulative_product, x, where, bool(c.attr("exclusive", 0)), bool(c.attr("reverse", 0)))
 
 
 @lower("PRelu", since=(7, 9, 16))
@@ -207,7 +207,7 @@ def celu(c: Call, x: Value) -> Value:
 
 
 def scaled_elu(x: torch.Tensor, alpha: float, gamma: float) -> torch.Tensor:
-    """gamma x for positive x, gamma alpha (exp(x) - 1) for the others."""
+    """Return gamma x for positive x, else gamma alpha (exp(x) - 1)."""
     return gamma * F.elu(x, alpha=alpha)
 
 
@@ -228,7 +228,7 @@ def thresholded_relu(c: Call, x: Value) -> Value:
 
 
 def hard_sigmoid(x: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
-    """alpha x + beta, held between 0 and 1."""
+    """Return alpha x + beta, clamped to [0, 1]."""
     return torch.clamp(alpha * x + beta, 0, 1)
 
 
@@ -238,7 +238,7 @@ def hard_sigmoid_(c: Call, x: Value) -> Value:
 
 
 def swish(x: torch.Tensor, alpha: float) -> torch.Tensor:
-    """x sigmoid(alpha x)"""
+    """Return x sigmoid(alpha x)."""
     return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
 
 
@@ -248,7 +248,7 @@ def swish_(c: Call, x: Value) -> Value:
 
 
 def shrink(x: torch.Tensor, bias: float, threshold: float) -> torch.Tensor:
-    """x + bias below -threshold, x - bias above threshold, 0 between; of integers, without the fraction."""
+    """Return x + bias below -threshold, x - bias above threshold, 0 between; integers are truncated."""
     zero = torch.zeros_like(x)
     return torch.where(x < -threshold, x + bias, torch.where(x > threshold, x - bias, zero)).to(x.dtype)
 
@@ -259,10 +259,10 @@ def shrink_(c: Call, x: Value) -> Value:
 
 
 @lower("Clip", since=(6, 11, 12, 13))
-def clip(c: Call, x: Value, least: Value = None, greatest: Value = None) -> Value:
+def clip(c: Call, x: Value, minimum: Value = None, maximum: Value = None) -> Value:
     if c.version < 11:
-        least, greatest = c.attr("min"), c.attr("max")
-    bounds = [_bound(c, bound) for bound in (least, greatest)]
+        minimum, maximum = c.attr("min"), c.attr("max")
+    bounds = [_bound(c, bound) for bound in (minimum, maximum)]
     if bounds[0] is not None:
         x = c(torch.clamp_min, x, bounds[0])
     return x if bounds[1] is None else c(torch.clamp_max, x, bounds[1])
@@ -281,7 +281,7 @@ def _bound(c: Call, bound: Value) -> Value:
 
 @lower("Where", since=(9, 16))
 def where(c: Call, condition: Value, yes: Value, no: Value) -> Value:
-    return c(torch.where, condition, scalar(yes, no), scalar(no, yes))
+    return c(torch.where, condition, as_number(yes, no), as_number(no, yes))
 
 
 @lower("IsInf", since=(10, 20))

@@ -1,4 +1,4 @@
-"""Reading and writing by index, and slices."""
+"""Rules for reading and writing by index (Gather, Scatter, Compress, OneHot), and for slices."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
 
-def from_front(indices: torch.Tensor, length: int) -> torch.Tensor:
-    """Indices counted from the front; ONNX lets negative ones count from the back."""
+def non_negative_indices(indices: torch.Tensor, length: int) -> torch.Tensor:
+    """Return indices with length added to negative ones, which count from the end in ONNX."""
     return torch.where(indices < 0, indices + length, indices).to(torch.int64)
 
 
 def gather_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """table[indices] for a matrix: its backward pass adds whole rows."""
-    return F.embedding(from_front(indices, table.shape[0]), table)
+    """Return table[indices] for a matrix [rows, width], by the embedding kernel, whose backward pass sums rows."""
+    return F.embedding(non_negative_indices(indices, table.shape[0]), table)
 
 
 def gather_along(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Tensor:
     """Replace dimension `axis` of `x` by the dimensions of `indices`."""
-    flat = x.index_select(axis, from_front(indices, x.shape[axis]).reshape(-1))
+    flat = x.index_select(axis, non_negative_indices(indices, x.shape[axis]).reshape(-1))
     return flat.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
 
 
@@ -37,8 +37,8 @@ def gather(c: Call, x: Value, indices: Value) -> Value:
 
 
 def gather_elements(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Tensor:
-    """One element of `x` along `axis` for each index."""
-    return torch.gather(x, axis, from_front(indices, x.shape[axis]))
+    """Return one element of `x` along `axis` for each index."""
+    return torch.gather(x, axis, non_negative_indices(indices, x.shape[axis]))
 
 
 @lower("GatherElements", since=(11, 13))
@@ -47,14 +47,14 @@ def gather_elements_(c: Call, x: Value, indices: Value) -> Value:
 
 
 def gather_nd(x: torch.Tensor, indices: torch.Tensor, batch_dims: int) -> torch.Tensor:
-    """The last dimension of `indices` addresses dimensions of `x` after the first `batch_dims`."""
+    """Return x[index tuple]: the last dimension of `indices` holds indices of the dimensions after `batch_dims`."""
     depth = indices.shape[-1]
     where: list[torch.Tensor] = []
     for dim in range(batch_dims):
         shape = [1] * (indices.ndim - 1)
         shape[dim] = x.shape[dim]
         where.append(torch.arange(x.shape[dim], device=x.device).reshape(shape))
-    where += [from_front(indices[..., i], x.shape[batch_dims + i]) for i in range(depth)]
+    where += [non_negative_indices(indices[..., i], x.shape[batch_dims + i]) for i in range(depth)]
     return x[tuple(where)]
 
 
@@ -66,12 +66,12 @@ def gather_nd_(c: Call, x: Value, indices: Value) -> Value:
 REDUCE = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
-def scatter(x: torch.Tensor, axis: int, indices: torch.Tensor, updates: torch.Tensor, how: str) -> torch.Tensor:
-    """Write (or combine) one update at each index along `axis`."""
-    indices = from_front(indices, x.shape[axis])
-    if how == "none":
+def scatter(x: torch.Tensor, axis: int, indices: torch.Tensor, updates: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Write one update at each index along `axis`, or combine it with what is there."""
+    indices = non_negative_indices(indices, x.shape[axis])
+    if reduction == "none":
         return x.scatter(axis, indices, updates)
-    return x.scatter_reduce(axis, indices, updates, REDUCE[how], include_self=True)
+    return x.scatter_reduce(axis, indices, updates, REDUCE[reduction], include_self=True)
 
 
 @lower("ScatterElements", "Scatter", since=(11,))
@@ -81,16 +81,16 @@ def scatter_elements(c: Call, x: Value, indices: Value, updates: Value) -> Value
     return c(scatter, x, c.axis(x, c.attr("axis", 0)), indices, updates, c.attr("reduction", "none"))
 
 
-def scatter_nd(x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, how: str) -> torch.Tensor:
-    """Write (or combine) one slice of `x` at each index tuple, the last dimension of `indices`."""
+def scatter_nd(x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Write one slice of `x` at each index tuple (last dimension of `indices`), or combine it with what is there."""
     depth = indices.shape[-1]
     rows = torch.zeros(indices.shape[:-1], dtype=torch.int64, device=x.device)
     for i in range(depth):
-        rows = rows * x.shape[i] + from_front(indices[..., i], x.shape[i])
+        rows = rows * x.shape[i] + non_negative_indices(indices[..., i], x.shape[i])
     tail = x.shape[depth:]
     flat, values = x.reshape(-1, tail.numel()), updates.reshape(-1, tail.numel())
     where = rows.reshape(-1, 1).expand(-1, tail.numel())
-    return scatter(flat, 0, where, values, how).reshape(x.shape)
+    return scatter(flat, 0, where, values, reduction).reshape(x.shape)
 
 
 @lower("ScatterND", since=(11, 13, 16, 18))
@@ -99,27 +99,27 @@ def scatter_nd_(c: Call, x: Value, indices: Value, updates: Value) -> Value:
 
 
 def tensor_scatter(
-    cache: torch.Tensor, update: torch.Tensor, begins: torch.Tensor | None, axis: int, circular: bool
+    cache: torch.Tensor, update: torch.Tensor, starts: torch.Tensor | None, axis: int, circular: bool
 ) -> torch.Tensor:
-    """Write `update` into each sample of `cache` from its own position along `axis` on, around the end if circular."""
+    """Write `update` into each sample of `cache` from its start along `axis` on, wrapping around if circular."""
     steps = torch.arange(update.shape[axis], device=cache.device)
-    first = steps.new_zeros(cache.shape[0]) if begins is None else begins.to(torch.int64)
-    places = first[:, None] + steps  # [batch, steps]
-    places = places % cache.shape[axis] if circular else places
+    first = steps.new_zeros(cache.shape[0]) if starts is None else starts.to(torch.int64)
+    positions = first[:, None] + steps  # [batch, steps]
+    positions = positions % cache.shape[axis] if circular else positions
     shape = [cache.shape[0]] + [1] * (cache.ndim - 1)
     shape[axis] = update.shape[axis]
-    return cache.scatter(axis, places.reshape(shape).expand(update.shape), update)
+    return cache.scatter(axis, positions.reshape(shape).expand(update.shape), update)
 
 
 @lower("TensorScatter", since=(24,))
-def tensor_scatter_(c: Call, cache: Value, update: Value, begins: Value = None) -> Value:
+def tensor_scatter_(c: Call, cache: Value, update: Value, starts: Value = None) -> Value:
     c.require("mode", "linear", "circular")
     circular = c.attr("mode", "linear") == "circular"
-    return c(tensor_scatter, cache, update, begins, c.axis(cache, c.attr("axis", -2)), circular)
+    return c(tensor_scatter, cache, update, starts, c.axis(cache, c.attr("axis", -2)), circular)
 
 
 def compress(x: torch.Tensor, chosen: torch.Tensor, axis: int | None) -> torch.Tensor:
-    """The slices along `axis` (or the elements) that are chosen; those beyond the end of `chosen` are not."""
+    """Return the slices along `axis` (or the elements) that are chosen; none beyond the end of `chosen`."""
     x, dim = (x.reshape(-1), 0) if axis is None else (x, axis)
     return x.index_select(dim, torch.nonzero(chosen).reshape(-1))
 
@@ -133,13 +133,13 @@ def compress_(c: Call, x: Value, chosen: Value) -> Value:
 
 
 def reverse_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_axis: int, time_axis: int) -> torch.Tensor:
-    """Turn the first `lengths[i]` steps of each sample around."""
+    """Reverse the first `lengths[i]` steps of each sample."""
     steps = torch.arange(x.shape[time_axis], device=x.device)
     ends = lengths.to(torch.int64)[:, None]
-    places = torch.where(steps < ends, ends - 1 - steps, steps)  # [batch, time]
-    places = places if batch_axis < time_axis else places.t()
+    positions = torch.where(steps < ends, ends - 1 - steps, steps)  # [batch, time]
+    positions = positions if batch_axis < time_axis else positions.t()
     shape = [n if i in (batch_axis, time_axis) else 1 for i, n in enumerate(x.shape)]
-    return x.gather(time_axis, places.reshape(shape).expand(x.shape))
+    return x.gather(time_axis, positions.reshape(shape).expand(x.shape))
 
 
 @lower("ReverseSequence", since=(10, 28))
@@ -151,7 +151,7 @@ def reverse_sequence_(c: Call, x: Value, lengths: Value) -> Value:
 
 
 def strided(x: torch.Tensor, axis: int, start: int, end: int, step: int) -> torch.Tensor:
-    """x[start:end:step] along one axis, with ONNX's clamping; backwards too."""
+    """Return x[start:end:step] along one axis, with ONNX's clamping; the step may be negative."""
     if step > 0:
         return x[(slice(None),) * axis + (slice(start, end, step),)]
     end = max(end, -x.shape[axis] - 1)
@@ -172,7 +172,7 @@ def slice_(c: Call, x: Value, start: Value = None, end: Value = None, axes: Valu
 
 
 def one_hot(indices: torch.Tensor, depth: int, axis: int, values: torch.Tensor) -> torch.Tensor:
-    """values[1] where the new dimension `axis` equals the index, values[0] elsewhere and for indices outside."""
+    """Return values[1] where the new dimension `axis` equals the index, values[0] elsewhere."""
     indices = indices.to(torch.int64)
     wrapped = torch.where(indices < 0, indices + depth, indices).unsqueeze(axis)
     shape = [1] * (indices.ndim + 1)

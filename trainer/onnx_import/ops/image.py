@@ -1,4 +1,10 @@
-"""Resampling of images: Resize, Upsample, and reading at the points of a grid."""
+"""Rules for the resampling of images: Resize, Upsample, GridSample, AffineGrid, CenterCropPad.
+
+Resize computes, for each new element, a coordinate in the old axis (`source_coordinates`), and interpolates there:
+
+    old axis, length 4      0     1     2     3
+    new axis, length 2         0.5         2.5        half_pixel: (i + 0.5) / scale - 0.5, scale 0.5
+"""
 
 from __future__ import annotations
 
@@ -13,107 +19,116 @@ from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import Value
 
 
-class Reading(NamedTuple):
-    """How the input is read, in the words of ONNX's attributes."""
+class Interpolation(NamedTuple):
+    """The attributes of Resize that say options the input is interpolated."""
 
     mode: str = "nearest"
-    coordinates: str = "half_pixel"
-    rounding: str = "round_prefer_floor"
-    cubic: float = -0.75
+    coordinate_mode: str = "half_pixel"
+    nearest_mode: str = "round_prefer_floor"
+    cubic_coeff_a: float = -0.75
     exclude_outside: bool = False
     antialias: bool = False
-    beyond: float = 0.0
+    extrapolation_value: float = 0.0
     """The value outside the image (tf_crop_and_resize)."""
 
 
-class Target(NamedTuple):
-    """What is to be reached along each of some axes: by scales, else by lengths given at run time."""
+class ResizeTarget(NamedTuple):
+    """The axes to resize, by scales or else to lengths that are given at run time."""
 
     axes: tuple[int, ...]
     scales: tuple[float, ...] | None = None
     policy: str = "stretch"
-    region: tuple[float, ...] | None = None
-    """Begins, then ends, as shares of the lengths."""
+    roi: tuple[float, ...] | None = None
+    """Starts, then ends, of each axis, as fractions of its length (tf_crop_and_resize)."""
 
 
-Step = tuple[int, int, float]
-"""(axis, new length, scale)"""
+AxisResize = tuple[int, int, float]
+"""(axis, new length, scale)."""
 
 
-def in_fp32(x: float) -> float:
-    """Rounded to 24 bits (Dekker 1971): arithmetic, which torch.compile can follow, unlike a conversion."""
-    spread = x * (2**29 + 1)
-    return spread - (spread - x)
+def round_to_fp32(x: float) -> float:
+    """Round to the 24 bits of fp32 by Dekker's splitting (1971): torch.compile can trace it, unlike a conversion."""
+    shifted = x * (2**29 + 1)
+    return shifted - (shifted - x)
 
 
-def steps_to(shape: Sequence[int], target: Target, lengths: Sequence[int] | None) -> list[Step]:
-    """The axes that change. A scaled length is rounded down in fp32, as runtimes do: 10 x 0.7 is 7."""
+def axis_resizes(shape: Sequence[int], target: ResizeTarget, lengths: Sequence[int] | None) -> list[AxisResize]:
+    """Return the axes that change. A scaled length is rounded down in fp32, as runtimes do: 10 x 0.7 is 7."""
     olds = [shape[axis] for axis in target.axes]
     if target.scales is not None:
         scales = list(target.scales)
-        news = [math.floor(in_fp32(old * s)) for old, s in zip(olds, scales, strict=True)]
+        news = [math.floor(round_to_fp32(old * s)) for old, s in zip(olds, scales, strict=True)]
     else:
         assert lengths is not None
         news, scales = list(lengths), [new / old for new, old in zip(lengths, olds, strict=True)]
         if target.policy != "stretch":
             scales = [min(scales) if target.policy == "not_larger" else max(scales)] * len(scales)
             news = [math.floor(s * old + 0.5) for s, old in zip(scales, olds, strict=True)]
-    steps = zip(target.axes, news, scales, strict=True)
-    return [s for s in steps if s[1] != shape[s[0]] or s[2] != 1 or target.region is not None]
+    resizes = zip(target.axes, news, scales, strict=True)
+    return [s for s in resizes if s[1] != shape[s[0]] or s[2] != 1 or target.roi is not None]
 
 
-def resize(x: torch.Tensor, target: Target, lengths: Sequence[int] | None, how: Reading) -> torch.Tensor:
-    """torch's kernel where it computes the same, else one axis after the other."""
-    steps = steps_to(x.shape, target, lengths)
-    if (kernel := torch_mode(x, steps, how)) is not None:
-        news = {axis: new for axis, new, _ in steps}
+def resize(
+    x: torch.Tensor, target: ResizeTarget, lengths: Sequence[int] | None, options: Interpolation
+) -> torch.Tensor:
+    """Resize by torch's kernel where it computes the same, else one axis after the other."""
+    resizes = axis_resizes(x.shape, target, lengths)
+    if (kernel := torch_mode(x, resizes, options)) is not None:
+        news = {axis: new for axis, new, _ in resizes}
         wanted = [news.get(axis, x.shape[axis]) for axis in range(2, x.ndim)]
-        corners = None if kernel == "nearest" else how.coordinates == "align_corners"
+        corners = None if kernel == "nearest" else options.coordinate_mode == "align_corners"
         return F.interpolate(x, wanted, mode=kernel, align_corners=corners)
-    y = x if x.is_floating_point() or how.mode == "nearest" else x.to(torch.float32)
+    y = x if x.is_floating_point() or options.mode == "nearest" else x.to(torch.float32)
     inside = torch.ones([1] * x.ndim, dtype=torch.bool, device=x.device)
-    for axis, new, scale in steps:
+    for axis, new, scale in resizes:
         part = None
-        if target.region is not None:
+        if target.roi is not None:
             i, count = target.axes.index(axis), len(target.axes)
-            part = (target.region[i], target.region[i + count])
-        at = source(x.shape[axis], new, scale, how.coordinates, part, x.device)
-        if how.coordinates == "tf_crop_and_resize":
+            part = (target.roi[i], target.roi[i + count])
+        at = source_coordinates(x.shape[axis], new, scale, options.coordinate_mode, part, x.device)
+        if options.coordinate_mode == "tf_crop_and_resize":
             within = (at >= 0) & (at <= x.shape[axis] - 1)
             inside = inside & within.reshape([-1] + [1] * (x.ndim - 1 - axis))
-        y = nearest_along(y, axis, at, scale, how) if how.mode == "nearest" else weighted_along(y, axis, at, scale, how)
-    if how.coordinates == "tf_crop_and_resize":
-        y = torch.where(inside, y, how.beyond)
+        y = (
+            interpolate_nearest(y, axis, at, scale, options)
+            if options.mode == "nearest"
+            else interpolate_weighted(y, axis, at, scale, options)
+        )
+    if options.coordinate_mode == "tf_crop_and_resize":
+        y = torch.where(inside, y, options.extrapolation_value)
     return y.to(x.dtype)
 
 
-def torch_mode(x: torch.Tensor, steps: Sequence[Step], how: Reading) -> str | None:
-    """The mode of `F.interpolate` that computes the same, if there is one."""
-    if not x.is_floating_point() or not 3 <= x.ndim <= 5 or how.antialias or how.exclude_outside:
+def torch_mode(x: torch.Tensor, resizes: Sequence[AxisResize], options: Interpolation) -> str | None:
+    """Return the mode of `F.interpolate` that computes the same; None if there is none."""
+    if not x.is_floating_point() or not 3 <= x.ndim <= 5 or options.antialias or options.exclude_outside:
         return None
-    if not steps or any(axis < 2 or new != x.shape[axis] * scale for axis, new, scale in steps):
+    if not resizes or any(axis < 2 or new != x.shape[axis] * scale for axis, new, scale in resizes):
         return None
-    if how.mode == "nearest":
-        doubles = all(scale in (1, 2, 4, 8) for _, _, scale in steps)  # torch multiplies by 1/scale: exact for these
-        return "nearest" if doubles and (how.coordinates, how.rounding) == ("asymmetric", "floor") else None
-    known = how.coordinates in ("half_pixel", "half_pixel_symmetric", "align_corners") or (
-        how.coordinates == "pytorch_half_pixel" and all(new > 1 for _, new, _ in steps)
+    if options.mode == "nearest":
+        # torch multiplies by 1 / scale, which is exact for powers of two
+        powers = all(scale in (1, 2, 4, 8) for _, _, scale in resizes)
+        return (
+            "nearest" if powers and (options.coordinate_mode, options.nearest_mode) == ("asymmetric", "floor") else None
+        )
+    known = options.coordinate_mode in ("half_pixel", "half_pixel_symmetric", "align_corners") or (
+        options.coordinate_mode == "pytorch_half_pixel" and all(new > 1 for _, new, _ in resizes)
     )
     if not known:
         return None
-    if how.mode == "cubic":
-        # it reads every spatial axis by its weights, and those it leaves as they are exactly
-        return "bicubic" if x.ndim == 4 and how.cubic == -0.75 else None
+    if options.mode == "cubic":
+        # it interpolates both spatial axes; one that does not change is read exactly
+        return "bicubic" if x.ndim == 4 and options.cubic_coeff_a == -0.75 else None
     return {3: "linear", 4: "bilinear", 5: "trilinear"}[x.ndim]
 
 
-def source(
+def source_coordinates(
     old: int, new: int, scale: float, coordinates: str, part: tuple[float, float] | None, device: torch.device
 ) -> torch.Tensor:
-    """Where each new element is read, as a coordinate of the old ones, in fp32 like runtimes: ties fall alike."""
+    """Return the old coordinate of each new element, in fp32 as in runtimes, so that ties are rounded alike."""
     at = torch.arange(new, dtype=torch.float32, device=device)
     step = torch.full_like(at, scale)  # a tensor, because torch multiplies by the inverse of a number
-    width = scale * old  # not rounded, as ONNX has it; onnxruntime takes the new length
+    width = scale * old  # not rounded, by ONNX; onnxruntime uses the new length
     if coordinates == "asymmetric":
         return at / step
     if coordinates == "align_corners":
@@ -130,10 +145,12 @@ def source(
     return shift + (at + 0.5) / step - 0.5
 
 
-def nearest_along(x: torch.Tensor, axis: int, at: torch.Tensor, scale: float, how: Reading) -> torch.Tensor:
-    """Read one axis at the nearest elements."""
-    rounding = how.rounding
-    if rounding == "simple":  # version 10 leaves it open; runtimes keep the later element when they shrink
+def interpolate_nearest(
+    x: torch.Tensor, axis: int, at: torch.Tensor, scale: float, options: Interpolation
+) -> torch.Tensor:
+    """Resize one axis by the nearest element."""
+    rounding = options.nearest_mode
+    if rounding == "simple":  # version 10 does not define it; runtimes take the later element when they shrink
         rounding = "ceil" if scale < 1 else "floor"
     if rounding.startswith("round"):
         at = torch.ceil(at - 0.5) if rounding == "round_prefer_floor" else torch.floor(at + 0.5)
@@ -141,23 +158,25 @@ def nearest_along(x: torch.Tensor, axis: int, at: torch.Tensor, scale: float, ho
     return x.index_select(axis, at.clamp(0, x.shape[axis] - 1).to(torch.int64))
 
 
-def weighted_along(x: torch.Tensor, axis: int, at: torch.Tensor, scale: float, how: Reading) -> torch.Tensor:
-    """Read one axis as weighted means of its neighbours; beyond the ends, of the last element."""
-    reach = 1 if how.mode == "linear" else 2
-    stretch = min(scale, 1.0) if how.antialias else 1.0
+def interpolate_weighted(
+    x: torch.Tensor, axis: int, at: torch.Tensor, scale: float, options: Interpolation
+) -> torch.Tensor:
+    """Resize one axis by weighted means of neighbours; beyond its ends the last element is repeated."""
+    reach = 1 if options.mode == "linear" else 2
+    stretch = min(scale, 1.0) if options.antialias else 1.0
     first = math.floor(-reach / stretch) + 1
     base = torch.floor(at)
     weights = []
     for step in range(first, 2 - first):
-        weight = kernel(((step - (at - base)) * stretch).abs(), how)
+        weight = filter_weight(((step - (at - base)) * stretch).abs(), options)
         place = base + step
-        if how.exclude_outside:
+        if options.exclude_outside:
             weight = torch.where((place >= 0) & (place <= x.shape[axis] - 1), weight, 0.0)
         weights.append((place, weight))
     total = sum((weight for _, weight in weights), torch.zeros_like(at))
     y = None
     for place, weight in weights:
-        if how.exclude_outside or how.antialias:
+        if options.exclude_outside or options.antialias:
             weight = weight / total
         rows = x.index_select(axis, place.clamp(0, x.shape[axis] - 1).to(torch.int64))
         term = rows * weight.to(x.dtype).reshape([-1] + [1] * (x.ndim - 1 - axis))
@@ -166,11 +185,11 @@ def weighted_along(x: torch.Tensor, axis: int, at: torch.Tensor, scale: float, h
     return y
 
 
-def kernel(distance: torch.Tensor, how: Reading) -> torch.Tensor:
-    """The weight of an element at this distance: a triangle, or the cubic convolution of Keys (1981)."""
-    if how.mode == "linear":
+def filter_weight(distance: torch.Tensor, options: Interpolation) -> torch.Tensor:
+    """Return the weight of an element at a distance: a triangle, or the cubic convolution of Keys (1981)."""
+    if options.mode == "linear":
         return (1 - distance).clamp_min(0)
-    a, d = how.cubic, distance
+    a, d = options.cubic_coeff_a, distance
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((d - 5) * d + 8) * d * a - 4 * a
     return torch.where(d <= 1, near, torch.where(d < 2, far, 0.0))
@@ -179,19 +198,19 @@ def kernel(distance: torch.Tensor, how: Reading) -> torch.Tensor:
 @lower("Upsample", since=(7, 9, 10))
 def upsample(c: Call, x: Value, scales: Value = None) -> Value:
     given = c.attr("scales") if scales is None else c.constant(scales).tolist()
-    how = Reading(_mode(c), "asymmetric", "simple")
-    return _resized(c, x, Target(tuple(range(x.ndim)), tuple(given)), None, how)
+    options = Interpolation(_mode(c), "asymmetric", "simple")
+    return _resized(c, x, ResizeTarget(tuple(range(x.ndim)), tuple(given)), None, options)
 
 
 @lower("Resize", since=(10,))
 def resize_10(c: Call, x: Value, scales: Value) -> Value:
-    how = Reading(_mode(c), "asymmetric", "simple")
-    return _resized(c, x, Target(tuple(range(x.ndim)), tuple(c.constant(scales).tolist())), None, how)
+    options = Interpolation(_mode(c), "asymmetric", "simple")
+    return _resized(c, x, ResizeTarget(tuple(range(x.ndim)), tuple(c.constant(scales).tolist())), None, options)
 
 
 @lower("Resize", since=(11, 13, 18, 19))
 def resize_11(c: Call, x: Value, region: Value = None, scales: Value = None, sizes: Value = None) -> Value:
-    how = Reading(
+    options = Interpolation(
         _mode(c),
         c.attr("coordinate_transformation_mode", "half_pixel"),
         c.attr("nearest_mode", "round_prefer_floor"),
@@ -202,11 +221,11 @@ def resize_11(c: Call, x: Value, region: Value = None, scales: Value = None, siz
     )
     axes = tuple(c.axis(x, axis) for axis in c.attr("axes", range(x.ndim)))
     policy = c.attr("keep_aspect_ratio_policy", "stretch")
-    cropped = how.coordinates == "tf_crop_and_resize"
+    cropped = options.coordinate_mode == "tf_crop_and_resize"
     part = tuple(c.constant(region).tolist()) if cropped else None
     if sizes is not None and not (isinstance(sizes, torch.Tensor) and sizes.numel() == 0):
-        return _resized(c, x, Target(axes, None, policy, part), c.ints(sizes), how)
-    return _resized(c, x, Target(axes, tuple(c.constant(scales).tolist()), "stretch", part), None, how)
+        return _resized(c, x, ResizeTarget(axes, None, policy, part), c.ints(sizes), options)
+    return _resized(c, x, ResizeTarget(axes, tuple(c.constant(scales).tolist()), "stretch", part), None, options)
 
 
 def _mode(c: Call) -> str:
@@ -215,17 +234,17 @@ def _mode(c: Call) -> str:
     return "linear" if mode == "bilinear" else mode
 
 
-def _resized(c: Call, x: Value, target: Target, lengths: list[Value] | None, how: Reading) -> Value:
-    if lengths is not None and target.policy == "stretch":  # an axis that keeps its dynamic length is left out
+def _resized(c: Call, x: Value, target: ResizeTarget, lengths: list[Value] | None, options: Interpolation) -> Value:
+    if lengths is not None and target.policy == "stretch":  # omit an axis that keeps its dynamic length
         kept = [i for i, axis in enumerate(target.axes) if lengths[i] is not c.size(x, axis)]
-        if target.region is None and len(kept) < len(target.axes):
+        if target.roi is None and len(kept) < len(target.axes):
             target = target._replace(axes=tuple(target.axes[i] for i in kept))
             lengths = [lengths[i] for i in kept]
-    if target.scales is not None and target.region is None:
+    if target.scales is not None and target.roi is None:
         changed = [i for i, scale in enumerate(target.scales) if scale != 1]
         axes, scales = tuple(target.axes[i] for i in changed), tuple(target.scales[i] for i in changed)
         target = target._replace(axes=axes, scales=scales)
-    return c(resize, x, target, lengths, how)
+    return c(resize, x, target, lengths, options)
 
 
 # -- grids
@@ -244,11 +263,11 @@ def affine_grid(c: Call, theta: Value, size: Value) -> Value:
     return c(F.affine_grid, theta, c.ints(size), align_corners=bool(c.attr("align_corners", 0)))
 
 
-# -- cutting and padding to a size
+# -- cropping and padding to a size
 
 
-def centre(x: torch.Tensor, axes: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """Cut or pad with zeros at both ends; of an odd difference the larger half at the end."""
+def crop_or_pad(x: torch.Tensor, axes: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Crop or pad with zeros at both ends; of an odd difference, the larger half at the end."""
     pads = [0] * 2 * x.ndim
     for axis, length in zip(axes, lengths, strict=True):
         extra = length - x.shape[axis]
@@ -260,4 +279,4 @@ def centre(x: torch.Tensor, axes: Sequence[int], lengths: Sequence[int]) -> torc
 @lower("CenterCropPad", since=(18,))
 def center_crop_pad(c: Call, x: Value, shape: Value) -> Value:
     axes = [c.axis(x, axis) for axis in c.attr("axes", list(range(x.ndim)))]
-    return c(centre, x, axes, c.ints(shape))
+    return c(crop_or_pad, x, axes, c.ints(shape))

@@ -1,4 +1,4 @@
-"""Losses that a graph computes itself."""
+"""Rules for losses that the graph itself computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onward.trainer.onnx_import.values import Value
 
 @lower("SoftmaxCrossEntropyLoss", since=(12, 13))
 def softmax_cross_entropy(c: Call, scores: Value, labels: Value, weights: Value = None) -> Value:
-    """Classes on axis 1. The mean is over the labels that count, weighted by their class."""
+    """Return the cross-entropy of scores [batch, classes, ...]; its mean is weighted by class, without ignore_index."""
     log_probabilities = c(F.log_softmax, scores, dim=1)
     loss = _nll(c, log_probabilities, labels, weights)
     return (loss, log_probabilities) if c.wants(1) else loss

@@ -1,4 +1,4 @@
-"""Matrix products. Weights are used in the layout the file has, never transposed in place or scaled."""
+"""Rules for matrix products. Weights keep the layout of the file: a transpose is a call in the graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def matmul(c: Call, a: Value, b: Value) -> Value:
 
 @lower("Gemm", since=(7, 9, 11, 13))
 def gemm(c: Call, a: Value, b: Value, bias: Value = None) -> Value:
-    """alpha a b + beta bias, either factor transposed."""
+    """Return alpha a b + beta bias, a and b transposed if transA, transB; by F.linear where that is the same."""
     alpha, beta = c.attr("alpha", 1.0), c.attr("beta", 1.0)
     a = c("t", a) if c.attr("transA", 0) else a
     transposed = c.attr("transB", 0)

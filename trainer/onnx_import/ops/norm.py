@@ -1,4 +1,4 @@
-"""Normalisations, softmax and dropout. What differs between training and evaluation follows train() and eval()."""
+"""Rules for normalisations, softmax and dropout; modules follow train() and eval() where these differ."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from onward.trainer.onnx_import.values import Traced, Value
 
 
 class BatchNorm(nn.Module):
-    """Batch statistics in training, which move the running ones; running statistics in evaluation.
+    """Normalise by the statistics of the batch in training, and update the running ones; by these in evaluation.
 
-    Holds no weights: scale, bias and the running statistics are operands, named after their initializers.
-    As in torch, the running variance takes the unbiased estimate.
+    It holds no weights: scale, bias and the running statistics are operands, named after their initializers.
+    As in torch, the running variance is updated with the unbiased estimate.
     """
 
     def __init__(self, momentum: float, epsilon: float) -> None:
@@ -27,7 +27,7 @@ class BatchNorm(nn.Module):
         self.momentum = momentum
         self.epsilon = epsilon
         self.frozen = False
-        """Its scale and bias are not trained, so neither are its statistics."""
+        """Its scale and bias are not trained, so its statistics are not updated either."""
 
     def forward(
         self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
@@ -45,16 +45,16 @@ class BatchNorm(nn.Module):
 
 @lower("BatchNormalization", since=(7, 9, 14, 15))
 def batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
-    """The training form and the inference form are one: which of the two runs is not the file's choice."""
+    """Ignore training_mode: train() and eval() decide, whichever form the exporter wrote."""
     c.require("spatial", 1)
     c.attr("training_mode")
-    kept = c.attr("momentum", 0.9)  # ONNX: the share of the old value; torch: of the new one
+    kept = c.attr("momentum", 0.9)  # ONNX: the weight of the old value; torch: of the new one
     y = c.module(BatchNorm(1.0 - kept, c.attr("epsilon", 1e-5)), x, scale, bias, mean, variance)
     return (y, mean, variance, mean, variance)[: max(c.num_outputs, 1)]
 
 
 class Dropout(nn.Module):
-    """Zeroes a share of the elements in training and scales up the rest; gives the mask too if asked."""
+    """Zero a fraction of the elements in training and scale up the rest; with_mask: return the mask, too."""
 
     def __init__(self, ratio: float, *, with_mask: bool = False) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def _static(sizes: list[Value]) -> list[Value] | None:
 
 
 def moments(x: torch.Tensor, axis: int, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean, and inverse standard deviation, over the dimensions from `axis` on."""
+    """Return mean and inverse standard deviation over the dimensions from `axis` on."""
     axes = list(range(axis, x.ndim))
     mean = x.mean(axes, keepdim=True)
     return mean, torch.rsqrt((x - mean).square().mean(axes, keepdim=True) + epsilon)
@@ -120,7 +120,7 @@ def rms_normalization(c: Call, x: Value, scale: Value) -> Value:
 
 
 def rms_norm(x: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
-    """x over its root mean square, over the dimensions from `axis` on."""
+    """Return x / its root mean square over the dimensions from `axis` on."""
     return F.rms_norm(x, x.shape[axis:], eps=epsilon)
 
 
@@ -130,7 +130,7 @@ def instance_normalization(c: Call, x: Value, scale: Value, bias: Value) -> Valu
 
 
 def instance_norm(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Each channel of each sample over its deviation from its mean: none in a plane of one pixel (torch refuses it)."""
+    """Normalise each channel of each sample; a plane of one pixel becomes the bias (torch raises an error)."""
     if math.prod(x.shape[2:]) > 1:
         return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
     return (x - x) + bias.reshape(-1, *[1] * (x.ndim - 2))
@@ -138,7 +138,7 @@ def instance_norm(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsi
 
 @lower("GroupNormalization", since=(18, 21))
 def group_normalization(c: Call, x: Value, scale: Value, bias: Value) -> Value:
-    """Version 18 has one scale for each group, version 21 one for each channel."""
+    """Repeat the scales of version 18, one for each group; version 21 has one for each channel."""
     c.require("stash_type", 1)
     groups, epsilon = c.attr("num_groups"), c.attr("epsilon", 1e-5)
     if c.version == 18:
@@ -153,7 +153,7 @@ def lp_normalization(c: Call, x: Value) -> Value:
 
 
 def lp_normalize(x: torch.Tensor, p: int, axis: int) -> torch.Tensor:
-    """x over its p-norm along `axis`; zero where the norm is zero."""
+    """Return x / its p-norm along `axis`; zero where the norm is zero."""
     norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
     return x / torch.where(norm == 0, 1.0, norm)  # never divides by zero, whose gradient would be NaN
 
@@ -165,7 +165,7 @@ def lrn(c: Call, x: Value) -> Value:
 
 
 def local_response(x: torch.Tensor, size: int, alpha: float, beta: float, bias: float) -> torch.Tensor:
-    """x / (bias + alpha/size sum of squares over `size` channels around)^beta; an even size reaches further up."""
+    """Return x / (bias + alpha mean(x^2))^beta, the mean over `size` neighbouring channels; if even, one more above."""
     squares = x.square().flatten(2).unsqueeze(1)  # [batch, 1, channels, pixels]
     squares = F.pad(squares, (0, 0, (size - 1) // 2, size - 1 - (size - 1) // 2))
     mean = F.avg_pool2d(squares, (size, 1), stride=1).reshape(x.shape)
@@ -177,7 +177,7 @@ def local_response(x: torch.Tensor, size: int, alpha: float, beta: float, bias: 
 
 @lower("Softmax", "LogSoftmax", since=(1, 11, 13))
 def softmax(c: Call, x: Value) -> Value:
-    """Before version 13 all dimensions from `axis` (default 1) on are one."""
+    """Apply softmax along `axis`; before version 13, over all dimensions from `axis` (default 1) on together."""
     function = F.softmax if c.op == "Softmax" else F.log_softmax
     if c.version >= 13:
         return c(function, x, dim=c.attr("axis", -1))
@@ -201,6 +201,6 @@ def hardmax(c: Call, x: Value) -> Value:
 
 
 def hard_max(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """1 at the first greatest element along `axis`, 0 elsewhere."""
+    """Return 1 at the first maximum along `axis`, 0 elsewhere."""
     where = x.argmax(axis, keepdim=True)
     return torch.zeros_like(x).scatter(axis, where, 1)

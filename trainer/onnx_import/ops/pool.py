@@ -1,4 +1,4 @@
-"""Pools: the largest, the mean or the p-norm of a window, in one, two and three spatial dimensions."""
+"""Rules for MaxPool, AveragePool, LpPool, MaxUnpool and the global pools, in one to three spatial dimensions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_import.ops.conv import CONV, of_rank, pad_spatial, pads_of, same_pads
+from onward.trainer.onnx_import.ops.conv import CONV, for_spatial_dims, pad_spatial, pads_of, same_pads
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import Value
 
@@ -21,14 +21,14 @@ Window = Sequence[Sequence[int]]
 
 
 def _window(c: Call, x: Value) -> tuple[Window, list[int] | None, bool]:
-    """The window, its pads (None: auto_pad on a dynamic dimension), and whether lengths are rounded up."""
+    """Return the window, its pads (None: auto_pad on a dynamic dimension), and whether lengths are rounded up."""
     rank = x.ndim - 2
     window = [list(c.attr("kernel_shape")), c.attr("strides", [1] * rank), c.attr("dilations", [1] * rank)]
     return window, pads_of(c, x, window), bool(c.attr("ceil_mode", 0))
 
 
-def _torch_has(window: Window, pads: Sequence[int] | None) -> bool:
-    """Whether torch's pools take such pads: equal on both sides, at most half the kernel."""
+def _torch_supports(window: Window, pads: Sequence[int] | None) -> bool:
+    """Whether torch's pools accept these pads: equal on both sides, at most half the kernel."""
     rank = len(window[0])
     return (
         pads is not None
@@ -40,23 +40,23 @@ def _torch_has(window: Window, pads: Sequence[int] | None) -> bool:
 def _borders(
     lengths: Sequence[int], window: Window, pads: Sequence[int] | None, ceil: bool, upper: bool
 ) -> tuple[list[int], list[int]]:
-    """The pads, and with them what the last window needs beyond the end where lengths are rounded up."""
+    """Return the pads, and the pads extended for the last window where lengths are rounded up (ceil_mode)."""
     pads = same_pads(lengths, window, upper) if pads is None else list(pads)
     rank, reach = len(lengths), list(pads)
     for dim, (length, k, s, d) in enumerate(zip(lengths, *window, strict=True)):
         span = length + pads[dim] + pads[dim + rank] - (k - 1) * d - 1
         count = (-(-span // s) if ceil else span // s) + 1
         if ceil and (count - 1) * s >= length + pads[dim]:
-            count -= 1  # a window must not begin in the padding at the end
+            count -= 1  # ONNX omits a window that begins in the padding at the end
         reach[dim + rank] += max((count - 1) * s - span, 0)
     return pads, reach
 
 
-# -- the largest
+# -- maximum
 
 
 def max_pool(x: torch.Tensor, window: Window, pads: Sequence[int] | None, ceil: bool, upper: bool) -> torch.Tensor:
-    """Any pads; integers too."""
+    """Pool with any pads, and integers, which torch does not support."""
     reach = _borders(x.shape[2:], window, pads, ceil, upper)[1]
     wide = x if x.is_floating_point() else x.to(torch.float32)  # exact for 8 bits
     y = MAX_POOL[x.ndim - 2](pad_spatial(wide, reach, -math.inf), window[0], window[1], 0, window[2])
@@ -64,65 +64,65 @@ def max_pool(x: torch.Tensor, window: Window, pads: Sequence[int] | None, ceil: 
     return pooled
 
 
-def max_pool_with_places(
-    x: torch.Tensor, window: Window, pads: Sequence[int] | None, *, ceil: bool, upper: bool, by_column: bool
+def max_pool_with_indices(
+    x: torch.Tensor, window: Window, pads: Sequence[int] | None, *, ceil: bool, upper: bool, column_major: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest, and where it was in all of `x` laid out flat; `by_column`: the first spatial dimension fastest."""
+    """Return maxima and their flat indices in `x`; column_major: the first spatial dimension varies fastest."""
     reach = _borders(x.shape[2:], window, pads, ceil, upper)[1]
     wide = pad_spatial(x if x.is_floating_point() else x.to(torch.float32), reach, -math.inf)
     rank = x.ndim - 2
-    y, place = MAX_POOL[rank](wide, window[0], window[1], 0, window[2], return_indices=True)
-    lengths, flat = x.shape[2:], torch.zeros_like(place)
+    y, index = MAX_POOL[rank](wide, window[0], window[1], 0, window[2], return_indices=True)
+    lengths, flat = x.shape[2:], torch.zeros_like(index)
     for dim in reversed(range(rank)):
-        at = place % wide.shape[dim + 2] - reach[dim]
-        place = torch.div(place, wide.shape[dim + 2], rounding_mode="floor")
-        flat = flat + at * math.prod(lengths[:dim] if by_column else lengths[dim + 1 :])
+        at = index % wide.shape[dim + 2] - reach[dim]
+        index = torch.div(index, wide.shape[dim + 2], rounding_mode="floor")
+        flat = flat + at * math.prod(lengths[:dim] if column_major else lengths[dim + 1 :])
     planes = torch.arange(x.shape[0] * x.shape[1], device=x.device).reshape(*x.shape[:2], *[1] * rank)
     return y.to(x.dtype), flat + planes * math.prod(lengths)
 
 
 @lower("MaxPool", since=(1, 8, 10, 11, 12, 22))
 def max_pool_(c: Call, x: Value) -> Value:
-    function, rank = of_rank(MAX_POOL, x), x.ndim - 2
+    function, rank = for_spatial_dims(MAX_POOL, x), x.ndim - 2
     window, pads, ceil = _window(c, x)
-    upper, by_column = c.attr("auto_pad", "NOTSET") == "SAME_UPPER", bool(c.attr("storage_order", 0))
+    upper, column_major = c.attr("auto_pad", "NOTSET") == "SAME_UPPER", bool(c.attr("storage_order", 0))
     if c.wants(1):
-        return c(max_pool_with_places, x, window, pads, ceil=ceil, upper=upper, by_column=by_column)
-    if pads is not None and _torch_has(window, pads) and x.dtype.is_floating_point:
+        return c(max_pool_with_indices, x, window, pads, ceil=ceil, upper=upper, column_major=column_major)
+    if pads is not None and _torch_supports(window, pads) and x.dtype.is_floating_point:
         return c(function, x, window[0], window[1], pads[:rank], window[2], ceil_mode=ceil)
     return c(max_pool, x, window, pads, ceil, upper)
 
 
 def max_unpool(
-    x: torch.Tensor, places: torch.Tensor, window: Window, pads: Sequence[int], wanted: Sequence[int] | None
+    x: torch.Tensor, indices: torch.Tensor, window: Window, pads: Sequence[int], wanted: Sequence[int] | None
 ) -> torch.Tensor:
-    """Each element at its place in a tensor of zeros, which is then widened at the ends to the wanted shape."""
+    """Put each element at its index in a tensor of zeros, which is padded at the ends to the wanted shape."""
     rank = x.ndim - 2
     lengths = [
         (n - 1) * s - pads[dim] - pads[dim + rank] + k
         for dim, (n, k, s) in enumerate(zip(x.shape[2:], *window[:2], strict=True))
     ]
     shape = [*x.shape[:2], *lengths]
-    # ONNX counts places through batch and channels, torch would count them in each plane
-    flat = x.new_zeros(math.prod(shape)).scatter(0, places.reshape(-1), x.reshape(-1)).reshape(shape)
+    # ONNX's indices are flat over batch and channels, torch's within each plane
+    flat = x.new_zeros(math.prod(shape)).scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(shape)
     if wanted is None:
         return flat
     return pad_spatial(flat, [*[0] * x.ndim, *(b - a for a, b in zip(shape, wanted, strict=True))])
 
 
 @lower("MaxUnpool", since=(9, 11, 22))
-def max_unpool_(c: Call, x: Value, places: Value, shape: Value = None) -> Value:
+def max_unpool_(c: Call, x: Value, indices: Value, shape: Value = None) -> Value:
     rank = x.ndim - 2
     window = [c.attr("kernel_shape"), c.attr("strides", [1] * rank)]
     wanted = None if shape is None else c.ints(shape)
-    return c(max_unpool, x, places, window, c.attr("pads", [0] * 2 * rank), wanted)
+    return c(max_unpool, x, indices, window, c.attr("pads", [0] * 2 * rank), wanted)
 
 
 # -- sums over windows
 
 
 def window_sums(x: torch.Tensor, window: Window) -> torch.Tensor:
-    """The sum of every window, dilated ones too: a convolution of each plane with ones."""
+    """Return the sum of every window, dilated or not: a convolution of each plane with ones."""
     planes = x.reshape(-1, 1, *x.shape[2:])
     ones = x.new_ones(1, 1, *window[0])
     sums: torch.Tensor = CONV[x.ndim - 2](planes, ones, None, window[1], 0, window[2])
@@ -132,7 +132,7 @@ def window_sums(x: torch.Tensor, window: Window) -> torch.Tensor:
 def average_pool(
     x: torch.Tensor, window: Window, pads: Sequence[int] | None, *, ceil: bool, upper: bool, count_pads: bool
 ) -> torch.Tensor:
-    """Any pads and dilations. What reaches beyond the pads, where lengths are rounded up, is never counted."""
+    """Pool with any pads and dilations. What a window covers beyond the pads (ceil_mode) is never counted."""
     rank = x.ndim - 2
     pads, reach = _borders(x.shape[2:], window, pads, ceil, upper)
     counted = pad_spatial(torch.ones_like(x[:1, :1]), pads, 1.0 if count_pads else 0.0)
@@ -147,16 +147,16 @@ def average_pool(
 
 @lower("AveragePool", since=(7, 10, 11, 19, 22))
 def average_pool_(c: Call, x: Value) -> Value:
-    function, rank = of_rank(AVERAGE_POOL, x), x.ndim - 2
+    function, rank = for_spatial_dims(AVERAGE_POOL, x), x.ndim - 2
     window, pads, ceil = _window(c, x)
     upper, count_pads = c.attr("auto_pad", "NOTSET") == "SAME_UPPER", bool(c.attr("count_include_pad", 0))
-    if pads is not None and _torch_has(window, pads) and all(d == 1 for d in window[2]):
+    if pads is not None and _torch_supports(window, pads) and all(d == 1 for d in window[2]):
         return c(function, x, window[0], window[1], pads[:rank], ceil, count_pads)
     return c(average_pool, x, window, pads, ceil=ceil, upper=upper, count_pads=count_pads)
 
 
 def lp_norm(powers: torch.Tensor, p: float) -> torch.Tensor:
-    """The p-th root of sums of p-th powers; its gradient at zero is zero."""
+    """Return the p-th root of sums of p-th powers, with a gradient of zero at zero."""
     some = powers > 0
     return torch.where(some, torch.where(some, powers, 1.0).pow(1.0 / p), 0.0)
 
@@ -164,20 +164,20 @@ def lp_norm(powers: torch.Tensor, p: float) -> torch.Tensor:
 def lp_pool(
     x: torch.Tensor, p: float, window: Window, pads: Sequence[int] | None, ceil: bool, upper: bool
 ) -> torch.Tensor:
-    """The p-norm of every window."""
+    """Return the p-norm of every window."""
     reach = _borders(x.shape[2:], window, pads, ceil, upper)[1]
     return lp_norm(window_sums(pad_spatial(x.abs().pow(p), reach), window), p)
 
 
 @lower("LpPool", since=(2, 11, 18, 22))
 def lp_pool_(c: Call, x: Value) -> Value:
-    of_rank(AVERAGE_POOL, x)
+    for_spatial_dims(AVERAGE_POOL, x)
     window, pads, ceil = _window(c, x)
     upper = c.attr("auto_pad", "NOTSET") == "SAME_UPPER"
     return c(lp_pool, x, c.attr("p", 2), window, pads, ceil, upper)
 
 
-# -- over everything
+# -- global
 
 
 @lower("GlobalAveragePool", since=(1, 22))
@@ -191,7 +191,7 @@ def global_max_pool(c: Call, x: Value) -> Value:
 
 
 def global_lp_pool(x: torch.Tensor, p: float) -> torch.Tensor:
-    """The p-norm of every plane."""
+    """Return the p-norm of every plane."""
     return lp_norm(x.abs().pow(p).sum(list(range(2, x.ndim)), keepdim=True), p)
 
 

@@ -1,4 +1,4 @@
-"""Random numbers a graph draws: in train() and in eval(), as the file says; but for stochastic depth."""
+"""Rules for random operators, which draw in train() and in eval() as ONNX defines them, and for stochastic depth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Distribution = Literal["normal", "uniform", "bernoulli", "multinomial"]
 
 
 class RandomNode(nn.Module):
-    """Draws from torch's generator, whatever seed the file gives, so that a resumed run continues its numbers."""
+    """Draw from torch's generator, and ignore the file's seed, so that a resumed run continues the same numbers."""
 
     def __init__(
         self, distribution: Distribution, dtype: torch.dtype, *arguments: float, shape: Sequence[int] = ()
@@ -25,12 +25,12 @@ class RandomNode(nn.Module):
         self.distribution = distribution
         self.dtype = dtype
         self.arguments = arguments
-        """Of normal: mean and deviation; of uniform: from and to; of multinomial: how many."""
+        """normal: mean and deviation; uniform: low and high; multinomial: number of samples."""
         self.shape = tuple(shape)
-        """That of the result if there is no operand to say it."""
+        """Of the result, if no operand gives it."""
 
     def forward(self, anchor: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
-        """x: the probabilities; of a multinomial, [batch, classes], their logarithms; else only its shape counts."""
+        """x: probabilities (bernoulli), log-probabilities [batch, classes] (multinomial), else only a shape."""
         if x is None:
             return self._fill(torch.empty(self.shape, dtype=self.dtype, device=anchor.device))
         if self.distribution == "bernoulli":
@@ -72,17 +72,17 @@ def multinomial(c: Call, logarithms: Value) -> Value:
     return c.module(node, c.tracer.anchor, logarithms)
 
 
-# -- what the importer found to be stochastic depth
+# -- stochastic depth, which onnx_graph/stochastic_depth.py recognises
 
 
 class StochasticDepth(nn.Module):
-    """Zeroes whole samples in training, each with probability 1 - keep, and scales up the rest; else the identity."""
+    """Zero a residual branch for some samples in training, each with probability 1 - keep, and scale up the rest."""
 
     def __init__(self, keep: float, mask_dims: int = 1) -> None:
         super().__init__()
         self.keep = keep
         self.mask_dims = mask_dims
-        """How many leading dimensions have a draw for each index: 1 samples, 2 their channels, 0 one draw for all."""
+        """Leading dimensions with a draw for each index: 1 samples, 2 samples and channels, 0 one draw for all."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [batch, ...]."""

@@ -1,4 +1,4 @@
-"""Layers that carry a state from one call to the next: causal convolution, linear attention."""
+"""Rules for layers that pass a state from one call to the next: causal convolution, linear attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def causal_conv(c: Call, x: Value, weight: Value, bias: Value = None, past: Valu
 def convolve_after(
     x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """x: [batch, channels, steps]; weight: [channels, 1, k]; past and the state given: [batch, channels, k - 1]."""
+    """Convolve each channel with its own past.
+
+    x: [batch, channels, steps]; weight: [channels, 1, k]; past and returned state: [batch, channels, k - 1].
+    """
     kept = weight.shape[2] - 1
     x = F.pad(x, (kept, 0)) if past is None else torch.cat((past.to(x.dtype), x), 2)
     y = F.conv1d(x, weight, bias, groups=weight.shape[0])
@@ -60,10 +63,10 @@ def attend_linearly(
     heads: tuple[int, int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Queries, keys and values [batch, steps, heads x width] -> the same of the query heads, and the last state.
+    """Attend to a state: queries, keys, values [batch, steps, heads x width] -> output of the query heads, last state.
 
-    The state [batch, heads, key width, value width] decays, takes in key x value (of the delta rule: what of the
-    value it does not tell yet, times beta), and is read by the queries.
+    In each step the state S [batch, heads, key width, value width] becomes exp(decay) S + k v', by the delta rule
+    S + beta k (v - S' k)', and the output is S' q.
     """
     q_heads, kv_heads = heads
     query, key, value = packed

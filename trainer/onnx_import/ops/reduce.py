@@ -1,4 +1,4 @@
-"""Reductions over axes, running sums, and the largest elements."""
+"""Rules for reductions over axes, CumSum, ArgMax, TopK, NonZero and Unique."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
 
 
 def reduce_sum(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Sum in the type of `x`; torch would widen integers."""
+    """Sum in the type of `x`; torch would promote integers to int64."""
     return torch.sum(x, list(axes), keepdim=keepdims, dtype=x.dtype)
 
 
 def reduce_mean(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Mean; every axis in `axes` is reduced. Of integers, rounded towards zero."""
+    """Return the mean over `axes`; of integers, rounded towards zero."""
     if not x.is_floating_point():
         count = math.prod(x.shape[axis] for axis in axes)
         return torch.div(reduce_sum(x, axes, keepdims), count, rounding_mode="trunc")
@@ -26,57 +26,57 @@ def reduce_mean(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.T
 
 
 def reduce_product(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Product, one axis at a time."""
+    """Return the product, one axis at a time, since torch.prod takes only one."""
     for axis in sorted(axes, reverse=True):
         x = torch.prod(x, axis, keepdim=keepdims, dtype=x.dtype)
     return x
 
 
 def reduce_max(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Maximum; of booleans, whether any is true; of nothing, the least value of the type."""
+    """Return the maximum; of booleans, any; of no elements, the lowest value of the type."""
     if any(x.shape[axis] == 0 for axis in axes):
-        return _of_nothing(x, axes, keepdims, least(x.dtype))
+        return _reduce_empty(x, axes, keepdims, lowest_value(x.dtype))
     return torch.amax(x, list(axes), keepdim=keepdims)
 
 
 def reduce_min(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Minimum; of booleans, whether all are true; of nothing, the greatest value of the type."""
+    """Return the minimum; of booleans, all; of no elements, the highest value of the type."""
     if any(x.shape[axis] == 0 for axis in axes):
-        return _of_nothing(x, axes, keepdims, greatest(x.dtype))
+        return _reduce_empty(x, axes, keepdims, highest_value(x.dtype))
     return torch.amin(x, list(axes), keepdim=keepdims)
 
 
-def least(dtype: torch.dtype) -> float | int | bool:
-    """What no value of the type is below."""
+def lowest_value(dtype: torch.dtype) -> float | int | bool:
+    """Return the lowest value of a type."""
     if dtype == torch.bool:
         return False
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def greatest(dtype: torch.dtype) -> float | int | bool:
-    """What no value of the type is above."""
+def highest_value(dtype: torch.dtype) -> float | int | bool:
+    """Return the highest value of a type."""
     if dtype == torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def _of_nothing(x: torch.Tensor, axes: Sequence[int], keepdims: bool, value: float | int | bool) -> torch.Tensor:
+def _reduce_empty(x: torch.Tensor, axes: Sequence[int], keepdims: bool, value: float | int | bool) -> torch.Tensor:
     kept = [1 if i in axes else n for i, n in enumerate(x.shape) if keepdims or i not in axes]
     return torch.full(kept, value, dtype=x.dtype, device=x.device)
 
 
 def reduce_l1(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Sum of absolute values."""
+    """Return the sum of absolute values."""
     return reduce_sum(torch.abs(x), axes, keepdims)
 
 
 def reduce_sum_square(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Sum of squares."""
+    """Return the sum of squares."""
     return reduce_sum(x * x, axes, keepdims)
 
 
 def reduce_l2(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Root of the sum of squares; its gradient at zero is zero."""
+    """Return the root of the sum of squares, with a gradient of zero at zero."""
     if x.is_floating_point():
         norm: torch.Tensor = torch.linalg.vector_norm(x, 2, list(axes), keepdim=keepdims)
         return norm
@@ -84,12 +84,12 @@ def reduce_l2(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Ten
 
 
 def reduce_log_sum(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Logarithm of the sum."""
+    """Return the logarithm of the sum."""
     return torch.log(reduce_sum(x, axes, keepdims))
 
 
 def reduce_log_sum_exp(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Logarithm of the sum of exponentials."""
+    """Return the logarithm of the sum of exponentials."""
     return torch.logsumexp(x, list(axes), keepdim=keepdims)
 
 
@@ -138,8 +138,8 @@ def arg_reduce(c: Call, x: Value) -> Value:
     return c(torch.sub, c.size(x, axis) - 1, found)
 
 
-def running(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
-    """Sum of the elements up to each one along `axis`, itself left out if `exclusive`."""
+def cumulative_sum(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
+    """Return the sum of the elements up to each one along `axis`, without itself if `exclusive`."""
     x = x.flip(axis) if reverse else x
     total = torch.cumsum(x, axis, dtype=x.dtype)
     total = total - x if exclusive else total
@@ -149,12 +149,13 @@ def running(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch
 @lower("CumSum", since=(11, 14))
 def cumsum(c: Call, x: Value, axis: Value) -> Value:
     where = c.axis(x, int(c.number(axis)))
-    return c(running, x, where, bool(c.attr("exclusive", 0)), bool(c.attr("reverse", 0)))
+    return c(cumulative_sum, x, where, bool(c.attr("exclusive", 0)), bool(c.attr("reverse", 0)))
 
 
 def largest(x: torch.Tensor, count: int, axis: int, descending: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest (or smallest) elements in order, and where they were; of equals, the first."""
-    if x.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not sort them
+    """Return the `count` largest (or smallest) elements in order, and their indices; of equal ones, the first."""
+    # torch cannot sort these types; with its sign bit flipped, an int64 is ordered as the uint64
+    if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
         low = x.to(torch.int64)
         _, indices = largest(
             low ^ torch.iinfo(torch.int64).min if x.dtype == torch.uint64 else low, count, axis, descending
@@ -171,12 +172,12 @@ def top_k(c: Call, x: Value, k: Value = None) -> Value:
     return c(largest, x, count, c.axis(x, c.attr("axis", -1)), bool(c.attr("largest", 1)))
 
 
-# -- what is there: how much comes out depends on the values
+# -- results whose length depends on the values
 
 
 @lower("NonZero", since=(9, 13))
 def non_zero(c: Call, x: Value) -> Value:
-    """[dimensions, found]; a single number counts as one element."""
+    """Return [dimensions, found]; a 0-d tensor counts as one element."""
     if not isinstance(x, torch.Tensor):
         raise NeedsRuntimeValues("how many elements are not zero is known only at run time")
     return c("t", c(torch.nonzero, x))
@@ -185,12 +186,12 @@ def non_zero(c: Call, x: Value) -> Value:
 def unique(
     x: torch.Tensor, axis: int | None, in_order: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Distinct elements (or slices along `axis`), sorted or as they come; first places, inverse, counts."""
+    """Return distinct elements (or slices along `axis`), sorted or as they come; first indices, inverse, counts."""
     dim = 0 if axis is None else axis
     x = x.reshape(-1) if axis is None else x
     values, inverse, counts = torch.unique(x, sorted=True, return_inverse=True, return_counts=True, dim=dim)
-    places = torch.arange(len(inverse), device=x.device)
-    first = places.new_full((len(counts),), len(inverse)).scatter_reduce(0, inverse, places, "amin")
+    positions = torch.arange(len(inverse), device=x.device)
+    first = positions.new_full((len(counts),), len(inverse)).scatter_reduce(0, inverse, positions, "amin")
     if not in_order:
         order = torch.argsort(first)
         values, first, counts = values.index_select(dim, order), first[order], counts[order]

@@ -1,4 +1,4 @@
-"""Operators as they were before opset 7: broadcasting asked for by attributes, hints about memory, test modes."""
+"""Rules for operators as they were before opset 7: broadcasting by attributes, memory hints, is_test."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from onward.trainer.onnx_import.registry import RULES, Call, Rule, lower
 from onward.trainer.onnx_import.values import Value
 
 
-def _aligned(c: Call, a: Value, b: Value) -> Value:
-    """The second operand with its dimensions from `axis` on, or last, where they meet those of the first."""
+def _legacy_broadcast(c: Call, a: Value, b: Value) -> Value:
+    """Add trailing dimensions to b, so that its first dimension meets dimension `axis` of a."""
     axis = c.attr("axis")
     c.attr("consumed_inputs")
     if not c.attr("broadcast", 0) or axis is None:
@@ -23,7 +23,7 @@ def _aligned(c: Call, a: Value, b: Value) -> Value:
 
 
 def _binary(rule: Rule) -> Rule:
-    return lambda c, a, b: rule(c, a, _aligned(c, a, b))
+    return lambda c, a, b: rule(c, a, _legacy_broadcast(c, a, b))
 
 
 BINARY = {
@@ -34,12 +34,12 @@ for _name, _since in BINARY.items():
     lower(_name, since=_since)(_binary(RULES[_name, 7]))
 
 
-def _hinted(rule: Rule) -> Rule:
-    def hinted(c: Call, *operands: Value) -> Value:
+def _without_hint(rule: Rule) -> Rule:
+    def without_hint(c: Call, *operands: Value) -> Value:
         c.attr("consumed_inputs")
         return rule(c, *operands)
 
-    return hinted
+    return without_hint
 
 
 # fmt: off
@@ -48,10 +48,10 @@ HINTED = (
     "Reciprocal", "Relu", "Sigmoid", "Sqrt", "Sum", "Tanh",
 )
 # fmt: on
-"""Operators whose version 1 only had a hint about memory more than version 6."""
+"""Operators whose version 1 differs from version 6 only by a memory hint, consumed_inputs."""
 
 for _name in HINTED:
-    lower(_name, since=(1,))(_hinted(RULES[_name, 6]))
+    lower(_name, since=(1,))(_without_hint(RULES[_name, 6]))
 
 
 @lower("Selu", since=(1,))
@@ -66,7 +66,7 @@ def _selu(x: torch.Tensor, alpha: float, gamma: float) -> torch.Tensor:
 
 @lower("PRelu", since=(1, 6))
 def prelu(c: Call, x: Value, slope: Value) -> Value:
-    """One slope, or one for each channel."""
+    """Apply one slope, or one for each channel, which is dimension 1."""
     c.attr("consumed_inputs")
     if slope.ndim == 1:
         for _ in range(x.ndim - 2):
@@ -108,7 +108,7 @@ def reshape(c: Call, x: Value) -> Value:
 
 @lower("Cast", since=(1,))
 def cast(c: Call, x: Value) -> Value:
-    """The type by name."""
+    """Convert to a type that is given by its name."""
     return c("to", x, c.dtype(int(TensorProto.DataType.Value(c.attr("to")))))
 
 

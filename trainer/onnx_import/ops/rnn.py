@@ -1,7 +1,10 @@
-"""Recurrent layers: LSTM, GRU and RNN, by torch's fused kernels where they compute the same, else step by step.
+"""Rules for LSTM, GRU and RNN, by torch's fused kernels where they compute the same, else step by step.
 
-ONNX keeps the weights of all gates and directions in one W, one R and one B. They stay so, and are trained
-so; the order of gates torch wants is made of them in the graph, each time it runs.
+ONNX stores the weights of all gates and directions in one W, one R and one B, which are trained as they are. torch
+wants another order of the gates, which is made in the graph each time it runs:
+
+    LSTM    ONNX  i o f c    torch  i f c o
+    GRU     ONNX  z r h      torch  r z h
 """
 
 from __future__ import annotations
@@ -40,19 +43,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 }
 # fmt: on
 ALPHA = {"affine": None, "leakyrelu": 0.01, "thresholdedrelu": None, "scaledtanh": None, "hardsigmoid": 0.2, "elu": 1.0}
-"""The activations that take an alpha, and what it is if the file does not say: None where runtimes disagree."""
+"""The activations that take an alpha, and its default: None where runtimes disagree on it."""
 BETA = {"affine": None, "scaledtanh": None, "hardsigmoid": 0.5}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What the node's attributes say."""
+    """The attributes of the node."""
 
     kind: str
     directions: tuple[bool, ...]
-    """For each direction, whether it goes from the end to the start."""
+    """For each direction, whether it is reversed."""
     activations: tuple[tuple[Activation, ...], ...]
-    """For each direction, those of its gates."""
+    """For each direction, the activations of its gates."""
     clip: float | None
     input_forget: bool
     linear_before_reset: bool
@@ -60,7 +63,7 @@ class Layer:
 
     @property
     def is_standard(self) -> bool:
-        """Whether torch has a kernel for it, but for peepholes."""
+        """Whether torch has a kernel for it; peepholes, an operand, are checked when it runs."""
         names = {tuple(name for name, _, _ in each) for each in self.activations}
         usual = names == {STANDARD[self.kind]} or (self.kind == "RNN" and names == {("relu",)})
         plain = self.clip is None and not self.input_forget
@@ -68,7 +71,7 @@ class Layer:
 
 
 class Recurrence(nn.Module):
-    """A recurrent layer without weights of its own: W, R, B, P and the initial states are operands."""
+    """Run a recurrent layer whose W, R, B, P and initial states are operands."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -89,8 +92,8 @@ class Recurrence(nn.Module):
         """x: [steps, batch, features]; w: [directions, gates x hidden, features]; r: [.., hidden];
         b: [directions, 2 x gates x hidden]; lengths: [batch]; states: [directions, batch, hidden].
 
-        Gives Y [steps, directions, batch, hidden], Y_h, and of an LSTM Y_c [directions, batch, hidden]; with
-        `batch_first`, steps and directions come after the batch, as in the states taken and given.
+        Returns Y [steps, directions, batch, hidden], Y_h, and of an LSTM Y_c [directions, batch, hidden]. With
+        `batch_first` the batch comes first in x, Y and the states.
         """
         first = self.layer.batch_first
         x = x.transpose(0, 1) if first else x
@@ -99,9 +102,9 @@ class Recurrence(nn.Module):
             zeros = x.new_zeros(w.shape[0], x.shape[1], r.shape[2]) if state is None else state
             states.append(zeros.transpose(0, 1) if first and state is not None else zeros)
         if self.is_standard and peepholes is None:
-            y, states = fused(self.layer, x, flat_weights(self.layer, w, r, b), lengths, states)
+            y, states = run_kernel(self.layer, x, flat_weights(self.layer, w, r, b), lengths, states)
         else:
-            y, states = stepwise(self.layer, x, (w, r, b, peepholes), lengths, states)
+            y, states = run_step_by_step(self.layer, x, (w, r, b, peepholes), lengths, states)
         if not first:
             return y.transpose(1, 2), *states
         return y.transpose(0, 1), *[state.transpose(0, 1) for state in states]
@@ -114,7 +117,7 @@ class Recurrence(nn.Module):
 # -- torch's kernels
 
 
-def fused(
+def run_kernel(
     layer: Layer, x: Tensor, flat: list[Tensor], lengths: Tensor | None, states: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """y: [steps, batch, directions, hidden], and the last states; `flat`: see `flat_weights`."""
@@ -122,7 +125,7 @@ def fused(
     if layer.kind == "RNN" and layer.activations[0][0][0] == "relu":
         kernel = torch.rnn_relu
     both, backward = len(layer.directions) == 2, layer.directions == (True,)
-    # the same numbers in train() and eval(); cuDNN keeps what a gradient needs only if it is told to train
+    # cuDNN stores what the backward pass needs only with train=True; the numbers are the same
     options = (len(flat) > 2 * len(layer.directions), 1, 0.0, torch.is_grad_enabled(), both)
     x = reverse(x, lengths) if backward else x
     if lengths is None or x.is_meta:
@@ -133,13 +136,13 @@ def fused(
     return reverse(y, lengths) if backward else y, last
 
 
-# torch.compile leaves it to Python: how many sequences still go on depends on data; lazily, as torch's optimizers do
+# torch.compile cannot trace it: the number of running sequences in each step depends on data
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _packed(
     kernel: Any, x: Tensor, lengths: Tensor, states: list[Tensor], rest: tuple[Any, ...]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Sequences of several lengths, without computing their padding."""
-    # a sequence of no steps is computed as one of one step, and overwritten
+    """Run sequences of different lengths without computing their padding."""
+    # torch refuses a sequence of no steps: it is computed with one step, and overwritten with zeros
     steps = lengths.to("cpu", torch.int64)
     packed = nn.utils.rnn.pack_padded_sequence(x, steps.clamp(min=1), enforce_sorted=False)
     order, back = packed.sorted_indices, packed.unsorted_indices
@@ -157,18 +160,18 @@ def _packed(
 
 
 def flat_weights(layer: Layer, w: Tensor, r: Tensor, b: Tensor | None) -> list[Tensor]:
-    """w, r and both biases, of each direction, with the gates in torch's order."""
+    """Return w, r and both biases of each direction, with the gates in torch's order."""
     hidden = r.shape[2]
     parts: list[Sequence[Tensor]] = [_reordered(layer.kind, weight, hidden).unbind(0) for weight in (w, r)]
     if b is not None:
         parts += [_reordered(layer.kind, half, hidden).unbind(0) for half in b.chunk(2, 1)]
-    if w.is_cuda:  # cuDNN reads one piece of memory, all matrices first; else it copies each time, and warns
-        parts = _one_piece(parts[:2], parts[2:])
+    if w.is_cuda:  # cuDNN reads one block of memory, matrices first; otherwise it copies at each call, with a warning
+        parts = _views_of_one_block(parts[:2], parts[2:])
     return [part[d] for d in range(w.shape[0]) for part in parts]
 
 
-def _one_piece(*groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """The same tensors as views of one: group by group, within a group direction by direction."""
+def _views_of_one_block(*groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+    """Copy tensors into one block of memory and return views of it: by group, then by direction."""
     order = [one for group in groups for direction in zip(*group, strict=True) for one in direction]
     memory = torch.split(torch.cat([one.reshape(-1) for one in order]), [one.numel() for one in order])
     views = iter(part.view(one.shape) for part, one in zip(memory, order, strict=True))
@@ -180,7 +183,10 @@ def _one_piece(*groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
 
 
 def _reordered(kind: str, weight: Tensor, hidden: int) -> Tensor:
-    """[directions, gates x hidden, ...] in torch's order. One split and one concatenation, so is the way back."""
+    """Return [directions, gates x hidden, ...] in torch's order of gates.
+
+    One split and one concatenation, so that the backward pass is as small.
+    """
     if kind == "LSTM":
         i, o, fc = torch.split(weight, [hidden, hidden, 2 * hidden], 1)
         return torch.cat((i, fc, o), 1)
@@ -191,7 +197,7 @@ def _reordered(kind: str, weight: Tensor, hidden: int) -> Tensor:
 
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """x [steps, batch, ...] from the end of each sequence to its start; padding stays at the end."""
+    """Reverse each sequence of x [steps, batch, ...]; padding stays at the end."""
     if lengths is None:
         return x.flip(0)
     step = torch.arange(x.shape[0], device=x.device)[:, None]
@@ -202,10 +208,10 @@ def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
 # -- step by step
 
 
-def stepwise(
+def run_step_by_step(
     layer: Layer, x: Tensor, weights: Sequence[Tensor | None], lengths: Tensor | None, states: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The same for any activations, clip, peepholes and coupled gates."""
+    """Run step by step, with any activations, clip, peepholes and coupled gates; results as of `run_kernel`."""
     outputs, last = [], []
     for d, backward in enumerate(layer.directions):
         ordered = reverse(x, lengths) if backward else x
@@ -223,10 +229,10 @@ def _one_direction(
     assert w is not None
     assert r is not None
     of_input, of_state = (None, None) if b is None else b.chunk(2)
-    projected = F.linear(x, w, of_input)  # of all steps at once
+    projected = F.linear(x, w, of_input)  # all steps in one product
     step = _STEPS[layer.kind](layer, layer.activations[d], r, of_state, rest[0] if rest else None)
     outputs, blank = [], torch.zeros_like(states[0])
-    if lengths is not None:  # a sequence of no steps ends in nothing, whatever it began with
+    if lengths is not None:  # the last state of a sequence of no steps is zero, not its initial state
         some = (lengths > 0)[:, None]
         states = [torch.where(some, state, blank) for state in states]
     for t, now in enumerate(projected.unbind(0)):
@@ -301,7 +307,7 @@ _STEPS: dict[str, Callable[..., Step]] = {"LSTM": _lstm_step, "GRU": _gru_step, 
 
 @lower("LSTM", "GRU", "RNN", since=(7, 14, 22))
 def recurrent(c: Call, x: Value, w: Value, r: Value, b: Value = None, *rest: Value) -> Value:
-    c.attr("hidden_size")  # R says it
+    c.attr("hidden_size")  # R has it
     directions = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[
         c.attr("direction", "forward")
     ]
@@ -318,7 +324,7 @@ def recurrent(c: Call, x: Value, w: Value, r: Value, b: Value = None, *rest: Val
 
 
 def _activations(c: Call, directions: int) -> tuple[tuple[Activation, ...], ...]:
-    """Alphas and betas are given in order, to those activations that take one."""
+    """Return (name, alpha, beta) of each gate; alphas and betas are listed only for activations that take one."""
     usual = STANDARD[c.op]
     names = [name.lower() for name in c.attr("activations") or usual * directions]
     alphas, betas = iter(c.attr("activation_alpha") or ()), iter(c.attr("activation_beta") or ())
@@ -336,6 +342,6 @@ def _given(name: str, values: Iterator[float], defaults: Mapping[str, float | No
     value = next(values, defaults[name])
     if value is None:
         raise UnsupportedNode(
-            f"its activation {name} needs alpha and beta said: runtimes disagree on what they are if not"
+            f"its activation {name} needs activation_alpha and activation_beta: runtimes disagree on their defaults"
         )
     return value

@@ -1,4 +1,4 @@
-"""Sequences and optionals: Python lists, and None, while the graph is built; in a leaf, when it runs."""
+"""Rules for sequences and optionals: Python lists and None at import, or values inside a runtime node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
 
 def _items(sequence: Value) -> list[Value]:
-    """The members. Raises RunTime if how many there are is known only at run time."""
+    """Return the members. Raises NeedsRuntimeValues if their number is known only at run time."""
     if isinstance(sequence, Traced):
         raise NeedsRuntimeValues("a sequence is known only at run time")
     return list(sequence)
@@ -54,7 +54,7 @@ def sequence_erase(c: Call, sequence: Value, position: Value = None) -> Value:
 
 @lower("SplitToSequence", since=(11, 24))
 def split_to_sequence(c: Call, x: Value, sizes: Value = None) -> Value:
-    """Pieces of one, of a length (the last may be shorter), or of a length each."""
+    """Split into parts of length 1, of one length (the last may be shorter), or of a length each."""
     axis, keepdims = c.axis(x, c.attr("axis", 0)), c.attr("keepdims", 1)
     if sizes is None:
         return [*c(torch.split, x, 1, axis)] if keepdims else [*c(torch.unbind, x, axis)]
@@ -69,7 +69,7 @@ def concat_from_sequence(c: Call, sequence: Value) -> Value:
 
 @lower("SequenceMap", since=(17,))
 def sequence_map(c: Call, sequence: Value, *others: Value) -> Value:
-    """The body for each member, and for the members of the other sequences at its place; tensors go along whole."""
+    """Run the body for each member, with the members of other sequences at its index, and with complete tensors."""
     results = []
     for i, item in enumerate(_items(sequence)):
         along = [other[i] if isinstance(other, list | tuple) else _never_a_sequence(other) for other in others]

@@ -1,4 +1,4 @@
-"""Operators that rearrange, join, cut and fill tensors without computing on them."""
+"""Rules that reshape, join, split, pad and fill tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
 LAYOUT = (19, 21, 23, 24, 25)
-"""Versions in which most layout operators only gained element types."""
+"""Versions in which most of these operators only added element types."""
 
 
 @lower("Identity", since=(1, 13, 14, 16, *LAYOUT))
@@ -26,10 +26,10 @@ def identity(c: Call, x: Value) -> Value:
 
 @lower("Reshape", since=(5, 13, 14, *LAYOUT))
 def reshape(c: Call, x: Value, shape: Value) -> Value:
-    """0 copies a length, -1 takes what is left.
+    """Reshape; a length of 0 is copied from the input, -1 is computed from the others.
 
-    In a file of fixed batch size that is trained at another, a constant leading length equal to the
-    declared batch stands for the batch; one that no longer fits (a multiple of it) takes what is left.
+    In a file of fixed batch size that is trained with another, a constant leading length equal to the declared batch
+    size becomes the batch size; any other constant leading length (a multiple of it) becomes -1.
     """
     zero_is_zero = c.attr("allowzero", 0)
     wanted = c.ints(shape)
@@ -48,7 +48,7 @@ def _plain(n: Value) -> Value:
 
 @lower("Flatten", since=(1, 9, 11, 13, 21, 23, 24, 25))
 def flatten(c: Call, x: Value) -> Value:
-    """To two dimensions, cut before `axis`."""
+    """Flatten to two dimensions, the second from `axis` on."""
     axis = c.attr("axis", 1)
     axis += x.ndim if axis < 0 else 0
     if axis == 1 and x.ndim > 1:
@@ -109,7 +109,7 @@ def split(c: Call, x: Value, sizes: Value = None) -> Value:
 
 
 def expand(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Broadcast against a shape: the lengths of `x` count too, where they are greater."""
+    """Broadcast x and a shape against each other, as ONNX does: a length in the shape may be 1 where x has more."""
     shape = torch.broadcast_shapes(x.shape, tuple(lengths))  # type: ignore[no-untyped-call]
     return x.expand(shape)
 
@@ -124,7 +124,7 @@ def tile(c: Call, x: Value, repeats: Value) -> Value:
     return c("repeat", x, [_plain(n) for n in c.ints(repeats)])
 
 
-# -- tensors made from numbers
+# -- constants and ranges. `anchor` is an empty buffer of the module: what a graph creates is put on its device
 
 
 @lower("Constant", since=(1, 9, 11, 12, 13, *LAYOUT))
@@ -139,7 +139,7 @@ def constant(c: Call) -> Value:
 
 
 def full(anchor: torch.Tensor, shape: Sequence[int], value: float, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of one value, on the anchor's device."""
+    """Return a tensor of one value, on the anchor's device."""
     return torch.full(tuple(shape), value, dtype=dtype, device=anchor.device)
 
 
@@ -154,7 +154,7 @@ def constant_of_shape(c: Call, shape: Value) -> Value:
 
 
 def arange(anchor: torch.Tensor, start: int, stop: int, step: int, dtype: torch.dtype) -> torch.Tensor:
-    """Evenly spaced integers, on the anchor's device."""
+    """Return evenly spaced integers, on the anchor's device."""
     return torch.arange(start, stop, step, dtype=dtype, device=anchor.device)
 
 
@@ -179,7 +179,7 @@ def trilu(c: Call, x: Value, k: Value = None) -> Value:
 
 
 def eye_like(x: torch.Tensor, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """Ones on the k-th diagonal, in the shape of `x`."""
+    """Return ones on the k-th diagonal, in the shape of `x`."""
     rows, columns = (torch.arange(n, device=x.device) for n in x.shape)
     return (columns[None] - rows[:, None] == k).to(dtype)
 
@@ -195,7 +195,7 @@ def eye_like_(c: Call, x: Value) -> Value:
 
 @lower("Pad", since=(2, 11, 13, 18, *LAYOUT))
 def pad(c: Call, x: Value, given: Value = None, fill: Value = None, on_axes: Value = None) -> Value:
-    """All begins, then all ends, for every axis or for `on_axes`; negative pads cut off."""
+    """Pad by all starts, then all ends, of every axis or of `on_axes`; negative pads crop."""
     mode = c.attr("mode", "constant")
     pads = c.attr("pads") if given is None else [_plain(n) for n in c.ints(given)]
     value = c.attr("value", 0.0) if fill is None else c.number(fill)
@@ -211,7 +211,7 @@ def pad(c: Call, x: Value, given: Value = None, fill: Value = None, on_axes: Val
 
 
 def pad_by_index(x: torch.Tensor, axis: int, border: Sequence[int], mode: str) -> torch.Tensor:
-    """Pad one axis by its own elements: mirrored (reflect), repeated (edge), or from the other side (wrap)."""
+    """Pad one axis by its own elements: mirrored (reflect), repeated (edge), or from the opposite end (wrap)."""
     length = x.shape[axis]
     where = torch.arange(-border[0], length + border[1], device=x.device)
     if mode == "edge":

@@ -1,4 +1,12 @@
-"""Shape arithmetic on the host: what Shape feeds, ints and the floats made of them, becomes a tensor only if asked."""
+"""Rules for shape arithmetic: integers computed from Shape and Size, and floats computed from those.
+
+The values are Python numbers and traced ints in a ShapeArray (a NumPy array of objects); they become a tensor only
+where an operator needs one. For x [batch, 8, 16]:
+
+    Shape(x) -> [size(x, 0), 8, 16]    Gather 0 -> size(x, 0)    Mul 2 -> size(x, 0) * 2    Reshape(x, [.., 64])
+
+The fx graph then holds `x.size(0) * 2` in place of tensors, and a dynamic length stays visible to later passes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +58,7 @@ def _is_float(value: Value) -> bool:
 
 
 def _never_negative(node: object) -> bool:
-    """Whether a traced int, or an int, is a length or made of lengths by what keeps them positive."""
+    """Whether an int or traced int is a length, or a sum, product or quotient of lengths: it cannot be negative."""
     if not isinstance(node, fx.Node):
         return isinstance(node, int) and node >= 0
     if node.target in (operator.add, operator.mul, operator.floordiv):
@@ -58,19 +66,19 @@ def _never_negative(node: object) -> bool:
     return node.target == "size"
 
 
-def quotient(a: int, b: int) -> int:
-    """Integer division towards zero."""
+def truncated_quotient(a: int, b: int) -> int:
+    """Return a / b, rounded towards zero."""
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-def _truncated(c: Call, a: Value, b: Value) -> Value:
-    """Division towards zero; of lengths it is Python's."""
+def _integer_division(c: Call, a: Value, b: Value) -> Value:
+    """Divide as ONNX does, towards zero. Python's // rounds down, which is the same where nothing is negative."""
     lengths = [_never_negative(value.node if isinstance(value, Traced) else value) for value in (a, b)]
-    return a // b if all(lengths) else c(quotient, a, b)
+    return a // b if all(lengths) else c(truncated_quotient, a, b)
 
 
-def _decided(compare: Callable[[Any, Any], bool]) -> Rule:
-    """A comparison that must come out the same for both sizes of the dynamic dimensions; the graph checks it again."""
+def _comparison(compare: Callable[[Any, Any], bool]) -> Rule:
+    """Return the rule of a comparison. Its result must be the same at both trial sizes; the graph checks it again."""
 
     def decide(c: Call, a: Value, b: Value) -> bool:
         result = c(compare, a, b)
@@ -81,79 +89,79 @@ def _decided(compare: Callable[[Any, Any], bool]) -> Rule:
     return lambda c, *arrays: _array(np.frompyfunc(functools.partial(decide, c), 2, 1)(*arrays))
 
 
-# -- Python's own functions, under names: what has none is not recorded when a graph is unpickled
+# -- Python's builtins as functions of this module: fx retraces a graph when it unpickles it, and records no builtins
 
 
 def absolute(x: float) -> float:
-    """The number without its sign."""
+    """Return |x|."""
     return abs(x)
 
 
-def greater(a: int, b: int) -> int:
-    """The greater of two."""
+def maximum(a: int, b: int) -> int:
+    """Return the larger number."""
     return max(a, b)
 
 
-def lesser(a: int, b: int) -> int:
-    """The lesser of two."""
+def minimum(a: int, b: int) -> int:
+    """Return the smaller number."""
     return min(a, b)
 
 
-def whole(x: float) -> int:
-    """Towards zero."""
+def truncate(x: float) -> int:
+    """Round towards zero."""
     return int(x)
 
 
-def as_float(x: int) -> float:
-    """The same number."""
+def to_float(x: int) -> float:
+    """Convert an integer."""
     return float(x)
 
 
-# -- arithmetic: on ints as Python has it, on floats rounded to fp32 as a tensor's elements are
+# -- arithmetic: Python's on ints; floats are rounded to fp32, since the file computes them in fp32 tensors
 
 
-def rounded(x: float) -> float:
-    """To the nearest fp32."""
+def round_to_fp32(x: float) -> float:
+    """Round to the nearest fp32 number."""
     return float(np.float32(x))
 
 
 def float_sum(a: float, b: float) -> float:
-    """a + b in fp32."""
-    return rounded(a + b)
+    """Return a + b in fp32."""
+    return round_to_fp32(a + b)
 
 
 def float_difference(a: float, b: float) -> float:
-    """a - b in fp32."""
-    return rounded(a - b)
+    """Return a - b in fp32."""
+    return round_to_fp32(a - b)
 
 
 def float_product(a: float, b: float) -> float:
-    """a b in fp32."""
-    return rounded(a * b)
+    """Return a b in fp32."""
+    return round_to_fp32(a * b)
 
 
 def float_quotient(a: float, b: float) -> float:
-    """a / b in fp32."""
+    """Return a / b in fp32; a division by zero gives an infinity or NaN, as in a tensor."""
     return float(np.float32(a) / np.float32(b)) if b else math.copysign(math.inf, a) if a else math.nan
 
 
 def float_root(x: float) -> float:
-    """The square root in fp32."""
-    return rounded(math.sqrt(x)) if x >= 0 else math.nan
+    """Return the square root in fp32."""
+    return round_to_fp32(math.sqrt(x)) if x >= 0 else math.nan
 
 
 def float_floor(x: float) -> float:
-    """The greatest whole number that is not greater."""
+    """Round down."""
     return float(math.floor(x)) if math.isfinite(x) else x
 
 
 def float_ceil(x: float) -> float:
-    """The least whole number that is not less."""
+    """Round up."""
     return float(math.ceil(x)) if math.isfinite(x) else x
 
 
 def float_round(x: float) -> float:
-    """The nearest whole number; of two, the even one."""
+    """Round to the nearest integer; halves to the even one."""
     return float(round(x)) if math.isfinite(x) else x
 
 
@@ -161,7 +169,7 @@ ARITHMETIC: dict[str, tuple[Callable[..., Any] | None, Callable[..., float]]] = 
     "Add": (lambda c, a, b: a + b, float_sum),
     "Sub": (lambda c, a, b: a - b, float_difference),
     "Mul": (lambda c, a, b: a * b, float_product),
-    "Div": (_truncated, float_quotient),
+    "Div": (_integer_division, float_quotient),
     "Neg": (lambda c, a: -a, operator.neg),
     "Abs": (lambda c, a: c(absolute, a), absolute),
     "Sqrt": (None, float_root),
@@ -169,7 +177,7 @@ ARITHMETIC: dict[str, tuple[Callable[..., Any] | None, Callable[..., float]]] = 
     "Ceil": (None, float_ceil),
     "Round": (None, float_round),
 }
-"""Operator -> how it works on ints, on floats; None where it does not take them."""
+"""Operator -> (its function for ints, for floats); None if it does not accept ints."""
 
 
 def _arithmetic(on_ints: Callable[..., Any] | None, on_floats: Callable[..., float]) -> Callable[..., Any]:
@@ -187,11 +195,11 @@ for _name, _functions in ARITHMETIC.items():
     shape_rule(_name)(_arithmetic(*_functions))
 
 HOST: dict[str, Rule] = {
-    "Equal": _decided(operator.eq),
-    "Less": _decided(operator.lt),
-    "Greater": _decided(operator.gt),
-    "LessOrEqual": _decided(operator.le),
-    "GreaterOrEqual": _decided(operator.ge),
+    "Equal": _comparison(operator.eq),
+    "Less": _comparison(operator.lt),
+    "Greater": _comparison(operator.gt),
+    "LessOrEqual": _comparison(operator.le),
+    "GreaterOrEqual": _comparison(operator.ge),
     "And": _elementwise(lambda a, b: bool(a and b)),
     "Or": _elementwise(lambda a, b: bool(a or b)),
     "Not": _elementwise(operator.not_),
@@ -201,9 +209,9 @@ for _name, _rule in HOST.items():
 
 
 @shape_rule("Max", "Min")
-def extreme(c: Call, *arrays: ShapeArray) -> ShapeArray:
-    """Asked when the graph runs wherever a dynamic length takes part."""
-    function = functools.partial(c, greater if c.op == "Max" else lesser)
+def max_or_min(c: Call, *arrays: ShapeArray) -> ShapeArray:
+    """Record a call where a dynamic length takes part, so that it is compared when the graph runs."""
+    function = functools.partial(c, maximum if c.op == "Max" else minimum)
     best = arrays[0]
     for array in arrays[1:]:
         best = _array(np.frompyfunc(function, 2, 1)(best, array))
@@ -227,10 +235,12 @@ def cast(c: Call, x: ShapeArray) -> Value:
     c.attr("saturate"), c.attr("round_mode")  # both are about 8-bit floats
     to = c.attr("to")
     if to == TensorProto.FLOAT:
-        return _array(np.frompyfunc(functools.partial(c, as_float), 1, 1)(x))
+        return _array(np.frompyfunc(functools.partial(c, to_float), 1, 1)(x))
     if to not in (TensorProto.INT64, TensorProto.INT32):
         return NotImplemented
-    return _elementwise(lambda value: c(whole, value) if _is_float(value) or isinstance(value, bool) else value)(c, x)
+    return _elementwise(lambda value: c(truncate, value) if _is_float(value) or isinstance(value, bool) else value)(
+        c, x
+    )
 
 
 @shape_rule("Identity")
@@ -260,7 +270,7 @@ def slice_(c: Call, x: ShapeArray, *bounds: ShapeArray | None) -> Value:
 
 
 def _python_slice(start: int, end: int, step: int) -> slice:
-    """INT_MIN as the end of a backward slice means: past the first element."""
+    """Return a Python slice. INT_MIN as the end of a backward slice means: past the first element."""
     return slice(start, None if step < 0 and end < -(2**30) else end, step)
 
 

@@ -1,4 +1,4 @@
-"""Fourier transforms, windows and mel scales."""
+"""Rules for Fourier transforms (DFT, STFT), windows and MelWeightMatrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onward.trainer.onnx_import.values import Traced, Value
 
 Tensor = torch.Tensor
 
-# -- transforms; the last dimension is the real part alone, or the real and the imaginary part
+# -- transforms; the last dimension is [real] or [real, imaginary]
 
 
 @lower("DFT", since=(17, 20))
@@ -22,7 +22,7 @@ def dft(c: Call, x: Value, length: Value = None, axis: Value = None) -> Value:
 
 
 def transform(x: Tensor, length: int | None, axis: int, inverse: bool, onesided: bool) -> Tensor:
-    """The signal along `axis` is cut or padded to `length`; `onesided`: its spectrum has just the half that tells."""
+    """Transform along `axis`, cropped or padded to `length`; onesided: the length // 2 + 1 distinct frequencies."""
     if inverse and onesided:
         return torch.unsqueeze(torch.fft.irfft(as_complex(x), length, axis), -1)
     if onesided:
@@ -34,7 +34,7 @@ def transform(x: Tensor, length: int | None, axis: int, inverse: bool, onesided:
 
 
 def as_complex(x: Tensor) -> Tensor:
-    """[..., 1 or 2] as complex numbers [...]."""
+    """Convert [..., 1 or 2] to complex numbers [...]."""
     return torch.complex(x[..., 0], x[..., 1] if x.shape[-1] == 2 else torch.zeros_like(x[..., 0]))
 
 
@@ -46,7 +46,7 @@ def stft(c: Call, signal: Value, step: Value, window: Value = None, length: Valu
 
 
 def frames_transformed(signal: Tensor, window: Tensor | None, step: int, length: int, onesided: bool) -> Tensor:
-    """signal [batch, samples, 1 or 2] -> [batch, frames, frequencies, 2]."""
+    """Transform windowed frames: signal [batch, samples, 1 or 2] -> [batch, frames, frequencies, 2]."""
     frames = signal.unfold(1, length, step).transpose(2, 3)  # [batch, frames, samples of one, 1 or 2]
     if window is not None:
         frames = frames * window[:, None]
@@ -60,7 +60,7 @@ WINDOWS = {
     "HammingWindow": (25 / 46, 21 / 46, 0.0),
     "BlackmanWindow": (0.42, 0.5, 0.08),
 }
-"""a - b cos(t) + c cos(2t), for t once round the circle."""
+"""Operator -> (a, b, c) of a - b cos(t) + c cos(2t), for t from 0 to 2 pi."""
 
 
 @lower("HannWindow", "HammingWindow", "BlackmanWindow", since=(17,))
@@ -74,7 +74,7 @@ def window(c: Call, size: Value) -> Value:
 def cosine_window(
     anchor: Tensor, size: int, weights: tuple[float, float, float], periodic: bool, dtype: torch.dtype
 ) -> Tensor:
-    """[size]; the last sample is the first again unless it is periodic."""
+    """Return a window [size]; symmetric unless it is periodic."""
     turn = 2 * math.pi / (size if periodic else max(size - 1, 1))
     t = torch.arange(size, dtype=torch.float64, device=anchor.device) * turn
     a, b, c = weights
@@ -92,7 +92,7 @@ def mel_weight_matrix(c: Call, num_mels: Value, dft_length: Value, rate: Value, 
 
 
 def mel_triangles(num_mels: int, dft_length: int, rate: int, ends: tuple[float, float]) -> Tensor:
-    """[dft_length // 2 + 1, num_mels]: column i rises from edge i of the mel scale to 1 at edge i+1, falls to i+2."""
+    """Return [dft_length // 2 + 1, num_mels]: column i rises from mel edge i to 1 at i + 1, falls to i + 2."""
     first, last = (2595 * math.log10(1 + hertz / 700) for hertz in ends)
     step = (last - first) / (num_mels + 2)
     hertz = (700 * (10 ** ((first + i * step) / 2595) - 1) for i in range(num_mels + 2))

@@ -80,7 +80,7 @@ def stochastic_depth(p: Propagation, node: Any) -> Result:
     sharding = elementwise(p, node)
     # The leading dimensions have a draw for each index. All ranks make the same draws for samples; where the sharded
     # dimension (channels) is among them, each rank needs draws of its own.
-    if sharding.dim < p.graph.submodule(node).whole:
+    if sharding.dim < p.graph.submodule(node).mask_dims:
         p.edits.random_modules.append(node.name)
     return sharding
 

@@ -29,7 +29,7 @@ from onward.trainer.distributed.weights import Interval, Placement, share
 from onward.trainer.model.loss import output_index
 from onward.trainer.model.vocabulary_loss import ClassShard
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.onnx_import.ops.gather import from_front, gather_rows
+from onward.trainer.onnx_import.ops.gather import gather_rows, non_negative_indices
 from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, is_transpose, stored_tensor
 from onward.trainer.parallel.tensor.rewrite import keep_shard
 from onward.trainer.parallel.tensor.sharding import CannotShard
@@ -282,7 +282,7 @@ def lookup_local_rows(table: Tensor, indices: Tensor, start: int, total: int) ->
     table [n, width], indices [...] below `total`, negative ones counted from the end -> [..., width]. An index out of
     range is not masked on the first or the last rank, and raises there what `gather_rows` raises.
     """
-    row, num_rows = from_front(indices, total) - start, table.shape[0]
+    row, num_rows = non_negative_indices(indices, total) - start, table.shape[0]
     elsewhere = (row < 0) & (start > 0) | (row >= num_rows) & (start + num_rows < total)
     rows = F.embedding(row.masked_fill(elsewhere, 0), table)
     return rows.masked_fill(elsewhere[..., None], 0.0)

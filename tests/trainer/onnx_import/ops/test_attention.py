@@ -100,7 +100,7 @@ def test_the_gradient_of_capped_attention():
     q, k, v, mask = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ([1, 2, 3, 4],) * 3 + ([3, 3],))
 
     def run(*operands):
-        return attention.spelled(*operands, scale=0.5, softcap=2.0, shown=3)
+        return attention.explicit_attention(*operands, scale=0.5, softcap=2.0, score_output=3)
 
     assert torch.autograd.gradcheck(run, (q, k, v, mask))
 

@@ -65,7 +65,7 @@ def test_the_gradient_of_a_region():
     rois = torch.tensor([[0.3, 0.7, 3.9, 4.1]], dtype=torch.float64, requires_grad=True)
 
     def run(x, rois):
-        settings = {"ratio": 2, "scale": 1.0, "half_pixel": True, "greatest": False}
+        settings = {"ratio": 2, "scale": 1.0, "half_pixel": True, "use_max": False}
         return detection.roi_align(x, rois, torch.tensor([0]), (2, 2), **settings)
 
     assert torch.autograd.gradcheck(run, (x, rois))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onward.trainer.onnx_import.ops import conv, image, pool
-from onward.trainer.onnx_import.ops.image import Reading, Target
+from onward.trainer.onnx_import.ops.image import Interpolation, ResizeTarget
 from tests.support.onenode import assert_agrees
 
 NOTHING = np.zeros(0, np.float32)
@@ -62,7 +62,7 @@ def test_resize_and_upsample_before_version_11():
 
 def test_doubling_an_image_repeats_its_pixels():
     x = torch.randn(2, 3, 4, 5)
-    got = image.resize(x, Target((2, 3), (2.0, 2.0)), None, Reading("nearest", "asymmetric", "floor"))
+    got = image.resize(x, ResizeTarget((2, 3), (2.0, 2.0)), None, Interpolation("nearest", "asymmetric", "floor"))
     torch.testing.assert_close(got, x.repeat_interleave(2, 2).repeat_interleave(2, 3), rtol=0, atol=0)
 
 
@@ -144,12 +144,14 @@ def test_deformed_convolution_and_its_gradient():
     assert torch.autograd.gradcheck(run, [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes])
 
 
-@pytest.mark.parametrize("how", [Reading("linear", "asymmetric"), Reading("cubic", antialias=True), Reading("nearest")])
+@pytest.mark.parametrize(
+    "how", [Interpolation("linear", "asymmetric"), Interpolation("cubic", antialias=True), Interpolation("nearest")]
+)
 def test_the_gradient_of_resize(how):
     x = torch.randn(1, 1, 5, 4, requires_grad=True)
-    y = image.resize(x, Target((2, 3), (0.7, 1.6)), None, how)
+    y = image.resize(x, ResizeTarget((2, 3), (0.7, 1.6)), None, how)
     direction = torch.randn_like(x)
-    moved = image.resize(x.detach() + direction, Target((2, 3), (0.7, 1.6)), None, how)
+    moved = image.resize(x.detach() + direction, ResizeTarget((2, 3), (0.7, 1.6)), None, how)
     weights = torch.randn_like(y)
     (y * weights).sum().backward()  # resize is linear: differences are its derivative
     torch.testing.assert_close(((moved - y.detach()) * weights).sum(), (x.grad * direction).sum(), rtol=1e-4, atol=1e-4)

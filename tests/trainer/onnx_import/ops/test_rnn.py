@@ -172,7 +172,7 @@ def test_relu_has_a_kernel_and_computes_the_same():
 
 
 def test_alpha_left_out_is_refused_where_runtimes_disagree():
-    with pytest.raises(UnsupportedModel, match="its activation scaledtanh needs alpha and beta said"):
+    with pytest.raises(UnsupportedModel, match="its activation scaledtanh needs activation_alpha and activation_beta"):
         to_module(recurrent("RNN", "forward", activations=["ScaledTanh"]))
 
 

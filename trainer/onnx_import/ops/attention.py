@@ -83,6 +83,7 @@ def explicit_attention(
     score_output: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention with soft-capped scores; returns also the scores: 0 raw, 1 capped, 2 masked, 3 softmax."""
+    # grouped-query attention: each head of key and value serves `groups` heads of the query
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -127,9 +128,11 @@ def attention(
         key, value = c(torch.cat, [past_key, key], 2), c(torch.cat, [past_value, value], 2)
     causal, left, right = bool(c.attr("is_causal", 0)), c.attr("left_window_size", -1), c.attr("right_window_size", -1)
     c.attr("softmax_precision")  # halves are computed in fp32 anyway
+    # `is`: the same traced length, or small ints; two dynamic lengths may differ at another size
     if mask is not None and (c.size(mask, -1) is not c.size(key, 2) or mask.ndim == 1):
         mask = c(fit_mask, mask, key)
     window = left >= 0 or right >= 0
+    # torch aligns its causal mask with the first key; that is right only without a cache
     plain = causal and mask is None and past_key is None and lengths is None and not window
     if window or (causal and not plain):
         first = 0 if past_key is None else c.size(past_key, 2)

@@ -94,6 +94,7 @@ def to_float8(x: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tens
 
 def to_power_of_two(x: torch.Tensor, saturate: bool, round_mode: str) -> torch.Tensor:
     """Round to float8_e8m0, which has an exponent only (2^-127 to 2^127); of negative numbers, that of |x|."""
+    # out-of-range exponents are marked by -200 and 200, beyond any of fp32
     x = x.to(torch.float32).abs()
     mantissa, exponent = torch.frexp(x)  # mantissa from 0.5 to 1
     rounds_up = mantissa > 0.5 if round_mode == "up" else mantissa >= 0.75
@@ -112,6 +113,7 @@ def to_float4(x: torch.Tensor) -> torch.Tensor:
     float4 has no NaN: as in the reference of ONNX's tests, it becomes -0.
     """
     size = x.to(torch.float32).abs().clamp(max=6)
+    # the spacing of values is 0.5 below 2, 1 below 4, and 2 up to 6
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     return torch.where(x.isnan(), -0.0, torch.copysign(torch.round(size / step) * step, x))
 

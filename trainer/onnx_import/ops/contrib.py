@@ -44,6 +44,7 @@ def check_optimised(model: onnx.ModelProto) -> None:
     for node in copy.graph.node:
         if node.op_type in OWN_NORMS and node.domain in ("", "ai.onnx"):
             node.domain = "com.microsoft"
+    # an empty tensor in place of external data: the checker would look for its file
     for tensor in copy.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             tensor.CopyFrom(onnx.TensorProto(name=tensor.name, dims=[0], data_type=tensor.data_type))
@@ -260,6 +261,7 @@ def _attended(c: Call, q: Value, k: Value, v: Value, *, masks: Sequence[Value], 
     causal, given = bool(c.attr("unidirectional", 0)), c.attr("scale", 0.0)
     scale = given or 1 / math.sqrt(c.size(q, 3))
     masks = [mask for mask in masks if mask is not None]
+    # torch takes either is_causal or a mask; with a cache its causal mask would begin at the wrong key
     if causal and (masks or past is not None):
         masks.append(c(window_mask, q, k, 0 if past is None else c.size(past, -2), left=-1, right=0))
         causal = False
@@ -367,6 +369,7 @@ def group_query_attention(
     if past_key is not None:
         if not isinstance(lengths, torch.Tensor):
             raise NeedsRuntimeValues("how far its cache is filled is known only at run time")
+        # onnxruntime gives the index of each sample's last key
         if bool((lengths + 1 != before + c.size(q, 2)).any()):
             raise UnsupportedNode(f"its cache of {before} steps is filled in part: lengths {(lengths + 1).tolist()}")
     if c.attr("do_rotary", 0):

@@ -45,6 +45,7 @@ def loop(c: Call, limit: Value, condition: Value, *state: Value) -> Value:
     rows: list[list[Value]] = []
     iteration = 0
     while goes_on and (iterations is None or iteration < iterations):
+        # the condition that the body reads is true whenever it runs
         going, *results = c.body("body", [torch.tensor(iteration), torch.tensor(True), *state])
         goes_on = bool(c.number(c.tracer.to_tensor(going)))
         state, row = tuple(results[: len(state)]), results[len(state) :]

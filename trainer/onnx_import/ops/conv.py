@@ -60,6 +60,7 @@ def pads_of(c: Call, x: Value, window: Sequence[Sequence[int]]) -> list[int] | N
         return pads
     if mode == "VALID":
         return [0] * 2 * rank
+    # auto_pad SAME: the pads depend on the lengths
     lengths = [c.size(x, dim + 2) for dim in range(rank)]
     # with a stride of 1 the pads do not depend on the length
     lengths = [1 if isinstance(n, Traced) and s == 1 else n for n, s in zip(lengths, window[1], strict=True)]
@@ -88,6 +89,7 @@ def conv(c: Call, x: Value, weight: Value, bias: Value = None) -> Value:
     pads = pads_of(c, x, window)
     if pads is None:
         x, pads = c(pad_same, x, window, c.attr("auto_pad") == "SAME_UPPER"), [0] * 2 * rank
+    # torch pads both sides by the same number: unequal pads are a call of their own
     elif pads[:rank] != pads[rank:]:
         x, pads = c(pad_spatial, x, pads), [0] * 2 * rank
     return c(function, x, weight, bias, strides, pads[:rank], dilations, c.attr("group", 1))
@@ -108,6 +110,7 @@ def conv_transpose(c: Call, x: Value, weight: Value, bias: Value = None) -> Valu
         pads, extra = pads_to(lengths, window, target, mode == "SAME_UPPER")
     elif mode == "VALID":
         pads = [0] * 2 * rank
+    # torch requires the output padding to be smaller than the stride or the dilation
     if pads[:rank] == pads[rank:] and all(e < max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
         return c(function, x, weight, bias, strides, pads[:rank], extra, group, dilations)
     return c(conv_transpose_cut, x, weight, bias, [kernel, strides, dilations, extra], group, pads)

@@ -45,6 +45,7 @@ def non_max_suppression(
     found: list[list[int]] = []
     boxes = box_corners(boxes.detach(), center_point_box)
     for sample, by_class in enumerate(scores.detach()):
+        # greedy, best score first; equal scores in the order of the boxes
         for label, score in enumerate(by_class):
             order = torch.sort(score, descending=True, stable=True).indices
             left = order if score_threshold is None else order[score[order] > score_threshold]
@@ -116,6 +117,7 @@ def roi_align(
     (down, in_rows, rows), (across, in_columns, columns) = pools
     used = (in_rows[:, None, :, None, None] & in_columns[:, None, None, None, :]).unsqueeze(1)
     terms = []  # each [regions, channels, rows, points down, columns, points across]
+    # the four neighbours of each point, with their bilinear weights
     for i, wi in down:
         for j, wj in across:
             value = x[samples[:, None, None, None, None], :, i[:, :, :, None, None], j[:, None, None]]

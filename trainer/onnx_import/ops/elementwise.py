@@ -65,6 +65,7 @@ for _name, (_function, _since) in UNARY.items():
 
 def as_number(x: Value, other: Value) -> Value:
     """Return a constant of one element as a Python number, where shape and type of the result stay the same."""
+    # a number needs no buffer in the module, and does not appear as a constant of its own
     if not isinstance(x, torch.Tensor) or not isinstance(other, Traced):
         return x
     return x.item() if x.numel() == 1 and x.ndim <= other.ndim and x.dtype == other.dtype else x
@@ -102,6 +103,7 @@ NEEDS_TENSORS = ("And", "Or", "Xor", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
 
 def _binary(function: Callable[..., Any]) -> Rule:
     def rule(c: Call, a: Value, b: Value) -> Value:
+        # torch has no logical_and of a tensor and a number
         if c.op in NEEDS_TENSORS:
             return c(function, a, b)
         if isinstance(number := as_number(a, b), int | float) and c.op in ("Add", "Mul"):
@@ -123,6 +125,7 @@ def div(c: Call, a: Value, b: Value) -> Value:
 @lower("Pow", since=(7, 12, 13, 15))
 def pow_(c: Call, base: Value, exponent: Value) -> Value:
     number = isinstance(exponent, torch.Tensor) and exponent.numel() == 1 and exponent.ndim <= base.ndim
+    # a constant exponent: torch has faster kernels for squares and roots, with exact gradients
     if number and base.dtype.is_floating_point:
         return c(torch.pow, base, exponent.item())
     return c(power, base, exponent)

@@ -29,8 +29,10 @@ def gather_along(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Ten
 @lower("Gather", since=(1, 11, 13))
 def gather(c: Call, x: Value, indices: Value) -> Value:
     axis = c.axis(x, c.attr("axis", 0))
+    # one constant index removes the dimension, as torch.select does
     if indices.ndim == 0 and (known := c.tracer.shape_ints(indices)) is not None:
         return c(torch.select, x, axis, known.item())
+    # an embedding: passes, adapters and vocabulary parallelism look for gather_rows
     if axis == 0 and x.ndim == 2 and x.dtype.is_floating_point:
         return c(gather_rows, x, indices)
     return c(gather_along, x, axis, indices)
@@ -84,6 +86,7 @@ def scatter_elements(c: Call, x: Value, indices: Value, updates: Value) -> Value
 def scatter_nd(x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, reduction: str) -> torch.Tensor:
     """Write one slice of `x` at each index tuple (last dimension of `indices`), or combine it with what is there."""
     depth = indices.shape[-1]
+    # flat index of each slice, by Horner's rule over the indexed dimensions
     rows = torch.zeros(indices.shape[:-1], dtype=torch.int64, device=x.device)
     for i in range(depth):
         rows = rows * x.shape[i] + non_negative_indices(indices[..., i], x.shape[i])
@@ -154,6 +157,7 @@ def strided(x: torch.Tensor, axis: int, start: int, end: int, step: int) -> torc
     """Return x[start:end:step] along one axis, with ONNX's clamping; the step may be negative."""
     if step > 0:
         return x[(slice(None),) * axis + (slice(start, end, step),)]
+    # torch has no negative steps: the positions are listed
     end = max(end, -x.shape[axis] - 1)
     chosen = range(*slice(start, None if end < -x.shape[axis] else end, step).indices(x.shape[axis]))
     return x.index_select(axis, torch.tensor(list(chosen), dtype=torch.int64, device=x.device))

@@ -79,6 +79,7 @@ def resize(
         corners = None if kernel == "nearest" else options.coordinate_mode == "align_corners"
         return F.interpolate(x, wanted, mode=kernel, align_corners=corners)
     y = x if x.is_floating_point() or options.mode == "nearest" else x.to(torch.float32)
+    # tf_crop_and_resize may read outside of the image; these elements get extrapolation_value
     inside = torch.ones([1] * x.ndim, dtype=torch.bool, device=x.device)
     for axis, new, scale in resizes:
         part = None
@@ -163,6 +164,7 @@ def interpolate_weighted(
 ) -> torch.Tensor:
     """Resize one axis by weighted means of neighbours; beyond its ends the last element is repeated."""
     reach = 1 if options.mode == "linear" else 2
+    # antialiasing widens the filter when the axis shrinks
     stretch = min(scale, 1.0) if options.antialias else 1.0
     first = math.floor(-reach / stretch) + 1
     base = torch.floor(at)
@@ -240,6 +242,7 @@ def _resized(c: Call, x: Value, target: ResizeTarget, lengths: list[Value] | Non
         if target.roi is None and len(kept) < len(target.axes):
             target = target._replace(axes=tuple(target.axes[i] for i in kept))
             lengths = [lengths[i] for i in kept]
+    # a scale of 1 leaves its axis as it is: one less axis to resize
     if target.scales is not None and target.roi is None:
         changed = [i for i, scale in enumerate(target.scales) if scale != 1]
         axes, scales = tuple(target.axes[i] for i in changed), tuple(target.scales[i] for i in changed)

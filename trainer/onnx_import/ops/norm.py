@@ -63,6 +63,7 @@ class Dropout(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x: any shape."""
+        # without the mask, the fused kernel
         if not self.with_mask:
             return F.dropout(x, self.ratio, self.training)
         if not self.training or self.ratio == 0:
@@ -89,6 +90,7 @@ def layer_normalization(c: Call, x: Value, scale: Value, bias: Value = None) -> 
     c.require("stash_type", 1)
     axis, epsilon = c.axis(x, c.attr("axis", -1)), c.attr("epsilon", 1e-5)
     shape = c.sizes(x)[axis:]
+    # F.layer_norm takes weights of the normalised shape only; ONNX lets them broadcast
     fits = all(weight is None or _static(c.sizes(weight)) == shape for weight in (scale, bias))
     if fits:
         y = c(F.layer_norm, x, shape, scale, bias, epsilon)
@@ -133,6 +135,7 @@ def instance_norm(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsi
     """Normalise each channel of each sample; a plane of one pixel becomes the bias (torch raises an error)."""
     if math.prod(x.shape[2:]) > 1:
         return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
+    # zeros with a gradient of zero, but NaN where x is NaN
     return (x - x) + bias.reshape(-1, *[1] * (x.ndim - 2))
 
 
@@ -182,6 +185,7 @@ def softmax(c: Call, x: Value) -> Value:
     if c.version >= 13:
         return c(function, x, dim=c.attr("axis", -1))
     axis = c.axis(x, c.attr("axis", 1))
+    # the last axis alone needs no flattening
     if axis == x.ndim - 1:
         return c(function, x, dim=axis)
     flat = c("reshape", x, [*c.sizes(x)[:axis], -1])

@@ -77,6 +77,7 @@ def max_pool_with_indices(
         at = index % wide.shape[dim + 2] - reach[dim]
         index = torch.div(index, wide.shape[dim + 2], rounding_mode="floor")
         flat = flat + at * math.prod(lengths[:dim] if column_major else lengths[dim + 1 :])
+    # ONNX counts over batch and channels
     planes = torch.arange(x.shape[0] * x.shape[1], device=x.device).reshape(*x.shape[:2], *[1] * rank)
     return y.to(x.dtype), flat + planes * math.prod(lengths)
 
@@ -135,6 +136,7 @@ def average_pool(
     """Pool with any pads and dilations. What a window covers beyond the pads (ceil_mode) is never counted."""
     rank = x.ndim - 2
     pads, reach = _borders(x.shape[2:], window, pads, ceil, upper)
+    # the number of elements in each window: pads count or not, what lies beyond them never does
     counted = pad_spatial(torch.ones_like(x[:1, :1]), pads, 1.0 if count_pads else 0.0)
     beyond = [b - a for a, b in zip(pads, reach, strict=True)]
     counts = window_sums(pad_spatial(counted, beyond), window)
@@ -157,6 +159,7 @@ def average_pool_(c: Call, x: Value) -> Value:
 
 def lp_norm(powers: torch.Tensor, p: float) -> torch.Tensor:
     """Return the p-th root of sums of p-th powers, with a gradient of zero at zero."""
+    # the root is differentiated only where it is finite: `where` would multiply inf by 0, which is NaN
     some = powers > 0
     return torch.where(some, torch.where(some, powers, 1.0).pow(1.0 / p), 0.0)
 

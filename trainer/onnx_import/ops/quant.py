@@ -99,6 +99,7 @@ def straight_through(rounded: Tensor, x: Tensor) -> Tensor:
 def round_and_clamp(x: Tensor, zero: Tensor | float, bounds: tuple[int, int]) -> Tensor:
     """Round x to the nearest integer (halves to even), add zero and clamp. The gradient is 1, and 0 where it clamps."""
     least, greatest = (torch.as_tensor(bound - zero, dtype=x.dtype, device=x.device) for bound in bounds)
+    # clamped before zero is added, so that a comparison with `nearest` finds what was clamped
     nearest = torch.round(x)
     found = torch.clamp(nearest, least, greatest)
     return straight_through(found, torch.where(found == nearest, x, x.detach())) + zero
@@ -134,6 +135,7 @@ def dynamic_quantize_linear(c: Call, x: Value) -> Value:
 
 def dynamic_quantized_values(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return x quantized to 0..255 over the range of x and 0, the scale, and the zero point."""
+    # the range is data, not a function to differentiate
     with torch.no_grad():
         least, greatest = x.amin().clamp(max=0), x.amax().clamp(min=0)
         scale = (greatest - least) / 255
@@ -154,6 +156,7 @@ def dequantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Va
 
 def dequantize(x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout) -> Tensor:
     """Return (x - zero) scale; x is an integer tensor, or its value before storage."""
+    # integers are subtracted as integers, wide enough not to wrap around
     if zero is not None:
         computed_in = x.dtype if x.dtype.is_floating_point and x.dtype.itemsize > 1 else scale.dtype
         if not x.dtype.is_floating_point:

@@ -31,6 +31,7 @@ class RandomNode(nn.Module):
 
     def forward(self, anchor: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """x: probabilities (bernoulli), log-probabilities [batch, classes] (multinomial), else only a shape."""
+        # the anchor is a buffer of the module, on its device
         if x is None:
             return self._fill(torch.empty(self.shape, dtype=self.dtype, device=anchor.device))
         if self.distribution == "bernoulli":

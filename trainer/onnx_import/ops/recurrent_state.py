@@ -75,6 +75,7 @@ def attend_linearly(
     key, value = key.reshape(*steps, kv_heads, -1), value.reshape(*steps, kv_heads, -1)
     query = query * (scale or 1 / math.sqrt(key.shape[3]))
     decay, beta = gates
+    # the factors of all steps at once; the loop below has the recurrence only
     kept = None if decay is None else decay.reshape(*steps, kv_heads, -1, 1).exp().unbind(1)
     rates = None if beta is None else beta.unsqueeze(3).unbind(1)
     state = query.new_zeros(key.shape[0], kv_heads, key.shape[3], value.shape[3]) if past is None else past

@@ -111,6 +111,7 @@ def _reduction(function: Callable[..., Any]) -> Rule:
     def rule(c: Call, x: Value, given: Value = None) -> Value:
         axes = c.axes(given)
         keepdims, noop = bool(c.attr("keepdims", 1)), c.attr("noop_with_empty_axes", 0)
+        # no axes: the result is x, with what the operator does to one element
         if not axes and noop:
             axes = []
             if c.op in ("ReduceSum", "ReduceMean", "ReduceProd", "ReduceMax", "ReduceMin", "ReduceLogSumExp"):
@@ -134,6 +135,7 @@ def arg_reduce(c: Call, x: Value) -> Value:
     function = torch.argmax if c.op == "ArgMax" else torch.argmin
     if not c.attr("select_last_index", 0):
         return c(function, x, axis, keepdims)
+    # the last of equal elements is the first one of the flipped tensor
     found = c(function, c(torch.flip, x, [axis]), axis, keepdims)
     return c(torch.sub, c.size(x, axis) - 1, found)
 
@@ -191,6 +193,7 @@ def unique(
     x = x.reshape(-1) if axis is None else x
     values, inverse, counts = torch.unique(x, sorted=True, return_inverse=True, return_counts=True, dim=dim)
     positions = torch.arange(len(inverse), device=x.device)
+    # the first index of each distinct element: the minimum over its occurrences
     first = positions.new_full((len(counts),), len(inverse)).scatter_reduce(0, inverse, positions, "amin")
     if not in_order:
         order = torch.argsort(first)

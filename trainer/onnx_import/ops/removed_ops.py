@@ -17,6 +17,7 @@ def _legacy_broadcast(c: Call, a: Value, b: Value) -> Value:
     c.attr("consumed_inputs")
     if not c.attr("broadcast", 0) or axis is None:
         return b
+    # broadcasting aligns last dimensions: trailing ones of length 1 move b to `axis`
     for _ in range(a.ndim - c.axis(a, axis) - b.ndim):
         b = c(torch.unsqueeze, b, -1)
     return b

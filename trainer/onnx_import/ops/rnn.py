@@ -144,6 +144,7 @@ def _packed(
     """Run sequences of different lengths without computing their padding."""
     # torch refuses a sequence of no steps: it is computed with one step, and overwritten with zeros
     steps = lengths.to("cpu", torch.int64)
+    # packed: the kernel takes, for each step, only the sequences that have not ended
     packed = nn.utils.rnn.pack_padded_sequence(x, steps.clamp(min=1), enforce_sorted=False)
     order, back = packed.sorted_indices, packed.unsorted_indices
     assert order is not None
@@ -231,6 +232,7 @@ def _one_direction(
     of_input, of_state = (None, None) if b is None else b.chunk(2)
     projected = F.linear(x, w, of_input)  # all steps in one product
     step = _STEPS[layer.kind](layer, layer.activations[d], r, of_state, rest[0] if rest else None)
+    # outputs after the end of a sequence are zero, by ONNX
     outputs, blank = [], torch.zeros_like(states[0])
     if lengths is not None:  # the last state of a sequence of no steps is zero, not its initial state
         some = (lengths > 0)[:, None]

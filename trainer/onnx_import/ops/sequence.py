@@ -78,6 +78,7 @@ def sequence_map(c: Call, sequence: Value, *others: Value) -> Value:
 
 
 def _never_a_sequence(value: Value) -> Value:
+    # an unknown value may be a sequence, whose members would have to be taken one by one
     if isinstance(value, Traced) and not value.known:
         raise NeedsRuntimeValues("it may be a sequence")
     return value

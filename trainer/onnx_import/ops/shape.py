@@ -34,6 +34,7 @@ def reshape(c: Call, x: Value, shape: Value) -> Value:
     zero_is_zero = c.attr("allowzero", 0)
     wanted = c.ints(shape)
     lengths = [c.size(x, i) if n == 0 and not zero_is_zero else n for i, n in enumerate(_plain(n) for n in wanted)]
+    # a length that the exporter wrote for a fixed batch size
     if c.batch is not None and lengths and isinstance(x, Traced) and x.ndim and isinstance(c.size(x, 0), Traced):
         if lengths[0] == c.batch:
             lengths[0] = c.size(x, 0)
@@ -83,6 +84,7 @@ def squeeze(c: Call, x: Value, given: Value = None) -> Value:
 def unsqueeze(c: Call, x: Value, given: Value = None) -> Value:
     axes = c.axes(given) or []
     rank = x.ndim + len(axes)
+    # in increasing order: each axis counts in the result
     for axis in sorted(axis % rank for axis in axes):
         x = c(torch.unsqueeze, x, axis)
     return x
@@ -148,6 +150,7 @@ def constant_of_shape(c: Call, shape: Value) -> Value:
     proto = c.attr("value")
     fill = read_tensor(proto) if proto is not None else torch.zeros(1)
     lengths = [_plain(n) for n in c.ints(shape)]
+    # a constant if all lengths are known: then it can be folded
     if any(isinstance(n, Traced) for n in lengths):
         return c(full, c.tracer.anchor, lengths, fill.item(), fill.dtype)
     return torch.full(lengths, fill.item(), dtype=fill.dtype)

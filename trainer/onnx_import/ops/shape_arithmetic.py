@@ -73,6 +73,7 @@ def truncated_quotient(a: int, b: int) -> int:
 
 def _integer_division(c: Call, a: Value, b: Value) -> Value:
     """Divide as ONNX does, towards zero. Python's // rounds down, which is the same where nothing is negative."""
+    # // of traced ints stays in the form that passes and torch.compile recognise
     lengths = [_never_negative(value.node if isinstance(value, Traced) else value) for value in (a, b)]
     return a // b if all(lengths) else c(truncated_quotient, a, b)
 
@@ -82,6 +83,7 @@ def _comparison(compare: Callable[[Any, Any], bool]) -> Rule:
 
     def decide(c: Call, a: Value, b: Value) -> bool:
         result = c(compare, a, b)
+        # the result differs at the two trial sizes: the branch can only be chosen at run time
         if isinstance(result, Traced):
             raise NeedsRuntimeValues("a choice depends on a dynamic dimension")
         return bool(result)
@@ -183,6 +185,7 @@ ARITHMETIC: dict[str, tuple[Callable[..., Any] | None, Callable[..., float]]] = 
 def _arithmetic(on_ints: Callable[..., Any] | None, on_floats: Callable[..., float]) -> Callable[..., Any]:
     def rule(c: Call, *arrays: ShapeArray) -> Value:
         floats = any(_is_float(value) for array in arrays for value in array.reshape(-1))
+        # the ordinary rule makes a tensor of them
         if not floats and on_ints is None:
             return NotImplemented
         function = functools.partial(c, on_floats) if floats or on_ints is None else functools.partial(on_ints, c)

@@ -40,6 +40,7 @@ def as_complex(x: Tensor) -> Tensor:
 
 @lower("STFT", since=(17,))
 def stft(c: Call, signal: Value, step: Value, window: Value = None, length: Value = None) -> Value:
+    # the frame length is an operand, else that of the window, else that of the signal
     size = c.size(signal, 1) if window is None else c.size(window, 0)
     size = size if length is None else c.ints(length)[0]
     return c(frames_transformed, signal, window, c.ints(step)[0], size, bool(c.attr("onesided", 1)))

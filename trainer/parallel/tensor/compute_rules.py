@@ -168,6 +168,7 @@ def _grouped_convolution(p: Propagation, product: Product, x: Sharding) -> Resul
     if groups == channels:
         by_group = x
     elif len(x.blocks) == 1 and x.is_even(p.size) and groups % p.size == 0:
+        # several channels per group: the groups are the units, their channels stay together
         by_group = Sharding(1, (groups,))
     else:
         return CannotShard(f"{product.node.name} has {groups} groups of {channels} channels, over {p.size} ranks")
@@ -286,6 +287,7 @@ def last_dimension(p: Propagation, node: Any) -> Result:
 def layer_norm(p: Propagation, node: Any, x: Sharding) -> Result:
     _, shape, *weights = node.args
     _require_not_along(p, node, x, range(-len(shape), 0))
+    # normalised features are complete on each rank; the weights' gradients are sums over the ranks' rows
     for weight in (*weights, node.kwargs.get("weight"), node.kwargs.get("bias")):
         if isinstance(weight, fx.Node):
             p.copy_to_region(weight)
@@ -336,6 +338,7 @@ def group_norm(p: Propagation, node: Any, x: Sharding) -> Result:
         len(x.blocks) == 1 and x.is_even(p.size) and groups % p.size == 0,
         f"{node.name} has {groups} groups of {x.period} channels, over {p.size} ranks",
     )
+    # the argument num_groups
     p.set_local_length(node, (1,), Sharding(0, (groups,)))
     return _by_channel(p, node, x, weights[:2])
 

@@ -58,6 +58,7 @@ class GraphAnalysis:
         for node in self.order:
             if node.op == "get_attr":
                 self.reads.setdefault(str(node.target), []).append(node)
+        # a replicated value needs an all-reduce of its gradient only if it has one
         computed = self._computed_from({node for node in self.order if self._parameter(node)})
         self.has_gradient = {node for node in computed if self._may_be_float(node)}
         self.depends_on_input = self._computed_from({node for node in self.order if node.op == "placeholder"})

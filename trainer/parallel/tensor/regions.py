@@ -97,6 +97,7 @@ class _Finder:
             else:
                 found.append(region)
                 self.taken |= {product.node for product in self._products_of(region.edits)}
+        # a region is found on its own; weights that several regions read are compared afterwards
         regions = self._without_conflicts(found)
         sharded = {path for region in regions for path in region.edits.weights}
         replicated = {

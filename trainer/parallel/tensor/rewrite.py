@@ -161,6 +161,7 @@ class _RegionRewriter:
         old = value[rest[0]] if rest else value
         local = length.sharding.local_length(*self.place)
         new: Any = length.periods * local
+        # the graph computes the full length, perhaps of several periods: this rank's part of it
         if isinstance(old, fx.Node):
             with self.graph.inserting_before(node):
                 new = self._call(operator.floordiv, self._call(operator.mul, old, local), length.sharding.period)
@@ -181,6 +182,7 @@ class _RegionRewriter:
 
     def _seed_by_rank(self, node: fx.Node) -> None:
         target = f"{str(node.target).replace('.', '_')}_rank_seeded_{self.number}"
+        # one module may be called in several regions
         while hasattr(self.module, target):
             target += "_"
         drawing = self.module.get_submodule(str(node.target))
@@ -192,6 +194,7 @@ class _RegionRewriter:
         # a row-parallel product is not among them: all that it reads replicated is its bias, added to the sum
         sharded = {*self.edits.sharded}
         readers = [user for user in operand.users if user.name in sharded]
+        # nodes compare by their order in the graph: before the first reader
         with self.graph.inserting_before(min(readers)):
             copied = self._call(copy_to_region, operand, self.group)
         copied.meta.update({key: operand.meta[key] for key in ("probes", "rank") if key in operand.meta})
@@ -215,6 +218,7 @@ class _RegionRewriter:
         readers = [*node.users]
         with self.graph.inserting_after(node):
             result = self.graph.call_function(reduce_from_region, (node, self.group))
+        # the bias must not be scaled: alpha multiplies the sum before it is added
         if alpha != 1:
             with self.graph.inserting_after(result):
                 result = self.graph.call_function(torch.mul, (result, alpha))

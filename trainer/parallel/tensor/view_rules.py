@@ -149,6 +149,7 @@ def reshaped(before: Pairs, after: Pairs, x: Sharding, size: int, name: str) -> 
     if all(block % merged == 0 for block in x.blocks) and heads.is_even(size):
         return heads
     uneven = f"{name} makes {count} heads of {merged} each, which do not divide evenly over {size} ranks"
+    # few heads that do not divide evenly may be blocks (query, key, value) of heads that do
     if len(x.blocks) > 1 or merged < size or count > MAX_SPLIT:
         return CannotShard(uneven)
     return x.with_block_ends([merged * i * x.inner for i in range(1, count)], name, uneven)
@@ -205,6 +206,7 @@ def split(p: Propagation, node: Any, x: Sharding) -> Result:
     operand, lengths = node.args[:2]
     dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % p.rank(operand)
     total = p.shapes(operand)[dim]
+    # the number of outputs that are read; each is a getitem
     count = max((int(user.args[1]) for user in node.users if user.target is operator.getitem), default=0) + 1
     if dim != x.dim:
         return [x] * count

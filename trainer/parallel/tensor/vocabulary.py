@@ -214,6 +214,7 @@ class _Finder:
         )
 
     def _why_too_small(self, path: str, dim: int) -> str:
+        # each rank needs a word at least
         words, width = self.graph.tensor(path).shape[dim], self.graph.tensor(path).shape[1 - dim]
         if words < self.size:
             return f"its {words} words are fewer than {self.size} ranks"

@@ -38,7 +38,7 @@ MASKS = {
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
-def test_attention(mask, flat):
+def test_attention_with_any_mask_computes_what_onnxruntime_does(mask, flat):
     for groups, causal, softcap, scale in itertools.product((1, 2, 4), (0, 1), (0.0, 2.0), (None, 0.3)):
         inputs, heads = operands(groups, flat=flat)
         inputs["mask" if MASKS[mask] is not None else "_mask"] = MASKS[mask]
@@ -58,7 +58,7 @@ def test_attention_after_a_cache_gives_the_cache_and_the_scores(shown):
 
 
 @pytest.mark.parametrize(("left", "right"), [(2, -1), (-1, 1), (1, 0)])
-def test_windows_and_lengths_as_onnx_defines_them(left, right):
+def test_attention_windows_and_lengths_follow_onnxs_definition(left, right):
     inputs, _ = operands(HEADS, flat=False)
     inputs |= {"_mask": None, "_past_k": None, "_past_v": None, "lengths": np.array([6, 4])}
     for causal in (0, 1):
@@ -71,7 +71,7 @@ def test_windows_and_lengths_as_onnx_defines_them(left, right):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_plain_attention_is_one_call_of_torchs_kernel():
+def test_attention_without_extras_is_one_call_of_torchs_kernel():
     inputs, _ = operands(2, flat=False)
     model = one_node("Attention", inputs, opset=23, is_causal=1)
     model.graph.output[0].type.tensor_type.elem_type = 1
@@ -82,7 +82,7 @@ def test_plain_attention_is_one_call_of_torchs_kernel():
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_a_query_that_may_attend_to_nothing_gets_zeros_and_no_gradient(softcap):
+def test_a_query_whose_keys_are_all_masked_gets_zeros_and_no_gradient(softcap):
     mask = np.ones((4, 6), bool)
     mask[1] = False
     inputs, _ = operands(HEADS, flat=False)
@@ -96,7 +96,7 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros_and_no_gradient(softcap):
     assert all(x.grad.isfinite().all() and x.grad.any() for x in (q, k, v))
 
 
-def test_the_gradient_of_capped_attention():
+def test_the_gradient_of_soft_capped_attention_equals_finite_differences():
     q, k, v, mask = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ([1, 2, 3, 4],) * 3 + ([3, 3],))
 
     def run(*operands):
@@ -106,7 +106,7 @@ def test_the_gradient_of_capped_attention():
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])
-def test_rotary_positions(interleaved):
+def test_rotary_positions_are_those_of_onnx(interleaved):
     for width, flat, placed in itertools.product((4, 8), (False, True), (False, True)):
         x = floats(BATCH, 5, HEADS * 8) if flat else floats(BATCH, HEADS, 5, 8)
         table = (10,) if placed else (BATCH, 5)

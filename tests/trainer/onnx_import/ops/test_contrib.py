@@ -1,4 +1,4 @@
-"""Files that onnxruntime's optimisers wrote are imported, compute the same and are trained whole."""
+"""Files that onnxruntime's optimisers wrote are imported, compute the same and can be trained."""
 
 import warnings
 
@@ -64,7 +64,7 @@ def num_weights(model: onnx.ModelProto) -> int:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_files_optimised_by_the_runtime(name, tmp_path):
+def test_a_file_optimised_by_onnxruntime_computes_the_same(name, tmp_path):
     model = MODELS[name]()
     onnx.save(model, str(tmp_path / "model.onnx"))
     path = optimised_by_the_runtime(tmp_path / "model.onnx", "EXTENDED")
@@ -81,7 +81,7 @@ def test_files_optimised_by_the_runtime(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("tiny_bert", "bert"), ("tiny_transformer", "gpt2")])
-def test_files_optimised_for_transformers(name, kind, tmp_path):
+def test_a_file_optimised_for_transformers_computes_the_same(name, kind, tmp_path):
     model = MODELS[name]()
     onnx.save(model, str(tmp_path / "model.onnx"))
     path = optimised_for_transformers(tmp_path / "model.onnx", kind)
@@ -89,7 +89,7 @@ def test_files_optimised_for_transformers(name, kind, tmp_path):
     assert num_weights(load_model(path)) == num_weights(model)
 
 
-def test_a_file_laid_out_for_one_processor_is_refused_with_the_remedy(tmp_path):
+def test_a_file_with_blocked_weights_is_refused_with_what_to_do(tmp_path):
     onnx.save(MODELS["tiny_conv_net"](), str(tmp_path / "model.onnx"))
     path = optimised_by_the_runtime(tmp_path / "model.onnx", "ALL")
     if all(node.domain != "com.microsoft.nchwc" for node in load_model(path).graph.node):
@@ -101,7 +101,7 @@ def test_a_file_laid_out_for_one_processor_is_refused_with_the_remedy(tmp_path):
 # -- operator by operator
 
 
-def test_activations():
+def test_fused_activations_compute_what_onnxruntime_does():
     x, bias = floats(2, 5, 8), floats(8)
     assert_agrees("Gelu", {"x": x}, **OURS)
     assert_agrees("BiasGelu", {"x": x, "b": bias}, **OURS)
@@ -111,7 +111,7 @@ def test_activations():
 
 
 @pytest.mark.parametrize("which", range(16))
-def test_fused_products_transposed_every_way(which):
+def test_fused_matmul_computes_what_onnxruntime_does(which):
     turn_a, turn_b, batch_a, batch_b = ((which >> i) & 1 for i in range(4))
 
     def shape(rows, columns, turned, batch):
@@ -124,7 +124,7 @@ def test_fused_products_transposed_every_way(which):
 
 
 @pytest.mark.parametrize("name", ["Relu", "Tanh", "Sigmoid", "LeakyRelu", "HardSigmoid"])
-def test_products_and_convolutions_with_an_activation(name):
+def test_fused_gemm_and_conv_compute_what_onnxruntime_does(name):
     settings = {"activation": name, "activation_alpha": 0.3, "activation_beta": 0.4, "alpha": 0.5, "beta": 2.0}
     assert_agrees("FusedGemm", {"a": floats(3, 4), "b": floats(4, 5), "c": floats(5)}, **settings, **OURS)
     inputs = {"x": floats(2, 3, 6, 6), "w": floats(4, 3, 3, 3), "b": floats(4), "z": floats(2, 4, 6, 6)}
@@ -133,7 +133,7 @@ def test_products_and_convolutions_with_an_activation(name):
     assert_agrees("FusedConv", inputs, **settings, **OURS)
 
 
-def test_norms():
+def test_fused_norms_compute_what_onnxruntime_does():
     x, skip, scale = floats(2, 5, 8), floats(2, 5, 8, seed=1), floats(8)
     shifted = {"x": x, "skip": skip, "g": scale, "b": floats(8, seed=1), "bias": floats(8, seed=2)}
     assert_agrees("SkipLayerNormalization", shifted, **OURS)
@@ -143,7 +143,7 @@ def test_norms():
     assert_agrees("LayerNormalization", {"x": x, "g": scale, "b": floats(8)}, opset=14, axis=-1, epsilon=1e-5)
 
 
-def test_embeddings():
+def test_fused_embeddings_compute_what_onnxruntime_does():
     ids = np.random.default_rng(0).integers(0, 10, (2, 5)).astype(np.int32)
     tables = {"w": floats(10, 8), "p": floats(6, 8), "t": floats(2, 8), "g": floats(8), "b": floats(8, seed=1)}
     mask = {"m": np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], np.int32)}
@@ -165,7 +165,7 @@ MASKS = {
 
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("mask", MASKS)
-def test_attention_with_its_projections(mask, causal):
+def test_packed_attention_computes_what_onnxruntime_does(mask, causal):
     inputs = {"x": floats(2, 4, 8), "w": floats(8, 24), "b": floats(24)}
     inputs["mask" if MASKS[mask] is not None else "_mask"] = MASKS[mask]
     assert_agrees("Attention", inputs, num_heads=2, unidirectional=causal, **OURS)
@@ -173,12 +173,12 @@ def test_attention_with_its_projections(mask, causal):
     assert_agrees("Attention", biased, num_heads=2, unidirectional=causal, scale=0.3, **OURS)
 
 
-def test_attention_with_its_projections_after_a_cache():
+def test_packed_attention_after_a_cache_computes_what_onnxruntime_does():
     inputs = {"x": floats(2, 3, 8), "w": floats(8, 24), "b": floats(24), "_mask": None, "past": floats(2, 2, 2, 4, 4)}
     assert_agrees("Attention", inputs, outputs=2, num_heads=2, unidirectional=1, **OURS)
 
 
-def test_attention_after_its_projections():
+def test_multi_head_attention_computes_what_onnxruntime_does():
     q, k, v = floats(2, 4, 8), floats(2, 6, 8, seed=1), floats(2, 6, 8, seed=2)
     mask = np.array([[1, 1, 0, 1, 1, 1], [1, 0, 1, 1, 0, 0]], np.int32)
     inputs = {"q": q, "k": k, "v": v, "b": floats(24), "m": mask, "added": floats(1, 2, 4, 6)}
@@ -190,7 +190,7 @@ def test_attention_after_its_projections():
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])
-def test_rotary_positions_and_shared_key_heads(interleaved):
+def test_group_query_attention_computes_what_onnxruntime_does(interleaved):
     tables = {"cos": floats(10, 8), "sin": floats(10, 8, seed=1)}
     for x in (floats(2, 5, 32), floats(2, 2, 5, 16)):
         for at in (np.array([2]), np.arange(10).reshape(2, 5)):

@@ -1,4 +1,4 @@
-"""What only the run can tell is computed then: run-time leaves, branches and loops, sequences, shape arithmetic."""
+"""Nodes that are known only at run time: runtime nodes, branches and loops, sequences, shape arithmetic."""
 
 import copy
 import pickle
@@ -26,10 +26,10 @@ def read(text: str) -> onnx.ModelProto:
     return model
 
 
-def leaves(module: ImportedGraph) -> list[str]:
-    """The operators that are run-time leaves."""
+def runtime_nodes(module: ImportedGraph) -> list[str]:
+    """Return the operators that became runtime nodes."""
     found = (module.get_submodule(str(node.target)) for node in module.graph.nodes if node.op == "call_module")
-    return [leaf.node.op_type for leaf in found if isinstance(leaf, RuntimeNode)]
+    return [child.node.op_type for child in found if isinstance(child, RuntimeNode)]
 
 
 def assert_same(module: ImportedGraph, model: onnx.ModelProto, *inputs: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ def assert_same(module: ImportedGraph, model: onnx.ModelProto, *inputs: torch.Te
         np.testing.assert_allclose(a.detach().numpy(), b, rtol=1e-5, atol=1e-6)
 
 
-# -- leaves
+# -- runtime nodes
 
 TOP_K = """g (float[N,4] x, int64[1] k) => (float[N,K] y) <float[4,6] w = {
     1,2,3,4,5,6, 1,2,3,4,5,6, 0,1,0,2,0,3, 2,0,2,0,5,9}> {
@@ -53,10 +53,10 @@ TOP_K = """g (float[N,4] x, int64[1] k) => (float[N,K] y) <float[4,6] w = {
 }"""
 
 
-def test_a_node_whose_operand_is_known_only_at_run_time_is_computed_then_and_passes_gradients():
+def test_a_runtime_node_passes_gradients():
     model = read(TOP_K)
     module = to_module(model)
-    assert leaves(module) == ["TopK", "Relu"]
+    assert runtime_nodes(module) == ["TopK", "Relu"]
     for k in (1, 3):
         assert_same(module, model, torch.randn(5, 4), torch.tensor([k]))
     x = torch.ones(2, 4)
@@ -83,26 +83,26 @@ def test_a_batch_norm_in_a_branch_keeps_its_statistics_while_it_is_frozen():
         assert {name: not torch.equal(after[name], before[name]) for name in before} == dict.fromkeys(before, moves)
 
 
-def test_a_graph_with_leaves_is_copied_and_pickled():
+def test_a_graph_with_runtime_nodes_can_be_copied_and_pickled():
     module = to_module(read(TOP_K)).eval()
     inputs = (torch.randn(3, 4), torch.tensor([2]))
     wanted = module(*inputs)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(other(*inputs), wanted)
-    assert set(module.state_dict()) == {"w"}  # a leaf holds no tensors of its own
+    assert set(module.state_dict()) == {"w"}  # a runtime node stores no tensors
 
 
-def test_a_leaf_follows_train_and_eval():
+def test_a_runtime_node_follows_train_and_eval():
     module = to_module(
         read("""g (float[N] x, float r) => (float[N] y) { t = Constant<value = bool {1}>() y = Dropout(x, r, t) }""")
     )
-    assert leaves(module) == ["Dropout"]
+    assert runtime_nodes(module) == ["Dropout"]
     ones = torch.ones(1000)
     assert torch.equal(module.eval()(ones, torch.tensor(0.5)), ones)
     assert set(module.train()(ones, torch.tensor(0.5)).tolist()) == {0.0, 2.0}
 
 
-def test_what_depends_on_data_flows_on():
+def test_nodes_after_a_runtime_node_are_computed_from_its_result():
     model = read("""g (float[N,3] x) => (float[M] y) <float[3,3] w = {1,2,3,4,5,6,7,8,9.5}> {
       zero = Constant<value = float {0}>()
       positive = Greater(x, zero)
@@ -118,20 +118,20 @@ def test_what_depends_on_data_flows_on():
     torch.testing.assert_close(module.w.grad, torch.tensor([[1.0, 0, 0], [0, 1, 0], [-0.5, -0.5, 0]]))
 
 
-def test_what_follows_a_leaf_is_clean_again_where_its_shape_is_known():
+def test_a_node_after_a_runtime_node_of_known_shape_is_an_ordinary_one():
     model = read("""g (float[N,2] x, bool c) => (float[N,3] y) <float[2,3] w = {1,2,3,4,5,7}> {
       h = If(c)<then_branch = t () => (a) { a = Exp(x) }, else_branch = e () => (b) { b = Neg(x) }>
       y = MatMul(h, w)
     }""")
     module = to_module(model)
-    assert leaves(module) == ["If"]
+    assert runtime_nodes(module) == ["If"]
     assert_same(module, model, torch.randn(5, 2), torch.tensor(True))
 
 
 def test_a_reshape_that_fits_some_sizes_only_is_computed_at_run_time():
     model = read("""g (float[N,3] x) => (float[a,b] y) <int64[2] s = {-1, 4}> { y = Reshape(x, s) }""")
     module = to_module(model)
-    assert leaves(module) == ["Reshape"]
+    assert runtime_nodes(module) == ["Reshape"]
     assert_same(module, model, torch.randn(8, 3))
 
 
@@ -142,7 +142,7 @@ def test_a_dynamic_dimension_is_split_into_equal_parts_at_run_time():
         assert_same(module, model, torch.randn(size, 4))
 
 
-def test_what_no_size_mends_is_refused_at_import():
+def test_a_node_that_fails_at_every_size_is_refused_at_import():
     model = read("""g (float[N,4] x) => (float[N,3] y) <float[2,3] w = {1,2,3,4,5,6}> { y = MatMul(x, w) }""")
     with pytest.raises(UnsupportedModel, match="node 'y': MatMul-13: torch refuses it"):
         to_module(model)
@@ -170,17 +170,17 @@ BRANCH = """g (float[N,2] x%s) => (float[N,2] y) <float[2,2] w = {1,2,3,4}> {
 
 
 @pytest.mark.parametrize("taken", [0, 1])
-def test_a_branch_on_a_constant_is_written_out(taken):
+def test_an_if_on_a_constant_becomes_its_branch(taken):
     model = read(BRANCH % ("", f"c = Constant<value = bool {{{taken}}}>()"))
     module = to_module(model)
-    assert leaves(module) == []
+    assert runtime_nodes(module) == []
     assert_same(module, model, torch.randn(3, 2))
 
 
-def test_a_branch_on_data_is_taken_at_run_time_with_gradients_of_captured_weights():
+def test_an_if_on_data_is_a_runtime_node_with_gradients_of_captured_weights():
     model = read(BRANCH % (", bool c", ""))
     module = to_module(model)
-    assert leaves(module) == ["If"]
+    assert runtime_nodes(module) == ["If"]
     for taken in (False, True):
         assert_same(module, model, torch.randn(3, 2), torch.tensor(taken))
     module(torch.ones(3, 2), torch.tensor(True)).sum().backward()
@@ -206,25 +206,25 @@ LOOP = """g (float[N,2] x%s) => (float[N,2] y, float[K,N,2] z) <float[2,2] w = {
 }"""
 
 
-def test_a_loop_of_few_turns_is_written_out():
+def test_a_loop_of_few_iterations_is_unrolled():
     model = read(LOOP % ("", ", int64 turns = {3}"))
     module = to_module(model)
-    assert leaves(module) == []
+    assert runtime_nodes(module) == []
     assert_same(module, model, torch.randn(3, 2))
 
 
-def test_a_loop_of_many_turns_stays_a_loop():
+def test_a_loop_of_many_iterations_is_a_runtime_node():
     text = LOOP % ("", ", int64 turns = {100}")
     model = read(text.replace("w = {1,2,3,4}", "w = {0.1,0.2,0.3,0.4}"))
     module = to_module(model)
-    assert leaves(module) == ["Loop"]
+    assert runtime_nodes(module) == ["Loop"]
     assert_same(module, model, torch.randn(3, 2))
 
 
 def test_a_loop_over_data_gives_captured_weights_their_gradients():
     model = read(LOOP % (", int64 turns", ""))
     module = to_module(model)
-    assert leaves(module) == ["Loop"]
+    assert runtime_nodes(module) == ["Loop"]
     for turns in (1, 4):
         assert_same(module, model, torch.randn(3, 2), torch.tensor(turns))
     module(torch.ones(3, 2), torch.tensor(2))[0].sum().backward()
@@ -270,10 +270,10 @@ BRANCHED = """s = ReduceSum<keepdims = 0>(row)
     ("rows", "body", "kinds"),
     [("3", "h2 = Add(a, row)", []), ("T", "h2 = Add(a, row)", ["Scan"]), ("T", BRANCHED, ["Scan"])],
 )
-def test_a_scan_is_written_out_if_its_length_is_known(rows, body, kinds):
+def test_a_scan_of_known_length_is_unrolled(rows, body, kinds):
     model = read(SCAN % (rows, body))
     module = to_module(model)
-    assert leaves(module) == kinds
+    assert runtime_nodes(module) == kinds
     assert_same(module, model, torch.randn(4, 3, 2))
     module(torch.randn(4, 3, 2))[0].sum().backward()
     assert module.w.grad.abs().min() > 0
@@ -312,7 +312,7 @@ def test_functions_with_branches_and_functions_in_them_are_imported(opset, produ
 # -- sequences
 
 
-def test_sequences_of_known_length_leave_no_trace():
+def test_sequences_of_known_length_need_no_runtime_node():
     model = read("""g (float[N,6] x) => (float[N,4] y) {
       sizes = Constant<value = int64[3] {1, 2, 3}>()
       parts = SplitToSequence<axis = 1>(x, sizes)
@@ -322,11 +322,11 @@ def test_sequences_of_known_length_leave_no_trace():
       y = Concat<axis = 1>(a, b)
     }""")
     module = to_module(model)
-    assert leaves(module) == []
+    assert runtime_nodes(module) == []
     assert_same(module, model, torch.randn(5, 6))
 
 
-def test_a_sequence_of_as_many_as_the_data_has_is_kept_at_run_time():
+def test_a_sequence_whose_length_depends_on_data_is_in_runtime_nodes():
     model = read("""g (float[N,2] x) => (float[N,2] y) <float[2,2] w = {2, 3, 4, 7}> {
       rows = SplitToSequence<axis = 0, keepdims = 1>(x)
       last = Constant<value = int64 {-1}>()
@@ -345,7 +345,7 @@ def test_a_sequence_of_as_many_as_the_data_has_is_kept_at_run_time():
 # -- shape arithmetic
 
 
-def test_sizes_computed_in_floats_are_asked_of_the_input_and_stay_clean():
+def test_lengths_computed_in_floats_need_no_runtime_node():
     model = read("""g (float[N,3,H,W] x) => (float[a,b,c,d] y)
       <int64[1] two = {2}, int64[1] four = {4}, float[1] part = {0.7}, int64[1] zero = {0}> {
       sizes = Shape(x)
@@ -359,12 +359,12 @@ def test_sizes_computed_in_floats_are_asked_of_the_input_and_stay_clean():
       y = Resize<mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor">(x, , , shape)
     }""")
     module = to_module(model)
-    assert leaves(module) == []
+    assert runtime_nodes(module) == []
     for size in (10, 13):
         assert_same(module, model, torch.randn(2, 3, size, size + 1))
 
 
-def test_a_choice_by_size_is_made_at_run_time():
+def test_an_if_on_a_length_is_taken_at_run_time():
     model = read("""g (float[N,3] x) => (float[N,3] y) {
       sizes = Shape<end = 1>(x)
       four = Constant<value = int64[1] {4}>()
@@ -392,15 +392,15 @@ PAD_TO_MULTIPLE = """g (float[N,S,4] x) => (float[N,K,4] y) <
 
 
 @pytest.mark.parametrize("width", ["2", "4", "7", "16"])
-def test_padding_to_a_multiple_fits_lengths_the_import_did_not_try(width):
+def test_padding_to_a_multiple_is_right_for_lengths_other_than_the_trial_sizes(width):
     model = read(PAD_TO_MULTIPLE.replace("WIDTH", width))
     module = to_module(model)
-    assert leaves(module) == []
+    assert runtime_nodes(module) == []
     for size in (1, 7, 8, 11, 16, 20):
         assert_same(module, model, torch.randn(2, size, 4))
 
 
-def test_the_number_of_blocks_is_asked_at_run_time():
+def test_the_number_of_blocks_is_computed_at_run_time():
     model = read("""g (float[N,S] x) => (float[K] y) <int64 one = {1}, int64 last = {15}, int64[1] block = {16}> {
       sizes = Shape(x)
       length = Gather(sizes, one)
@@ -413,7 +413,7 @@ def test_the_number_of_blocks_is_asked_at_run_time():
         assert_same(module, model, torch.randn(2, size))
 
 
-def test_a_choice_that_every_size_tried_makes_alike_is_checked_when_the_graph_runs():
+def test_a_comparison_equal_at_both_trial_sizes_is_checked_at_run_time():
     model = read("""g (float[N,4] x) => (float[M,4] y) <int64 zero = {0}, int64 one = {1}> {
       sizes = Shape(x)
       batch = Gather(sizes, zero)
@@ -430,7 +430,7 @@ def test_a_choice_that_every_size_tried_makes_alike_is_checked_when_the_graph_ru
                 same(torch.randn(1, 4))
 
 
-def test_a_comparison_no_length_can_change_is_not_checked():
+def test_a_comparison_that_no_length_changes_is_not_checked():
     model = read("""g (float[N,4] x) => (float[N,4] y) <int64[2] none = {-1,-1}, int64[2] ones = {1,1}> {
       sizes = Shape(x)
       unknown = Equal(sizes, none)
@@ -440,7 +440,7 @@ def test_a_comparison_no_length_can_change_is_not_checked():
     assert all("must_be" not in node.name for node in to_module(model).graph.nodes)
 
 
-def test_the_greater_of_a_size_and_a_number_is_asked_at_run_time():
+def test_the_maximum_of_a_length_and_a_number_is_computed_at_run_time():
     model = read("""g (float[N,3] x) => (float[K] y) {
       sizes = Shape<end = 1>(x)
       four = Constant<value = int64[1] {4}>()
@@ -448,12 +448,12 @@ def test_the_greater_of_a_size_and_a_number_is_asked_at_run_time():
       y = ConstantOfShape<value = float[1] {7}>(n)
     }""")
     module = to_module(model)
-    assert leaves(module) == []
+    assert runtime_nodes(module) == []
     for size in (2, 9):
         assert_same(module, model, torch.randn(size, 3))
 
 
-def test_sizes_cast_to_int32_come_out_as_int32():
+def test_lengths_cast_to_int32_are_int32():
     model = read("g (float[N,3] x) => (int32[2] y) { s = Shape(x)  y = Cast<to = 6>(s) }")
     assert to_module(model)(torch.randn(5, 3)).tolist() == [5, 3]
     assert to_module(model)(torch.randn(5, 3)).dtype == torch.int32
@@ -471,7 +471,7 @@ def test_wide_unsigned_integers_wrap_around_as_in_onnx(kind):
     assert got.tolist() == [2 ** int(kind[4:]) - 1, 2]
 
 
-def test_uint64_values_that_would_come_out_wrong_are_refused():
+def test_uint64_values_that_would_be_wrong_are_refused():
     module = to_module(read("g (uint64[N] a, uint64[N] b) => (uint64[N] y) { y = Max(a, b) }"))
     small, great = torch.tensor([3]).to(torch.uint64), torch.tensor([-1]).to(torch.uint64)
     assert module(small, small).tolist() == [3]

@@ -1,4 +1,4 @@
-"""Boxes are chosen, and regions read, as onnxruntime does; the gradients of regions are right."""
+"""NonMaxSuppression and RoiAlign compute what onnxruntime does, with the right gradients."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def boxes_and_scores(centred: bool):
 
 
 @pytest.mark.parametrize("centred", [0, 1])
-def test_boxes_are_chosen(centred):
+def test_non_max_suppression_chooses_the_boxes_of_onnxruntime(centred):
     for opset, count, overlap, least in itertools.product((10, 11), (0, 3, 100), (0.0, 0.5), (None, 0.4)):
         limits = {"count": np.array([count]), "overlap": np.array([overlap], np.float32)}
         if least is not None:
@@ -31,12 +31,12 @@ def test_boxes_are_chosen(centred):
         )
 
 
-def test_no_boxes_where_no_number_is_given():
+def test_non_max_suppression_without_a_number_chooses_no_boxes():
     assert_agrees("NonMaxSuppression", boxes_and_scores(False), opset=11)
 
 
 @pytest.mark.parametrize("mode", ["avg", "max"])
-def test_regions_are_read(mode):
+def test_roi_align_computes_what_onnxruntime_does(mode):
     corner = RANDOM.random((5, 2)) * 14 - 1  # some begin outside of the image
     rois = np.concatenate([corner, corner + RANDOM.random((5, 2)) * 9], 1).astype(np.float32)
     inputs = {
@@ -52,7 +52,7 @@ def test_regions_are_read(mode):
             assert_agrees("RoiAlign", inputs, opset=16, coordinate_transformation_mode=coordinates, **settings)
 
 
-def test_regions_whose_points_depend_on_them_are_read_when_the_graph_runs():
+def test_roi_align_with_an_adaptive_number_of_points_is_a_runtime_node():
     inputs = {"x": np.zeros((1, 1, 4, 4), np.float32), "rois": np.zeros((1, 4), np.float32), "at": np.array([0])}
     module = to_module(one_node("RoiAlign", inputs, opset=16))
     x = torch.randn(1, 1, 4, 4, requires_grad=True)
@@ -60,7 +60,7 @@ def test_regions_whose_points_depend_on_them_are_read_when_the_graph_runs():
     assert x.grad.abs().sum() > 0
 
 
-def test_the_gradient_of_a_region():
+def test_the_gradient_of_roi_align_equals_finite_differences():
     x = torch.randn(1, 2, 5, 5, dtype=torch.float64, requires_grad=True)
     rois = torch.tensor([[0.3, 0.7, 3.9, 4.1]], dtype=torch.float64, requires_grad=True)
 

@@ -23,7 +23,7 @@ COORDINATES = ["half_pixel", "pytorch_half_pixel", "asymmetric", "half_pixel_sym
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("scales", SCALES)
-def test_resize_by_scales(scales, dynamic):
+def test_resize_by_scales_computes_what_onnxruntime_does(scales, dynamic):
     x = floats(2, 3, 6, 7)
     constants = {"_roi": NOTHING, "scales": np.array([1, 1, *scales], np.float32)}
     for coordinates, mode in itertools.product(COORDINATES, ("nearest", "linear", "cubic")):
@@ -37,7 +37,7 @@ def test_resize_by_scales(scales, dynamic):
 
 
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
-def test_resize_to_lengths(mode):
+def test_resize_to_lengths_computes_what_onnxruntime_does(mode):
     x = floats(2, 3, 6, 7)
     for coordinates in (*COORDINATES, "align_corners"):
         constants = {"_roi": NOTHING, "_scales": NOTHING, "sizes": np.array([2, 3, 9, 4])}
@@ -52,7 +52,7 @@ def test_resize_to_lengths(mode):
         assert_agrees("Resize", {"x": x}, constants, mode=mode, **settings)
 
 
-def test_resize_and_upsample_before_version_11():
+def test_resize_and_upsample_before_version_11_compute_what_onnxruntime_does():
     x, up, down = floats(2, 3, 6, 7), [1.0, 1.0, 2.3, 3.0], np.array([1, 1, 0.6, 0.5], np.float32)
     for mode in ("nearest", "linear"):
         assert_agrees("Upsample", {"x": x}, opset=7, mode=mode, scales=up)
@@ -79,7 +79,7 @@ WINDOWS = [
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_pools(window, dynamic):
+def test_pools_compute_what_onnxruntime_does(window, dynamic):
     inputs = {"x": floats(2, 3, 7, 8)}
     settings = {**window, "opset": 22, "dynamic": dynamic}
     assert_agrees("MaxPool", inputs, outputs=2, storage_order=1, **settings)
@@ -90,7 +90,7 @@ def test_pools(window, dynamic):
     assert_agrees("LpPool", inputs, p=3, **settings)
 
 
-def test_max_pool_of_bytes():
+def test_max_pool_of_8_bit_integers_computes_what_onnxruntime_does():
     x = np.random.default_rng(0).integers(-128, 127, (1, 2, 6, 6)).astype(np.int8)
     assert_agrees("MaxPool", {"x": x}, opset=12, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
 
@@ -112,25 +112,25 @@ TRANSPOSED = [
 
 
 @pytest.mark.parametrize("settings", TRANSPOSED)
-def test_transposed_convolutions(settings):
+def test_transposed_convolutions_compute_what_onnxruntime_does(settings):
     weights = {"w": floats(4, 3, 3, 3), "b": floats(6)}
     assert_agrees("ConvTranspose", {"x": floats(2, 4, 5, 5)}, weights, group=2, **settings)
     assert_agrees("ConvTranspose", {"x": floats(2, 4, 5, 5)}, weights, group=2, dynamic=True, **settings)
 
 
-def test_convolution_padded_by_the_length_it_meets():
+def test_auto_pad_of_a_dynamic_length_computes_what_onnxruntime_does():
     for mode, stride in (("SAME_UPPER", 2), ("SAME_LOWER", 3)):
         settings = {"strides": [stride, stride], "auto_pad": mode, "dynamic": True}
         assert_agrees("Conv", {"x": floats(2, 3, 7, 8)}, {"w": floats(4, 3, 3, 3), "b": floats(4)}, **settings)
 
 
-def test_columns_to_image():
+def test_col2im_computes_what_onnxruntime_does():
     settings = {"strides": [2, 1], "dilations": [1, 2], "pads": [1, 0, 0, 1]}
     shapes = {"image": np.array([6, 7]), "block": np.array([3, 2])}
     assert_agrees("Col2Im", {"x": floats(2, 18, 3 * 6)}, shapes, **settings)
 
 
-def test_deformed_convolution_and_its_gradient():
+def test_deform_conv_computes_what_onnxruntime_does_and_its_gradient_is_right():
     inputs = {"x": floats(2, 4, 6, 6), "w": floats(4, 2, 3, 3), "o": 2 * floats(2, 36, 3, 3), "b": floats(4)}
     inputs["m"] = floats(2, 18, 3, 3)
     settings = {"strides": [2, 2], "pads": [1, 1, 1, 1], "group": 2, "offset_group": 2, "kernel_shape": [3, 3]}
@@ -147,7 +147,7 @@ def test_deformed_convolution_and_its_gradient():
 @pytest.mark.parametrize(
     "how", [Interpolation("linear", "asymmetric"), Interpolation("cubic", antialias=True), Interpolation("nearest")]
 )
-def test_the_gradient_of_resize(how):
+def test_the_gradient_of_resize_equals_differences(how):
     x = torch.randn(1, 1, 5, 4, requires_grad=True)
     y = image.resize(x, ResizeTarget((2, 3), (0.7, 1.6)), None, how)
     direction = torch.randn_like(x)

@@ -209,7 +209,7 @@ def fine_tuned():
     return g.model()
 
 
-def test_gradients_pass_what_is_quantized_and_back_but_for_what_is_clamped():
+def test_gradients_pass_quantization_except_where_it_clamps():
     module = to_module(fine_tuned())
     assert set(named_weights(module)) == {"weight", "bias"}
     with torch.no_grad():
@@ -226,7 +226,7 @@ def test_gradients_pass_what_is_quantized_and_back_but_for_what_is_clamped():
     torch.testing.assert_close(module.bias.grad, torch.full((4,), 2.0))
 
 
-def test_a_model_quantized_for_inference_passes_gradients_to_what_comes_before():
+def test_a_model_quantized_for_inference_passes_gradients_to_earlier_layers():
     g = GraphWriter("dynamic", seed=1, opset=20)
     hidden = g.op("MatMul", g.input("x", ("n", 3)), g.weight("first", g.normal(0.5, 3, 5)))
     g.op("DynamicQuantizeLinear", hidden, outputs=["q", "scale", "zero"])
@@ -259,7 +259,7 @@ def test_casts_to_powers_of_two_follow_the_round_mode(round_mode, wanted):
     assert y.tolist() == wanted
 
 
-def test_bits_are_seen_as_another_type():
+def test_bit_cast_keeps_the_bits():
     g = GraphWriter("bits", opset=26)
     g.op("BitCast", g.input("x", ("n",)), to=TensorProto.UINT32, outputs="y")
     g.output("y", ("n",), TensorProto.UINT32)

@@ -109,7 +109,7 @@ CASES = {(kind, name): option for kind in GATES for name, option in OPTIONS.item
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_every_option_computes_what_onnxruntime_does_at_any_size(case, direction):
+def test_every_option_computes_what_onnxruntime_does_at_any_length(case, direction):
     operands, attributes = CASES[case]
     model = recurrent(case[0], direction, operands=operands, **attributes)
     module = to_module(model)
@@ -163,7 +163,7 @@ def test_every_activation_at_every_gate_computes_what_onnxruntime_does(kind, nam
         assert_same(ours(to_module(model), inputs), by_onnxruntime(model, inputs))
 
 
-def test_relu_has_a_kernel_and_computes_the_same():
+def test_an_rnn_with_relu_uses_torchs_kernel():
     model = recurrent("RNN", "bidirectional", activations=["Relu", "Relu"], operands=("B", "sequence_lens"))
     inputs = inputs_of(model, steps=4, batch=3)
     module = to_module(model)
@@ -171,7 +171,7 @@ def test_relu_has_a_kernel_and_computes_the_same():
     assert_same(ours(module, inputs), by_onnxruntime(model, inputs))
 
 
-def test_alpha_left_out_is_refused_where_runtimes_disagree():
+def test_a_missing_alpha_is_refused_where_runtimes_disagree():
     with pytest.raises(UnsupportedModel, match="its activation scaledtanh needs activation_alpha and activation_beta"):
         to_module(recurrent("RNN", "forward", activations=["ScaledTanh"]))
 
@@ -248,7 +248,7 @@ def test_peepholes_are_trained():
     assert (of_peepholes != 0).all()
 
 
-def test_a_copy_computes_the_same_and_shares_nothing():
+def test_a_copied_layer_computes_the_same_and_shares_no_memory():
     model = recurrent("GRU", "bidirectional")
     module = to_module(model)
     twin = copy.deepcopy(module)

@@ -223,7 +223,7 @@ def noisy(opset=22):
 
 
 @pytest.mark.parametrize("opset", [15, 22])
-def test_random_nodes_draw_from_their_distributions_each_time_in_eval_too(opset):
+def test_random_nodes_draw_new_numbers_each_time_in_eval_too(opset):
     module = to_module(noisy(opset)).eval()
     assert sum(isinstance(part, RandomNode) for part in module.modules()) == 6
     torch.manual_seed(0)

@@ -106,7 +106,9 @@ def train(
         events.emit("evaluation", step, values=metrics)
         return metrics
 
-    parts = model.parts() | optimizer_parts(optimizer, trained)  # the tensors themselves: changed in place for ever
+    parts = model.parts() | optimizer_parts(
+        optimizer, trained
+    )  # the tensors themselves, which training changes in place
 
     def save_checkpoint() -> None:
         check_copies(parts, mpi, beat=heartbeat.beat)

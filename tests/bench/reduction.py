@@ -1,8 +1,8 @@
 """Time to sum a bucket of gradients over the replicas of one host, by each route: `python -m tests.bench.reduction`.
 
 The routes take turns on the same ranks, so that the ratios hold on a busy machine; the median of each is shown, and
-how many times faster than gloo's all-reduce it is. Halves cost arithmetic, which memory shared by ranks does not give
-back: they are for networks. Exits with 1 unless MPI is the faster one for buckets as the reducer packs them, and
+how many times faster than gloo's all-reduce it is. Compression costs arithmetic, which is not regained where ranks
+share memory: it is for networks. Exits with 1 unless MPI is the faster one for buckets as the reducer packs them, and
 larger ones.
 """
 

@@ -38,12 +38,12 @@ from onward.trainer.distributed.weights import share
 from onward.trainer.parallel.replicas.transport import (
     COMPRESSED,
     Channel,
-    Courier,
+    CommunicationThread,
     Job,
-    add_halves,
-    halves_size,
+    add_decompressed,
+    compress,
+    compressed_bytes,
     open_channel,
-    to_halves,
 )
 
 SMALLEST_SQUARE = math.sqrt(sys.float_info.min)
@@ -89,19 +89,19 @@ class Adasum:
         )
         self._dtype = COMPRESSED.get(compression)
         self._scale: Tensor = torch.ones((), dtype=torch.float64, device=mpi.device)
-        self._courier = Courier(mpi.device, timeout_s=timeout_s)
+        self._thread = CommunicationThread(mpi.device, timeout_s=timeout_s)
 
     def begin(self, num_targets: float) -> None:
         """A step begins, in which this replica has so many targets. Collective: the data axis."""
-        self._courier.send(partial(self._weigh, num_targets))
+        self._thread.send(partial(self._weigh, num_targets))
 
     def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
         """Send a bucket; see Carrier."""
-        return self._courier.send(partial(self._combine, flat, lengths))
+        return self._thread.send(partial(self._combine, flat, lengths))
 
     def close(self) -> None:
         """End the thread, free the channels. Collective: the world."""
-        self._courier.close()
+        self._thread.close()
         for channel in (self._replicas, self._host, self._owners, self._across, self._parts):
             if channel is not None:
                 channel.close()
@@ -157,12 +157,12 @@ class Adasum:
         """The peer's vector; this one becomes what the peer has got of it."""
         if self._dtype is None:
             return across.exchange(vector, peer)
-        sent = torch.empty(halves_size(vector.numel()), dtype=torch.uint8, device=vector.device)
-        to_halves(vector.float(), self._dtype, sent)
+        sent = torch.empty(compressed_bytes(vector.numel()), dtype=torch.uint8, device=vector.device)
+        compress(vector.float(), self._dtype, sent)
         came = torch.zeros_like(vector, dtype=torch.float32)
-        add_halves(across.exchange(sent, peer), self._dtype, came)
+        add_decompressed(across.exchange(sent, peer), self._dtype, came)
         own = torch.zeros_like(came)
-        add_halves(sent, self._dtype, own)
+        add_decompressed(sent, self._dtype, own)
         vector.copy_(own)
         return came.to(vector.dtype)
 

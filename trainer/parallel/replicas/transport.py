@@ -1,9 +1,11 @@
-"""How gradients travel between ranks: by torch's backend or by MPI, as they are or as halves.
+"""Send gradient buckets to other ranks: with torch.distributed or MPI, in fp32 or compressed to half precision.
 
-    hook of the last gradient of a bucket --> Courier (a thread) --> Channel --> other ranks
-    backward pass goes on                     wait() <-- reduce()
+    main thread             backward pass ............................ reduce(): wait
+                              | hook of the last gradient of a bucket    ^
+    communication thread      +--> compress, all-to-all, all-gather -----+
 
-Sums that torch's backend makes in the background by itself need no courier (`Direct`); MPI, halves and Adasum do.
+torch.distributed makes a plain all-reduce in the background by itself (`Direct`). MPI, compression and Adasum use a
+communication thread.
 """
 
 from __future__ import annotations
@@ -31,34 +33,34 @@ Job = Callable[[], None]
 COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 QUICK_POLLS = 20
 POLL_S = 5e-5
-"""A rank that has waited for QUICK_POLLS leaves the core to its backward pass for this long each time."""
+"""After QUICK_POLLS polls the thread sleeps this long between polls, which leaves the core to the backward pass."""
 MOST_ELEMENTS = 1 << 28
-"""Of one MPI call, which counts in C ints."""
+"""Elements of one MPI call, which counts in C ints."""
 CHUNK = 1 << 17
-"""Elements converted at a time: what is in between stays in the cache."""
+"""Elements converted at a time, so that temporary copies stay in the cache."""
 
 
 class Carrier(Protocol):
-    """Makes the gradients of all replicas one, bucket by bucket."""
+    """Reduces gradient buckets over the replicas."""
 
     def begin(self, num_targets: float) -> None:
-        """A step begins, in which this replica has so many targets. Collective, as all of these: the data axis."""
+        """Begin a step in which this replica has this many targets. Collective, as all methods: the data axis."""
 
     def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
-        """Send a bucket of tensors of these lengths, which is changed in place. Returns what waits for the result."""
+        """Start to reduce a bucket of tensors of these lengths, in place; return a function that waits for it."""
 
     def close(self) -> None:
-        """Nothing will be sent any more."""
+        """End the background communication."""
 
 
 class Direct:
-    """The sum by torch's backend, which makes it in the background by itself."""
+    """The all-reduce of torch.distributed, which runs in the background by itself."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def begin(self, num_targets: float) -> None:
-        """Nothing: a sum needs no weights."""
+        """Do nothing: a sum does not depend on the number of targets."""
 
     def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
         """Sum over the group."""
@@ -76,48 +78,47 @@ class Direct:
 
 
 class Summed:
-    """The sum over the ranks of a channel, by a courier; as halves if `compression` says so."""
+    """The all-reduce of a channel, on a communication thread; compressed to half precision if configured."""
 
     def __init__(self, channel: Channel, *, compression: str, device: torch.device, timeout_s: float) -> None:
         self._channel = channel
-        self._sum = Halves(channel, COMPRESSED[compression]).sum if compression != "none" else channel.sum
-        self._courier = Courier(device, timeout_s=timeout_s)
+        self._sum = CompressedAllReduce(channel, COMPRESSED[compression]).sum if compression != "none" else channel.sum
+        self._thread = CommunicationThread(device, timeout_s=timeout_s)
 
     def begin(self, num_targets: float) -> None:
-        """Nothing: a sum needs no weights."""
+        """Do nothing: a sum does not depend on the number of targets."""
 
     def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
         """Sum over the channel."""
-        return self._courier.send(partial(self._sum, flat))
+        return self._thread.send(partial(self._sum, flat))
 
     def close(self) -> None:
         """End the thread, free the channel."""
-        self._courier.close()
+        self._thread.close()
         self._channel.close()
 
 
-class Courier:
-    """A thread that does one job after the other while the backward pass computes.
+class CommunicationThread:
+    """A background thread that runs one job after another while the backward pass computes.
 
-    After a job that failed none is done: its error is every later one's.
+    After a job has failed, all later jobs fail with the same error.
     """
 
     def __init__(self, device: torch.device, *, timeout_s: float) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Future[None]] | None] = queue.SimpleQueue()
         self._device, self._timeout_s = device, timeout_s
-        # a daemon: an MPI call that never returns must not keep a process that has failed
-        self._thread = threading.Thread(target=self._work, name="courier", daemon=True)
+        # a daemon thread: an MPI call that never returns must not keep a failed process alive
+        self._thread = threading.Thread(target=self._work, name="communication", daemon=True)
         self._thread.start()
 
     def send(self, job: Job) -> Job:
-        """Have a job done after those sent before. Returns what waits for it, and raises its error, or RuntimeError
-        when it has taken too long."""
+        """Queue a job; return a function that waits for it and raises its error, or RuntimeError after the time-out."""
         done: Future[None] = Future()
         self._jobs.put((job, done))
         return partial(self._wait, done)
 
     def close(self) -> None:
-        """Let the thread end after the jobs sent so far."""
+        """End the thread after the jobs queued so far."""
         self._jobs.put(None)
         self._thread.join(self._timeout_s)
 
@@ -144,36 +145,36 @@ class Courier:
             raise _timed_out(self._timeout_s) from None
 
 
-# -- ranks that speak with each other
+# -- channels
 
 
 class Channel(Protocol):
-    """Some ranks that speak with each other. All of them make the same calls in the same order, from one thread each.
+    """A group of ranks. All of them make the same calls in the same order, each from one thread.
 
-    Tensors are contiguous and on this rank's device. RuntimeError when a peer is gone or silent.
+    Tensors are contiguous and on this rank's device. RuntimeError when a peer has ended or does not answer in time.
     """
 
     rank: int
-    """Among them, in the order they were given."""
+    """Rank within the group."""
     size: int
 
     def sum(self, tensor: Tensor) -> None:
-        """Over all ranks, in place, with the same bits on each."""
+        """All-reduce in place, with equal bits on every rank."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """That of rank `source` to all."""
+        """Copy the tensor of rank `source` to all ranks."""
 
-    def deal(self, rows: Tensor, came: Tensor) -> None:
-        """Row i of `rows` [size, ...] goes to rank i; `came` gets what the ranks have sent here, in their order."""
+    def all_to_all(self, input: Tensor, output: Tensor) -> None:
+        """Send row i of `input` [size, ...] to rank i; row i of `output` is received from rank i."""
 
     def gather(self, row: Tensor, rows: Tensor) -> None:
-        """`rows` [size, ...] gets the rows of all ranks, in their order."""
+        """All-gather: `rows` [size, ...] receives the row of every rank."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """With one other rank, which calls it too: its tensor, of the same shape."""
+        """Swap tensors of one shape with another rank, which makes the same call; return the peer's."""
 
     def close(self) -> None:
-        """Free it; no rank of it will call again. Collective."""
+        """Free the channel. Collective: all its ranks."""
 
 
 def open_channel(transport: str, groups: Sequence[Sequence[int]], *, timeout_s: float) -> Channel | None:
@@ -200,7 +201,7 @@ def open_channel(transport: str, groups: Sequence[Sequence[int]], *, timeout_s: 
 
 
 class TorchChannel:
-    """By torch's backend: gloo or NCCL. `group`: None for a rank on its own."""
+    """A channel over torch.distributed: gloo or NCCL. group: None for a single rank."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -215,11 +216,11 @@ class TorchChannel:
         if self._group is not None:
             dist.broadcast(tensor, group=self._group, group_src=source)
 
-    def deal(self, rows: Tensor, came: Tensor) -> None:
+    def all_to_all(self, input: Tensor, output: Tensor) -> None:
         if self._group is None:
-            came.copy_(rows)
+            output.copy_(input)
         else:
-            dist.all_to_all_single(came, rows, group=self._group)
+            dist.all_to_all_single(output, input, group=self._group)
 
     def gather(self, row: Tensor, rows: Tensor) -> None:
         if self._group is None:
@@ -238,14 +239,14 @@ class TorchChannel:
         return came
 
     def close(self) -> None:
-        """Nothing: the group goes with the world's."""
+        """Do nothing: the group is destroyed with the world."""
 
 
 class MPIChannel:
-    """By MPI, whose blocking collectives are its fast ones, and have no time-outs.
+    """A channel over MPI, whose blocking collectives are faster than the others but have no time-outs.
 
-    So all ranks meet first, in a barrier that is polled up to the deadline; what then blocks has all its peers there.
-    One that stops right then leaves the courier's thread inside MPI, and `Courier` gives up on that.
+    So every collective starts with a non-blocking barrier that is polled until the deadline. The blocking call after it
+    has all its peers; if one ends at that moment, `CommunicationThread` stops waiting for the call.
     """
 
     def __init__(self, comm: MPI.Comm, *, timeout_s: float) -> None:
@@ -267,9 +268,9 @@ class MPIChannel:
         self._meet()
         self._comm.Bcast(_bytes(tensor), source)
 
-    def deal(self, rows: Tensor, came: Tensor) -> None:
+    def all_to_all(self, input: Tensor, output: Tensor) -> None:
         self._meet()
-        self._comm.Alltoall(_bytes(rows), _bytes(came))
+        self._comm.Alltoall(_bytes(input), _bytes(output))
 
     def gather(self, row: Tensor, rows: Tensor) -> None:
         self._meet()
@@ -307,7 +308,7 @@ def check_device(transport: str, device: torch.device) -> None:
 
 
 def _timed_out(timeout_s: float) -> RuntimeError:
-    # the words tell `distributed.lost_a_peer` that some other rank is to blame
+    # `failures.lost_a_peer` recognises this text: the cause is on another rank
     return RuntimeError(f"Timed out waiting {timeout_s:g} s for other ranks to send their gradients")
 
 
@@ -316,16 +317,16 @@ def _bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
-# -- halves
+# -- compression
 
 
-class Halves:
-    """Sums over a channel, sent as halves, added in fp32, with the same bits on every rank.
+class CompressedAllReduce:
+    """All-reduces over a channel in half precision, adding in fp32, with equal bits on every rank.
 
-        each rank   [ for 0 | for 1 | for 2 ]  --deal-->  its stretch of all ranks, added in fp32  --gather-->  all
+        each rank   [ to 0 | to 1 | to 2 ] -- all-to-all --> its range of all ranks, added in fp32 -- all-gather --> all
 
-    As many elements travel as in an all-reduce of halves, which would round the sum at each of its hops instead of
-    twice. Memory is kept from sum to sum: to be given new pages takes longer than the arithmetic.
+    It sends as many elements as an all-reduce in half precision, which would round the sum at every hop instead of
+    twice. Buffers are kept between calls: allocating new pages takes longer than the arithmetic.
     """
 
     def __init__(self, channel: Channel, dtype: torch.dtype) -> None:
@@ -333,7 +334,7 @@ class Halves:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def sum(self, flat: Tensor) -> None:
-        """In place. See `to_halves` for overflow. Collective: the channel."""
+        """Sum in place. For overflows see `compress`. Collective: the channel."""
         if flat.dtype != torch.float32:
             wide = flat.float()
             self.sum(wide)
@@ -342,17 +343,17 @@ class Halves:
         size = self._channel.size
         length = 2 * -(-flat.numel() // (2 * size))  # even: each row of bytes begins at a multiple of 4
         stretches = [flat[rank * length : (rank + 1) * length] for rank in range(size)]
-        sent, came = self._wires(size, halves_size(length), flat.device)
+        sent, came = self._wires(size, compressed_bytes(length), flat.device)
         for stretch, wire in zip(stretches, sent, strict=True):
-            to_halves(stretch, self._dtype, wire)
-        self._channel.deal(sent, came)
+            compress(stretch, self._dtype, wire)
+        self._channel.all_to_all(sent, came)
         own = stretches[self._channel.rank].zero_()
         for wire in came:  # in the order of ranks, wherever it is done
-            add_halves(wire, self._dtype, own)
-        to_halves(own, self._dtype, sent[0])
+            add_decompressed(wire, self._dtype, own)
+        compress(own, self._dtype, sent[0])
         self._channel.gather(sent[0], came)
         for stretch, wire in zip(stretches, came, strict=True):
-            add_halves(wire, self._dtype, stretch.zero_())
+            add_decompressed(wire, self._dtype, stretch.zero_())
 
     def _wires(self, rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._memory.numel() < 2 * rows * size:
@@ -361,12 +362,12 @@ class Halves:
         return sent, came
 
 
-def halves_size(length: int) -> int:
-    """Bytes of so many values as halves."""
+def compressed_bytes(length: int) -> int:
+    """Return the bytes of this many compressed values: the scale and two bytes per value."""
     return 4 + 2 * length
 
 
-def to_halves(values: Tensor, dtype: torch.dtype, wire: Tensor) -> None:
+def compress(values: Tensor, dtype: torch.dtype, wire: Tensor) -> None:
     """Write fp32 values to bytes: a power of two, and each value over it. `wire` may be longer.
 
     The power brings the greatest magnitude just below 2^15, so that nothing overflows in fp16, and gradients of a
@@ -378,13 +379,13 @@ def to_halves(values: Tensor, dtype: torch.dtype, wire: Tensor) -> None:
     exponent = torch.where(greatest.isfinite(), exponent, 0)
     scale, inverse = (torch.ldexp(torch.ones_like(greatest), power) for power in (exponent, -exponent))
     wire[:4].view(torch.float32).copy_(scale)
-    halves = wire[4 : halves_size(values.numel())].view(dtype)
+    halves = wire[4 : compressed_bytes(values.numel())].view(dtype)
     for part, half in zip(torch.split(values, CHUNK), torch.split(halves, CHUNK), strict=True):
         half.copy_(part * inverse)
 
 
-def add_halves(wire: Tensor, dtype: torch.dtype, values: Tensor) -> None:
-    """Add what `to_halves` was given, but for rounding, to fp32 values."""
-    scale, halves = wire[:4].view(torch.float32), wire[4 : halves_size(values.numel())].view(dtype)
+def add_decompressed(wire: Tensor, dtype: torch.dtype, values: Tensor) -> None:
+    """Add what `compress` was given, but for rounding, to fp32 values."""
+    scale, halves = wire[:4].view(torch.float32), wire[4 : compressed_bytes(values.numel())].view(dtype)
     for part, half in zip(torch.split(values, CHUNK), torch.split(halves, CHUNK), strict=True):
         part.add_(half.float().mul_(scale))

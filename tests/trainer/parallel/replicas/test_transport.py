@@ -20,11 +20,11 @@ from onward.trainer.parallel.replicas import reducer as reduce
 from onward.trainer.parallel.replicas.transport import (
     Channel,
     Summed,
-    add_halves,
+    add_decompressed,
     check_device,
-    halves_size,
+    compress,
+    compressed_bytes,
     open_channel,
-    to_halves,
 )
 from tests.support.graphs import tiny_conv_net
 from tests.support.ranks import run_ranks
@@ -108,9 +108,9 @@ def test_every_route_sums_with_the_same_bits_on_every_rank() -> None:
 
 
 def there_and_back(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    wire, back = torch.empty(halves_size(values.numel()), dtype=torch.uint8), torch.zeros_like(values)
-    to_halves(values, dtype, wire)
-    add_halves(wire, dtype, back)
+    wire, back = torch.empty(compressed_bytes(values.numel()), dtype=torch.uint8), torch.zeros_like(values)
+    compress(values, dtype, wire)
+    add_decompressed(wire, dtype, back)
     return back
 
 

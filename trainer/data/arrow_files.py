@@ -1,4 +1,4 @@
-"""Arrow: shard files in its IPC format (memory-mapped), Parquet files, and its columns as ours."""
+"""Read and write shard files in Arrow's IPC format (memory-mapped), read Parquet files, convert Arrow columns."""
 
 from __future__ import annotations
 
@@ -144,6 +144,7 @@ def _block(path: Path, batch: pa.RecordBatch, first: int) -> Block:
 def _cells(array: pa.Array) -> Cells:
     """An Arrow column as an array where it is one, else as Python's objects."""
     kind = array.type
+    # to_numpy would turn missing integers into NaN floats; as objects they stay None, and are reported as missing
     if array.null_count:
         return list(array.to_pylist())
     if isinstance(kind, pa.FixedShapeTensorType):
@@ -162,6 +163,7 @@ def _cells(array: pa.Array) -> Cells:
 def _lists(array: pa.Array) -> Cells:
     """Lists of one length as an array [n, length, ...], others as n arrays."""
     fixed = pa.types.is_fixed_size_list(array.type)
+    # flatten() leaves out the values of a slice's neighbours, which .values would include
     lengths = np.full(len(array), array.type.list_size) if fixed else array.value_lengths().to_numpy()
     inner: Any = _cells(array.flatten())
     if not isinstance(inner, np.ndarray):
@@ -173,7 +175,7 @@ def _lists(array: pa.Array) -> Cells:
 
 @contextlib.contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Turns Arrow's errors into ours, which name the file."""
+    """Convert Arrow's errors to DataError with the path."""
     try:
         if not path.stat().st_size:
             raise DataError(f"{path} is empty (0 bytes)")

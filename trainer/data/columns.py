@@ -197,6 +197,7 @@ def infer(name: str, cells: Cells) -> Column:
     array = numbers(cells)
     if array is not None:
         return Column(name=name, dtype=_type(array), shape=array.shape[1:], extremes=extremes(array))
+    # cells of mixed kinds or lengths, one by one
     rows = [row[0] for cell in cells if cell is not None and (row := numbers([cell])) is not None]
     if len(rows) * 2 < len(cells):
         return Column(name=name, dtype=TEXT)
@@ -226,6 +227,7 @@ def extremes(values: Values) -> tuple[int | float, ...]:
     if not flat.size:
         return ()
     least, most = flat.min(), flat.max()
+    # the second least and second greatest, in case the least or greatest is model.ignore_index
     inner = flat[(flat > least) & (flat < most)] if flat.dtype.kind in "iu" else flat[:0]
     found = {least.item(), most.item()} | ({inner.min().item(), inner.max().item()} if inner.size else set())
     return tuple(sorted(found))

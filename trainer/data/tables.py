@@ -1,6 +1,6 @@
-"""Tables written as text: CSV and JSON Lines, in pieces, with the line of everything that is wrong.
+"""Read CSV and JSON Lines in blocks, with the line number of each bad row.
 
-A piece is cut at a line end, so that its size and not the file's decides about memory.
+A block ends at a line end. Memory depends on the size of a block, not of the file.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def _pieces(path: Path, *, quotes: bool) -> Iterator[tuple[int, bytes]]:
 def _cut(data: bytes, *, quotes: bool) -> int:
     """Just after the last line end that ends a row."""
     end = data.rfind(b"\n") + 1
+    # an odd number of quotes before a line end means that it is inside a quoted field: try the last one before that field
     while quotes and end and data.count(b'"', 0, end) % 2:
         end = data.rfind(b"\n", 0, data.rfind(b'"', 0, end)) + 1
     return end
@@ -133,10 +134,12 @@ def _plain(piece: bytes, header: list[str], names: list[str]) -> Parsed:
     data = np.frombuffer(piece if piece.endswith(b"\n") else piece + b"\n", np.uint8)
     ends = np.flatnonzero(data == NEWLINE)
     sizes = np.diff(ends, prepend=-1)
+    # differences of cumulative counts at line ends: the commas of each line, without a loop in Python
     commas = np.diff(np.searchsorted(np.flatnonzero(data == COMMA), ends), prepend=0)
     blank = (sizes == 1) | ((sizes == 2) & (data[ends - 1] == RETURN))
     ragged = ~blank & (commas != len(header) - 1)
     good = ~blank & ~ragged
+    # pandas accepts lines with too few fields, so it gets the good lines only
     if not good.all():
         data = data[np.repeat(good, sizes)]
     bad = {int(row): _ragged(int(commas[row]) + 1, header) for row in np.flatnonzero(ragged)}
@@ -188,6 +191,7 @@ def _cells(series: Any) -> Cells:
     wrong = np.flatnonzero(np.isnan(found))
     if not wrong.size:
         return np.asarray(parsed)
+    # numbers stay numbers; the text of other cells is kept, for messages
     cells = found.astype(object)
     cells[wrong] = [text if isinstance(text, str) and text.strip() else None for text in series.iloc[wrong]]
     return list(cells)

@@ -1,4 +1,4 @@
-"""The predecessor's shard files: samples of length-prefixed ONNX TensorProtos, back to back.
+"""Read and write the shard files of ONNX Runtime's trainer: length-prefixed samples of ONNX TensorProtos.
 
     sample  := u32 size of all its features with their prefixes, feature*
     feature := u32 size, serialized onnx.TensorProto (its name is the column; no batch dimension)
@@ -23,7 +23,7 @@ from onward.trainer.errors import DataError
 
 PREFIX = struct.Struct("<I")
 AS_BITS = {"float16": np.uint16, "bool": np.uint8}
-"""Types that travel as the integers of their bits."""
+"""Types that are stored as integers with the same bits."""
 
 
 class ProtoWriter:
@@ -94,6 +94,7 @@ class ProtoReader:
 
 def proto_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     """The samples of a shard file; `names`: the columns to keep, None for all."""
+    # mapped, not read: the file may be larger than memory
     data = _map(path)
     samples: list[dict[str, Array]] = []
     first = size = 0

@@ -101,12 +101,14 @@ def export_conflicts(target: Path, source: Path | None, variants: Iterable[str] 
     problems = [
         f"{place} is the model that is trained; choose another name" for place in places if _same(place, source)
     ]
+    # the exported file keeps its weights in files of the same names as the original's
     own = _external_files(source)
     if taken := [name for name in own if _same(target.parent / name, source.parent / name)]:
         problems.append(
             f"the exported file keeps weights in {', '.join(taken)}, and in {target.parent} those belong to the "
             "original; choose another directory"
         )
+    # files of an earlier export to the same target may be replaced
     former = _external_files(target) if target.is_file() else []
     if foreign := [name for name in own if name not in (*taken, *former) and (target.parent / name).exists()]:
         problems.append(

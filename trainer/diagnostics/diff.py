@@ -189,6 +189,7 @@ def _type_name(element_type: int) -> str:
 def _node_changes(a: onnx.GraphProto, b: onnx.GraphProto) -> Iterator[NodeChange]:
     """Yield differences of nodes; two nodes correspond if they have the same first output, or else the same name."""
     before, after = ({_key(node): node for node in graph.node} for graph in (a, b))
+    # exporters renumber outputs, so nodes without a counterpart by output are matched by name
     named = {node.name: node for key, node in after.items() if node.name and key not in before}
     pairs = [(node, after.get(key) or named.get(node.name)) for key, node in before.items()]
     for node, counterpart in pairs:
@@ -277,6 +278,7 @@ def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto,
         same = [_content(*side) for side in (a, b)]
         return None if same[0] == same[1] else TensorChange(name=name, change="values", before=shape, after=shape)
     changed, greatest, moved, was, now, dot = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+    # sums in float64 over chunks: external data may be larger than memory
     for x, y in zip(read_chunks(*a), read_chunks(*b), strict=True):
         bits = x.view(BITS[x.itemsize]) != y.view(BITS[x.itemsize])
         changed += int(bits.sum())

@@ -99,6 +99,7 @@ def merged(
     readers = _readers(main)
     trained = [name for name, role in found.items() if role.kind == "trained" and name in stored]
     meaningful = [name for name in trained if stored[name].ndim >= 2 and is_distinctive(stored[name])]
+    # how often the layers of this network are repeated, by its matrices; not by embeddings, which a tied head reads too
     repeats = [len(readers.get(name, ())) for name in meaningful if not found[name].operator.startswith("Gather")]
     usual = max(repeats, default=1)
     return {
@@ -160,6 +161,7 @@ TRANSFORMER = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormali
 
 
 def _no_dropout(audit: AuditInput) -> Iterator[tuple[str, str]]:
+    # a softmax that is an output is that of a classifier, not of attention
     softmaxes = [node for node in audit.nodes("Softmax") if node.output[0] not in _outputs(audit)]
     if not audit.nodes("Dropout") and (len(audit.nodes(*TRANSFORMER)) > 1 or len(softmaxes) > 1):
         yield (

@@ -158,6 +158,7 @@ def _initial_factors(adapter: Adapter, weight: Tensor, rank: int, seed: int, *, 
     else:
         *batch, outputs, fan_in = (weight if adapter.outputs_first else weight.mT).shape
         a_shape, b_shape = [*batch, rank, fan_in], [*batch, outputs, rank]
+    # a generator for each adapter: its values depend on the seed and its name, not on the order of adapters
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {adapter.a}".encode()))
     a = torch.empty(a_shape, dtype=weight.dtype).uniform_(-1, 1, generator=generator) / math.sqrt(fan_in)
     return a, torch.zeros(b_shape, dtype=weight.dtype)

@@ -174,7 +174,7 @@ class _Recorder:
         """Return the shape of the output that the loss reads, computed on fake tensors."""
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             output = self._loss.output(self._module.eval()(*(tensor.clone() for tensor in inputs)))
-        self._module.train()
+        self._module.train()  # the gradients are those of training mode
         return output.shape
 
     def __call__(self, *flat: Tensor) -> tuple[Tensor, ...]:
@@ -218,6 +218,7 @@ def _record(recorder: _Recorder, examples: Sequence[Example]) -> fx.GraphModule:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor, dynamic: Mapping[int, str]) -> Tensor:
+        # DUCK: equal sizes get one symbol, such as the batch size of all inputs
         sizes = [DimDynamic.DUCK if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.ndim)]
         context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=sizes)
         return mode.from_tensor(tensor, symbolic_context=context)
@@ -231,6 +232,7 @@ def _record(recorder: _Recorder, examples: Sequence[Example]) -> fx.GraphModule:
         _allow_non_fake_inputs=True,
     )(*tensors)
     assert isinstance(traced, fx.GraphModule)
+    # calls whose results nothing reads would be translated otherwise
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return traced

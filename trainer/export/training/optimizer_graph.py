@@ -114,6 +114,7 @@ Rule = Callable[[_Weight], dict[str, str]]
 def _adam(g: GraphExtender, config: OptimizerConfig) -> Rule:
     decays_after = config.name == "adam" and config.weight_decay_mode == "huggingface"
     c1, root_c2 = _corrections(g, config)
+    # huggingface's Adam adds epsilon before the bias correction, so it is divided by the correction here
     epsilon = g.constant(config.epsilon)
     if decays_after:
         epsilon = g.op("Div", epsilon, root_c2)

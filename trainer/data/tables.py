@@ -86,9 +86,9 @@ def _pieces(path: Path, *, quotes: bool) -> Iterator[tuple[int, bytes]]:
 
 
 def _cut(data: bytes, *, quotes: bool) -> int:
-    """Just after the last line end that ends a row."""
+    """Return the offset just after the last line end that ends a row."""
     end = data.rfind(b"\n") + 1
-    # an odd number of quotes before a line end means that it is inside a quoted field: try the last one before that field
+    # an odd number of quotes before a line end means that it is inside a quoted field: go back before that field
     while quotes and end and data.count(b'"', 0, end) % 2:
         end = data.rfind(b"\n", 0, data.rfind(b'"', 0, end)) + 1
     return end

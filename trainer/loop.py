@@ -106,9 +106,8 @@ def train(
         events.emit("evaluation", step, values=metrics)
         return metrics
 
-    parts = model.parts() | optimizer_parts(
-        optimizer, trained
-    )  # the tensors themselves, which training changes in place
+    # the tensors themselves, which training changes in place: what is saved is always their present value
+    parts = model.parts() | optimizer_parts(optimizer, trained)
 
     def save_checkpoint() -> None:
         check_copies(parts, mpi, beat=heartbeat.beat)

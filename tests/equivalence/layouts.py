@@ -28,7 +28,7 @@ from onward.trainer.checkpoint.verification import verify
 from onward.trainer.distributed import collectives
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.export import export
-from onward.trainer.model import loss
+from onward.trainer.model import vocabulary_loss
 from onward.trainer.parallel.planner import plan
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs
@@ -149,12 +149,12 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
             super().beat(step)
 
     def counted_all_reduce(x: torch.Tensor, group: str, how: Any) -> torch.Tensor:
-        if not is_fake(x):  # stages are priced on such
+        if not is_fake(x):  # the dry run and the cost estimate use fake tensors
             calls.append(how)
         return collective(x, group, how)
 
     collective, calls = collectives.all_reduce, list[str]()
-    collectives.all_reduce = loss.all_reduce = counted_all_reduce
+    collectives.all_reduce = vocabulary_loss.all_reduce = counted_all_reduce
     for root in roots:
         run, made = RunDir(Path(root)), dict[int, int]()
         if mpi.rank == 0:
@@ -164,7 +164,7 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
         train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
         if {1, 2} <= made.keys():  # not where it began with a checkpoint of the first step
             (run.root / f"collectives-{mpi.rank}").write_text(str(made[2] - made[1]))
-    collectives.all_reduce = loss.all_reduce = collective
+    collectives.all_reduce = vocabulary_loss.all_reduce = collective
 
 
 def num_collectives(run: RunDir) -> list[int]:

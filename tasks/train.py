@@ -17,11 +17,10 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.states import Cancelled
 
 from onward.infra import mpirun
-from onward.trainer import errors
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable, TrainingFailed
+from onward.trainer.errors import OnwardError, RuntimeUnavailable, TrainingFailed
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import AttemptResult, RankError, TrainResult, read_record, write_record
+from onward.trainer.run.records import AttemptResult, TrainResult, read_record, recorded_error, write_record
 
 log = logging.getLogger(__name__)
 
@@ -106,22 +105,15 @@ def describe(outcome: mpirun.Outcome, config: RunConfig) -> str:
 def failure(run: RunDir, attempt: int, *, ending: str) -> OnwardError:
     """Return the error to raise for a failed attempt: the first rank's own, or TrainingFailed with the log's end."""
     first = run.first_error(attempt)
-    if first is not None and (own := _own_error(first)) is not None:
-        return own
+    if first is not None:
+        # `cause` is "ClassName: message", as the rank's exception hook has written it.
+        kind, _, message = first.cause.partition(": ")
+        where = f"rank {first.rank} on {first.host}, step {first.step}: "
+        if (own := recorded_error(kind, message.splitlines(), where=where)) is not None:
+            return own
     cause = f"rank {first.rank} on {first.host}, step {first.step}: {first.cause}; {ending}" if first else ending
     lines = run.log(attempt).read_text(errors="replace").splitlines()[-TAIL_LINES:]
     return TrainingFailed("\n  | ".join([f"attempt {attempt}: {cause}. The end of {run.log(attempt)}:", *lines]))
-
-
-def _own_error(error: RankError) -> OnwardError | None:
-    """Return the OnwardError that a rank raised; None for any other exception."""
-    # `cause` is "ClassName: message", as the rank's exception hook has written it.
-    name, _, sentence = error.cause.partition(": ")
-    kind = getattr(errors, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, OnwardError)):
-        return None
-    where = f"rank {error.rank} on {error.host}, step {error.step}: "
-    return kind(sentence.splitlines()) if issubclass(kind, Refused) else kind(where + sentence)
 
 
 def _result(run: RunDir, attempt: int) -> AttemptResult | None:

@@ -1,6 +1,6 @@
-"""Stands in for `python -m onward.trainer` in the task's tests: what such a process may do, without a checkpoint.
+"""A substitute for `python -m onward.trainer` in the tests of the export task: every way such a process can end.
 
-python -m tests.tasks.exporting {export,refuse,crash} {export,variant} RUN_DIR {CHECKPOINT,KIND} --folder FOLDER
+python -m tests.support.exporting {export,refuse,crash} {export,variant} RUN_DIR {CHECKPOINT,KIND} --folder FOLDER
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Small programs to put under mpirun: `python -m tests.infra.rank_programs NAME FOLDER`, one name per habit.
+"""Small programs to run under mpirun: `python -m tests.support.rank_programs NAME FOLDER`, one name per behaviour.
 
-Each says `up-RANK` in the folder. None asks the kernel to be killed with its parent: they are worse than
-the trainer's ranks on purpose.
+Each creates `up-RANK` in the folder when it has started. Unlike the trainer's ranks, none is killed with its parent.
 """
 
 from __future__ import annotations

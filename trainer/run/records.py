@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -184,8 +185,20 @@ class Refusal(Record):
 
 def own_error(refusal: Refusal) -> OnwardError:
     """Return the error that another process recorded, to raise it in this one."""
-    kind: type[OnwardError] = getattr(errors, refusal.kind)
-    return kind(refusal.problems) if issubclass(kind, errors.Refused) else kind("\n".join(refusal.problems))
+    error = recorded_error(refusal.kind, refusal.problems)
+    assert error is not None, f"{refusal.kind} is not a class of trainer/errors.py"
+    return error
+
+
+def recorded_error(kind: str, problems: Sequence[str], *, where: str = "") -> OnwardError | None:
+    """Return an error of the class named `kind`; None if it is not one of Onward's.
+
+    `where`: what precedes the message of an error that has only one, such as the rank that raised it.
+    """
+    found = getattr(errors, kind, None)
+    if not (isinstance(found, type) and issubclass(found, OnwardError)):
+        return None
+    return found(problems) if issubclass(found, errors.Refused) else found(where + "\n".join(problems))
 
 
 R = TypeVar("R", bound=BaseModel)

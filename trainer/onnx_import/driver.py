@@ -72,6 +72,8 @@ def load_model(path: Path) -> onnx.ModelProto:
 
 
 def _checked(path: Path) -> onnx.ModelProto:
+    # by path and not by model, because the checker reads external data relative to the file and has no limit of 2 GB
+    # then
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
@@ -122,6 +124,7 @@ def _finish(attempt: ImportAttempt, graph: fx.Graph, copies: Copies, *, fuse: bo
     # traced nodes refer to the tracer; through its root every rank would keep all weights of all stages alive
     attempt.tracer.root = nn.Module()
     paths = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    # without the copies, which have been removed, and what dead-code elimination left out
     module.onnx_names = {path: name for path, name in attempt.onnx_names.items() if path in paths}
     mark_constants_nonpersistent(module)
     module.input_names = tuple(value.name for value in attempt.inputs)
@@ -138,11 +141,13 @@ def import_graph(
 
     Raises UnsupportedModel with every problem of the best attempt.
     """
+    # before tracing, because a node is not traced when one before it fails, and all of them are to be reported at once
     unknown = unknown_operators(model)
     attempts: list[tuple[ImportAttempt, fx.Graph]] = []
     for lengths, batch in trial_sizes(model.graph, set(stored)):
         attempt = ImportAttempt(model, Tracer(), roles, batch, base)
         attempts.append((attempt, attempt.build(stored, lengths)))
+        # nothing was assumed and nothing is left to run time: a further size cannot be better
         if not any(attempt.cost):
             break
     best = min(attempts, key=lambda entry: entry[0].cost)

@@ -36,6 +36,7 @@ def function_body(node: onnx.NodeProto, opset: int, operands: Sequence[Value]) -
     if schema.has_function:
         function.CopyFrom(schema.function_body)
     else:
+        # onnx's C++ binding takes serialized messages here
         types = [_type(operand).SerializeToString() for operand in operands]
         function.ParseFromString(schema.get_context_dependent_function(node.SerializeToString(), types))
     given = {attribute.name: attribute for attribute in node.attribute}

@@ -59,11 +59,13 @@ def _domain(node: onnx.NodeProto) -> str:
     return "" if node.domain == "ai.onnx" else node.domain
 
 
+# cached: a graph has thousands of nodes and tens of operators, and is lowered once for each pair of trial sizes
 @functools.cache
 def _since(operator: str, opset: int, domain: str) -> int:
     try:
         return int(defs.get_schema(operator, opset, domain).since_version)
     except defs.SchemaError:
+        # an operator of a domain that ONNX does not define, such as com.microsoft: its version is that of the domain
         return opset
 
 
@@ -173,6 +175,7 @@ class GraphLowering:
     def run(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int]) -> None:
         """Lower every node of a graph or a function body and add the results to `values`, by name."""
         returned = (output if isinstance(output, str) else output.name for output in body.output)
+        # with the names that inner graphs read: they are no inputs of the node, but must be kept as well
         read = {*returned, *(name for node in body.node for name in (*node.input, *outer_names_read(node)))}
         for node in body.node:
             if node.op_type == "Constant" and node.output[0] in values:
@@ -183,11 +186,14 @@ class GraphLowering:
                 results = self._node(node if self.eager else _without_unread(node, read), values, opsets)
             except UnsupportedNode as error:
                 problem = f"{node_label(node, opsets.get(_domain(node), 1))}: {error}"
+                # when the graph runs there is no report in which problems could be collected
                 if self.eager:
                     raise UnsupportedNode(problem) from error
                 self.problems.append(problem)
             else:
                 values.update(zip(node.output, results, strict=False))
+                # ONNX names an absent optional operand "", and zip has just stored a result under it if an output was
+                # absent
                 values[""] = None
                 for name, result in zip(node.output, results, strict=False):
                     if isinstance(result, Traced):
@@ -198,6 +204,8 @@ class GraphLowering:
         if self.eager:
             return self.lower(node, values, opsets)
         # a RuntimeNode owns no tensors, so stored tensors of inner graphs must become operands
+        # Hoisted whether or not the node becomes a RuntimeNode: the rule may notice only after it has lowered the body
+        # that it needs values.
         if any(subgraphs(node)):
             node, constants = hoist_stored_tensors(node, self.base)
             values.update(constants)
@@ -227,7 +235,9 @@ class GraphLowering:
             tracer = EagerTracer(torch.device("cpu"), training=self.tracer.training)
             with torch.no_grad():
                 return lower_eagerly(node, dict(zip(names, args, strict=True)), context, tracer)
+        # a dot in the name of a submodule would be read as a path
         name = (node.name or next(filter(None, node.output))).replace(".", "_").replace("/", "_")
+        # names inside a function body or an inner graph are local, and may be those of other values of the main graph
         known = {} if self.depth else self.shapes()
         results = [known.get(output) for output in node.output]
         return self.tracer.add_runtime_node(name, RuntimeNode(node, names, context, lower_eagerly), args, results)
@@ -241,6 +251,7 @@ class GraphLowering:
         version = since_version(node, opset)
         rule = _rule(node, version)
         converter = user_converter(node, version)
+        # a converter of the user goes before the rule: it is how one replaces a rule that is wrong for one's model
         if converter is None and rule is not None:
 
             def run_body(body: onnx.GraphProto, inputs: Sequence[Value]) -> list[Value]:
@@ -263,8 +274,10 @@ class GraphLowering:
         inner: dict[str, Value] = {
             name: outer[name] for name in outer_names_read(node)
         }  # some bodies contain the node's inner graphs
+        # the call may pass fewer operands than the function has formal inputs; the absent ones are optional
         inner.update({"": None, **dict.fromkeys(body.input, None)})
         inner.update(zip(body.input, (outer[name] for name in node.input), strict=False))
+        # a body declares its own opsets, and its nodes have the semantics of these and not of the model's
         self._run_nested(body, inner, {**opsets, **opsets_of(body)}, "definition")
         # formal outputs that the node uses must be computed; others may be missing
         wanted = [formal for formal, actual in zip(body.output, node.output, strict=False) if actual]

@@ -51,6 +51,7 @@ def _at_size(side: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, Traced):
             return leaf.probes[side]
+        # constants too: torch refuses calls that mix meta tensors with tensors of another device
         return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
     picked, named = pytree.tree_map(pick, (args, kwargs))
@@ -60,6 +61,7 @@ def _at_size(side: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _needs_values(error: Exception) -> bool:
     """Return whether torch's message says that a meta tensor lacks the values that the call reads."""
+    # there is no exception class for it; the message is all that torch gives
     return "meta" in str(error).lower() and not isinstance(error, IndexError | TypeError)
 
 

@@ -29,6 +29,7 @@ FIRST_ONLY = (
 DIFFERENTIABLE_OPERANDS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(FIRST_ONLY, (0,)),
     **dict.fromkeys((*VALUE_FREE, *COMPARISONS, *QUANTIZERS), ()),
+    # after the general entry of QUANTIZERS, because the later entry wins:
     # gradients pass through these as through the identity (ops/quant.py)
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), (0,)),
     **dict.fromkeys(("QLinearMatMul", "QLinearConv"), (0, 3)),

@@ -125,6 +125,7 @@ class _Analysis:
 
     def visit_all(self, nodes: Iterable[onnx.NodeProto]) -> None:
         for node in nodes:
+            # its flow was entered with those of the initializers; a visit would replace it by one that carries nothing
             if node.op_type == "Constant" and node.output[0] in self.weights:
                 continue
             if bodies := list(subgraphs(node)):
@@ -134,11 +135,15 @@ class _Analysis:
 
     def _visit(self, node: onnx.NodeProto) -> None:
         operands = [self.flows.get(name, _Flow("stored")) for name in node.input]
+        # only the operands whose values reach the result can carry a weight further: a bound of Clip or an exponent of
+        # Pow is read, but is no part of it
         chosen = DIFFERENTIABLE_OPERANDS.get(node.op_type, tuple(range(len(operands))))
         carriers = [operands[i] for i in chosen if i < len(operands)]
         carried = frozenset[str]().union(*(flow.carried for flow in carriers))
         origin = self._origin(node, operands, carriers)
         self._record_operand_meanings(node, operands, chosen)
+        # Combined with integers alone, a tensor is frozen only provisionally: `first_operator` has precedence in
+        # `_role`, so a table that is also combined with data elsewhere is trained.
         if origin == "data":
             self._combine_with_data(node, carried, operands)
         elif origin == "integers":
@@ -146,6 +151,8 @@ class _Analysis:
         if node.op_type in ("Sin", "Cos"):  # rotation angles computed from positions are no features
             self._freeze(carried, "frequencies of sines and cosines")
             carried = frozenset()
+        # `raw` lasts as long as the value is still pixels: mean and standard deviation are subtracted from these alone,
+        # while the same nodes later in the network are biases and scales
         raw = node.op_type in KEEPS_INPUT and any(flow.raw for flow in operands)
         raw = raw and all(flow.raw or flow.origin == "stored" for flow in operands)
         # a weight combined with data has its role; what follows is a feature of the network
@@ -168,9 +175,11 @@ class _Analysis:
         for i in INITIAL_STATES.get(node.op_type, ()):
             self.states.update(*(flow.carried for flow in operands[i : i + 1]))
         if node.op_type in ("Sub", "Div") and len(operands) == 2 and operands[0].raw:
+            # one number for each channel; a learned table that is subtracted from the input has more elements
             small = (name for name in operands[1].carried if 1 < self.weights[name].numel() <= MAX_CHANNELS)
             self._freeze(small, NORMALISES)
         if why := PARAMETER_MEANING.get(node.op_type):
+            # only the other operands: the data operand of a Clip may well be a weight
             self._freeze((name for i, flow in enumerate(operands) if i not in chosen for name in flow.carried), why)
         if node.op_type in QUANTIZERS or node.op_type in QUANTIZED_WEIGHTS:
             self.quantized.update(name for name in node.input if _is_integer(self.weights.get(name)))
@@ -183,6 +192,7 @@ class _Analysis:
         # an Add after a MatMul is the bias of a linear layer, and may hold a single number
         bias = node.op_type == "Add" and any(flow.producer == "MatMul" for flow in operands)
         for name in carried:
+            # the subtraction that normalises pixels is float arithmetic with data too, and would make the mean a weight
             if self.frozen_reason.get(name) != NORMALISES:
                 self.first_operator.setdefault(name, node.op_type)
             if node.op_type in LAYERS or bias:
@@ -190,8 +200,10 @@ class _Analysis:
 
     def _origin(self, node: onnx.NodeProto, operands: list[_Flow], carriers: list[_Flow]) -> Origin:
         origins = {flow.origin for flow in operands}
+        # the result of a comparison, or of Shape, has no gradient, whatever its operands are
         if node.op_type in COMPARISONS or node.op_type in VALUE_FREE:
             return "stored" if origins <= {"stored"} else "integers"
+        # the integers that enter here are codes of numbers, or ids of rows; what comes out are features
         if node.op_type in QUANTIZERS or node.op_type == "EmbedLayerNormalization":
             return "stored" if origins <= {"stored"} else "data"
         if any(flow.origin == "data" for flow in carriers):
@@ -220,6 +232,7 @@ class _Analysis:
     def _visit_subgraphs(self, node: onnx.NodeProto, bodies: Sequence[onnx.GraphProto]) -> None:
         """Follow the values through If, Loop, Scan and SequenceMap into their results."""
         operands = [self.flows.get(name, _Flow("stored")) for name in node.input]
+        # both branches are visited from the same state, since either may run
         if node.op_type == "If":
             states, parts = [], [self._inside(body, []) for body in bodies]
             results = [_merged(flows) for flows in zip(*parts, strict=False)]
@@ -235,7 +248,10 @@ class _Analysis:
             for _ in range(2):
                 results = self._inside(bodies[0], [*counts, *states])[1 if counts else 0 :]
                 states[:num_states] = map(_merged, zip(states[:num_states], results[:num_states], strict=False))
+            # the loop may also run zero times: then its result is the initial state, which `states` has merged
             results[:num_states] = states[:num_states]
+        # a weight that leaves the body as data has been combined inside it; seen from outside, the If or the Loop did
+        # it
         for name, flow in zip(node.output, results, strict=False):
             if flow.origin == "data":
                 self._combine_with_data(node, flow.carried, operands)
@@ -244,6 +260,8 @@ class _Analysis:
 
     def _inside(self, body: onnx.GraphProto, inputs: Sequence[_Flow]) -> list[_Flow]:
         """Return the flows of a body's results. Names of the body are local to it."""
+        # a body may reuse names of the outer graph for other values, so the outer flows are restored at the end; what
+        # was found out about stored tensors stays
         outer = dict(self.flows)
         self.flows.update(zip((value.name for value in body.input), inputs, strict=False))
         self.flows.update({tensor.name: _Flow("stored") for tensor in body.initializer})
@@ -275,11 +293,14 @@ def find_roles(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> d
     for name, tensor in weights.items():
         analysis.flows[name] = _Flow("stored", frozenset([name]) if tensor.is_floating_point() else frozenset())
     analysis.visit_all(graph.node)
+    # with the names that inner graphs read, and the outputs: a stored tensor may itself be an output
     read = {name for node in graph.node for name in names_read(node)} | {value.name for value in graph.output}
     found = {}
     for name, tensor in weights.items():
         if tensor.is_floating_point():
             found[name] = _role(name, tensor, analysis, read)
+        # listed although they are integers, so that the report says why a quantized model has nothing to train; a zero
+        # point of one element is no weight
         elif name in analysis.quantized and tensor.numel() > 1:
             found[name] = Role("frozen", "stored as integers; train the model it was quantized from")
     return found | dict(_inner_roles(graph))
@@ -319,11 +340,13 @@ def _role(name: str, tensor: torch.Tensor, analysis: _Analysis, read: set[str]) 
         return Role("statistic", "running statistic of a BatchNormalization")
     if name not in read:
         return Role("frozen", "no node reads it")
+    # an fp8 weight, for example; FLOAT16 and BFLOAT16 are fp32 here (element_types.py)
     if tensor.dtype not in TRAINED_TYPES:
         return Role("frozen", f"stored in {8 * tensor.element_size()} bits, too coarse to train")
     if name not in analysis.first_operator:
         return Role("frozen", analysis.frozen_reason.get(name, "is not combined with data in float arithmetic"))
     operator = analysis.first_operator[name]
+    # examined last, and of candidates only: a matrix of zeros may be a mask or a new weight
     if why := _contents_reason(name, tensor, analysis):
         return Role("frozen", why)
     return Role("trained", f"weight of {operator}", operator)
@@ -338,8 +361,12 @@ def _contents_reason(name: str, tensor: torch.Tensor, analysis: _Analysis) -> st
         return "a mask"
     if name in analysis.states and not tensor.any():
         return "the zero state a recurrent layer begins in"
+    # exporters write GroupNorm as an InstanceNormalization with scale 1 and bias 0, followed by Mul and Add with the
+    # real ones
     if operator == "InstanceNormalization" and is_exporter_name(name) and bool(((tensor == 0) | (tensor == 1)).all()):
         return "the neutral scale or bias of a normalisation whose own ones come after it"
+    # a real bias of zeros has the name of its layer; training these would add parameters that the torch model did not
+    # have
     if name in analysis.conv_biases and re.fullmatch(r"val_\d+", name) and not tensor.any():
         return "zeros an exporter gave convolutions that have no bias"
     if not weighted and (operator in ELEMENTWISE or operator.startswith("Gather")) and is_sinusoidal_table(tensor):

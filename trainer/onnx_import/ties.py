@@ -48,12 +48,16 @@ def find_copies(weights: Mapping[str, torch.Tensor], roles: Mapping[str, Role]) 
         tensor = weights[name]
         candidates = seen.get(_sample_key(tensor), ())
         found = next((of for of in candidates if _is_copy(name, of, weights, embeddings)), None)
+        # a copy does not become a candidate itself, so all copies point at one original and never at each other
         if found is not None:
             copies[name] = found
             continue
+        # tensors of zeros or ones are equal by initialisation, not because they are one weight
         if is_distinctive(tensor):
             seen.setdefault(_sample_key(tensor), []).append((name, False))
             if tensor.ndim == 2:
+                # looked up by the samples of its transpose, so a later tensor needs one lookup and not one comparison
+                # for each earlier one
                 seen.setdefault(_sample_key(tensor.t()), []).append((name, True))
     return copies
 
@@ -69,6 +73,7 @@ def _is_copy(name: str, of: tuple[str, bool], weights: Mapping[str, torch.Tensor
     original, transposed = of
     if not transposed and (original not in embeddings or _without_numbers(name) == _without_numbers(original)):
         return False
+    # the samples may be equal by chance; only the whole tensors decide, and they are read for candidates alone
     return torch.equal(weights[name], weights[original].t() if transposed else weights[original])
 
 

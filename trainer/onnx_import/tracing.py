@@ -48,6 +48,8 @@ class OpaqueCallTracer(fx.Tracer):
     """Retraces the generated code of a pickled graph without tracing into the functions that it calls."""
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        # fx pickles a GraphModule as generated code and traces it again when it is unpickled. Tracing into an operator
+        # rule would then record its Python branches for the tracer's proxies; autowrapped functions stay single calls.
         called = type(root).forward.__globals__.values()
         self._autowrap_function_ids.update(id(value) for value in called if inspect.isfunction(value))
         return super().trace(root, concrete_args)
@@ -68,6 +70,7 @@ class Tracer:
         self._anchor: Traced | None = None
         self._shape_arrays: dict[fx.Node, ShapeArray] = {}
         """Tensor in the graph -> the shape arithmetic that it was made from."""
+        # counted, because an import with fewer of them is preferred (driver.py, `ImportAttempt.cost`)
         self.runtime_nodes: list[fx.Node] = []
         self.assumptions: list[str] = []
         """Equations that hold at both trial sizes, but not at all sizes; the graph checks them."""
@@ -76,6 +79,7 @@ class Tracer:
 
     def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Value:
         """Call a function, or the tensor method of that name: at once on constants, else when the graph runs."""
+        # torch implements few operators for uint16, uint32 and uint64
         if needs_int64(function, args, kwargs):
             return call_in_int64(self, function, args, kwargs)
         return self.call_as_is(function, args, kwargs)
@@ -84,6 +88,7 @@ class Tracer:
         """Call without a detour through int64 for wide unsigned operands."""
         run = as_function(function)
         leaves = pytree.tree_leaves((args, kwargs))
+        # constant folding: arithmetic of stored tensors leaves no nodes in the graph
         if not any(isinstance(leaf, Traced) for leaf in leaves):
             with torch.no_grad():
                 return run(*args, **kwargs)
@@ -96,6 +101,7 @@ class Tracer:
         """Call a module that follows train() and eval(), registered on the root as `name` or a free name like it."""
         if not any(isinstance(leaf, Traced) for leaf in pytree.tree_leaves(args)):
             return module.train(self.training)(*args)
+        # a copy, because .to("meta") drops the data of a module in place
         probes = probe(copy.deepcopy(module).to("meta").eval(), args, {})
         name = self.attach(name, module.train())
         return self._wrap(self.graph.call_module(name, *self._nodes((args,))), probes)
@@ -118,6 +124,7 @@ class Tracer:
         """Return the length of a dimension: an int if it is static, else a traced int, recorded once per tensor."""
         if isinstance(tensor, torch.Tensor):
             return tensor.shape[dim]
+        # -1 and ndim - 1 are the same dimension, and should be one node
         key = (tensor.node, dim % tensor.ndim)
         if key not in self._sizes:
             self._sizes[key] = self.call("size", tensor, key[1])
@@ -131,6 +138,7 @@ class Tracer:
 
     def tensor(self, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> Traced:
         """Register a Parameter or buffer on the root and return it as a value of the graph."""
+        # a weight has the same shape at both trial sizes
         meta = torch.empty_like(tensor, device="meta", requires_grad=False)
         return Traced(self, self.graph.get_attr(self.attach(name, tensor, persistent=persistent)), (meta, meta))
 
@@ -229,6 +237,7 @@ class Tracer:
             parts = enumerate(zip(first, second, strict=True))
             return tuple(self._wrap(self.graph.call_function(operator.getitem, (node, i)), pair) for i, pair in parts)
         if isinstance(first, bool | int | float) and first == second:
+            # a `size` that is equal at both trial sizes is a static dimension; arithmetic can be equal by accident
             if node.target != "size" and can_differ(node, first):
                 self.assumptions.append(f"{expression_text(node)} is {first}")
                 self.graph.call_function(check_assumption, (node, first, expression_text(node)))

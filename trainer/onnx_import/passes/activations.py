@@ -41,6 +41,8 @@ def _silu(r: Rewriter, node: Any) -> fx.Node:
 
 def _gelu(r: Rewriter, node: Any) -> fx.Node:
     number, parts = r.factors(node, root=True)
+    # the three factors may be multiplied in any order, and a division by 2 is a factor of 0.5, so all are collected
+    # first
     require(len(parts) == 2 and r.near(number, 0.5, node))
     for x, sum_ in (parts, parts[::-1]):
         function = _other_summand_of_one(r, sum_)
@@ -74,6 +76,7 @@ def _is_tanh_argument(r: Rewriter, value: Any, x: Any) -> bool:
     number, parts = r.factors(value)
     if not r.near(number, math.sqrt(2 / math.pi), x):
         return False
+    # both forms occur: exporters differ in whether they factor out x
     if len(parts) == 2 and x in parts:  # x (1 + 0.044715 x^2)
         square = _other_summand_of_one(r, parts[parts[0] is x])
         return square is not None and _is_power(r, square, 2, x)

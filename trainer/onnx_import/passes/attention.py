@@ -67,6 +67,7 @@ class Attention(nn.Module):
         query, key, value: [batch, heads, sequence, width] or [batch x heads, sequence, width].
         mask: added to the scores [..., queries, keys]; False or -inf masks a score.
         """
+        # one head of batch x heads sequences is the same computation
         flat = query.ndim == 3  # torch's fused kernels need four dimensions
         if flat:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -100,6 +101,7 @@ def fuse_attentions(r: Rewriter) -> int:
 
 def _attention(r: Rewriter, node: Any) -> fx.Node:
     weights, value = node.args
+    # from the result back to the operands, in the reverse of the order in which they are computed
     weights, dropout = _without_dropout(r, weights)
     weights, nan_guarded = _without_nan_guard(r, weights)
     rank = r.rank(weights)
@@ -115,6 +117,7 @@ def _attention(r: Rewriter, node: Any) -> fx.Node:
     scale *= by * by_source
     _check_shapes(r, query, key, value, product)
     mask, causal, query = _combined_mask(r, masks, query, product, nan_guarded=nan_guarded)
+    # only now, because the shapes above are compared with the repeated heads
     key, value, grouped = _without_head_repeat(r, key, value)
     module = Attention(scale=scale, causal=causal, dropout=dropout, grouped=grouped)
     return r.call_module("attention", module, *(query, key, value), *([] if mask is None else [mask]))
@@ -152,6 +155,8 @@ def _without_nan_guard(r: Rewriter, weights: Any) -> tuple[Any, bool]:
 def _scores(r: Rewriter, value: Any) -> tuple[fx.Node, Masks, float]:
     """Return (product of query and key, masks, scale) of the operand of softmax."""
     masks = Masks()
+    # Several masks may follow each other, such as a causal and a padding mask; the walk ends at the product, and a
+    # value that another node reads as well ends the match, because it would still have to be computed.
     while not is_call(_unscaled(r, value, shared=False)[0], torch.matmul, torch.bmm):
         require(has_one_user(value))
         if is_call(value, torch.add):
@@ -207,6 +212,7 @@ def _unscaled(r: Rewriter, value: Any, *, shared: bool = True) -> tuple[Any, flo
         x, number = value.args[0], r.number(value.args[1])
         if number is None and value.target is torch.mul:
             x, number = value.args[1], r.number(value.args[0])
+        # the rank differs if the number is a tensor that broadcasts x to more dimensions
         if not number or not math.isfinite(number) or r.rank(x) != r.rank(value):
             break
         value, scale = x, scale * number if is_call(value, torch.mul) else scale / number
@@ -224,6 +230,8 @@ def _untransposed_key(r: Rewriter, transposed: Any) -> tuple[fx.Node, float]:
         return r.call("transpose", transposed, -1, -2), 1.0
     source, order = transposed.args
     source, scale = _unscaled(r, source)
+    # the kernel takes the key untransposed: swap the last two dimensions of the permutation, and drop it if nothing is
+    # left
     order = [*order[:-2], order[-1], order[-2]]
     return (source if order == sorted(order) else r.call("permute", source, order)), scale
 
@@ -251,6 +259,7 @@ def _untransposed_merged_key(r: Rewriter, transposed: Any) -> fx.Node | None:
 def _without_head_repeat(r: Rewriter, key: fx.Node, value: Any) -> tuple[fx.Node, Any, bool]:
     """Return key and value before their heads were repeated for groups of query heads, and whether they were."""
     sources = [_before_repeat(r, x) for x in (key, value)]
+    # the kernel's enable_gqa repeats both by the same factor
     if None in sources or r.shapes(sources[0]) != r.shapes(sources[1]):
         return key, value, False
     assert sources[0] is not None
@@ -292,9 +301,11 @@ def _combined_mask(
     if not masks.added and not masks.chosen:
         return None, False, query
     _check_masks(r, masks, product)
+    # is_causal saves the mask's memory, but torch takes it only without attn_mask
     if len(masks.added) + len(masks.chosen) == 1 and _is_causal(r, masks):
         return None, True, query
     finite = [choice for choice in masks.chosen if math.isfinite(choice[2])]
+    # what is done below for rows in which every score is masked holds for a single mask only
     require(not finite or (len(finite) == 1 and not masks.added and len(masks.chosen) == 1))
     total: fx.Node | None = None
     # -inf in a whole row makes its softmax NaN; the fused kernel would return zeros
@@ -319,6 +330,7 @@ def _check_masks(r: Rewriter, masks: Masks, product: fx.Node) -> None:
     """Raise NoMatch if a mask would broadcast the scores to a larger shape, or has another type."""
     for mask in (*masks.added, *(condition for condition, _, _ in masks.chosen)):
         for shape, scores in zip(r.shapes(mask), r.shapes(product), strict=True):
+            # such a mask would give the result more dimensions than the query has
             require(len(shape) <= len(scores))
             require(all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores), strict=False)))
     for mask in masks.added:

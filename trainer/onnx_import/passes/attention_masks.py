@@ -98,6 +98,7 @@ def pattern_of(r: Rewriter, value: Any) -> Pattern | None:
     """Return the pattern of a value, or None."""
     try:
         return _pattern_of(r, value)
+    # elementary functions are run on single elements, whose types torch may refuse to combine; then there is no pattern
     except (NoMatch, RuntimeError, TypeError):
         return None
 
@@ -123,6 +124,7 @@ def _stored_pattern(r: Rewriter, node: Any) -> Pattern | None:
         return None
     if tensor.numel() == 1:
         return Uniform(tensor.reshape(()))
+    # is_causal is the same for every batch entry and head
     if any(length != 1 for length in tensor.shape[:-2]):
         return None
     rows, columns = tensor.shape[-2] if tensor.ndim > 1 else 1, tensor.shape[-1]
@@ -133,6 +135,7 @@ def _stored_pattern(r: Rewriter, node: Any) -> Pattern | None:
         return AxisIndex(1 if rows == 1 else 2, first) if is_range else None
     if rows == 1 or columns == 1:
         return None
+    # two elements decide the pattern, and all others are compared with it
     below = torch.ones(rows, columns, dtype=torch.bool).tril()
     expected = torch.where(below, values[0, 0], values[0, 1])
     return Triangular(values[0, 0], values[0, 1]) if torch.equal(values, expected) else None
@@ -155,6 +158,7 @@ def _call_pattern(r: Rewriter, node: Any) -> Pattern | None:
 
 def _triangle_pattern(r: Rewriter, node: Any) -> Pattern | None:
     pattern, diagonal = _pattern_of(r, node.args[0]), node.args[1] if len(node.args) > 1 else 0
+    # other diagonals give a triangle that is_causal does not describe
     if not isinstance(pattern, Uniform | Triangular) or diagonal != (0 if node.target is torch.tril else 1):
         return None
     lower, upper = (pattern.value, pattern.value) if isinstance(pattern, Uniform) else (pattern.lower, pattern.upper)
@@ -171,6 +175,7 @@ def _reshaped_pattern(r: Rewriter, node: Any) -> Pattern | None:
     before, after = r.shapes(source), r.shapes(node)
     if is_call(node, strided):
         _, _, start, _, step = node.args
+        # a slice of the stored mask of the longest sequence, [:n, :n]: rows and columns keep their numbers
         return pattern if start == 0 and step == 1 else None
     if is_call(node, torch.unsqueeze, "unsqueeze"):
         place = int(node.args[1]) % len(after[0])
@@ -198,6 +203,7 @@ def _elementwise(r: Rewriter, node: Any) -> Pattern | None:
         return None
     if any(_is_broadcast(r, operand, pattern, node) for operand, pattern in zip(operands, patterns, strict=True)):
         return None
+    # an index differs from element to element, so two elements cannot stand for all: only a few calls are known
     if any(isinstance(pattern, AxisIndex) for pattern in patterns):
         return _index_arithmetic(node, patterns)
 
@@ -228,6 +234,7 @@ def _is_broadcast(r: Rewriter, operand: Any, pattern: Pattern | None, result: fx
 def _index_arithmetic(node: Any, patterns: list[Pattern | None]) -> Pattern | None:
     """Return the pattern of a comparison of row and column indices, or of an index plus a number."""
     if is_call(node, "to", "clone", "contiguous"):
+        # as floats or small integers, large indices would no longer be exact
         exact = not node.args[1:] or node.args[1] in (torch.int32, torch.int64)
         return patterns[0] if exact else None
     if len(patterns) != 2:
@@ -237,6 +244,8 @@ def _index_arithmetic(node: Any, patterns: list[Pattern | None]) -> Pattern | No
         function = node.target
         if one.axis == 1:
             one, other, function = other, one, SWAPPED.get(function)
+        # with different first numbers the triangle is shifted off the diagonal (a sequence after cached keys, for
+        # example)
         if (one.axis, other.axis) != (2, 1) or one.first != other.first or function not in VALUE_UP_TO_DIAGONAL:
             return None
         lower = VALUE_UP_TO_DIAGONAL[function]
@@ -270,6 +279,7 @@ def magnitude(r: Rewriter, value: Any) -> float:
         return math.inf
     if value.op == "get_attr":
         tensor = r.constant(value)
+        # a weight is assumed to stay below the magnitude of a mask value
         return 1.0 if tensor is None or bool((tensor.abs() < 1e6).all()) else math.inf
     first = r.probes(value)[0]
     if isinstance(first, torch.Tensor) and not first.is_floating_point():
@@ -280,5 +290,6 @@ def magnitude(r: Rewriter, value: Any) -> float:
         return max(magnitude(r, value.args[1]), magnitude(r, value.args[2]))
     if is_call(value, torch.mul, torch.add, torch.sub) and not value.kwargs:
         bounds = [magnitude(r, arg) for arg in value.args]
+        # the sum or the product of two mask values may overflow to -inf
         return math.inf if bounds.count(MASK_MAGNITUDE) == 2 or math.inf in bounds else max(bounds)
     return math.inf

@@ -45,8 +45,11 @@ def _drop_embeddings(module: fx.GraphModule, ratio: float) -> list[str]:
     found: dict[fx.Node, list[str]] = {}
     nodes: list[Any] = list(module.graph.nodes)
     for node in nodes:
+        # positions computed from the length alone select rows too, but they are added to an embedding, which is found
+        # by itself
         if is_call(node, gather_rows) and _is_weight(module, node.args[0]) and _reads_input(node.args[1]):
             found.setdefault(_with_positions(module, node), []).append(str(node.args[0].target))
+        # a vision transformer has no embedding of ids: dropout goes where positions are added to the patches
         elif _adds_positions(module, node) and not found:
             found[node] = [str(arg.target) for arg in node.args if _is_weight(module, arg)]
     return [
@@ -58,6 +61,7 @@ def _drop_embeddings(module: fx.GraphModule, ratio: float) -> list[str]:
 
 def _with_positions(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """Return the sum of an embedding and positions, after a norm if one follows directly."""
+    # as in GPT-2 and BERT: dropout is on the sum of all embeddings, not on each
     while len(node.users) == 1 and is_call(user := next(iter(node.users)), torch.add) and not _is_residual(user):
         node = user
     users = list(node.users)
@@ -118,6 +122,7 @@ def _depends(value: object, source: object) -> bool:
         node = waiting.pop()
         if node is source:
             return value is not source
+        # fx nodes compare by their position: nodes before the source cannot depend on it
         if node not in seen and node > source:
             seen.add(node)
             waiting += node.all_input_nodes
@@ -127,6 +132,7 @@ def _depends(value: object, source: object) -> bool:
 def _drop_attention_weights(module: fx.GraphModule, ratio: float) -> list[str]:
     places = []
     for node in list(module.graph.nodes):
+        # a function would drop weights in evaluation as well; a module follows eval()
         if is_call(node, F.scaled_dot_product_attention) and not node.kwargs.get("dropout_p"):
             node = _as_module(module, node)
         if node.op != "call_module":
@@ -172,6 +178,7 @@ def _add_after(module: fx.GraphModule, node: fx.Node, ratio: float) -> bool:
         dropped = module.graph.call_module(name, (node,))
     # partitioning reads the ONNX names and shapes of a value from its meta data
     dropped.meta.update(node.meta)
+    # all readers but the dropout itself, which was just made a reader
     node.replace_all_uses_with(dropped, delete_user_cb=lambda user: user is not dropped)
     return True
 

@@ -22,6 +22,7 @@ def fuse_layer_norms(r: Rewriter) -> int:
     """Fuse every layer norm; return how many."""
     # first the core without weight and bias, then one after the other is taken in
     count = r.apply(_layer_norm, torch.div, torch.mul)
+    # the weight before the bias: in norm * weight + bias the addition is the last node
     r.apply(_with_weight, torch.mul)
     r.apply(_with_bias, torch.add)
     return count
@@ -57,6 +58,7 @@ def _quotients(r: Rewriter, node: Any) -> list[tuple[Any, Any, float]]:
         x, root = node.args[:2]
         pairs = [(x, _radicand(root))]
     else:
+        # a multiplication is symmetric, so either operand may be the 1 / sqrt
         pairs = [(x, _inverse_radicand(r, root)) for x, root in (node.args, node.args[::-1])]
     found = []
     for x, sum_ in pairs:
@@ -111,6 +113,7 @@ def _normalised_lengths(r: Rewriter, x: Any, *means: Any) -> list[int]:
     require(
         all(mean.args[2] is True and these == list(range(first, rank)) for mean, these in zip(means, axes, strict=True))
     )
+    # F.layer_norm takes the lengths as numbers, not as traced integers
     static = [length for length in lengths[first:] if length is not None]
     require(static and len(static) == rank - first)
     return static
@@ -120,6 +123,7 @@ def _with_weight(r: Rewriter, node: Any) -> fx.Node:
     """Rewrite the multiplication of a norm without weight by a weight."""
     for norm, weight in (node.args, node.args[::-1]):
         if is_call(norm, F.layer_norm, F.rms_norm) and has_one_user(norm) and norm.args[2] is None and not norm.kwargs:
+            # (norm + bias) * weight is not norm * weight + bias
             if norm.target is F.layer_norm and norm.args[3] is not None:
                 continue
             _check_weight(r, norm, weight)

@@ -53,6 +53,7 @@ class Rewriter:
         """Return a value at the two trial sizes: meta tensors, or numbers. Raises NoMatch if they are not known."""
         if not isinstance(value, fx.Node):
             return value, value
+        # kept in the node's meta data: several passes look at the same values
         if "probes" not in value.meta:
             value.meta["probes"] = self._probe(value)
         probes: tuple[Any, Any] | None = value.meta["probes"]
@@ -120,6 +121,7 @@ class Rewriter:
             return None
         tensor = self._stored(value)
         owner, _, leaf = str(value.target).rpartition(".")
+        # constants are registered non-persistent (tracing.py); persistent buffers are running statistics, which change
         fixed = leaf in self.root.get_submodule(owner)._non_persistent_buffers_set
         return tensor if fixed and not isinstance(tensor, nn.Parameter) else None
 
@@ -201,11 +203,14 @@ class Rewriter:
         try:
             with self.graph.inserting_before(node):
                 new = rewrite(self, node)
+            # a rewrite may overlook that an operand is broadcast or has another type; this finds it at both trial sizes
             require(self.shapes(new) == self.shapes(node) and self.dtype(new) == self.dtype(node))
         except NoMatch:  # a condition failed after new nodes were inserted: remove them again
+            # the last one first: fx refuses to erase a node that has readers
             for made in reversed(self._made):
                 self._discard(made)
             return False
+        # the new node computes the ONNX value of the old one; parallel.cuts names stages by these values
         if names := node.meta.get("onnx"):
             new.meta["onnx"] = (*new.meta.get("onnx", ()), *names)
         node.replace_all_uses_with(new)

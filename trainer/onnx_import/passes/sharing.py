@@ -31,6 +31,7 @@ def share_equal_calls(r: Rewriter) -> int:
     """Replace each call by an equal earlier one; return how many calls were removed."""
     seen: dict[Any, fx.Node] = {}
     count = 0
+    # in the order of the graph: operands have been replaced by then, so equal calls of equal calls have equal keys
     for node in list(r.graph.nodes):
         key = _key(r, node)
         if key is None:
@@ -39,6 +40,7 @@ def share_equal_calls(r: Rewriter) -> int:
         if first is not node:
             node.replace_all_uses_with(first)
             r.graph.erase_node(node)
+            # a read of a tensor is no call
             count += node.op != "get_attr"
     return count
 
@@ -59,6 +61,7 @@ def _key(r: Rewriter, node: Any) -> Any:
 
 
 def _exact(leaf: Any) -> Any:
+    # 0.0 == -0.0, but they do not compute the same; NaN would not equal itself
     return leaf.hex() if isinstance(leaf, float) else leaf
 
 
@@ -72,6 +75,7 @@ def _is_pure(r: Rewriter, node: Any) -> bool:
         return False
     name = str(target) if node.op == "call_method" else target.__name__
     known = node.op == "call_method" or f"{target.__module__}.".startswith(PURE_MODULES)
+    # torch's in-place functions end with an underscore
     pure = known and name not in RANDOM and not name.endswith("_")
     return pure and not any(_reads_running_statistic(r, operand) for operand in node.all_input_nodes)
 
@@ -100,6 +104,7 @@ def _linear(r: Rewriter, node: Any) -> fx.Node:
         x, weight = product.args
         if r.rank(weight) != 2 or r.rank(bias) != 1 or r.rank(x) < 2 or r.static(bias)[0] is None:
             continue
+        # an operand of one element would broadcast in the addition: it is no bias of a linear layer
         if r.static(bias)[0] == r.static(weight)[1] and r.dtype(bias) == r.dtype(weight) == r.dtype(x):
             return r.call(F.linear, x, r.call("t", weight), bias)
     raise NoMatch
@@ -112,6 +117,8 @@ def _without_flattening(r: Rewriter, node: Any) -> fx.Node:
     flat, *rest = linear.args
     require(is_call(flat, "reshape", "view") and r.rank(flat) == 2 and r.rank(flat.args[0]) > 2)
     x = flat.args[0]
+    # the shape of the new result is compared by Rewriter.apply; here, that the first reshape keeps the features
+    # together
     for source, rows in zip(r.shapes(x), r.shapes(flat), strict=True):
         require(source[-1] == rows[-1])
     return r.call(F.linear, x, *rest)

@@ -24,6 +24,7 @@ Parts = list[tuple[int, int, fx.Node]]
 def fuse_slices(r: Rewriter) -> int:
     """Split every tensor at most once along a dimension; return how many splits replaced several slices."""
     count = 0
+    # split before unbind, which also matches what a split has left: parts of length 1 that are squeezed
     for function, parts_of in ((torch.split, _slice_parts), (torch.unbind, _row_parts)):
         nodes: list[Any] = list(r.graph.nodes)
         for x in nodes:

@@ -94,6 +94,7 @@ def export(run: RunDir, checkpoint: Checkpoint, *, data: EvaluationData, folder:
     trainable = open_trainable(config)
     original = trainable.model
     kept = tuple(filter(None, (*config.model.start, config.model.output)))
+    # the tensors that [model] names must keep their names, so that the trained part can be cut out of the result
     removed = strip_training(original, keep=kept, base=source.parent)
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
     with _staging_directory(folder) as staging:

@@ -74,6 +74,7 @@ class OnnxRunner:
         if self._widened:
             model, self.runtime = fp32_copy(model), "onnxruntime, on an fp32 copy of the file"
         self._model = model
+        # one session for all batches: opening one loads and optimises the graph
         self._compute = self._open(model)
         self._max_rows = self._fixed_batch_size
         """Rows that one call takes; 0 = any number."""
@@ -95,12 +96,14 @@ class OnnxRunner:
             expected = [results] if len(self.outputs) == 1 else results
             for name, ours, theirs in zip(self.outputs, expected, run(inputs), strict=True):
                 difference, sentence = _output_difference(ours, theirs)
+                # written with `not`, because every comparison with NaN is false
                 if not (math.isnan(worst[name][0]) or difference <= worst[name][0]):  # NaN is the worst of all
                     worst[name] = (difference, f"output {name!r}, {where}: {sentence}")
         problems = [
             f"{sentence}: {self.runtime} is {difference:.3g} off the trained module, above export.tolerance "
             f"{tolerance:g}"
             for difference, sentence in worst.values()
+            # likewise: a NaN is a problem
             if not difference <= tolerance
         ]
         self.parity = max(difference for difference, _ in worst.values())
@@ -152,12 +155,14 @@ class OnnxRunner:
             try:
                 results = self._run_in_parts(inputs, max_rows or rows)
             except Exception as error:
+                # the first error is the one that is reported: it is of the file itself, not of a workaround
                 log.info("%s also fails: %s", runtime, error)
             else:
                 log.warning(
                     "%s cannot run %d rows of the model, so it runs under %s: %s", former[2], rows, runtime, first
                 )
                 return results
+        # restored: the error names this runtime, and no fallback that has failed stays in use
         self._compute, self._max_rows, self.runtime = former
         raise ExportRefused(f"{self.runtime} cannot run the model on {rows} rows: {first}") from first
 
@@ -196,6 +201,7 @@ class OnnxRunner:
             return open_session(opened)
         except Exception as error:
             newest = re.search(r"max supported IR version: (\d+)", str(error))
+            # only the text of the error has the number that this onnxruntime supports
             if newest is None:
                 raise
             copy = full_copy(model)

@@ -55,6 +55,7 @@ def make_variant(kind: str, exported: Path, *, data: EvaluationData, tolerance: 
     before = runner.evaluate()
     size = sum(path.stat().st_size for path in (exported, *(exported.parent / name for name in locations(file.proto))))
     base = Variant(kind=kind, path=None, bytes=0, size_ratio=0, latency_ratio=0, metrics={})
+    # one ONNX file is one protobuf message, which has at most 2 GB
     if size > 2**31 - 2**20:
         return base.model_copy(update={"refused": f"the file has {size:,} bytes; variants are made up to 2 GB"})
     try:
@@ -71,6 +72,7 @@ def make_variant(kind: str, exported: Path, *, data: EvaluationData, tolerance: 
                     "latency_ratio": latency_ratio(exported, partial, runner),
                 }
             )
+            # inside of durable_file: leaving it by an error removes the partial file
             if lost := too_much(before, found.metrics, tolerance):
                 raise ExportRefused(lost)
     except (ExportRefused, OSError) as error:
@@ -125,6 +127,7 @@ def _halved(element_type: int) -> Callable[..., None]:
         opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
         if element_type == TensorProto.BFLOAT16 and opset < 13:
             raise ExportRefused(f"bfloat16 weights need opset 13; the file has {opset}")
+        # every reader stays unchanged: the Cast gets the weight's old name as its output, and the stored half a new one
         graph, casts = model.graph, []
         greatest = float(np.finfo(helper.tensor_dtype_to_np_dtype(TensorProto.FLOAT16)).max)
         taken = {name for node in graph.node for name in (*node.input, *node.output)}
@@ -134,6 +137,7 @@ def _halved(element_type: int) -> Callable[..., None]:
             if (
                 tensor.data_type != TensorProto.FLOAT
                 or math.prod(tensor.dims) < MIN_HALVED_ELEMENTS
+                # an initializer that is also an input or an output has a declared type
                 or tensor.name in listed
             ):
                 continue
@@ -146,6 +150,7 @@ def _halved(element_type: int) -> Callable[..., None]:
             casts.append(helper.make_node("Cast", [stored], [name], to=TensorProto.FLOAT))
         if not casts:
             raise ExportRefused(f"no fp32 weight has {MIN_HALVED_ELEMENTS} elements or more: there is nothing to gain")
+        # nodes must be sorted topologically, so the Casts come first
         nodes = [*casts, *graph.node]
         del graph.node[:]
         graph.node.extend(nodes)
@@ -189,6 +194,7 @@ def _static(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
             _prepared(exported, Path(folder)),
             target,
             _Calibration(runner),
+            # one scale for each output channel: channels whose weights differ in magnitude keep their precision
             per_channel=True,
             weight_type=QuantType.QInt8,
         )

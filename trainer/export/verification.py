@@ -69,6 +69,7 @@ def verify(written: ModelFile, expected: Expected, *, data: EvaluationData, conf
     runner = OnnxRunner(trained_part, data)
     different = runner.compare(expected.module, batches=config.parity_batches, tolerance=config.tolerance)
     part = written.proto if isinstance(trained_part, ModelFile) else trained_part
+    # else the user would look for a numerical error, where no two runs of the file agree
     if different and (names := random_nodes(part)):
         different.append(
             f"the exported file still draws random numbers ({', '.join(names[:5])}{', ...' if names[5:] else ''}), so "
@@ -84,6 +85,7 @@ def verify(written: ModelFile, expected: Expected, *, data: EvaluationData, conf
 
 def structure_problems(written: ModelFile, expected: Expected) -> list[str]:
     """Run onnx.checker with shape inference, and compare everything but the trained weights with the original."""
+    # by path, because the checker reads external data relative to the file
     complaint = _checker_complaint(written.path)
     problems = [f"onnx.checker: {complaint}"] if complaint else []
     if complaint and _checker_complaint(expected.original.path):
@@ -119,6 +121,7 @@ def _fields(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[
     rest.CopyFrom(model)
     for name, tensor in stored_protos(rest.graph):
         if name in weights:
+            # the fields that hold values of trained types; names, shapes and types stay and are compared
             for field in ("raw_data", "float_data", "int32_data", "double_data"):
                 tensor.ClearField(field)
     fields = {
@@ -157,6 +160,7 @@ def weight_problems(written: ModelFile, weights: Mapping[str, Tensor]) -> list[s
         if name not in stored:
             problems.append(f"tensor {name!r} is not in the exported file")
             continue
+        # compared in fp64, which represents every value of the smaller types exactly
         expected = weight.to(ROUNDED.get(stored[name].data_type, weight.dtype)).double().numpy()
         found = numpy_helper.to_array(stored[name], str(written.path.parent)).astype(np.float64)
         if not np.array_equal(expected, found, equal_nan=True):

@@ -104,6 +104,7 @@ class GraphExtender:
     def constant(self, value: float | Sequence[int], kind: type = np.float32) -> str:
         """Return the name of a Constant with a number or a list of numbers (int64); equal ones are stored once."""
         array: Array = np.asarray(value, np.int64 if isinstance(value, Sequence) else kind)
+        # with type and shape: the bytes of 1.0 are also those of an integer
         key = (array.dtype.str + str(array.shape), array.tobytes())
         if key not in self._constants:
             tensor = numpy_helper.from_array(array)

@@ -107,6 +107,7 @@ def _unsafe(location: str, base: Path) -> str:
     parts = Path(location).parts
     if not parts or Path(location).is_absolute() or ".." in parts:
         return f"the location {location!r} of its values is outside the model's directory"
+    # every directory on the way, not the file alone: a linked directory leads outside as well
     steps = [base.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
     if links := [step for step in steps if step.is_symlink()]:
         return f"{links[0]} is a symbolic link; put the file itself beside the model"
@@ -123,6 +124,7 @@ def map_external(proto: TensorProto, base: Path) -> torch.Tensor:
     where, dtype = byte_range(proto), BYTEWISE_DTYPES[proto.data_type]
     if not where.length:
         return torch.empty(tuple(proto.dims), dtype=DTYPES[proto.data_type])
+    # mode "c" is copy-on-write: training changes pages in memory and never the user's file
     data = np.memmap(base / where.location, np.uint8, "c", where.offset, (where.length,))
     # torch needs aligned memory; a tensor at an unaligned offset is read into a copy
     flat = torch.from_numpy(data if where.offset % dtype.itemsize == 0 else np.array(data))
@@ -154,6 +156,7 @@ def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelP
     model = onnx.ModelProto.FromString(model.SerializeToString())
     outer = {id(tensor) for tensor in model.graph.initializer}
     for proto in filter(is_external, all_tensors(model)):
+        # in inner graphs all of them: nothing maps those, and lowering reads them as constants
         if id(proto) not in outer or byte_range(proto).length <= SMALL_BYTES:
             load_external_data_for_tensor(proto, str(base))
             proto.data_location = TensorProto.DEFAULT
@@ -182,6 +185,7 @@ def write_external(
         before    [ a and b          ]                     both protos: offset 0
         after     [ b (unchanged)    ] ... [ a (new) ]     a: offset at the end, b: offset 0
     """
+    # frozen tensors take part too: a changed weight must not be written over bytes that one of them reads
     for group in _overlapping([*tensors.values(), *((None, proto) for proto in kept)]):
         first, place_of_first = group[0][0], byte_range(group[0][1])
         # tied weights that were stored once: all get the same values, and one write is enough
@@ -211,6 +215,7 @@ def _overlapping(destinations: Iterable[Destination]) -> Iterator[list[Destinati
         if group and not (where.location == location and where.offset < end):
             yield group
             group = []
+        # the greatest end so far: a short tensor may lie inside a long one that begins before it
         end = max(end, where.end) if group else where.end
         location = where.location
         group.append((tensor, proto))
@@ -229,6 +234,7 @@ def _changes(tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: B
 def _append_range(proto: TensorProto, where: ByteRange, file: BinaryIO) -> ByteRange:
     end = file.seek(0, os.SEEK_END)
     offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    # extends the file with zeros, which the caller then overwrites
     file.truncate(offset + where.length)
     moved = ByteRange(where.location, offset, where.length)
     del proto.external_data[:]

@@ -120,9 +120,12 @@ class Index:
     def __post_init__(self) -> None:
         self.stored = {tensor.name: tensor for tensor in self.graph.initializer}
         for node in self.graph.node:
+            # an absent optional output has the name ""
             self.makers.update(dict.fromkeys(filter(None, node.output), node))
             if node.op_type == "Constant":
                 self.stored.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
+        # with the nodes of inner graphs, which read values of the main graph by name; `makers` leaves them out, because
+        # their results are local
         for node in nodes_of(self.graph):
             for name in dict.fromkeys(node.input):
                 self.readers.setdefault(name, []).append(node)
@@ -165,6 +168,7 @@ def known_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
 def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
     """Return the same as `known_types`. Raises InferenceError for a graph that contradicts itself."""
     # onnx serializes the model, which fails at 2 GB: infer on a copy in which large weights are inputs
+    # before IR version 4 every initializer had to be an input as well
     light = onnx.ModelProto(ir_version=max(model.ir_version, 4))
     light.opset_import.extend(model.opset_import)
     light.functions.extend(model.functions)
@@ -174,6 +178,7 @@ def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
     declared = {value.name for value in graph.input}
     target.input.extend(graph.input)
     for tensor in graph.initializer:
+        # small ones stay initializers: shapes may be computed from them (Reshape, Slice)
         if math.prod(tensor.dims) <= 1024 and tensor.data_location != TensorProto.EXTERNAL:
             target.initializer.append(tensor)
         elif tensor.name not in declared:

@@ -62,6 +62,7 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
     first = node.op_type == "Conv" or any(a.name == "transB" and a.i for a in node.attribute)
     transposed = False
     while True:
+        # along the whole path: a Transpose or a Cast between weight and node may have other readers, too
         exclusive = exclusive and len(index.readers[name]) == 1
         if name in index.stored:
             break
@@ -73,6 +74,7 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
         transposed ^= maker.op_type == "Transpose"
         name = maker.input[0]
     tensor = index.stored[name]
+    # a product with a batch of matrices is no last layer
     if (len(tensor.dims) < 3 or transposed) if node.op_type == "Conv" else len(tensor.dims) != 2:
         return None
     return _Layer(node, name, 0 if first != transposed else 1, transposed, exclusive, data_type or tensor.data_type)
@@ -132,6 +134,7 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
     except ConfigError as error:
         return list(error.problems)
     old = index.stored[layer.weight].dims[layer.axis]
+    # the number of groups would have to divide the new number of outputs
     if group := next((a.i for a in layer.node.attribute if a.name == "group" and a.i != 1), 0):
         return [f"model.head: {layer.weight!r} is a convolution of {group} groups, which cannot be given other outputs"]
     head = _Head(index, old=old, new=config.num_classes, seed=seed)
@@ -191,12 +194,15 @@ class _Head:
 
     def adapt_dependents(self, layer: _Layer) -> list[str]:
         """Adapt bias and shapes in all nodes that depend on the layer; return a problem for each that cannot be."""
+        # an Add after a convolution has its bias as [channels, 1, 1]: counted from the end, the channels come before
+        # height and width
         bias_at = 1 - len(self.index.stored[layer.weight].dims) if layer.node.op_type == "Conv" else -1
         self.dependents, problems = set(layer.node.output), []
         has_bias = len(layer.node.input) > 2 and bool(layer.node.input[2])
         if has_bias:
             self._replace_bias(layer.node, 2, -1)
         for node in self.index.graph.node:
+            # what is computed from the shape of the result follows the new number by itself
             if node is layer.node or not self.dependents & names_read(node) or node.op_type in ("Shape", "Size"):
                 continue
             self.dependents.update(filter(None, node.output))
@@ -243,8 +249,10 @@ class _Head:
             return
         lengths = numpy_helper.to_array(tensor).copy()
         places = np.flatnonzero(lengths.reshape(-1) == self.old)
+        # 1 is in many shapes for other reasons; only as the last length it is taken for the number of outputs
         if not len(places) or (self.old == 1 and places[-1] != lengths.size - 1):
             return
+        # of several equal lengths the last one, because the classes are on the last axis
         lengths.reshape(-1)[places[-1]] = self.new
         changed = numpy_helper.from_array(lengths, node.input[slot])
         if len(self.index.readers[node.input[slot]]) == 1:
@@ -260,6 +268,7 @@ def _uniform(name: str, dims: Sequence[int], data_type: int, *, bound: float, se
 
     That is Kaiming-uniform with a = sqrt(5) (He et al. 2015, arXiv:1502.01852). Name, shape and seed determine it.
     """
+    # not Python's hash of the name, which differs between processes, so that ranks would have different heads
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = random.uniform(-bound, bound, tuple(dims)).astype(helper.tensor_dtype_to_np_dtype(data_type))
     return numpy_helper.from_array(values, name)
@@ -288,6 +297,7 @@ def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelCo
             here = place in follows or (not follows and place == places[value.name][-1])
             value.type.tensor_type.shape.dim[place].dim_value = head.new if here else head.old
     now = dims_of(after.get(output)) or [None, None]
+    # a graph that computes its own loss has a scalar output; a length that is not known may be right
     if config.loss == "output" or head.new in now or None in now[1:]:
         return []
     shape = ", ".join("?" if dim is None else str(dim) for dim in now)

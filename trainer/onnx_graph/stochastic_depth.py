@@ -72,6 +72,7 @@ class Branch:
 
 def find_branches(model: onnx.ModelProto, base: Path | None = None) -> list[Branch]:
     """Return every mask of the main graph as described above. base: the directory of external data."""
+    # most files have none; shape inference below takes long for a large graph
     if not any(_is(node, *RANDOM) for node in model.graph.node):
         return []
     return list(_BranchFinder(load_small_tensors(model, base)).found())
@@ -124,6 +125,7 @@ class _BranchFinder:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.graph = graph = model.graph
         self.makers = {name: node for node in graph.node for name in node.output}
+        # an output counts as a reader: its value must stay what it is
         self.readers = Counter([value.name for value in graph.output])
         self.readers.update(name for node in nodes_of(graph) for name in _values_read(node))
         self.readers.update(value.name for inner in inner_graphs(graph.node) for value in inner.output)
@@ -218,8 +220,10 @@ class _BranchFinder:
             draw, keep = self._drawn_and_number(sum_)
         elif _is(node, "Less", "LessOrEqual", "Greater", "GreaterOrEqual"):
             draw, keep = self._drawn_and_number(node)
+            # uniform < p is 1 with probability p, and so is p > uniform; the other two orders give 1 - p
             below = node.op_type.startswith("Less") == (draw is not None and self._number(node.input[1]) is not None)
             inverted ^= not below
+        # with 0 or 1 nothing is random, and the division by k is impossible or the identity
         if draw is None or keep is None or not self._uniform(draw) or not 0 < keep < 1:
             return None
         return draw, 1 - keep if inverted else keep

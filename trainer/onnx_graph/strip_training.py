@@ -53,6 +53,7 @@ def _strip_stochastic_depth(model: onnx.ModelProto, keep: set[str], base: Path |
             continue
         value = found[node.output[0]].value
         value = renamed.get(value, value)
+        # an inner graph or the caller refers to the value by this name
         if node.output[0] in pinned:
             node.CopyFrom(helper.make_node("Identity", [value], [node.output[0]], name=node.name))
         else:
@@ -77,6 +78,7 @@ def _strip_nodes(nodes: Any, *, pinned: set[str] | None, read: set[str] | None =
     kept: list[onnx.NodeProto] = []
     for node in nodes:
         for place, name in enumerate(node.input):
+            # nodes are sorted topologically, so what a removed node computed has its new name before it is read
             node.input[place] = renamed.get(name, name)
         if _is(node, "Dropout"):
             if pinned is not None and not pinned & set(node.output) and not (read or set()) & set(node.output[1:]):
@@ -84,6 +86,7 @@ def _strip_nodes(nodes: Any, *, pinned: set[str] | None, read: set[str] | None =
                 renamed[node.output[0]] = node.input[0]
                 continue
             removed["Dropout training mode"] += len(node.input) > 2
+            # the third input of Dropout is training_mode, whose default is false
             del node.input[2:]
         kept.append(node)
         if _is(node, "BatchNormalization") and (len(node.output) > 1 or _training_mode(node)):
@@ -106,6 +109,7 @@ def _freeze_statistics(node: onnx.NodeProto, read: set[str]) -> Iterable[onnx.No
     """Convert one BatchNormalization; yield an Identity for each statistic that other nodes read."""
     for result, statistic in zip(node.output[1:3], node.input[3:5], strict=False):
         if result in read:
+            # in inference form the statistics are not updated: the outputs are the inputs
             yield helper.make_node("Identity", [statistic], [result])
     del node.output[1:]
     for mode in _training_mode(node):
@@ -123,6 +127,7 @@ def _training_mode(node: onnx.NodeProto) -> list[onnx.AttributeProto]:
 def _prune(graph: onnx.GraphProto, read_before: set[str]) -> None:
     """Remove nodes and initializers whose results were read before and are not now, and their value_info."""
     # removing a node may leave the nodes before it without readers
+    # only what was read before: a node that nothing read in the original file is the user's, and stays
     while unused := [node for node in graph.node if set(node.output) <= read_before - _names_read_in(graph)]:
         for node in unused:
             graph.node.remove(node)

@@ -53,6 +53,7 @@ def _untie(graph: onnx.GraphProto, patterns: Sequence[str]) -> list[str]:
             )
     for name, readers in shared.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
+            # the first reader keeps the original and its name
             for number, node in enumerate(readers[1:], start=1):
                 copy = graph.initializer.add()
                 copy.CopyFrom(index.stored[name])
@@ -113,6 +114,7 @@ def _nodes_between(graph: onnx.GraphProto, output: str, start: set[str]) -> tupl
     """Return the nodes that compute a tensor from `start` and the inputs, in graph order, and all names they read."""
     needed, kept = {output}, []
     for node in reversed(graph.node):
+        # backwards over the sorted nodes, so that every reader of a value is visited before its producer
         if (needed - start) & set(node.output):
             kept.append(node)
             needed |= names_read(node)

@@ -57,6 +57,7 @@ class DecomposedCalls(TorchFunctionMode):
         shape, mean, variance = [1, -1, *[1] * (x.ndim - 2)], running_mean, running_var
         if training is not False:  # true, or unknown until the graph runs
             dims = [dim for dim in range(x.ndim) if dim != 1]
+            # as a tensor, because a comparison of sizes in Python would be decided once, when the graph is recorded
             count = torch.ones_like(x).sum(dims)
             many = count > 1
             batch_mean = x.mean(dims)
@@ -86,6 +87,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    # the query heads of a group are neighbours, so each key head is repeated in place (repeat_interleave)
     if enable_gqa:
         heads = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(heads, -3), value.repeat_interleave(heads, -3)
@@ -195,6 +197,7 @@ def _max_pool_backward(gradient: Tensor, x: Tensor, *window: Any) -> Tensor:
     """Add each element of the gradient at the index of its maximum; `window` ends with those indices."""
     indices, spatial = window[-1], len(window[0])
     lead = list(x.shape[: x.ndim - spatial])
+    # torch's indices count within one channel, over its flattened dimensions
     zeros = torch.zeros_like(x).reshape([*lead, math.prod(x.shape[x.ndim - spatial :])])
     gradients = zeros.scatter_add(-1, indices.flatten(-spatial), gradient.flatten(-spatial))
     return gradients.reshape(x.shape)
@@ -224,8 +227,11 @@ def _avg_pool_backward(
         pads = [n for pad in reversed(padding) for n in (pad, pad)]
         inside = aten.constant_pad_nd(inside, pads, 1.0 if count_padding else 0.0)
         inside = aten.constant_pad_nd(inside, [n for more in reversed(spare) for n in (0, more)], 0.0)
+        # without a divisor a window at the border is divided by the elements it holds, counted here by a convolution of
+        # ones
         counts = aten.convolution(inside, ones, None, stride, [0] * rank, [1] * rank, False, [0] * rank, 1)
         flat = flat / _pad_and_slice(counts, results, begins=[0] * rank, spare=[0] * rank)
+    # the transpose of a sum over windows: each element of the gradient goes to all elements of its window
     full = aten.convolution(flat, ones, None, stride, [0] * rank, [1] * rank, True, [0] * rank, 1)
     return _pad_and_slice(full, lengths, begins=padding, spare=spare).reshape(x.shape)
 

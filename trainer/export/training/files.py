@@ -115,6 +115,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     translated, ExportRefused when a file would pass 2 GB or onnx.checker refuses one; nothing is written then.
     """
     model = _whole(model, base)
+    # without fusion: the fused kernels would be decomposed into these calls again (decompositions.py)
     module = to_module(model, fuse=False, tie=config.model.tie, train=config.model.train)
     select_trained(module, train=config.model.train, freeze=config.model.freeze)
     names = loss_names(model, config.model)
@@ -133,6 +134,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
         "training.onnx": training.model,
         "optimizer.onnx": update.model,
     }
+    # all of them are serialized and checked before the first is written, so an error leaves no file
     contents = {name: _content(name, proto) for name, proto in files.items()}
     for name, content in contents.items():
         with durable_file(folder / name) as file:

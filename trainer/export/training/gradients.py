@@ -82,6 +82,7 @@ def training_model(
     fp32. Raises UnsupportedModel when recording or translating fails, with what could not be translated.
     """
     problems = []
+    # as the importer does: recording may fail at one size and work at another
     for examples in _examples(model):
         try:
             return _translate(_Recorder(module, config, examples, names), examples)
@@ -123,6 +124,7 @@ def _examples(model: onnx.ModelProto) -> Iterator[list[Example]]:
             pairs = [lengths[value.name, dim] for dim in range(len(dims))]
             names = {
                 dim: dims[dim].dim_param or (f"{value.name}_{dim}" if dim else "batch")
+                # a dimension without a name in the file gets one, because torch.onnx.export names dynamic dimensions
                 for dim, (first, second) in enumerate(pairs)
                 if first != second
             }
@@ -199,6 +201,7 @@ class _Recorder:
         if labels is None:
             return self._loss(outputs, None, 1)
         counted = labels != self._ignored if self._loss.name == "cross_entropy" else torch.ones_like(labels)
+        # the losses of Onward are sums over targets (model/loss.py); a step without torch needs the mean
         return self._loss(outputs, labels, 1) / counted.sum().clamp(min=1)
 
 
@@ -215,6 +218,7 @@ class _Running(fx.Interpreter):
 
 def _record(recorder: _Recorder, examples: Sequence[Example]) -> fx.GraphModule:
     """Record the calls, with dynamic sizes as symbols."""
+    # fake tensors have shapes and no data, so recording needs no memory for activations and no arithmetic
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor, dynamic: Mapping[int, str]) -> Tensor:
@@ -226,6 +230,7 @@ def _record(recorder: _Recorder, examples: Sequence[Example]) -> fx.GraphModule:
     tensors = [fake(each.tensor, each.dynamic) for each in examples]
     tensors += [fake(tensor, {}) for tensor in recorder.tensors.values()]
     traced = make_fx(
+        # replaces in-place calls by functions, because the values of an ONNX graph do not change
         torch.func.functionalize(recorder),
         decomposition_table=DECOMPOSITIONS,
         tracing_mode="symbolic",
@@ -271,6 +276,7 @@ def _translate(recorder: _Recorder, examples: Sequence[Example]) -> TrainingMode
     model = program.model_proto
     inputs = [*(each.name for each in examples), *weights, *statistics, *recorder.frozen.values()]
     outputs = [recorder.names.loss, *map(gradient_of, weights), *map(updated, statistics)]
+    # a weight in the file may be called `loss`, or `x_grad` beside a weight `x`
     if twice := [name for name, number in Counter([*inputs, *outputs]).items() if number > 1]:
         raise ValueError(f"{', '.join(map(repr, twice))} would name two of its inputs and outputs; rename in the file")
     _name(model, inputs, outputs)
@@ -309,6 +315,7 @@ def _name(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str])
     named = dict(zip((value.name for value in graph.input), inputs, strict=True))
     for value, name in zip(graph.output, outputs, strict=True):
         if value.name in named:
+            # an ONNX value has one name, so an output cannot be an input under another one
             graph.node.append(helper.make_node("Identity", [value.name], [name]))
             value.name = name
         named[value.name] = name

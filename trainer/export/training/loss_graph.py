@@ -111,6 +111,7 @@ def _with_loss(model: onnx.ModelProto, config: ModelConfig, names: LossNames) ->
     output, outputs = _output(model, config), list(model.graph.output)
     if output.name != names.loss:
         extension = GraphExtender(model.graph, reserved=(names.loss, names.labels))
+        # a half-precision file: the loss is computed in fp32, as in training
         value = extension.op("Cast", output.name, to=TensorProto.FLOAT)
         if config.loss == "output":
             extension.op("ReduceMean", value, output=names.loss, keepdims=0)
@@ -146,6 +147,7 @@ def _labels(name: str, output: onnx.ValueInfoProto, config: ModelConfig) -> onnx
 def _cross_entropy(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
     """Summed, and divided by the number of targets that count: 0 when there is none, not 0 / 0."""
     classes = g.op("Gather", g.op("Shape", value), g.constant([-1]))
+    # ONNX's SoftmaxCrossEntropyLoss has the classes on axis 1, Onward on the last axis: [..., C] becomes [rows, C]
     flat = g.op("Reshape", value, g.op("Concat", g.constant([-1]), classes, axis=0))
     targets = g.op("Reshape", labels, g.constant([-1]))
     total = g.op("SoftmaxCrossEntropyLoss", flat, targets, reduction="sum", ignore_index=config.ignore_index)

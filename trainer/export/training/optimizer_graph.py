@@ -58,11 +58,13 @@ def optimizer_model(
     state: dict[str, dict[str, str]] = {name: {} for name in weights}
     for path in optimizer_tensors(optimizer, weights.items()):
         name, _, key = path.removeprefix("optimizer/").rpartition("/")
+        # the number of updates is an input
         if key != "step":  # one for all weights here
             state[name][key] = f"{name}_{key}"
     graph = onnx.GraphProto(name="optimizer")
     graph.input.extend(_inputs(weights, state, gradient))
     carried = dict(weights) | {each: weights[name] for name in weights for each in state[name].values()}
+    # an ONNX graph has no side effects: the caller passes each output as the input of the next run
     outputs = {updated(name): list(tensor.shape) for name, tensor in carried.items()}
     g = GraphExtender(graph, reserved=[*outputs, NORM])
     gradients = _clipped(g, {name: gradient(name) for name in weights}, clip_norm)
@@ -102,6 +104,7 @@ def _clipped(g: GraphExtender, gradients: Mapping[str, str], clip_norm: float) -
     if not clip_norm:
         return dict(gradients)
     limit = g.constant(clip_norm)
+    # as optimizers.clip_factor; Where discards limit / 0, which is computed when all gradients are 0
     factor = g.op("Where", g.op("Greater", NORM, limit), g.op("Div", limit, NORM), g.constant(1.0))
     return {name: g.op("Mul", gradient, factor) for name, gradient in gradients.items()}
 
@@ -142,6 +145,7 @@ def _lamb(g: GraphExtender, config: OptimizerConfig) -> Rule:
         direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.decay)))
         length, norm = (g.op("Sqrt", g.op("ReduceSumSquare", each, keepdims=0)) for each in (w.weight, direction))
         ratio = g.op("Clip", g.op("Div", length, norm), g.constant(config.ratio_min), g.constant(config.ratio_max))
+        # where a norm is 0 the ratio is 1, as in optimizers.Lamb
         both = g.op("And", g.op("Greater", length, zero), g.op("Greater", norm, zero))
         step = g.op("Mul", w.rate, g.op("Where", both, ratio, one))
         weight = g.op("Sub", w.weight, g.op("Mul", step, direction))

@@ -120,6 +120,7 @@ def build_layout(
     """
     last = config.parallel.tensor - 1
     # divided in place like the module itself, but only its shapes are used
+    # before the module itself is divided, which happens in place
     module_of_last = module if rank == last else _copy_without_data(module)
     division = _divide(module_of_last, config, rank=last, group=group)
     cuts = _find_cuts(module_of_last, config, example, autocast, with_costs=with_costs)
@@ -150,6 +151,7 @@ def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str) 
         module, parallel.tensor if parallel.vocabulary else 1, config.model, taken=taken
     )
     placements = shard_regions(module, regions, rank=rank, group=group)
+    # both were found before either was changed: they look for layers of the undivided graph
     placements |= shard_vocabulary(module, vocabulary, rank=rank, group=group)
     if parallel.tensor > 1 and not placements:
         reasons = "; ".join(f"{name}: {why}" for name, why in [*regions.replicated, *vocabulary.replicated][:3])
@@ -220,6 +222,7 @@ def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[i
     problems = []
     for stage in stages:
         for name, tensor in stored_tensors(stage).items():
+            # stages and not ranks: two stages of one rank would update two copies, too
             holders.setdefault(name, []).append(stage.index)
             if len(holders[name]) > 1 and not isinstance(tensor, nn.Parameter):
                 problems.append(
@@ -228,6 +231,7 @@ def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[i
                 )
     if problems:
         raise ConfigError(problems)
+    # interleaved stages go around the pipeline, so stage i is on coordinate i modulo its size
     shared = {name: sorted({index % pipeline for index in found}) for name, found in holders.items() if len(found) > 1}
     return {name: tuple(coordinates) for name, coordinates in shared.items()}
 
@@ -266,6 +270,7 @@ def running_statistic_retention(stage: Stage) -> dict[str, float]:
             if isinstance(norm, BatchNorm) and not norm.frozen:
                 for operand in node.args[3:]:  # input, scale, bias, running mean, running variance
                     if isinstance(operand, fx.Node) and (name := names.get(str(operand.target))):
+                        # each of several updates keeps 1 - momentum of the one before
                         found[name] = found.get(name, 1.0) * (1.0 - norm.momentum)
     return found
 
@@ -301,6 +306,7 @@ def recompute_units(
     elif config.parallel.memory_gib:
         chosen = _fewest_units(layout.largest or layout, config, inputs, pipeline=pipeline)
     else:
+        # neither names nor a memory limit: recompute everything
         chosen = [range(len(stage.chain.parts)) for stage in stages]
     for stage, numbers in zip(stages, chosen, strict=True):
         recompute(stage.chain, mode, numbers)

@@ -100,12 +100,14 @@ class RankModel:
 
     def full_weights(self, names: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return name -> (weight, gradient), full and fp32, of trained weights. Collective: every rank of the world."""
+        # sorted: every rank calls the all-reduces below in the same order
         found = {name: torch.zeros(2, *self.shapes[name]) for name in sorted(names)}
         for weight in self.trained:
             if weight.name in found and weight in self.reported_weights:
                 for local, box in weight.placement.boxes():
                     found[weight.name][0][slices(box)] = weight.tensor.detach()[slices(local)]
                     found[weight.name][1][slices(box)] = gradient(weight)[slices(local)]
+        # each element is filled in on exactly one rank and 0 on all others, so the sum is the value
         for pair in found.values() if dist.get_world_size() > 1 else ():
             dist.all_reduce(pair)
         return {name: (weight, gradient) for name, (weight, gradient) in found.items()}
@@ -130,6 +132,7 @@ def build_rank_model(
     own = layout.of(here.pipeline, config.parallel.pipeline)
     _copy_shared_parameters(own)
     for stage in own:
+        # the stages of this rank only: the full model may not fit on the device
         stage.chain.to(mpi.device)
         for number, unit in enumerate(stage.chain.units):
             stage.chain.units[number] = accelerate(cast("ImportedGraph", unit), config.graph, mpi.device)

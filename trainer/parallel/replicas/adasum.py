@@ -1,23 +1,25 @@
-"""Adasum: replicas whose gradients agree are averaged, those whose gradients do not disturb each other are added.
+"""Combine the gradients of replicas by Adasum: the mean of parallel gradients, the sum of orthogonal ones.
 
-For the gradients a and b of one weight on two hosts (Maleki et al., "Scaling Distributed Training with Adaptive
-Summation", MLSys 2021; the predecessor's `AdasumAllReduce`):
+Adasum combines the gradients a and b of one weight on two hosts (Maleki et al., "Scaling Distributed Training with
+Adaptive Summation", MLSys 2021; `AdasumAllReduce` of ORT training), each weight by itself:
 
-    adasum(a, b) = (1 - a·b / 2‖a‖²) a + (1 - a·b / 2‖b‖²) b          each factor 1 where ‖·‖² < √(smallest double)
+    adasum(a, b) = (1 - a·b / 2‖a‖²) a + (1 - a·b / 2‖b‖²) b          a factor is 1 where ‖·‖² < √(smallest double)
 
-The mean of a and b where they are equal, their sum where they are orthogonal; for each weight on its own. More than
-two hosts are paired as a tree; those beyond a power of two first join the first ones:
+It is the mean of a and b if they are equal, and their sum if they are orthogonal. More than two hosts are combined in
+a binary tree of pairs. If their number is not a power of two, each host beyond it is first combined with one of the
+others, and receives the result at the end:
 
-    5 hosts     0 1 2 3 4   ->   04 1 2 3   ->   041 23   ->   all,   and back to 4
+    5 hosts     0 1 2 3 4   ->   04 1 2 3   ->   041 23   ->   all,   then the result is sent to 4
 
-What is combined are *mean* gradients, each over the targets of one host; inside a host replicas differ little from
-one large batch, and are simply summed. Gradients come here as gᵣ = (sum over the targets of replica r) / N, N being
-the targets of the step on all replicas, so that their sum is the mean over all. With nᵣ targets on replica r, host H
-brings
+The operands are *mean* gradients, each over the targets of one host. Inside a host the gradients of the replicas are
+summed, as for one large batch. The reducer passes gᵣ = (sum over the targets of replica r) / N, where N is the number
+of targets of the step on all replicas, so that Σ gᵣ is the mean over all of them. If replica r has nᵣ targets, the
+operand of host H is
 
-    a_H = Σ gᵣ · N / Σ nᵣ     over its replicas r;     0, which changes nothing, if it had no target
+    a_H = Σ gᵣ · N / Σ nᵣ     over the replicas r of H; 0 if the host has no target, and then Adasum ignores it
 
-So hosts with equal gradients give a_H, as the sum would have; and orthogonal ones Σ a_H. A loss scale passes through.
+So the result is a_H if these are equal on all hosts, and Σ a_H if they are orthogonal. A loss scale is a common factor
+of all gradients, and the result is multiplied by it.
 """
 
 from __future__ import annotations
@@ -48,15 +50,16 @@ from onward.trainer.parallel.replicas.transport import (
 
 SMALLEST_SQUARE = math.sqrt(sys.float_info.min)
 CHUNK = 1 << 20
-"""Elements turned into doubles at a time."""
+"""Elements that are converted to fp64 at a time."""
 
 
 class Adasum:
-    """Carries buckets as `transport.Carrier` says: summed inside each host, Adasum between hosts.
+    """Reduce buckets as `transport.Carrier` describes: a sum inside each host, Adasum between the hosts.
 
-    The ranks of a host divide the work: its first ones each take a stretch of the bucket between the hosts, as many
-    as the smallest host has replicas. ranks_per_host: taken as that many successive ranks, for tests; 0 = as they
-    are. compression: of what travels between hosts. Collective: every rank of the world makes one.
+    The ranks of a host share the work: each of the first ones combines one range of the bucket with the other hosts.
+    Their number is the number of replicas of the smallest host. ranks_per_host: treat this many successive ranks as a
+    host, for tests; 0 = the real hosts. compression: of the messages between hosts. Collective: every rank of the
+    world makes one.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Adasum:
         self._owners = channel(owners)
         self._across = channel([list(group) for group in zip(*owners, strict=True)])
         self._parts = open_channel(transport, [row for stage in ranks for row in stage], timeout_s=timeout_s)
+        # every rank opens all channels in this order, because opening one is collective over the world
         self._own_host = next(
             number for number, group in enumerate(self._hosts) if mesh.get_local_rank("data") in group
         )
@@ -92,22 +96,22 @@ class Adasum:
         self._thread = CommunicationThread(mpi.device, timeout_s=timeout_s)
 
     def begin(self, num_targets: float) -> None:
-        """A step begins, in which this replica has so many targets. Collective: the data axis."""
+        """Begin a step in which this replica has `num_targets` targets. Collective: the data axis."""
         self._thread.send(partial(self._weigh, num_targets))
 
     def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
-        """Send a bucket; see Carrier."""
+        """Start to reduce a bucket in place; return a function that waits for it."""
         return self._thread.send(partial(self._combine, flat, lengths))
 
     def close(self) -> None:
-        """End the thread, free the channels. Collective: the world."""
+        """End the thread and free the channels. Collective: every rank of the world."""
         self._thread.close()
         for channel in (self._replicas, self._host, self._owners, self._across, self._parts):
             if channel is not None:
                 channel.close()
 
     def _weigh(self, num_targets: float) -> None:
-        """Find this host's N / Σ nᵣ."""
+        """Compute N / Σ nᵣ of this host."""
         assert self._replicas is not None
         counts = _gathered(self._replicas, torch.full_like(self._scale, num_targets))  # host by host
         before = sum(len(replicas) for replicas in self._hosts[: self._own_host])
@@ -119,19 +123,22 @@ class Adasum:
         self._host.sum(flat)
         if len(self._hosts) == 1:
             return
+        # from a part of the mean over all targets to the mean over the targets of this host
         flat.mul_(self._scale)
         stretches = [share(flat.numel(), owner, self._num_owners) for owner in range(self._num_owners)]
         if self._across is not None:
             start, stop = stretches[self._host.rank]
             self._tree(self._across, Layout(lengths, start, stop), flat[start:stop])
         for owner, (start, stop) in enumerate(stretches):
+            # replicas of a host hold the same sum, so each range is combined by one of them and copied to the others
             self._host.broadcast(flat[start:stop], owner)
 
     def _tree(self, across: Channel, layout: Layout, vector: Tensor) -> None:
-        """Adasum of all hosts' vectors, in place, with the same bits on each."""
+        """Combine the vectors of all hosts in place; the result has the same bits on every host."""
         power, rank = 1 << (across.size.bit_length() - 1), across.rank
         late = rank + power if rank < power else rank - power  # who joins whom beyond the power of two
         if late < across.size:
+            # the first ones take over the vectors of the hosts beyond the power of two
             self._pair(across, layout, vector, late)
         distance = 1
         while rank < power and distance < power:
@@ -143,6 +150,7 @@ class Adasum:
 
     def _pair(self, across: Channel, layout: Layout, vector: Tensor, peer: int) -> None:
         other = self._swap(across, vector, peer)
+        # the same order on both sides, because the factors and the sum must be rounded alike
         first, second = (vector, other) if across.rank < peer else (other, vector)
         # each of the two computes one half, and both use both: hosts with other processors round alike
         middle = vector.numel() // 2
@@ -154,13 +162,17 @@ class Adasum:
         layout.add(first, second, factors(products), into=vector)
 
     def _swap(self, across: Channel, vector: Tensor, peer: int) -> Tensor:
-        """The peer's vector; this one becomes what the peer has got of it."""
+        """Exchange vectors with the peer and return the peer's.
+
+        If messages are compressed, this rank's vector is replaced by its rounded copy, which is what the peer receives.
+        """
         if self._dtype is None:
             return across.exchange(vector, peer)
         sent = torch.empty(compressed_bytes(vector.numel()), dtype=torch.uint8, device=vector.device)
         compress(vector.float(), self._dtype, sent)
         came = torch.zeros_like(vector, dtype=torch.float32)
         add_decompressed(across.exchange(sent, peer), self._dtype, came)
+        # both sides must compute with the same numbers, or the copies of a weight would differ between hosts
         own = torch.zeros_like(came)
         add_decompressed(sent, self._dtype, own)
         vector.copy_(own)
@@ -174,7 +186,7 @@ def _gathered(channel: Channel, row: Tensor) -> Tensor:
 
 
 class Layout:
-    """Where tensors of `lengths`, one after the other, lie in the stretch from `start` to `stop`."""
+    """The positions of the tensors of a bucket (of `lengths`, one after the other) in its range `start` to `stop`."""
 
     def __init__(self, lengths: Sequence[int], start: int, stop: int) -> None:
         self._places: list[tuple[int, int]] = []
@@ -184,7 +196,7 @@ class Layout:
             offset += length
 
     def products(self, a: Tensor, b: Tensor, start: int, stop: int) -> Tensor:
-        """(a·a, a·b, b·b) of each tensor, [tensors, 3] in fp64, over `start` to `stop` of the stretch."""
+        """Return (a·a, a·b, b·b) of each tensor over elements `start` to `stop` of the range: [tensors, 3] in fp64."""
         table = torch.zeros(len(self._places), 3, dtype=torch.float64, device=a.device)
         for row, (first, last) in zip(table, self._places, strict=True):
             for low, high in _chunks(max(first, start), min(last, stop)):
@@ -193,14 +205,14 @@ class Layout:
         return table
 
     def add(self, a: Tensor, b: Tensor, by: tuple[Tensor, Tensor], *, into: Tensor) -> None:
-        """Each tensor's a times its factor, and b times its own. `into` may be either."""
+        """Write a times its factor plus b times its factor, tensor by tensor. `into` may be `a` or `b`."""
         for (first, last), one, other in zip(self._places, *by, strict=True):
             if first < last:
                 torch.add(a[first:last] * one, b[first:last] * other, out=into[first:last])
 
 
 def factors(products: Tensor) -> tuple[Tensor, Tensor]:
-    """(a·a, a·b, b·b) [n, 3] -> what a and b are multiplied by, [n] each."""
+    """Return the factors of a and of b, [n] each, from (a·a, a·b, b·b) [n, 3]."""
     aa, ab, bb = products.unbind(1)
     one, other = (torch.where(square < SMALLEST_SQUARE, 1.0, 1.0 - ab / (2.0 * square)) for square in (aa, bb))
     return one, other
@@ -212,9 +224,10 @@ def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _hosts(mpi: MPIContext, ranks_per_host: int) -> list[int]:
-    """A number for each rank's host. Collective: the world."""
+    """Return a number for the host of each rank, equal for ranks of one host. Collective: every rank of the world."""
     if ranks_per_host:
         return [rank // ranks_per_host for rank in range(mpi.world_size)]
+    # a checksum, because tensors are exchanged and not texts
     own = torch.tensor([zlib.crc32(mpi.host.encode())], device=mpi.device)
     table = [torch.empty_like(own) for _ in range(mpi.world_size)]
     dist.all_gather(table, own)
@@ -222,8 +235,11 @@ def _hosts(mpi: MPIContext, ranks_per_host: int) -> list[int]:
 
 
 def _replicas_by_host(first_ranks: Sequence[int], hosts: Sequence[int]) -> list[list[int]]:
-    """Replicas of the same host, host by host. All ranks of a replica are taken to be where its first is: those that
-    hold parts of one weight must agree on who is paired with whom."""
+    """Return the replicas of each host.
+
+    A replica counts to the host of its first rank, even if it spans several: all ranks that hold parts of a weight must
+    form the same pairs.
+    """
     found: dict[int, list[int]] = {}
     for replica, rank in enumerate(first_ranks):
         found.setdefault(hosts[rank], []).append(replica)

@@ -51,6 +51,7 @@ class TiedGradients:
         for weight in weights:
             if weight.name in shared:
                 copies.setdefault(weight.name, []).append(weight)
+        # sorted by name: every rank calls the collectives of a group in the same order
         self._copies = [(copies[name], groups[tuple(sorted(shared[name]))]) for name in sorted(copies)]
         self._first = {held[0] for held, group in self._copies if group is None or group.rank() == 0}
 

@@ -68,6 +68,8 @@ class Reducer:
         self._before: list[Tensor] = []
         self._num_batchnorm_updates = 0
         self._replicated = ReplicatedWeights(self.weights, mesh)
+        # ReplicatedWeights, TiedGradients and the carrier call collectives when they are made: the same order on every
+        # rank
         self._tied = TiedGradients(self._trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
         self._carrier = _carrier(config, mesh, mpi, timeout_s=timeout_s)
 
@@ -84,11 +86,14 @@ class Reducer:
         self._gradients = [bucket.gradients for bucket in self._buckets]
         for weight in self._trained:
             if weight not in self._in_buckets:
+                # a copy of a tied weight that is not the first: its gradient is sent to the first one, not in a bucket
                 weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
                 self._gradients.append(gradient(weight))
         self.num_sent = 0
         """Buckets whose all-reduce has started in this step."""
         self._num_backwards = 0
+        # a hook that runs after autograd has added to `.grad`; the buckets of tied weights wait for other stages in
+        # `reduce`
         for bucket in early:
             for place, weight in enumerate(bucket.weights):
                 weight.tensor.register_post_accumulate_grad_hook(self._gradient_hook(bucket, place))  # type: ignore[no-untyped-call]
@@ -105,6 +110,7 @@ class Reducer:
         self._num_backwards, self.num_sent = num_backwards, 0
         self._carrier.begin(num_targets)
         for tensor in self._gradients:
+            # in place and not `grad = None`, which would make autograd replace the views into the buckets
             tensor.zero_()
         for bucket in self._buckets:
             bucket.missing, bucket.arrivals = len(bucket.weights), [0] * len(bucket.weights)
@@ -114,7 +120,9 @@ class Reducer:
 
         Returns the global L2 norm (see `global_norm`). Collective: every rank of the world.
         """
+        # from here on hooks do nothing: a backward pass outside of a step must not send a bucket
         self._num_backwards = 0
+        # buckets with a weight that no backward pass of this rank reached: the other replicas may have sent them
         self._send(self._num_early)
         self._tied.gather()
         self._send(len(self._buckets))
@@ -153,6 +161,7 @@ class Reducer:
                 return
             bucket.arrivals[place] += 1
             assert bucket.arrivals[place] <= self._num_backwards, "more backward passes than `begin` announced"
+            # every backward pass of the step adds to the gradient, so only the last one completes it
             if bucket.arrivals[place] == self._num_backwards:
                 bucket.missing -= 1
                 if bucket.missing == 0:
@@ -186,6 +195,7 @@ class Reducer:
             own, total = self._num_batchnorm_updates, int(counts.sum())
             later = int(counts[self._group.rank() + 1 :].sum())
             pairs = list(zip(self._statistics, self._before, strict=True))
+            # what this replica added, decayed by the updates of the replicas that come after it
             added = [w.retention**later * (w.tensor - w.retention**own * before).flatten() for w, before in pairs]
             flat = torch.cat(added)
             dist.all_reduce(flat, group=self._group)

@@ -33,9 +33,9 @@ Job = Callable[[], None]
 COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 QUICK_POLLS = 20
 POLL_S = 5e-5
-"""After QUICK_POLLS polls the thread sleeps this long between polls, which leaves the core to the backward pass."""
+"""Seconds between polls after the first QUICK_POLLS ones, so that the core is free for the backward pass."""
 MOST_ELEMENTS = 1 << 28
-"""Elements of one MPI call, which counts in C ints."""
+"""Elements in one MPI call, whose count is a C int of 32 bits."""
 CHUNK = 1 << 17
 """Elements converted at a time, so that temporary copies stay in the cache."""
 
@@ -74,7 +74,7 @@ class Direct:
         return wait
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing: there is no thread to end."""
 
 
 class Summed:
@@ -93,7 +93,7 @@ class Summed:
         return self._thread.send(partial(self._sum, flat))
 
     def close(self) -> None:
-        """End the thread, free the channel."""
+        """End the thread and free the channel."""
         self._thread.close()
         self._channel.close()
 
@@ -124,14 +124,17 @@ class CommunicationThread:
 
     def _work(self) -> None:
         if self._device.type == "cuda":
+            # the current GPU is a property of each thread
             torch.cuda.set_device(self._device)
         failed: BaseException | None = None
+        # one thread and one queue: collectives must be called in the same order on every rank
         while (item := self._jobs.get()) is not None:
             job, done = item
             try:
                 if failed is not None:
                     raise failed
                 job()
+            # also what is no Exception: the main thread would wait until the time-out for a job that will not end
             except BaseException as error:
                 failed = error
                 done.set_exception(error)
@@ -178,10 +181,10 @@ class Channel(Protocol):
 
 
 def open_channel(transport: str, groups: Sequence[Sequence[int]], *, timeout_s: float) -> Channel | None:
-    """The channel of this rank's group among disjoint `groups` of ranks; None when it is in none of them.
+    """Open the channel of this rank's group among disjoint `groups` of ranks; return None if it is in none of them.
 
     `transport`: "torch" or "mpi". Collective: every rank of the world, with the same groups. Raises
-    RuntimeUnavailable when MPI may not be called by several threads.
+    RuntimeUnavailable when this MPI may not be called from several threads.
     """
     mine = next((group for group in groups if dist.get_rank() in group), None)
     if transport == "mpi":
@@ -196,6 +199,7 @@ def open_channel(transport: str, groups: Sequence[Sequence[int]], *, timeout_s: 
         color = MPI.UNDEFINED if mine is None else min(mine)
         comm = MPI.COMM_WORLD.Split(color, 0 if mine is None else list(mine).index(dist.get_rank()))
         return None if mine is None else MPIChannel(comm, timeout_s=timeout_s)
+    # every rank creates every group, its own or not: torch's new_group is collective over the world
     joined = [new_group(group, timeout_s=timeout_s) for group in groups if len(group) > 1]
     return None if mine is None else TorchChannel(next((group for group in joined if group is not None), None))
 
@@ -208,7 +212,7 @@ class TorchChannel:
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
 
     def sum(self, tensor: Tensor) -> None:
-        """See Channel, as for all of these."""
+        """All-reduce in place. For this and the other methods see Channel."""
         if self._group is not None:
             dist.all_reduce(tensor, group=self._group)
 
@@ -234,6 +238,7 @@ class TorchChannel:
             dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer),
             dist.P2POp(dist.irecv, came, group=self._group, group_peer=peer),
         ]
+        # both in one batch: with NCCL two single calls, in the same order on both sides, would wait for each other
         for work in dist.batch_isend_irecv(both):
             work.wait()
         return came
@@ -243,10 +248,10 @@ class TorchChannel:
 
 
 class MPIChannel:
-    """A channel over MPI, whose blocking collectives are faster than the others but have no time-outs.
+    """A channel over MPI. It calls blocking collectives, which are faster than non-blocking ones but have no time-out.
 
-    So every collective starts with a non-blocking barrier that is polled until the deadline. The blocking call after it
-    has all its peers; if one ends at that moment, `CommunicationThread` stops waiting for the call.
+    Therefore a non-blocking barrier comes before every collective and is polled until the deadline. After it all ranks
+    are about to make the blocking call. If one ends just then, `CommunicationThread` stops waiting for the call.
     """
 
     def __init__(self, comm: MPI.Comm, *, timeout_s: float) -> None:
@@ -254,9 +259,10 @@ class MPIChannel:
         self.rank, self.size = comm.rank, comm.size
 
     def sum(self, tensor: Tensor) -> None:
-        """See Channel, as for all of these."""
+        """All-reduce in place. For this and the other methods see Channel."""
         from mpi4py import MPI
 
+        # MPI adds no bf16 or fp16 numbers
         wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
         for part in torch.split(wide.view(-1), MOST_ELEMENTS):
             self._meet()
@@ -278,6 +284,7 @@ class MPIChannel:
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         came = torch.empty_like(tensor)
+        # without a barrier before it: non-blocking calls can be polled themselves
         requests = [self._comm.Irecv(_bytes(came), peer), self._comm.Isend(_bytes(tensor), peer)]
         for request in requests:
             self._poll(request)
@@ -300,7 +307,7 @@ class MPIChannel:
 
 
 def check_device(transport: str, device: torch.device) -> None:
-    """Raises ConfigError for MPI between GPUs, whose memory it is not given."""
+    """Raise ConfigError for transport "mpi" on a GPU: the channel passes host memory to MPI."""
     if transport == "mpi" and device.type != "cpu":
         raise ConfigError(
             f"parallel.transport 'mpi' carries gradients of CPU ranks, but this one is on {device}; use 'torch' (NCCL)"
@@ -313,7 +320,7 @@ def _timed_out(timeout_s: float) -> RuntimeError:
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """A contiguous tensor's memory, for MPI, which does not know bf16."""
+    """Return the memory of a contiguous tensor as bytes: MPI has no bf16 type."""
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
@@ -325,8 +332,8 @@ class CompressedAllReduce:
 
         each rank   [ to 0 | to 1 | to 2 ] -- all-to-all --> its range of all ranks, added in fp32 -- all-gather --> all
 
-    It sends as many elements as an all-reduce in half precision, which would round the sum at every hop instead of
-    twice. Buffers are kept between calls: allocating new pages takes longer than the arithmetic.
+    An all-reduce of half-precision tensors sends as many elements, but rounds the sum after each addition; here numbers
+    are rounded twice. Buffers are kept between calls: allocating new pages takes longer than the arithmetic.
     """
 
     def __init__(self, channel: Channel, dtype: torch.dtype) -> None:
@@ -335,6 +342,7 @@ class CompressedAllReduce:
 
     def sum(self, flat: Tensor) -> None:
         """Sum in place. For overflows see `compress`. Collective: the channel."""
+        # weights of fp64 or half precision: the format of the messages is made from fp32
         if flat.dtype != torch.float32:
             wide = flat.float()
             self.sum(wide)
@@ -350,6 +358,7 @@ class CompressedAllReduce:
         own = stretches[self._channel.rank].zero_()
         for wire in came:  # in the order of ranks, wherever it is done
             add_decompressed(wire, self._dtype, own)
+        # this rank, too, takes its own sum as it is after compression, so that all ranks have the same bits
         compress(own, self._dtype, sent[0])
         self._channel.gather(sent[0], came)
         for stretch, wire in zip(stretches, came, strict=True):
@@ -368,13 +377,15 @@ def compressed_bytes(length: int) -> int:
 
 
 def compress(values: Tensor, dtype: torch.dtype, wire: Tensor) -> None:
-    """Write fp32 values to bytes: a power of two, and each value over it. `wire` may be longer.
+    """Write fp32 values to bytes: a power of two, then each value divided by it in half precision.
 
-    The power brings the greatest magnitude just below 2^15, so that nothing overflows in fp16, and gradients of a
-    mean loss, which are small, do not vanish in it: what is 2^-29 of the greatest still has all its digits. Powers of
-    two round nothing. Infinity and NaN go over as they are: an overflow must be seen, not mended.
+    The power of two scales the greatest magnitude to just below 2^15. So no value overflows in fp16, and gradients of a
+    mean loss, which are small, do not underflow: a value of 2^-29 times the greatest is still a normal fp16 number.
+    Dividing by a power of two does not round. Infinity and NaN are kept, so that an overflow is detected.
+    `wire` may be longer than needed.
     """
     greatest = torch.stack(torch.aminmax(values)).abs().max() if values.numel() else values.new_zeros(())
+    # within the normal powers of two of fp32: the scale and its inverse are sent or used as fp32 numbers
     exponent = torch.frexp(greatest).exponent.sub(15).clamp(-126, 126)
     exponent = torch.where(greatest.isfinite(), exponent, 0)
     scale, inverse = (torch.ldexp(torch.ones_like(greatest), power) for power in (exponent, -exponent))
@@ -385,7 +396,7 @@ def compress(values: Tensor, dtype: torch.dtype, wire: Tensor) -> None:
 
 
 def add_decompressed(wire: Tensor, dtype: torch.dtype, values: Tensor) -> None:
-    """Add what `compress` was given, but for rounding, to fp32 values."""
+    """Decompress what `compress` has written, and add it to fp32 values."""
     scale, halves = wire[:4].view(torch.float32), wire[4 : compressed_bytes(values.numel())].view(dtype)
     for part, half in zip(torch.split(values, CHUNK), torch.split(halves, CHUNK), strict=True):
         part.add_(half.float().mul_(scale))

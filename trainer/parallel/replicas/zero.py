@@ -124,6 +124,7 @@ class Sharded:
         """
         for parameter, weight in self._trained:
             found, parameter.grad = parameter.grad, None
+            # FSDP leaves the gradient on its own parameter; the optimizer and the norms read it from the shard
             weight.tensor.grad = torch.zeros_like(weight.tensor) if found is None else _local(found)
         self._tied.gather()
         own = {weight for _, weight in self._trained}
@@ -169,6 +170,7 @@ class _BackwardPasses:
 
     def begin(self, num_backwards: int) -> None:
         self._left = num_backwards
+        # the last backward pass of the previous step has set `last`
         self._configure(last=False)
         for module in self._modules:
             # evaluation leaves ZeRO 1 and 2 with gathered weights, and the optimizer has changed the shards since
@@ -182,6 +184,7 @@ class _BackwardPasses:
     def _backward(self, first: Tensor) -> None:
         assert self._left > 0, "more backward passes than `begin` announced"
         self._left -= 1
+        # before the first gradient of the pass is computed, so FSDP reduces the gradients of this pass at once
         if self._left == 0:
             self._configure(last=True)
 
@@ -189,6 +192,7 @@ class _BackwardPasses:
         assert isinstance(self._root, FSDPModule)
         self._root.set_is_last_backward(last)
         for module in self._modules:
+            # ZeRO 1 keeps full gradients until the last backward pass, and saves the reduce-scatters of the others
             module.set_requires_gradient_sync(last or self._zero >= 2, recurse=False)
             module.set_requires_all_reduce(last, recurse=False)  # hybrid: across groups of shards once per step
             module.set_reshard_after_backward(last or self._zero == 3, recurse=False)
@@ -216,6 +220,7 @@ def _recast_in_backward(chain: Chain, device: torch.device) -> None:
     def enter(chain: nn.Module, inputs: object) -> None:
         if torch.is_grad_enabled() and torch.is_autocast_enabled(device.type):
             hooks.__enter__()
+            # `leave` also runs after an error, and must end only what `enter` has begun
             inside.append(True)
 
     def leave(chain: nn.Module, inputs: object, outputs: object) -> None:
@@ -226,6 +231,7 @@ def _recast_in_backward(chain: Chain, device: torch.device) -> None:
     chain.register_forward_pre_hook(enter)
     chain.register_forward_hook(leave, always_call=True)
     for unit in chain.units:
+        # the cache refers to the casts, and would keep those of all units until the forward pass ends
         unit.register_forward_hook(lambda unit, inputs, outputs: torch.clear_autocast_cache())
 
 
@@ -243,6 +249,7 @@ class _Cast:
 def _pack(tensor: Tensor) -> Tensor | _Cast:
     if tensor.dtype not in (torch.float16, torch.bfloat16):
         return tensor
+    # recognised by the autograd node that made it: a cast whose operand is a parameter
     step = _behind_views(tensor.grad_fn)
     if step is None or step.name() != "ToCopyBackward0":
         return tensor
@@ -308,6 +315,7 @@ def _shard(chain: Chain, sharded: Set[Tensor], mesh: DeviceMesh, *, regather: bo
     for unit, parameters in zip(chain.units, own, strict=True):
         if not common.issuperset(parameters):
             _fully_shard(unit, mesh, regather=regather, ignored=others | common)
+    # after the units, because FSDP gives a module the parameters that no submodule has taken
     _fully_shard(chain, mesh, regather=regather, ignored=others)
     # FSDP would prefetch in the order of the last pass, which is wrong with several micro-batches in flight
     assert isinstance(chain, FSDPModule)

@@ -122,10 +122,10 @@ def _state(run: RunDir) -> State:
         return "running"
     if run.exported.exists():
         return "exported"
-    if run.train.exists():
-        return "trained" if read_record(run.train, TrainResult).status == "done" else "stopped"
-    if run.current_attempt and run.result(run.current_attempt).exists():
-        return "trained" if read_record(run.result(run.current_attempt), AttemptResult).status == "done" else "stopped"
+    # Not from train.json: after a resume it still describes an earlier attempt.
+    newest = run.result(run.current_attempt)
+    if newest.exists():
+        return "trained" if read_record(newest, AttemptResult).status == "done" else "stopped"
     return "failed" if run.first_error(run.current_attempt) else "interrupted"
 
 

@@ -33,7 +33,7 @@ from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import EventWriter
 from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.records import AttemptResult, RankError, RunIdentity, write_record
+from onward.trainer.run.records import AttemptResult, RankError, RunIdentity, TrainResult, write_record
 from tests.support.graphs import tiny_transformer
 
 CONFIGS = sorted((Path(cli.__file__).parent / "configs").glob("*.toml"))
@@ -139,7 +139,12 @@ def test_the_state_of_a_run_is_read_from_its_files_alone(home: Path) -> None:
     assert described.error == "rank 1 on h, step 3: ValueError: bad"
     stopped = AttemptResult(attempt=1, status="stopped", step=3, samples_seen=1, metrics={}, elapsed_s=1.0)
     write_record(run.result(attempt), stopped)
+    record = TrainResult(status="stopped", attempts=1, step=3, samples_seen=1, metrics={}, elapsed_s=1.0)
+    write_record(run.train, record)
     assert describe(run).state == "stopped"
+    run.begin_attempt()  # resumed, and killed before its first record
+    assert describe(run).state == "interrupted", "the record of an earlier attempt says nothing about this one"
+    run.fence.write_text(str(attempt))
 
 
 def test_one_flow_at_a_time_locks_a_run_and_the_run_is_running_meanwhile(home: Path) -> None:

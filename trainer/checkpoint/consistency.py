@@ -27,6 +27,7 @@ def check_copies(parts: Mapping[str, Part], mpi: MPIContext, *, beat: Beat = lam
     and CheckpointError when the parts do not tile the tensors.
     """
     plan = make_write_plan(parts, mpi)
+    # a piece on one rank has no copy to differ from
     copied = [piece for piece in plan.pieces if len(piece.ranks) > 1]
     sums = []
     for piece in copied:
@@ -57,11 +58,13 @@ def _checksum(tensor: Tensor) -> Tensor:
     content = tensor.contiguous().reshape(-1).view(torch.uint8)
     if odd := -len(content) % 4:
         content = torch.nn.functional.pad(content, (0, odd))
+    # torch views bytes as 32-bit words only at a multiple of 4 bytes
     elif content.storage_offset() % 4:
         content = content.clone()
     positions = _positions(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for words in torch.split(content.view(torch.int32), WORDS):
+        # positions repeat in each chunk, so the factor makes the order of the chunks count
         total = total * 1_000_003 + (words * positions[: len(words)]).sum()  # modulo 2^64
     return total
 

@@ -24,6 +24,7 @@ def gather(mpi: MPIContext, text: str) -> list[str]:
 def gather_bytes(mpi: MPIContext, content: bytes) -> list[bytes]:
     """Return every rank's bytes, of any length. Collective: every rank."""
     sizes = [int(size) for size in _all_gather(mpi, torch.tensor(len(content)))]
+    # all-gather takes tensors of one size; at least one byte, because torch.frombuffer refuses an empty buffer
     mine = bytearray(content.ljust(max(1, *sizes), b"\0"))
     padded = _all_gather(mpi, torch.frombuffer(mine, dtype=torch.uint8))
     return [bytes_.numpy().tobytes()[:size] for bytes_, size in zip(padded, sizes, strict=True)]
@@ -46,6 +47,7 @@ def in_rounds(work: Iterator[str], exchange: Callable[[Callable[[], str]], list[
 
     def advance() -> str:
         nonlocal result
+        # a rank that is done repeats its result, because all ranks must take part in every exchange
         result = result or next(work)
         return result
 

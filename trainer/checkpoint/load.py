@@ -46,11 +46,13 @@ def newest_complete(run: RunDir, *, mpi: MPIContext, beat: Beat = lambda: None) 
     newest one everywhere yet.
     """
     names = [path.name for path in list_checkpoints(run)]
+    # the oldest of them exists on every rank; "" of a rank that sees none ends the search on all
     while oldest := min(gather(mpi, names[-1] if names else ""), key=_age):
         try:
             return verify_together(run.checkpoints / oldest, mpi=mpi, beat=beat)
         except CheckpointError as error:
             log.warning("not used: %s", error)
+        # all ranks drop the same ones, since all got the same error
         names = [name for name in names if _age(name) < _age(oldest)]
     return None
 
@@ -67,6 +69,7 @@ def verify_together(path: Path, *, mpi: MPIContext, beat: Beat = lambda: None) -
     """
     try:
         stat = (path / "manifest.json").stat()
+        # the same inode and time: a shared file system, where one rank can read each file for all
         seen = f"{stat.st_ino} {stat.st_mtime_ns}"
     except OSError:
         seen = ""
@@ -91,6 +94,7 @@ def verify_together(path: Path, *, mpi: MPIContext, beat: Beat = lambda: None) -
     results = in_rounds(work(), lambda advance: gather(mpi, advance()))
     if problems := [result for result in results if not result.startswith("ok ")]:
         raise CheckpointError(problems[0])
+    # each rank has verified its own copy: they are complete, but may be of different runs
     if len(set(results)) > 1:
         raise CheckpointError(
             f"checkpoint {path} is not the same on all ranks: SHA-256 of manifest.json is {', '.join(results)}; copy "
@@ -161,6 +165,7 @@ def _moved(box: Box, by: Iterable[int]) -> Box:
 def _assemble(shape: tuple[int, ...], entry: TensorEntry, reads: Sequence[_Read], files: Mapping[str, Any]) -> Tensor:
     """Return the part of that shape; memory-mapped if it lies in one piece."""
     full = tuple((0, length) for length in shape)
+    # no copy: a safetensors slice is mapped, and is read when it is copied into the weight
     if len(reads) == 1 and reads[0].target == full:
         mapped: Tensor = files[reads[0].file].get_slice(reads[0].key)[slices(reads[0].source)]
         return mapped

@@ -147,6 +147,7 @@ def find_untiled(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[Box, i
 
 def serialise(manifest: Manifest) -> bytes:
     """Return the content of manifest.json, with its own digest in it."""
+    # the digest is of the file with zeros in its place, because a file cannot contain its own digest
     content = manifest.model_dump_json(indent=1).encode()
     return content.replace(NO_DIGEST.encode(), hashlib.sha256(content).hexdigest().encode(), 1)
 

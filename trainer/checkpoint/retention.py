@@ -33,6 +33,7 @@ class Announced(Record):
 def list_checkpoints(run: RunDir) -> list[Path]:
     """Return the directories with the name of a complete checkpoint, oldest first."""
     found = (path for path in run.checkpoints.glob("step-*") if re.fullmatch(r"step-\d{9,}", path.name))
+    # by number, because names of ten digits sort before names of nine
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 

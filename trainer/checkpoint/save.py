@@ -63,6 +63,7 @@ def save(
         saving.together(saving.make_directory)
         results = saving.write_files()
         saving.together(lambda: saving.commit(results))
+    # every rank raises the same error, and one of them removes what all have written
     except OnwardError:
         if mpi.rank == 0:
             shutil.rmtree(saving.partial, ignore_errors=True)
@@ -144,6 +145,7 @@ class _Saving:
         self.run.checkpoints.mkdir(exist_ok=True)
         fsync(self.run.root)
         retention.sweep(self.run, attempt=self.attempt)
+        # before anything is written; if the disk fills up later, the writing ranks report it
         if shutil.disk_usage(self.run.checkpoints).free < self.plan.num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run.checkpoints))
         self.partial.mkdir()
@@ -170,10 +172,13 @@ class _Saving:
                 raise CheckpointError(f"{file.name} has {found:,} bytes on the disk, but {file.bytes:,} were written")
         manifest = Manifest(world_size=self.mpi.world_size, state=self.state, tensors=self.plan.tensors, files=files)
         path = self.partial / "manifest.json"
+        # the last file: a directory without it is not a checkpoint
         path.write_bytes(serialise(manifest))
         fsync(path)
         fsync(self.partial)
+        # as late as possible: writing takes long enough for a newer attempt to have begun
         self.run.check_fence(self.attempt)
+        # `is_complete` has found it damaged; a rename onto a directory with files fails
         if self.final.exists():
             retention.set_aside(self.final)
         self.partial.rename(self.final)
@@ -194,6 +199,7 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview], beat: Beat) -> Gene
             file.write(chunk)
             unsynced += len(chunk)
             beat()
+            # flush only hands the bytes to the kernel; after fsync they are on the disk
             if unsynced >= SYNC_BYTES:
                 file.flush()
                 os.fsync(file.fileno())

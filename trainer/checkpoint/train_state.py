@@ -35,6 +35,7 @@ class TrainState(Record):
         """Raise ConfigError when a training with this configuration and `num_rows` rows has no such position."""
         num_steps, num_samples = config.num_steps(num_rows), config.total_samples(num_rows)
         batch_size, left = config.train.global_batch_size, num_samples - self.samples_seen
+        # samples left divided by the batch size must be the steps left; another batch size breaks this equation
         if left < 0 or self.step + math.ceil(left / batch_size) != num_steps:
             raise ConfigError(
                 f"{source} is at step {self.step} after {self.samples_seen:,} samples, which this configuration cannot "

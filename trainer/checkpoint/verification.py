@@ -74,6 +74,7 @@ def verifying(path: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[Ver
     unexpected = sorted({entry.name for entry in path.iterdir()} - expected)
     problems = [f"{name} does not belong to it" for name in unexpected]
     for number, file in enumerate(manifest.files):
+        # sizes are compared by every rank, bytes by one
         for problem in _file_problems(path, file, read=number % world_size == rank):
             if problem:
                 problems.append(problem)
@@ -88,6 +89,7 @@ def verifying(path: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[Ver
         path=path,
         bytes=sum(file.bytes for file in manifest.files) + len(content),
         digest=hashlib.sha256(content).hexdigest(),
+        # an older evaluation is of other weights
         metrics=state.metrics if state.evaluated_at == state.step else {},
     )
     yield VerifiedCheckpoint(info, manifest)

@@ -104,6 +104,7 @@ def make_write_plan(parts: Mapping[str, Part], mpi: MPIContext) -> WritePlan:
 @functools.lru_cache(maxsize=1)  # every save has the same lists; at 64 ranks a plan takes seconds
 def _plan(listings: tuple[bytes, ...]) -> WritePlan:
     """Make the plan from the compressed list of each rank."""
+    # replicas that hold the same send the same list, which is parsed once
     parsed = {listing: json.loads(zlib.decompress(listing)) for listing in set(listings)}
     holders: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for rank, listing in enumerate(listings):

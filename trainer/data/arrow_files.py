@@ -51,7 +51,7 @@ class ArrowReader:
         self._views = {column.name: [_views(batch[column.name], column) for batch in batches] for column in columns}
 
     def read(self, rows: Array) -> dict[str, Values]:
-        """The rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
+        """Return the rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
         batches = np.searchsorted(self._starts, rows, side="right") - 1
         places = list(zip(batches.tolist(), (rows - self._starts[batches]).tolist(), strict=True))
         result: dict[str, Values] = {}
@@ -77,6 +77,7 @@ def _arrow_type(column: Column) -> pa.DataType:
 
 def _to_arrow(values: Values, column: Column) -> pa.Array:
     if isinstance(values, list):
+        # Arrow's plain list type has 32-bit offsets
         offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
         return pa.ListArray.from_arrays(offsets, pa.array(_bytes(np.concatenate(values))))
     values = _bytes(np.ascontiguousarray(values))
@@ -88,7 +89,7 @@ def _bytes(array: Array) -> Array:
 
 
 def _views(array: pa.Array, column: Column) -> tuple[Array, ...]:
-    """(values [n, *shape],) or (flat values, offsets [n + 1]) of one record batch, without a copy."""
+    """Return (values [n, *shape],) or (flat values, offsets [n + 1]) of one record batch, without a copy."""
     if column.variable:
         return array.values.to_numpy().view(column.dtype), array.offsets.to_numpy()
     return ((array.to_numpy_ndarray() if column.shape else array.to_numpy()).view(column.dtype),)
@@ -103,12 +104,13 @@ def _row(views: tuple[Array, ...], at: int) -> Array:
 
 
 def arrow_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
-    """The rows of an Arrow IPC file; `names`: the columns to read, None for all."""
+    """Yield the rows of an Arrow IPC file; `names`: the columns to read, None for all."""
     with _refusing(path):
         file = pa.ipc.open_file(pa.memory_map(str(path)))
         first = 0
         for number in range(file.num_record_batches):
             batch = _chosen(file.get_batch(number), names)
+            # a record batch may be as large as its file
             rows = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
             for start in range(0, batch.num_rows, rows):
                 yield _block(path, batch.slice(start, rows), first + start)
@@ -116,7 +118,7 @@ def arrow_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 
 
 def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
-    """The rows of a Parquet file, some of a row group at a time; `names`: the columns to read, None for all."""
+    """Yield the rows of a Parquet file, some of a row group at a time; `names`: the columns to read, None for all."""
     import pyarrow.parquet as pq  # imported here: ranks never need it
 
     with _refusing(path), pq.ParquetFile(path, pre_buffer=False, buffer_size=STREAM_BYTES) as file:
@@ -142,7 +144,7 @@ def _block(path: Path, batch: pa.RecordBatch, first: int) -> Block:
 
 
 def _cells(array: pa.Array) -> Cells:
-    """An Arrow column as an array where it is one, else as Python's objects."""
+    """Return an Arrow column as an array if it holds numbers of one shape, else as Python objects."""
     kind = array.type
     # to_numpy would turn missing integers into NaN floats; as objects they stay None, and are reported as missing
     if array.null_count:
@@ -161,7 +163,7 @@ def _cells(array: pa.Array) -> Cells:
 
 
 def _lists(array: pa.Array) -> Cells:
-    """Lists of one length as an array [n, length, ...], others as n arrays."""
+    """Return lists of one length as an array [n, length, ...], others as n arrays."""
     fixed = pa.types.is_fixed_size_list(array.type)
     # flatten() leaves out the values of a slice's neighbours, which .values would include
     lengths = np.full(len(array), array.type.list_size) if fixed else array.value_lengths().to_numpy()

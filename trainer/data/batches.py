@@ -89,6 +89,7 @@ class Batches:
         a padding micro-batch on a replica that has no samples left. Not collective. Raises DataError for a damaged
         shard.
         """
+        # else what was prepared is of another position
         if self._next and self._next[0] == (position, count):
             batches = self._next[1].result()
             self._next = None
@@ -104,6 +105,7 @@ class Batches:
     def rows(self, position: int, count: int) -> Array:
         """Return the row numbers at `count` positions of the stream from `position` on: int64 [count]."""
         positions = np.arange(position, position + count)
+        # a step may reach into the next epoch: no samples are dropped at the end of one
         epochs, places = positions // self.num_rows, positions % self.num_rows
         if not self._train.shuffle:
             return places
@@ -117,6 +119,7 @@ class Batches:
         self._worker.shutdown(cancel_futures=True)
 
     def _prepare(self, position: int) -> None:
+        # the last step takes what is left
         count = min(self._train.global_batch_size, self._num_samples - position)
         if count > 0 and (self._next is None or self._next[0] != (position, count)):
             self._next = (position, count), self._worker.submit(self._make, position, count)
@@ -163,11 +166,13 @@ class _Share:
 
 def _divide(rows: Array, size: int, replica: int, num_replicas: int) -> _Share:
     """Divide rows among the replicas, and each share into the same number of micro-batches of `size` rows."""
+    # contiguous ranges whose sizes differ by one at most, also if there are fewer rows than replicas
     mine = rows[len(rows) * replica // num_replicas : len(rows) * (replica + 1) // num_replicas]
     num = -(-len(rows) // (num_replicas * size))  # what the largest share, of ceil(rows / replicas) rows, needs
     parts = [mine[first : first + size] for first in range(0, num * size, size)]
     last_is_padding = num > 0 and not len(parts[-1])
     if last_is_padding:
+        # collectives need a pass of this replica, too, and a pass needs at least one row
         parts[-1] = rows[:1]  # any row has the right shape; its loss does not count
     return _Share(parts, last_is_padding, len(rows) == num * size * num_replicas)
 
@@ -204,6 +209,7 @@ class _Collate:
     def several(self, parts: Sequence[Array], *, same_length: bool, group: int = 0) -> list[Batch]:
         """Make a batch of each part. `same_length`: pad all of them to the longest row of any."""
         columns = [self._shards.read(rows) for rows in parts]
+        # pipeline stages receive into buffers of one shape for all micro-batches of a pass
         lengths: dict[str, int] = {}
         for name in self._pad_values if same_length else ():
             lengths[name] = max((_longest(values[name]) for values in columns), default=0)

@@ -98,6 +98,7 @@ def fit(cells: Cells, column: Column) -> tuple[Values, dict[int, str]]:
     if column.variable:
         return _fit_variable(cells, column)
     array = numbers(cells)
+    # at least one cell is bad or the shape is another one: find out which, cell by cell
     if array is None or array.shape[1:] != column.shape:
         return _fit_each(cells, column)
     values, wrong = _cast(array, column.dtype)
@@ -109,6 +110,7 @@ def _fit_each(cells: Cells, column: Column) -> tuple[Array, dict[int, str]]:
     values, bad = np.zeros((len(cells), *column.shape), column.dtype), {}
     for at, cell in enumerate(cells):
         array = numbers([cell])
+        # a list of one cell, so that the cell gets a dimension of rows like a block
         if array is not None and array.shape[1:] == column.shape:
             value, wrong = _cast(array, column.dtype)
             values[at] = value[0]
@@ -125,6 +127,7 @@ def _fit_variable(cells: Cells, column: Column) -> tuple[list[Array], dict[int, 
         array = cell if isinstance(cell, np.ndarray) else numbers(cell) if isinstance(cell, list | tuple) else None
         if array is None or array.ndim != 1 or not array.size:
             bad[at] = "is empty" if array is not None and not array.size else _why(cell, column.dtype, (-1,))
+            # a placeholder, so that the following cells keep their positions
             array = np.zeros(1)
         rows.append(array)
     lengths = [len(row) for row in rows]
@@ -146,6 +149,7 @@ def _cast(array: Array, dtype: str) -> tuple[Array, Array]:
         else:
             low, high = (0, 1) if target.kind == "b" else (np.iinfo(target).min, np.iinfo(target).max)
             # bounds are compared in the array's own type, because a cast of 2^63 to int64 overflows silently
+            # the cast back finds fractions, which the cast to integers has cut off
             wrong = ~((array >= low) & (array <= high)) | (values.astype(array.dtype) != array)
     return values, wrong.reshape(len(array), -1).any(axis=1)
 
@@ -264,5 +268,6 @@ def stored_column(column: Column, kind: ColumnType | None, *, exact: bool, ragge
         variable = True
     source, target = np.dtype(column.dtype), np.dtype(kind.dtype)
     is_smaller = source.itemsize < target.itemsize and np.can_cast(source, target) and source.kind != "b"
+    # pixels of uint8, for example, are stored as such, and converted when a batch is made
     dtype = source if is_smaller and not exact else target
     return Column(name=column.name, dtype=dtype.name, shape=shape, variable=variable)

@@ -160,6 +160,7 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
 
 def _castable(source: str, target: str) -> bool:
     """Integers and booleans may become floats, but not the reverse."""
+    # floats as labels or ids would be cut off
     return np.dtype(source).kind in "biu" or "float" in target
 
 

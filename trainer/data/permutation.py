@@ -16,6 +16,7 @@ NUM_ROUNDS = 6
 def hash_key(*parts: object) -> np.uint64:
     """Return a 64-bit key made from any values; the same on every machine."""
     text = "\0".join(str(part) for part in parts)
+    # not Python's hash(), which has a random seed for each process
     return np.uint64(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 
@@ -38,6 +39,7 @@ def permutation(positions: Array, size: int, *, seed: int, epoch: int) -> Array:
 
     So each position is computed from seed and epoch alone: no order is stored, and none is restored at a resume.
     """
+    # both halves have the same number of bits (a balanced network), so the domain has an even number of them
     half_bits = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
     keys = [hash_key("permutation", seed, epoch, number) for number in range(NUM_ROUNDS)]
     result = _feistel(positions.astype(np.uint64), half_bits, keys)

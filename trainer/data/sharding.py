@@ -93,8 +93,10 @@ def make_shards(
         return final, manifest, True
     cache.mkdir(parents=True, exist_ok=True)
     for stale in cache.glob(".*.partial"):
+        # a younger one may be of a process that is still writing
         if time.time() - stale.stat().st_mtime > STALE_S:
             shutil.rmtree(stale, ignore_errors=True)
+    # beside the final directory, because a rename is atomic only inside one file system
     partial = cache / f".{key}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
     try:
@@ -115,6 +117,7 @@ def _stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) 
     if problems or not types:
         raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
     ragged = sources.locate(data.source, data).format in sources.RAGGED
+    # the predecessor reads these files too, and does not convert types
     exact = data.shard_format == "pb"
     return [stored_column(schema[name], kind, exact=exact, ragged=ragged) for name, kind in types.items()]
 
@@ -128,6 +131,7 @@ def _cache_key(data: DataConfig, columns: Sequence[Column]) -> str:
         | ({"image_size", "image_channels"} if "digits" in formats else set())
         | ({"sequence_length"} if "text" in formats else set())
     )
+    # contents and not modification times: a copied or touched file gives the same shards
     files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
     content = [SHARD_VERSION, settings, files, [column.model_dump() for column in columns]]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
@@ -156,6 +160,7 @@ def _publish(partial: Path, final: Path) -> ShardManifest | None:
     except OSError:
         if winner := _complete_manifest(final):
             return winner
+        # not another process, but an error of the file system
         raise
     fsync(final.parent)
     return None

@@ -87,6 +87,7 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
             formats = {name: kind for name, kind in formats.items() if kind == wanted or wanted == "text"}
     else:
         known = Counter(kind for kind in formats.values() if kind != "text")
+        # a choice would silently leave out files
         if len(known) > 1:
             counts = ", ".join(f"{count} {kind}" for kind, count in known.most_common())
             raise DataError(f"{source} holds files of several formats ({counts}); set data.format")
@@ -160,6 +161,7 @@ def _npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
                 sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
                 raise DataError(f"{path}: its arrays have different numbers of rows: {sizes}")
             total = max(counts.values(), default=0)
+            # all arrays advance together, so a block holds the same rows of each
             step = max(1, BLOCK_BYTES // max(1, sum(array.row_bytes for array in arrays.values())))
             for first in range(0, total, step):
                 count = min(step, total - first)
@@ -224,6 +226,7 @@ def _windows(source: Source, length: int) -> Iterator[Block]:
             cells = {"input_ids": inputs[rows], "label": labels[rows]}
             yield Block("text", np.arange(index + first, index + min(first + step, count)), cells, unit="window")
         index += count
+        # carried into the next piece, so that windows do not depend on how the files are read
         rest = data[count * length :]
 
 
@@ -290,6 +293,7 @@ def held_out(file: str, index: Array, fraction: float) -> Array:
 
         fraction 0.25      . . E . | E . . . | . . . E | . E ..
     """
+    # groups of one row would leave nothing to choose
     if fraction > 0.5:
         return ~held_out(file, index, 1.0 - fraction)
     share = round(fraction * (1 << RESOLUTION))

@@ -25,13 +25,14 @@ NEWLINE, COMMA, RETURN = b"\n,\r"
 
 
 def csv_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
-    """The rows of a CSV file with a header line; `names`: the columns to read, None for all.
+    """Yield the rows of a CSV file with a header line; `names`: the columns to read, None for all.
 
     Commas separate, double quotes hold commas and line ends; blank lines are ignored.
     """
     header: list[str] = []
     for line, piece in _pieces(path, quotes=True):
         if not header:
+            # Excel writes a UTF-8 byte order mark, which would become part of the first column's name
             first, _, piece = piece.removeprefix(b"\xef\xbb\xbf").partition(b"\n")
             header = _header(path, first)
             line += 1
@@ -41,7 +42,7 @@ def csv_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 
 
 def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
-    """The rows of a JSON Lines file: one object a line; `names`: the keys to read, None for all."""
+    """Yield the rows of a JSON Lines file, one object per line; `names`: the keys to read, None for all."""
     for first, piece in _pieces(path, quotes=False):
         rows: list[dict[str, Any]] = []
         index, bad = [], {}
@@ -66,7 +67,7 @@ def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 
 
 def _pieces(path: Path, *, quotes: bool) -> Iterator[tuple[int, bytes]]:
-    """(lines before it, some whole lines) until the end; with `quotes`, a line end inside of them is none."""
+    """Yield (number of lines before it, some complete rows) to the end; with `quotes`, rows may hold line ends."""
     line, rest = 0, b""
     with path.open("rb") as file:
         while data := file.read(BLOCK_BYTES):
@@ -112,6 +113,7 @@ def _is_number(text: str) -> bool:
 
 
 def _csv_block(path: Path, piece: bytes, line: int, *, header: list[str], names: list[str]) -> Block:
+    # without quotes every line is a row, so numpy counts rows and fields
     cells, index, bad = (_quoted if b'"' in piece else _plain)(piece, header, names)
     # index 0 is line 2, the first under the header
     return Block(
@@ -128,7 +130,7 @@ Parsed = tuple[dict[str, Cells], Array, dict[int, str]]
 
 
 def _plain(piece: bytes, header: list[str], names: list[str]) -> Parsed:
-    """Rows without quotes: one for each line, its fields counted by its commas."""
+    """Parse rows without quotes: one per line, with one field more than commas."""
     import pandas as pd  # imported here: ranks read shards, for which they need no pandas
 
     data = np.frombuffer(piece if piece.endswith(b"\n") else piece + b"\n", np.uint8)
@@ -159,7 +161,7 @@ def _plain(piece: bytes, header: list[str], names: list[str]) -> Parsed:
 
 
 def _quoted(piece: bytes, header: list[str], names: list[str]) -> Parsed:
-    """Rows that may hold commas and line ends in quotes, one by one."""
+    """Parse rows that may hold commas and line ends in quotes, one by one."""
     import pandas as pd
 
     csv.field_size_limit(sys.maxsize)
@@ -171,6 +173,7 @@ def _quoted(piece: bytes, header: list[str], names: list[str]) -> Parsed:
             index.append(line)
         elif row:
             bad[line] = _ragged(len(row), header)
+        # a quoted row may span lines: its number is that of its first line
         line = reader.line_num
     frame = pd.DataFrame(rows, columns=header, dtype="str")
     return {name: _cells(frame[name]) for name in names}, np.array(index, np.int64), bad
@@ -181,7 +184,7 @@ def _ragged(found: int, header: list[str]) -> str:
 
 
 def _cells(series: Any) -> Cells:
-    """A pandas column as an array of numbers, or as cells: numbers where they are some, else the text."""
+    """Return a pandas column as an array if all cells are numbers, else as a list of numbers and texts."""
     import pandas as pd
 
     if series.dtype.kind in "biuf":

@@ -27,7 +27,7 @@ AS_BITS = {"float16": np.uint16, "bool": np.uint8}
 
 
 class ProtoWriter:
-    """Writes one shard file, sample by sample, in the predecessor's bytes."""
+    """Writes one shard file, sample by sample, with the same bytes as ORT's trainer."""
 
     def __init__(self, path: Path, columns: Sequence[Column]) -> None:
         self._kinds = {column.name: helper.np_dtype_to_tensor_dtype(np.dtype(column.dtype)) for column in columns}
@@ -41,7 +41,7 @@ class ProtoWriter:
             self._file.write(PREFIX.pack(len(features)) + features)
 
     def _tensors(self, name: str, values: Values) -> Iterator[bytes]:
-        """Each row as a serialized TensorProto, its numbers in the typed field as the predecessor's writer had them."""
+        """Yield each row as a serialized TensorProto, its numbers in the typed field, as ORT's trainer writes them."""
         kind = self._kinds[name]
         tensor = onnx.TensorProto(data_type=kind, name=name)
         numbers = getattr(tensor, helper.tensor_dtype_to_field(kind))
@@ -93,7 +93,7 @@ class ProtoReader:
 
 
 def proto_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
-    """The samples of a shard file; `names`: the columns to keep, None for all."""
+    """Yield the samples of a shard file; `names`: the columns to keep, None for all."""
     # mapped, not read: the file may be larger than memory
     data = _map(path)
     samples: list[dict[str, Array]] = []
@@ -120,7 +120,7 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 
 def _walk(path: Path, data: mmap.mmap | bytes) -> Iterator[int]:
-    """The byte at which each sample begins. Raises DataError where the file is cut off."""
+    """Yield the byte at which each sample begins. Raises DataError where the file is cut off."""
     at, end = 0, len(data)
     while at < end:
         size = PREFIX.unpack_from(data, at)[0] if at + 4 <= end else 0
@@ -132,7 +132,7 @@ def _walk(path: Path, data: mmap.mmap | bytes) -> Iterator[int]:
 
 
 def _parse(path: Path, data: mmap.mmap | bytes, start: int) -> dict[str, Array]:
-    """Every tensor of the sample that begins at a byte, by name."""
+    """Return every tensor of the sample that begins at byte `start`, by name."""
     tensors: dict[str, Array] = {}
     at, end = start + 4, start + 4 + PREFIX.unpack_from(data, start)[0]
     while at < end:

@@ -125,6 +125,7 @@ def mark_orphaned_runs_crashed() -> None:
             # A flow run that has just started may not have locked its run directory yet.
             and (flow_run.start_time or started_before) <= started_before
         ]
+        # one wait for all of them, not one for each
         if orphans:
             time.sleep(ORPHAN_RECHECK_S)
         for flow_run_id, run in orphans:

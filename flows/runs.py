@@ -46,6 +46,7 @@ def is_running(run: RunDir) -> bool:
     """Return whether a flow process on this host holds the run directory's lock."""
     if not run.lock.exists():
         return False
+    # a lock that can be taken is free; closing the file gives it back at once
     with run.lock.open("rb") as file:
         return not try_lock(file)
 

@@ -86,6 +86,7 @@ def choose_layout(config: RunConfig) -> RunConfig:
     """
     given, parallel = config.parallel.sizes == "given", config.parallel
     needs_units = parallel.pipeline > 1 or parallel.zero or parallel.units or config.recompute.mode != "none"
+    # data parallelism alone divides nothing, so there is nothing that could fail
     if given and not needs_units and parallel.tensor == 1:
         return config
     try:

@@ -203,6 +203,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     """Export in a process of its own, then make each variant in one; return the record or raise the process's error."""
     folder.mkdir(parents=True, exist_ok=True)
     record, refusal = folder / "model.json", refusal_in(folder)
+    # the records of an earlier export would be taken for those of this one
     for former in (record, refusal, *folder.glob(".*.partial")):  # a killed process leaves partial files
         former.unlink(missing_ok=True)
     # Native code of onnxruntime may crash; in a process of its own it ends only the export.

@@ -34,6 +34,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     started_at = time.monotonic()
     columns = columns_to_read(config, read_training_signature(config.model))
     directory, manifest, cached = make_shards(config.data, columns, onward_home() / "shards")
+    # again, now with the extremes of all rows: `configure` has seen the first ones only
     if problems := data_problems(config, manifest.table):
         raise ConfigError(problems)
     _refuse_changes(run, manifest.key)

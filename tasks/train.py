@@ -36,6 +36,7 @@ def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -
         state.result()
     except TrainingFailed:
         return True
+    # a refused configuration, a fenced attempt, a damaged checkpoint: the next attempt would end alike
     except Exception:
         return False
     return False

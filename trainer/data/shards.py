@@ -94,6 +94,7 @@ class Shards:
             int(file): self._reader(int(file)).read(rows[files == file] - self._starts[file])
             for file in np.unique(files)
         }
+        # all rows are in one file, and in the order asked for
         if len(parts) == 1:
             return next(iter(parts.values()))
         # the parts are in the order of files; order[i] is where row i is in their concatenation

@@ -72,8 +72,11 @@ def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = l
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
+            # without exit handlers and destructors, which may wait for collectives with ranks that are gone
             os._exit(_exit_status(error))
 
+    # threads too: an exception in the communication thread would otherwise end that thread alone, and the others would
+    # wait
     sys.excepthook = leave
     threading.excepthook = lambda failed: leave(failed.exc_type, failed.exc_value, failed.exc_traceback)
 

@@ -83,6 +83,7 @@ def make_mesh(mpi: MPIContext, dims: ParallelDims, *, timeout_s: float) -> Devic
     shard = dims.shard or dims.data
     shape = (dims.pipeline, dims.data // shard, shard, dims.tensor)
     mesh = init_device_mesh(mpi.device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
+    # the reducer needs all replicas as one group, FSDP the two axes
     replicas = mesh["replicate", "shard"]._flatten("data")
     timeout = datetime.timedelta(seconds=timeout_s)
     # the groups of an axis do not inherit the world's time-out: theirs is 30 minutes

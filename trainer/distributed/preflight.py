@@ -40,6 +40,7 @@ def run_preflight(run: RunDir) -> None:
 def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
     """What this rank finds, and one sum over all ranks on its device. Collective: every rank."""
     total = torch.tensor([mpi.rank + 1.0], dtype=torch.float64, device=mpi.device)
+    # 1 + 2 + ... + n: a rank that is missing or counted twice changes the sum
     dist.all_reduce(total)
     from mpi4py import MPI
 

@@ -107,12 +107,14 @@ def die_with_parent() -> None:
     """
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # the parent may have ended between the two calls, and then no signal comes
     if os.getppid() != parent:
         os._exit(70)
 
 
 def _init_mpi() -> ModuleType:
     """MPI without mpi4py's exit hook: MPI_Finalize at exit would make a failed rank wait for the others."""
+    # both are set before the import of mpi4py.MPI, which reads them
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     # Open MPI: a thread that waits for gradients leaves its core to the backward pass instead of spinning on it
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
@@ -124,6 +126,7 @@ def _init_mpi() -> ModuleType:
             "or point MPI4PY_LIBMPI at the machine's libmpi.so"
         ) from error
     if not MPI.Is_initialized():
+        # the highest level is asked for; `transport.open_channel` checks what this MPI grants
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI
 
@@ -176,10 +179,12 @@ def _choose_device(world: MPI.Comm, wanted: str, *, local_rank: int, local_size:
 def _open_store(world: MPI.Comm, *, single_host: bool, timeout: datetime.timedelta) -> Store:
     """The meeting point: rank 0 listens on a free port and broadcasts its address, as five numbers."""
     other = _other_host(world)
+    # on one host the loopback address works without any network
     address = "127.0.0.1" if single_host else _own_address_towards(other) if world.rank == 0 else ""
     where = np.zeros(5, dtype=np.int64)
     store: Store | None = None
     if world.rank == 0:
+        # port 0: the kernel chooses a free one; without waiting, because the others learn the port only after this call
         store = TCPStore(address, 0, world.size, is_master=True, wait_for_workers=False, timeout=timeout)
         where[:] = [*socket.inet_aton(address), store.port]
     world.Bcast(where)

@@ -113,6 +113,7 @@ class Placement:
         for held in self.intervals:
             ends = list(itertools.accumulate(stop - start for start, stop in held))
             pairs = zip(held, ends, strict=True)
+            # in the local tensor the intervals follow each other without gaps
             dims.append([((end - (stop - start), end), (start, stop)) for (start, stop), end in pairs])
         for choice in itertools.product(*dims):
             yield tuple(local for local, _ in choice), tuple(box for _, box in choice)

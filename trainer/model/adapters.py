@@ -141,6 +141,7 @@ def _adapt(module: ImportedGraph, name: str, uses: _Uses, config: LoraConfig, se
         module.get_submodule(owner).register_parameter(leaf, nn.Parameter(tensor))
         path = f"{owner}.{leaf}" if owner else leaf
         module.onnx_names[path] = of
+        # listed like weights of the file, so that selection, checkpoints and reducers treat them alike
         module.roles[of] = Role("trained", f"adapter of {name}", module.roles[name].operator)
         with module.graph.inserting_after(uses.read):
             nodes.append(module.graph.get_attr(path))
@@ -188,6 +189,7 @@ class _Use:
     @classmethod
     def of(cls, node: fx.Node, weight: fx.Node, *, transposed: bool) -> _Use:
         """Classify what a node does with one of its operands."""
+        # W x W, or a weight inside a list of operands: its place cannot be told apart
         if node.all_input_nodes.count(weight) != 1 or sum(arg is weight for arg in node.args) != 1:
             return cls(node, transposed, "other")
         place = node.args.index(weight)
@@ -228,6 +230,7 @@ class _Uses:
 
     def rewrite(self, graph: fx.Graph, factors: tuple[fx.Node, fx.Node], adapter: Adapter, *, dropout: bool) -> None:
         """Add the adapter's part to the result of every reader."""
+        # there is no product beside which B A x could be computed, so W + B A itself is
         if self.other:
             readers = list(self.read.users)
             with graph.inserting_after(max(factors, key=list(graph.nodes).index)):
@@ -255,6 +258,7 @@ class _Uses:
             x = graph.call_module(DROPOUT, (x,))
         if use.kind == "conv":
             return graph.call_function(low_rank_conv, (x, *factors, adapter.scale, *use.node.args[3:]))
+        # addmm multiplies its product by alpha, and so must the adapter
         scale = adapter.scale * float(use.node.kwargs.get("alpha", 1.0))  # type: ignore[arg-type]
         return graph.call_function(low_rank, (x, *factors, scale, reverse))
 
@@ -283,6 +287,7 @@ def merge_adapters(module: ImportedGraph, plain: fx.Graph, adapters: Sequence[Ad
 
     It shares every other tensor with `module`. A weight whose adapter is still zero keeps its bits.
     """
+    # shares the tensors: a copy of all weights would double the memory
     result = ImportedGraph(module, plain, "ImportedGraph")
     own = {adapter.a for adapter in adapters} | {adapter.b for adapter in adapters}
     for name in ImportedGraph.__annotations__:
@@ -293,6 +298,7 @@ def merge_adapters(module: ImportedGraph, plain: fx.Graph, adapters: Sequence[Ad
     paths = {name: path for path, name in result.onnx_names.items()}
     for adapter in adapters:
         weight, a, b = (tensors[name].detach() for name in (adapter.weight, adapter.a, adapter.b))
+        # in fp64, so that the merged weight is rounded once
         change = product(a.double(), b.double(), adapter.scale, adapter.outputs_first)
         changed = torch.where(change == 0, weight, (weight + change).to(weight.dtype))  # -0.0 + 0.0 would be 0.0
         owner, _, leaf = paths[adapter.weight].rpartition(".")

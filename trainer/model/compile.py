@@ -37,6 +37,7 @@ def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device
 
     Raises ConfigError where the graph is to be compiled and there is no compiler.
     """
+    # before compiling, so that the compiled graph contains the conversion
     if _wants_channels_last(config, device) and (images := _images(module.graph)):
         _convert(module, images)
     if not config.compile:
@@ -71,6 +72,7 @@ def _wants_channels_last(config: GraphConfig, device: torch.device) -> bool:
 def _images(graph: fx.Graph) -> list[fx.Node]:
     """Return the inputs with four dimensions that a convolution depends on."""
     reached: dict[fx.Node, bool] = {}
+    # backwards, so that the readers of a node are known when it is reached
     for node in reversed(graph.nodes):
         is_convolution = node.op == "call_function" and node.target in CONVOLUTIONS
         reached[node] = is_convolution or any(reached[user] for user in node.users)

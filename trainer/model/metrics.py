@@ -56,6 +56,7 @@ class EvaluationMetrics:
         if labels is None or self._loss.name == "output":
             return
         if self._loss.name == "cross_entropy":
+            # only now: the number of classes is known from the first outputs
             self._make_accuracy(self._loss.num_classes(outputs))
             self._metrics["accuracy"].update(self._loss.predicted(outputs).flatten(), labels.flatten())
             return

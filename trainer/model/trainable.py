@@ -65,7 +65,9 @@ def open_trainable(config: RunConfig) -> TrainableModel:
     chosen = (*config.model.train, *config.lora.also_train)
     module = to_module(part, base=base, fuse=config.graph.fuse, tie=config.model.tie, train=chosen)
     dropout = _add_dropout(module, config.graph.dropout)
+    # `merged_module` needs the graph as it is here; adapters are inserted into the other one
     plain = copy.deepcopy(module.graph)
+    # without adapters the weights of the file are trained, with them only the adapters and lora.also_train
     if not config.lora.weights:
         select_trained(module, train=config.model.train, freeze=config.model.freeze)
         return TrainableModel(module, model, base, (), plain, dropout)

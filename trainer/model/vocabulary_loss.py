@@ -35,6 +35,7 @@ class ClassShard:
     def gathered(self, logits: Tensor) -> Tensor:
         """Return all logits without gradient: [..., stop - start] -> [..., total]. Collective: the group."""
         everything = logits.new_zeros(*logits.shape[:-1], self.total)
+        # an all-reduce of zeros and one shard: an all-gather would need shards of equal size
         everything[..., self.start : self.stop] = logits
         return all_reduce(everything, self.group, "sum")
 

@@ -81,6 +81,7 @@ def segments(
     """
     states = [optimizer.state[weight] for weight in group["params"]]
     if states:
+        # one call for all weights: a loop would start one kernel for each
         torch._foreach_add_([state["step"] for state in states], 1.0)
     batch: list[Segment] = []
     size = 0
@@ -111,10 +112,12 @@ def _split(whole: Segment) -> Iterator[Segment]:
 def in_fp32(batch: Sequence[Segment], *, seed: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield both moments of each segment in fp32, to be changed in place; on leaving they are rounded and stored."""
     kept = [segment.first for segment in batch], [segment.second for segment in batch]
+    # nothing to convert and nothing to round: the optimizer changes the stored moments themselves
     if kept[0][0].dtype == torch.float32:
         yield kept
         return
     sizes = [moment.numel() for moment in kept[0]]
+    # one allocation, and one hash of the positions, for all segments of the batch
     both = torch.empty(2, sum(sizes), device=kept[0][0].device)
     first, second = (list(torch.split(moment, sizes)) for moment in both)
     torch._foreach_copy_(first, kept[0])
@@ -180,6 +183,7 @@ def round_(values: Tensor, random: Tensor) -> None:
     """
     bits = values.view(torch.int32)
     bits += random
+    # clears the 16 bits that bf16 does not have, so the copy to bf16 rounds nothing
     bits &= -0x10000
 
 

@@ -131,6 +131,7 @@ class Lamb(torch.optim.Optimizer):
         directions = [self._directions(group) for group in self.param_groups]
         lengths, norms = self._context.total_squares(self._squares(directions)).sqrt()
         ratios = (lengths / norms).clamp(self._config.ratio_min, self._config.ratio_max)
+        # a weight of zeros would never change (ratio 0), and a direction of zeros would divide by 0
         ratios = torch.where((lengths > 0) & (norms > 0), ratios, 1.0).float()
         for group, direction in zip(self.param_groups, directions, strict=True):
             if direction:
@@ -138,6 +139,7 @@ class Lamb(torch.optim.Optimizer):
                 torch._foreach_add_(group["params"], direction, alpha=-group["lr"])
 
     def _directions(self, group: Group) -> list[Tensor]:
+        # the gradients themselves where they are contiguous: they are overwritten
         directions = [gradient.contiguous() for gradient in _gradients(group)]
         for batch in segments(self, group, directions):
             with in_fp32(batch, seed=self._context.seed) as moments:
@@ -157,6 +159,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_copy_(gradients, first)
         torch._foreach_div_(gradients, root)
         torch._foreach_div_(gradients, 1.0 - alpha**steps if corrected else 1.0)
+        # after the quotient: decoupled decay, which the moments do not see, but the trust ratio does
         torch._foreach_add_(gradients, [segment.weight for segment in batch], alpha=decay)
 
     def _squares(self, directions: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -221,6 +224,7 @@ def build_optimizer(
     for number, weight in enumerate(as_weights(weights)):
         names.add(weight.name)
         scale, decay = _attributes(config, weight.name)
+        # also by type, because torch's foreach and fused kernels take lists of one type
         group = groups.setdefault((scale, decay, weight.tensor.dtype), _group(scale, decay))
         for key, value in (("params", weight.tensor), ("weights", weight), ("numbers", number)):
             group[key].append(value)
@@ -230,7 +234,10 @@ def build_optimizer(
             f"optimizer.weights: pattern {pattern!r} matches no weight that is trained" for pattern in sorted(unused)
         )
     optimizer = RULES[config.name](
-        list(groups.values()) or [_group(1.0, 0.0)], config, UpdateContext(seed, total_squares)
+        # torch's Optimizer refuses an empty list of groups; a rank may hold no trained weight
+        list(groups.values()) or [_group(1.0, 0.0)],
+        config,
+        UpdateContext(seed, total_squares),
     )
     set_learning_rate(optimizer, config.learning_rate)
     return optimizer
@@ -255,6 +262,7 @@ def _attributes(config: OptimizerConfig, name: str) -> tuple[float, float]:
     scale, decay = 1.0, config.weight_decay
     if any(fnmatchcase(name, pattern) for pattern in config.no_decay):
         decay = 0.0
+    # in the order of the file: a later pattern has precedence over an earlier one
     for attributes in config.weights:
         if fnmatchcase(name, attributes.pattern):
             scale = scale if attributes.learning_rate_scale is None else attributes.learning_rate_scale

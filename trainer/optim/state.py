@@ -43,6 +43,7 @@ def load_optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights, ten
     state = _state(optimizer, weights)
     given = optimizer_state_in(tensors)
     shapes = {key: tuple(copies[0][0].shape) for key, copies in state.items()}
+    # before the first copy, so that an error leaves the state as it is
     check_fit("the optimizer state", {key: tuple(tensor.shape) for key, tensor in given.items()}, shapes)
     with torch.no_grad():
         for key, copies in state.items():
@@ -55,6 +56,7 @@ def _state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, list
     state: dict[str, list[tuple[Tensor, Placement]]] = {}
     for weight in as_weights(weights):
         for key, tensor in optimizer.state[weight.tensor].items():
+            # moments are sharded like their weight; `step` is one number on every rank
             placement = weight.placement if tensor.shape == weight.tensor.shape else Placement.full(tensor.shape)
             state.setdefault(optimizer_key(weight.name, key), []).append((tensor, placement))
     return state

@@ -22,3 +22,8 @@ def only_servers() -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests with servers first: they run one after the other, so the other worker should not wait for them."""
+    items.sort(key=lambda item: "only_servers" not in getattr(item, "fixturenames", ()))

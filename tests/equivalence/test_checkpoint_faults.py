@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from onward.tasks.checkpoint import Keeper
+from onward.tasks.checkpoint import CheckpointRetention
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.retention import announced, list_checkpoints
 from onward.trainer.checkpoint.save import save
@@ -162,7 +162,7 @@ def die_replacing(folder: Path) -> None:
 
 
 def look(run: RunDir) -> None:
-    Keeper(run, CheckpointConfig(keep_newest=1), logging.getLogger(__name__)).look()
+    CheckpointRetention(run, CheckpointConfig(keep_newest=1), logging.getLogger(__name__)).update()
 
 
 def die_keeping(folder: Path) -> None:

@@ -110,7 +110,9 @@ def train(
     parts = model.parts() | optimizer_parts(optimizer, trained)
 
     def save_checkpoint() -> None:
+        # a copy that has diverged must not get into a checkpoint, from which every resume would start
         check_copies(parts, mpi, beat=heartbeat.beat)
+        # before the checkpoint: a resumed run does not emit the events of earlier steps again
         events.sync()
         path = save(run, attempt=attempt, state=state, parts=parts, mpi=mpi, beat=heartbeat.beat)
         events.emit("checkpoint", state.step, path=path.name)
@@ -141,6 +143,7 @@ def train(
         step = state.step + 1
         heartbeat.beat(step)
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)
+        # equal on tensor-parallel ranks, which compute the same activations between regions and must drop the same ones
         torch.manual_seed(dropout_seed(config.train.seed, step, mpi.rank // dims.tensor))
         rate = learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=num_steps)
         set_learning_rate(optimizer, rate)
@@ -149,9 +152,12 @@ def train(
         part = pipeline.run(micro_batches, reducer, scale=scaler.scale, beat=heartbeat.beat)
         norm = float(reducer.reduce()) / scaler.scale  # whatever overlap did not already do
         finite = math.isfinite(norm) and bool(torch.isfinite(part))
+        # one all-reduce for all three: every rank must take the same branch below, and stop at the same step
         loss, overflows, stops = reducer.sum(part, not finite, stop_requested())
 
         if overflows:
+            # the forward passes have updated BatchNorm's running statistics, which an update that is not made must not
+            # keep
             reducer.undo()
             remedy = scaler.overflow()
             if remedy == "none":
@@ -163,6 +169,7 @@ def train(
             if remedy == "again":
                 continue
         else:
+            # `norm` is that of the unscaled gradients, so unscaling and clipping are one multiplication
             reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
             summarise(events, step, model, config=config.monitor)
             optimizer.step()
@@ -181,6 +188,7 @@ def train(
             state = state.evaluated(evaluate(step))
         if every(config.checkpoint.period, step) or last:
             save_checkpoint()
+        # after evaluation and checkpoint, whose time does not count as training time
         if every(config.train.log_period, step):
             timed_from, timed_samples = time.monotonic(), 0
 

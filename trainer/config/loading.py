@@ -41,6 +41,7 @@ def load_config(
     layout = raw.get("parallel")
     if isinstance(layout, dict) and "horizontal" in layout and "tensor" not in layout:
         layout["tensor"] = layout.pop("horizontal")  # so that an override under either name replaces it
+    # collected, so that one run of the command reports every mistake of file and overrides
     problems: list[str] = []
     for override in overrides:
         try:
@@ -169,6 +170,7 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> None:
     patch: dict[str, Any] = {parts[-1]: value}
     for part in reversed(parts[:-1]):
         patch = {part: patch}
+    # paths on the command line are relative to the working directory, those in the file to the file
     _anchor(patch, Path.cwd())
     target = raw
     for part in parts[:-1]:

@@ -125,6 +125,7 @@ def _num_values(proto: TensorProto) -> float:
 
 
 def _same_content(a: Path, b: Path) -> bool:
+    # files of several gigabytes are read only if they can be equal
     if a.stat().st_size != b.stat().st_size:
         return False
     with a.open("rb") as first, b.open("rb") as second:
@@ -280,6 +281,7 @@ def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto,
     changed, greatest, moved, was, now, dot = 0, 0.0, 0.0, 0.0, 0.0, 0.0
     # sums in float64 over chunks: external data may be larger than memory
     for x, y in zip(read_chunks(*a), read_chunks(*b), strict=True):
+        # as integers, because NaN differs from itself and -0.0 equals 0.0
         bits = x.view(BITS[x.itemsize]) != y.view(BITS[x.itemsize])
         changed += int(bits.sum())
         x, y = x.double(), y.double()

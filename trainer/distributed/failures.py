@@ -1,4 +1,4 @@
-"""Stop when asked to, and leave the error of a failed rank in the run directory.
+"""Handle stop signals, and write the error of a failed rank into the run directory.
 
 rank 1 raises --> excepthook writes errors/...rank-00001 --> exits with a status --> mpirun kills the other ranks
 rank 0 loses its connection to rank 1 --> writes its own record, marked secondary --> waits PEER_DELAY_S --> exits
@@ -23,8 +23,8 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RankError, write_record
 
 PEER_DELAY_S = 2.0
-"""How long a rank that only lost a peer waits before it leaves: the first to leave has mpirun kill the others,
-and the rank with the root cause must get to write it down."""
+"""Seconds that a rank waits before it exits when it only lost its connection to a peer. When the first rank exits,
+mpirun kills the others, and the rank with the root cause must have written its error by then."""
 
 _PEER_LOST = re.compile(
     "Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|nccl(Remote|System)Error"
@@ -33,7 +33,7 @@ _PEER_LOST = re.compile(
 
 
 class StopSignal:
-    """Remembers that this rank was asked to stop (SIGUSR1, SIGTERM), so that all can stop at the same step."""
+    """Records a request to stop (SIGUSR1, SIGTERM), so that all ranks can stop at the same step."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -45,7 +45,7 @@ class StopSignal:
 
 
 def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = lambda: 0) -> None:
-    """From here on an uncaught exception, in any thread, is left in `run.rank_error` and ends the process.
+    """Install hooks that write an uncaught exception of any thread to `run.rank_error` and end the process.
 
     The exit status (78 refused, 72 fenced, 75 stopped, 70 anything else) makes mpirun end the other ranks.
     """
@@ -82,7 +82,7 @@ def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = l
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank is gone or silent."""
+    """Return whether an error only reports that another rank has ended or does not answer."""
     return isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
 
 

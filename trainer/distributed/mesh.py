@@ -51,7 +51,7 @@ class ParallelDims:
         return self.data * self.tensor * self.pipeline
 
     def check(self, world_size: int) -> None:
-        """Raises RuntimeUnavailable, with all four numbers, unless the division fits the world."""
+        """Raise RuntimeUnavailable, with all four numbers, unless the sizes multiply to the world size."""
         if self.world_size != world_size:
             raise RuntimeUnavailable(
                 f"data {self.data} x tensor {self.tensor} x pipeline {self.pipeline} needs "
@@ -59,7 +59,7 @@ class ParallelDims:
             )
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where a rank is in the mesh; tensor is fastest, so that it stays inside a host."""
+        """Return the position of a rank in the mesh; `tensor` varies fastest, so that its ranks share a host."""
         outer, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(outer, self.data)
         return Coordinate(pipeline, data, tensor)
@@ -74,7 +74,7 @@ class Coordinate(NamedTuple):
 
 
 def make_mesh(mpi: MPIContext, dims: ParallelDims, *, timeout_s: float) -> DeviceMesh:
-    """The ranks as a grid with the axes `AXES`: `mesh.get_group("pipeline" | "data" | "tensor")`.
+    """Arrange the ranks as a grid with the axes `AXES`: `mesh.get_group("pipeline" | "data" | "tensor")`.
 
     The data axis is one of (replicate, shard) as well: `shard` is the neighbouring replicas that divide weights or
     states, `replicate` those that hold the same share. Collective: every rank.
@@ -93,6 +93,9 @@ def make_mesh(mpi: MPIContext, dims: ParallelDims, *, timeout_s: float) -> Devic
 
 
 def new_group(ranks: Sequence[int], *, timeout_s: float) -> ProcessGroup | None:
-    """A further group of these ranks; None on the others. Collective: every rank of the world, in the same order."""
+    """Make a further group of these ranks; return None on the others.
+
+    Collective: every rank of the world, in the same order.
+    """
     group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_s))
     return group if dist.get_rank() in ranks else None

@@ -19,9 +19,9 @@ from onward.trainer.run.records import RankReport, write_record
 
 
 def run_preflight(run: RunDir) -> None:
-    """What `python -m onward.trainer preflight RUN_DIR` does: connect, check, leave `preflight/rank-00000.json`.
+    """Connect, check the machine and write `preflight/rank-00000.json` (`python -m onward.trainer preflight RUN_DIR`).
 
-    Collective: every rank. An error is left as RankError of attempt 0.
+    Collective: every rank. An error is written as RankError of attempt 0.
     """
     install_excepthook(run, attempt=0)
     config = read_config(run)
@@ -38,7 +38,7 @@ def run_preflight(run: RunDir) -> None:
 
 
 def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
-    """What this rank finds, and one sum over all ranks on its device. Collective: every rank."""
+    """Return what this rank measures, with one sum over all ranks on its device. Collective: every rank."""
     total = torch.tensor([mpi.rank + 1.0], dtype=torch.float64, device=mpi.device)
     # 1 + 2 + ... + n: a rank that is missing or counted twice changes the sum
     dist.all_reduce(total)
@@ -64,7 +64,7 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes this process could still take on its device: for the CPU, of the host and of its container."""
+    """Return the bytes that are free on the device: for the CPU, the least of those of the host and its container."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = [psutil.virtual_memory().available]

@@ -86,7 +86,7 @@ def connect(*, expected_world_size: int, timeout_s: float, device: str = "auto",
 
 
 def disconnect() -> None:
-    """Leave the job in good order. Collective: a rank that leaves without it makes mpirun end all others."""
+    """Leave the job. Collective: if a rank exits without this call, mpirun ends all others."""
     if dist.is_initialized():
         dist.destroy_process_group()
     from mpi4py import MPI
@@ -96,12 +96,12 @@ def disconnect() -> None:
 
 
 def launched_rank() -> int | None:
-    """The rank the launcher gave this process; None when it was started alone. Needs no MPI."""
+    """Return the rank that the launcher has set in the environment; None without a launcher. Needs no MPI."""
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, even by SIGKILL: orphans would go on training.
+    """Let the kernel kill this process when its parent ends, even by SIGKILL: otherwise it would go on training.
 
     A launcher that was already dead before this call is noticed by MPI_Init, which cannot reach it.
     """
@@ -113,7 +113,7 @@ def die_with_parent() -> None:
 
 
 def _init_mpi() -> ModuleType:
-    """MPI without mpi4py's exit hook: MPI_Finalize at exit would make a failed rank wait for the others."""
+    """Initialise MPI without mpi4py's exit hook: MPI_Finalize at exit would make a failed rank wait for the others."""
     # both are set before the import of mpi4py.MPI, which reads them
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     # Open MPI: a thread that waits for gradients leaves its core to the backward pass instead of spinning on it
@@ -143,7 +143,7 @@ def _wrong_world(found: int, expected: int) -> str:
 
 
 def _place(world: MPI.Comm) -> tuple[int, int]:
-    """Rank and number of ranks on this host: those that can share memory."""
+    """Return this rank's number among the ranks of its host, which can share memory, and their number."""
     from mpi4py import MPI
 
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -154,7 +154,7 @@ def _place(world: MPI.Comm) -> tuple[int, int]:
 
 
 def _choose_device(world: MPI.Comm, wanted: str, *, local_rank: int, local_size: int) -> torch.device:
-    """One GPU per rank, or the CPU for all: every rank decides, and fails, alike."""
+    """Return one GPU for each rank, or the CPU for all. Collective: every rank decides, and fails, alike."""
     if wanted == "cpu":
         return torch.device("cpu")
     found = np.array([local_rank, local_size, torch.cuda.device_count()], dtype=np.int64)
@@ -177,7 +177,7 @@ def _choose_device(world: MPI.Comm, wanted: str, *, local_rank: int, local_size:
 
 
 def _open_store(world: MPI.Comm, *, single_host: bool, timeout: datetime.timedelta) -> Store:
-    """The meeting point: rank 0 listens on a free port and broadcasts its address, as five numbers."""
+    """Open the TCPStore: rank 0 listens on a free port and broadcasts its address as five numbers over MPI."""
     other = _other_host(world)
     # on one host the loopback address works without any network
     address = "127.0.0.1" if single_host else _own_address_towards(other) if world.rank == 0 else ""
@@ -194,7 +194,7 @@ def _open_store(world: MPI.Comm, *, single_host: bool, timeout: datetime.timedel
 
 
 def _other_host(world: MPI.Comm) -> str:
-    """Name of the first host that is not rank 0's; rank 0's own when there is no other."""
+    """Return the name of the first host that is not rank 0's; rank 0's own when there is no other."""
     mine = socket.gethostname().encode()[:255].ljust(256, b"\0")
     names = np.empty((world.size, 256), dtype=np.uint8)
     world.Allgather(np.frombuffer(mine, dtype=np.uint8), names)
@@ -203,9 +203,9 @@ def _other_host(world: MPI.Comm) -> str:
 
 
 def _own_address_towards(host: str) -> str:
-    """This host's IPv4 address on the route to another: asking the kernel sends no packet.
+    """Return this host's IPv4 address on the route to another host. Sends no packet.
 
-    Not the address of the own name, which many machines resolve to 127.0.1.1.
+    The address of the host's own name would not do: many machines resolve it to 127.0.1.1.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

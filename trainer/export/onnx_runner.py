@@ -262,7 +262,7 @@ class OnnxRunner:
         return leading.pop() if len(leading) == 1 else 0
 
     def _slices(self, rows: int) -> list[tuple[int, int]]:
-        """The parts [start, stop) of a batch that the file takes by its declaration."""
+        """Return the ranges [start, stop) of a batch, each of as many rows as the file declares."""
         step = self._fixed_batch_size or max(rows, 1)
         return [(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
@@ -307,7 +307,7 @@ def open_session(
 
 
 def _reference(model: ModelFile | onnx.ModelProto) -> ReferenceEvaluator:
-    """onnx.reference, with the operators that a file of `model.converters` has defined for it."""
+    """Open the model in onnx.reference, with the operators that a file of `model.converters` has defined for it."""
 
     def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
         for below in kind.__subclasses__():

@@ -32,6 +32,7 @@ def is_impure(node: fx.Node) -> bool:
 
 def can_differ(node: fx.Node, value: float) -> bool:
     """Return whether a number computed from lengths, `value` at both trial sizes, differs at some other lengths."""
+    # a dimension is identified by its two trial lengths; unrelated dimensions have different ones
     pairs = list(dict.fromkeys(_lengths_read(node)))
     for shift in range(2):  # first all dimensions of one length, then each of another length
         for start in range(len(LENGTHS)):

@@ -32,6 +32,7 @@ def trial_sizes(graph: onnx.GraphProto, stored: set[str]) -> Iterable[tuple[Leng
     batch = leading.pop() if len(leading) == 1 and 0 not in leading else None
     # a dynamic batch first: a model traced at any batch size is more useful than one of fixed size
     for free in [batch, None] if batch else [None]:
+        # SMALL suits most models; the others are for lengths that a network halves, divides or looks up
         for table in (SMALL, LARGE, MIXED, SHORT):
             yield _lengths(inputs, table, free_batch=free is not None), free
     if any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):

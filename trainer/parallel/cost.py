@@ -64,6 +64,7 @@ def estimate_costs(
     modes = [(each, each.training) for each in module.modules()]
     module.train(training)
     try:
+        # with gradients: only then autograd saves tensors, which are what `kept_bytes` counts
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             fakes = [torch.empty(value.shape, dtype=value.dtype, device=device) for value in inputs]
             return _CostInterpreter(module, device, autocast).estimate(fakes)
@@ -100,6 +101,7 @@ class _CostInterpreter(fx.Interpreter):
         try:
             result = super().run_node(n)
         except RuntimeError as error:
+            # an error of the graph itself must not be reported as a shape that depends on data
             if not _depends_on_data(error):
                 raise
             # the message names the node; fx would append the node's source code

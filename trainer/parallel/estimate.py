@@ -92,6 +92,7 @@ class Estimate:
         """Return the time of a step in FLOPs: of the busiest rank, with its waiting and its messages."""
         # the stages of a pipeline run at the pace of the slowest rank
         steps = self.config.train.gradient_accumulation_steps
+        # FLOPs of the arithmetic, and a fixed time for each call: small operators are limited by their launch
         busiest = max(
             sum(map(self.stage_flops, rank.stages, rank.recomputed))
             + sum(CALL_FLOPS * len(part.nodes) for stage in rank.stages for part in stage.chain.parts)

@@ -71,6 +71,7 @@ def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) ->
     """Divide a copy of the graph as configured, and estimate what it takes."""
     inputs, labels = example_batch(config)
     autocast = partial(precision.autocast, config.precision, device)
+    # build_layout divides the graph in place, and `auto` estimates many divisions of it
     module = copy.deepcopy(module)
     layout = build_layout(
         module,

@@ -62,6 +62,7 @@ class Recomputed(nn.Module):
         super().__init__()
         self.unit = unit
         self.selective = selective
+        # a new module begins in training mode, whatever the mode of what it wraps
         self.train(unit.training)
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:

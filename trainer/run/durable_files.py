@@ -19,8 +19,10 @@ def durable_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
+        # before the rename: otherwise a power cut could leave the final name on a file without content
         fsync(partial)
         partial.replace(path)
+        # the rename itself is in the directory, which has a cache of its own
         fsync(path.parent)
     finally:
         partial.unlink(missing_ok=True)

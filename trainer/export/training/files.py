@@ -43,7 +43,7 @@ from onward.trainer.run.durable_files import durable_file, sha256, write_durably
 from onward.trainer.run.records import write_record
 
 MOST_BYTES = 2**31 - 2**20
-"""What one ONNX file holds, less a margin for names."""
+"""Greatest size of one ONNX file, 2 GB, less a margin for names."""
 
 
 class _Record(BaseModel):
@@ -70,7 +70,7 @@ class Artifact(_Record):
 
 
 class WeightNames(_Record):
-    """What belongs to one trained weight, whose own name is that of its initializer."""
+    """The names that belong to one trained weight, which itself is named as its initializer."""
 
     gradient: str
     """Output of training.onnx, input of optimizer.onnx."""
@@ -109,7 +109,7 @@ class TrainingArtifacts(_Record):
 
 
 def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, base: Path) -> TrainingArtifacts:
-    """Write the four files, the initial weights and training.json into `folder`, each whole or not at all.
+    """Write the four files, the initial weights and training.json into `folder`; each is complete or absent.
 
     `model`: the trained file; `base`: its directory. Raises UnsupportedModel when it cannot be differentiated or
     translated, ExportRefused when a file would pass 2 GB or onnx.checker refuses one; nothing is written then.
@@ -156,7 +156,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
 
 
 def _whole(model: onnx.ModelProto, base: Path) -> onnx.ModelProto:
-    """A copy with every tensor in it."""
+    """Return a copy of the model that contains its external data."""
     size = sum(int(np.prod(t.dims)) * _itemsize(t) for t in all_tensors(model))
     if size > MOST_BYTES:
         raise ExportRefused(
@@ -177,7 +177,7 @@ def _itemsize(tensor: onnx.TensorProto) -> float:
 
 
 def _content(name: str, model: onnx.ModelProto) -> bytes:
-    """The file's bytes. Raises ExportRefused when there are too many, or onnx.checker refuses them."""
+    """Serialize a model. Raises ExportRefused when it is too large or onnx.checker refuses it."""
     if (size := model.ByteSize()) > MOST_BYTES:
         raise ExportRefused(f"{name} would be {size / 2**30:.2f} GB; one ONNX file holds at most 2 GB")
     try:
@@ -188,7 +188,7 @@ def _content(name: str, model: onnx.ModelProto) -> bytes:
 
 
 def _archive(tensors: Mapping[str, Tensor]) -> bytes:
-    """An .npz file. Not by np.savez: its own arguments are names, too."""
+    """Return the bytes of an .npz file. np.savez cannot store an array named as one of its parameters."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         for name, tensor in tensors.items():

@@ -75,11 +75,11 @@ def updated(name: str) -> str:
 def training_model(
     module: ImportedGraph, model: onnx.ModelProto, config: ModelConfig, *, names: LossNames
 ) -> TrainingModel:
-    """The training graph of `module`, which is `model` imported with `fuse=False` and its weights chosen.
+    """Make the training graph of `module`, which is `model` imported with `fuse=False` and its weights selected.
 
-    Its loss is the mean over the targets that count, its gradients those of the mean. Dropout draws a new mask
-    at every run, BatchNormalization uses the batch's statistics and gives the running ones anew. Computed in
-    fp32. Raises UnsupportedModel when recording or translating fails, with what could not be translated.
+    The loss is the mean over the targets that count, and the gradients are those of this mean. Dropout draws a new mask
+    at every run. BatchNormalization uses the statistics of the batch and returns new running statistics. The graph
+    computes in fp32. Raises UnsupportedModel when recording or translating fails, with what could not be translated.
     """
     problems = []
     # as the importer does: recording may fail at one size and work at another
@@ -157,7 +157,7 @@ class _Recorder:
         self.labels = self._labels(examples)
 
     def _labels(self, examples: Sequence[Example]) -> Example | None:
-        """Labels of the shape the loss compares with."""
+        """Return example labels of the shape that the loss expects."""
         if self._loss.name == "output":
             return None
         classes = self._loss.name == "cross_entropy"
@@ -180,7 +180,7 @@ class _Recorder:
         return output.shape
 
     def __call__(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        """Tensors in the order of the inputs -> loss, gradients, new statistics."""
+        """Compute loss, gradients and new statistics from tensors in the order of the graph's inputs."""
         number = len(flat) - len(self.tensors)
         tensors = dict(zip(self.tensors, flat[number:], strict=True))
         inputs = flat[: number - 1] if self.labels else flat[:number]

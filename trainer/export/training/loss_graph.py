@@ -42,7 +42,10 @@ class LossModel:
 
 
 def loss_names(model: onnx.ModelProto, config: ModelConfig) -> LossNames:
-    """`loss` and `labels`, or as near to them as is free; a scalar output that is the loss keeps its own name."""
+    """Return the names `loss` and `labels`, or the first free ones like them.
+
+    A scalar output that is the loss keeps its name.
+    """
     extension = GraphExtender(model.graph)
     if config.loss != "output":
         return LossNames(extension.free("loss"), extension.free("labels"))
@@ -56,8 +59,7 @@ def _is_loss(output: onnx.ValueInfoProto) -> bool:
 
 
 def model_with_loss(model: onnx.ModelProto, config: ModelConfig, *, names: LossNames) -> LossModel:
-    """A copy of the graph, in the form the file has it, with the labels as its last input and the loss as its
-    first output.
+    """Return a copy of the graph, unchanged but for the labels as its last input and the loss as its first output.
 
     Labels are int64 of the output's shape without its last axis for cross-entropy, else floats of the output's
     shape. Raises UnsupportedModel when the opset has no such loss, ConfigError for an unknown `model.output`.
@@ -74,7 +76,7 @@ def evaluation_model(
     weights: Iterable[str],
     copies: Mapping[str, tuple[str, bool]],
 ) -> LossModel:
-    """As `model_with_loss`, in inference form, with further outputs for the accuracy where there is one.
+    """Return the same as `model_with_loss` in inference form, with further outputs for the accuracy where there is one.
 
     `weights` become inputs with the file's values as their defaults, so that trained ones can be put in their
     place; `copies` (name -> original, whether transposed) follow their originals.
@@ -125,7 +127,7 @@ def _with_loss(model: onnx.ModelProto, config: ModelConfig, names: LossNames) ->
 
 
 def _output(model: onnx.ModelProto, config: ModelConfig) -> onnx.ValueInfoProto:
-    """What the loss reads, with its type."""
+    """Return the value that the loss reads, with its type."""
     if not config.output:
         first: onnx.ValueInfoProto = model.graph.output[0]
         return first
@@ -145,7 +147,7 @@ def _labels(name: str, output: onnx.ValueInfoProto, config: ModelConfig) -> onnx
 
 
 def _cross_entropy(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
-    """Summed, and divided by the number of targets that count: 0 when there is none, not 0 / 0."""
+    """Add the sum over the targets that count, divided by their number; 0 if there is none, and not 0 / 0."""
     classes = g.op("Gather", g.op("Shape", value), g.constant([-1]))
     # ONNX's SoftmaxCrossEntropyLoss has the classes on axis 1, Onward on the last axis: [..., C] becomes [rows, C]
     flat = g.op("Reshape", value, g.op("Concat", g.constant([-1]), classes, axis=0))
@@ -170,7 +172,7 @@ def _l1(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfi
 
 
 def _bce_with_logits(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
-    """max(x, 0) - xy + log(1 + exp(-|x|)), which overflows nowhere."""
+    """Add max(x, 0) - xy + log(1 + exp(-|x|)), which does not overflow for any x."""
     linear = g.op("Sub", g.op("Relu", value), g.op("Mul", value, labels))
     rest = g.op("Softplus", g.op("Neg", g.op("Abs", value)))
     g.op("ReduceMean", g.op("Add", linear, rest), keepdims=0, output=loss)
@@ -188,7 +190,7 @@ LOSSES: dict[str, Callable[[GraphExtender, str, str, str, ModelConfig], None]] =
 
 
 def _with_accuracy(model: onnx.ModelProto, config: ModelConfig, names: LossNames) -> LossModel:
-    """Two more outputs, int64: the targets that count, and the right ones among them."""
+    """Add two outputs, int64: the number of targets that count, and of the right ones among them."""
     g = GraphExtender(model.graph)
     output, labels = config.output or model.graph.output[1].name, names.labels
     count, correct = g.free("count"), g.free("correct")

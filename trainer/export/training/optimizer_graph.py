@@ -47,7 +47,7 @@ def optimizer_model(
     gradient: Callable[[str], str],
     updated: Callable[[str], str],
 ) -> UpdateModel:
-    """One update of `weights` (trained ones, by name), attributes of single weights and clipping included.
+    """Make the graph of one update of `weights` (the trained ones, by name), with clipping and attributes of weights.
 
     Inputs: weights, `gradient(weight)`, the state (zeros before the first step), `step` (int64, from 1) and
     `learning_rate`. Outputs: `updated(name)` of weights and state, and `gradient_norm`. Raises ConfigError as
@@ -88,7 +88,7 @@ def optimizer_model(
 def _inputs(
     weights: Mapping[str, Tensor], state: Mapping[str, Mapping[str, str]], gradient: Callable[[str], str]
 ) -> list[onnx.ValueInfoProto]:
-    """Weights, gradients, state, step, rate: in this order."""
+    """Return the graph's inputs: weights, gradients, state, step and rate, in this order."""
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
     named = [*shapes.items(), *((gradient(name), dims) for name, dims in shapes.items())]
     named += [(each, dims) for name, dims in shapes.items() for each in state[name].values()]
@@ -98,7 +98,7 @@ def _inputs(
 
 
 def _clipped(g: GraphExtender, gradients: Mapping[str, str], clip_norm: float) -> dict[str, str]:
-    """Weight -> its gradient after clipping to the global norm."""
+    """Add clipping by the global norm; return weight -> name of its clipped gradient."""
     squares = [g.op("ReduceSumSquare", gradient, keepdims=0) for gradient in gradients.values()]
     g.op("Sqrt", g.op("Sum", *squares), output=NORM)
     if not clip_norm:
@@ -180,7 +180,7 @@ def _moments(g: GraphExtender, config: OptimizerConfig, w: _Weight) -> tuple[str
 
 
 def _corrections(g: GraphExtender, config: OptimizerConfig) -> tuple[str, str]:
-    """1 - alpha^t and the root of 1 - beta^t; in float64, as 1 - 0.999^t loses half of fp32's digits."""
+    """Add 1 - alpha^t and the root of 1 - beta^t, in fp64: 1 - 0.999^t in fp32 loses half of the digits."""
     if not config.bias_correction:
         return g.constant(1.0), g.constant(1.0)
     step = g.op("Cast", STEP, to=TensorProto.DOUBLE)

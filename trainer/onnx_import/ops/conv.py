@@ -127,6 +127,7 @@ def conv_transpose_cut(
     """Convolve without padding, then crop: for unequal pads and large output paddings, which torch does not accept."""
     _, strides, dilations, extra = window
     rank = len(strides)
+    # the bias is added after cropping, because it also counts where output padding extends the result with zeros
     y = CONV_TRANSPOSE[rank](x, weight, None, strides, [0] * rank, [0] * rank, group, dilations)
     cut = [-pads[i] if i < rank else extra[i - rank] - pads[i] for i in range(2 * rank)]
     y = pad_spatial(y, cut)

@@ -143,6 +143,7 @@ def average_pool(
     padded = pad_spatial(x, reach)
     if all(d == 1 for d in window[2]):
         means: torch.Tensor = AVERAGE_POOL[rank](padded, window[0], window[1])
+        # torch's kernel divides by the size of the window; this corrects it to the number of elements that count
         return means * math.prod(window[0]) / counts
     return window_sums(padded, window) / counts
 

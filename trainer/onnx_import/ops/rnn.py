@@ -127,6 +127,7 @@ def run_kernel(
     both, backward = len(layer.directions) == 2, layer.directions == (True,)
     # cuDNN stores what the backward pass needs only with train=True; the numbers are the same
     options = (len(flat) > 2 * len(layer.directions), 1, 0.0, torch.is_grad_enabled(), both)
+    # torch's kernels run forward, or both ways; a single reversed direction is a forward one on reversed sequences
     x = reverse(x, lengths) if backward else x
     if lengths is None or x.is_meta:
         y, *last = kernel(x, states if layer.kind == "LSTM" else states[0], flat, *options, False)

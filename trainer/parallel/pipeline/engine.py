@@ -149,6 +149,8 @@ class Pipeline:
         self, batches: list[Batch], on_outputs: OnOutputs, beat: Callable[[], None], *, training: bool
     ) -> None:
         for stage in self._stages:
+            # in every pass: evaluation runs between training steps, and padding micro-batches must not update running
+            # statistics
             stage.chain.train(training)
         if self._scheduled:
             self._scheduled.run(batches, on_outputs, beat)

@@ -118,6 +118,7 @@ class ScheduledStages:
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(inputs, num, backward=backward)
             if len(self._schedules) > self.MAX_SCHEDULES:
+                # the least recently used one
                 self._schedules.popitem(last=False)
         self._schedules.move_to_end(key)
         return self._schedules[key]
@@ -145,6 +146,7 @@ class ScheduledStages:
                     group=self._group,
                 )
             )
+        # evaluation has no backward passes to interleave
         name = schedule_class(self.schedule if backward else "gpipe", num, self._group.size(), len(torch_stages))
         takes_several = name not in ("ScheduleGPipe", "Schedule1F1B")
         # the last stage returns the loss itself
@@ -279,6 +281,7 @@ def _zero_bubble_problem(stages: Iterable[Stage]) -> str:
 @contextlib.contextmanager
 def restored_state(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
     """Restore running statistics and the state of the random number generators at the end of a block."""
+    # the check runs the forward passes of a step that is run again afterwards
     before = [(buffer, buffer.clone()) for stage in stages for buffer in stage.chain.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
         yield

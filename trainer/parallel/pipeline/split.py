@@ -70,6 +70,7 @@ class _Splitter:
         lengths = self.lengths[number] & self.crossing_lengths
         measured = {length.all_input_nodes[0] for length in self.lengths[number] - lengths}
         needed = measured | self.tensors[number] | lengths
+        # in the order of the graph, which is the same on every rank: stages exchange tensors by position
         inputs = [node for node in self.module.graph.nodes if node in needed]
         copies: dict[fx.Node, fx.Node] = {}
         for node in inputs:
@@ -137,6 +138,7 @@ def _module(
     paths = {path for path, _ in (*module.named_parameters(), *module.named_buffers())}
     module.onnx_names = {path: name for path, name in original.onnx_names.items() if path in paths}
     module.input_names, module.output_names = tuple(input_names), tuple(output_names)
+    # the whole graph has them; a part is never written to a file
     module.roles, module.copies = {}, {}
     mark_constants_nonpersistent(module)
     return module

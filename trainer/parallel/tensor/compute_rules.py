@@ -177,6 +177,7 @@ def _grouped_convolution(p: Propagation, product: Product, x: Sharding) -> Resul
     p.shard_weight(product.node, product.path, result.on_dim(0))
     if isinstance(product.bias, fx.Node):
         p.shard_operand(product.node, product.bias, -1, result)
+    # each rank convolves its own groups, so the argument must be their number on this rank
     p.set_local_length(product.node, (6,), by_group)  # the argument `groups`
     return result
 

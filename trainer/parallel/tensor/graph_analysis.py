@@ -196,6 +196,7 @@ class GraphAnalysis:
         while isinstance(read, fx.Node) and is_transpose(read):
             read, transposed = read.args[0], not transposed
         path = self._parameter(read)
+        # `x` must be computed: a product of two stored matrices is no layer
         if not path or self.tensor(path).ndim != 2 or not isinstance(x, fx.Node) or self.stored(x):
             return None
         dims = (path, int(not transposed), path, int(transposed))

@@ -91,6 +91,7 @@ class Propagation:
         """Return what to change in the graph, or the first problem."""
         waiting = {*self.columns}
         while waiting:
+            # in the order of the graph, so that all sharded operands of a node have been visited before it
             node = min(waiting, key=self.graph.order.__getitem__)
             waiting.remove(node)
             result = self._result_of(node)
@@ -182,6 +183,7 @@ class Propagation:
             self.add_problem(CannotShard(reason))
 
     def add_problem(self, problem: Problem) -> None:
+        # the first problem: the following ones may be its consequences
         self._unmet = self._unmet or problem
 
     def copy_to_region(self, operand: fx.Node) -> None:

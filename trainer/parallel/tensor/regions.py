@@ -96,6 +96,7 @@ class _Finder:
                 self.reasons[node] = region.reason
             else:
                 found.append(region)
+                # a product belongs to one region: it cannot be sharded twice
                 self.taken |= {product.node for product in self._products_of(region.edits)}
         # a region is found on its own; weights that several regions read are compared afterwards
         regions = self._without_conflicts(found)
@@ -212,6 +213,7 @@ class _Finder:
             for region in regions:
                 if (reason := self._conflict(region, regions)) is not None:
                     self.reasons |= {product.node: reason for product in self._products_of(region.edits)}
+                    # the loop over `regions` ends here, since the list that it iterates over is replaced
                     regions = [other for other in regions if other is not region]
                     break
             else:

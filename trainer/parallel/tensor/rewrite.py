@@ -110,6 +110,7 @@ def keep_shard(module: nn.Module, path: str, placement: Placement) -> None:
     name, _, leaf = path.rpartition(".")
     owner = module.get_submodule(name)
     full = stored_tensor(module, path)
+    # a copy and not a view of the full tensor, which would keep all of its memory
     shard = full.new_empty(placement.local_shape)
     with torch.no_grad():
         for box, piece in placement.take(full):

@@ -74,6 +74,7 @@ def squeeze(p: Propagation, node: Any, x: Sharding) -> Result:
     if not rest:
         return CannotShard(f"{node.name} does not name the dimensions it removes")
     dims = [dim % p.rank(operand) for dim in _listed(rest)]
+    # torch ignores dimensions of another length
     removed = [dim for dim in dims if p.shapes(operand)[dim] == (1, 1)]
     return x.on_dim(x.dim - sum(dim < x.dim for dim in removed))
 
@@ -108,6 +109,7 @@ def reshaped(before: Pairs, after: Pairs, x: Sharding, size: int, name: str) -> 
     [.., 64] -> [.., 4, 16]     unit_stride 1, of the 4 heads 16: 16 units become one; 4 must divide evenly over ranks
     [.., 4, 16] -> [.., 64]     unit_stride 16, of the features 1: a unit has 16 elements
     """
+    # both traced lengths of each dimension: what holds for both is taken to hold for every length
     sides = (0, 1)
     unit_stride = [x.inner * math.prod(length[side] for length in before[x.dim + 1 :]) for side in sides]
     period_stride = [stride * x.num_units for stride in unit_stride]

@@ -73,6 +73,7 @@ def _load(config: Config, overrides: Overrides, sections: Mapping[str, Any], *, 
                 example.write_model()
         return check_files_and_data(sections)
 
+    # before the user's overrides, which may name another model
     changes.insert(0, ("model.path", example.model))
     return load_config(example.config, changes, check=check) if check_files else load_config(example.config, changes)
 
@@ -109,6 +110,7 @@ def resume(run: str = "last") -> RunOutcome:
     from onward.trainer.run.directory import onward_home, read_config
 
     found, home = find_run(run), onward_home().resolve()
+    # the flow looks for the run by its name, and under ONWARD_HOME only
     if found.root.resolve().parent != home / "runs":
         raise ConfigError(
             f"{found.root} is not a run of {home}; to resume it, set ONWARD_HOME={found.root.resolve().parents[1]}"
@@ -123,6 +125,7 @@ def _train(config: RunConfig, *, resume: str = "") -> RunOutcome:
     from onward.flows.local_run import create_flow_run, prefect_server, readable_log, run_to_end
     from onward.flows.run_status import outcome_of
 
+    # the signal handler first: starting the server takes seconds, in which the process may be stopped
     with _exit_on_sigterm(), prefect_server():
         from onward.flows.progress import live_progress  # imports Prefect, which reads its environment then
 
@@ -150,6 +153,7 @@ def _exit_on_sigterm() -> Iterator[None]:
             "thread receives Ctrl-C and SIGTERM, which end a run with a saved checkpoint; call it there, or start "
             "`onward run` as a process of its own"
         )
+    # the default action of SIGTERM would end the process without running the `finally` blocks that stop the job
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield

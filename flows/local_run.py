@@ -152,6 +152,7 @@ def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Exp
 
     parameters = {**dict(config), "resume": resume}
     final_state = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
+    # a state and not a result, because a cancelled run has no result and must end as Stopped
     state = cast("State[ExportedModel]", final_state)
     if state.is_cancelled():
         raise Stopped(state.message or "the run was stopped")

@@ -118,6 +118,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
 
 def _state(run: RunDir) -> State:
     """Return running, exported, trained, stopped, failed, or interrupted (the process was killed)."""
+    # first, because a resumed run still has the files of its earlier attempts
     if is_running(run):
         return "running"
     if run.exported.exists():

@@ -93,6 +93,7 @@ def train_onnx(
     if is_missed(runtime.flow_run.get_scheduled_start_time(), tags=runtime.flow_run.get_tags()):
         return Cancelled(message=f"skipped: the scheduled start was over {MISSED_AFTER} ago")
     run = run_directory(resume)
+    # for the whole flow: a retry or a resume in another process must not work in the same directory
     with locked(run):
         configure(run, settings)
         init_runtime(run)

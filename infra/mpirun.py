@@ -116,6 +116,7 @@ class MpiJob:
         An exception that a signal handler raises here (Ctrl-C, Prefect's cancellation) stops the job, gives it
         `grace_s` to save, and is passed on. Raises LaunchError.
         """
+        # two jobs of one run directory would write the same checkpoints
         wait_until_free(self.run_dir)
         argv, tag, started_at = self.argv(), uuid.uuid4().hex, time.monotonic()
         stop = threading.Event()
@@ -127,6 +128,7 @@ class MpiJob:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                # Ctrl-C in the terminal goes to the flow process alone, which then stops the job in order
                 start_new_session=True,
             )
             _running[self.run_dir] = stop
@@ -222,6 +224,7 @@ def _write_job_record(run_dir: Path, tag: str, argv: list[str]) -> None:
     job = {"tag": tag, "boot": boot_id(), "argv": argv, "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     partial = run_dir / ".job.json.partial"
     partial.write_text(json.dumps(job, indent=2))
+    # complete or absent, because another process may read it at any time
     partial.replace(run_dir / "job.json")
 
 
@@ -268,6 +271,7 @@ def _signal_until_gone(
     tag: str, number: int, *, limit_s: float, which: Callable[[int], bool] = lambda pid: True
 ) -> None:
     deadline, signalled = time.monotonic() + limit_s, set[int]()
+    # in rounds, because a process may start another one before the signal reaches it
     while (members := set(_members(tag))) and time.monotonic() < deadline:
         for pid in filter(which, members - signalled):
             with contextlib.suppress(ProcessLookupError):

@@ -64,10 +64,12 @@ class Shipper:
         sent = 0
         while True:
             points, cursor = self._next()
+            # the log has no further complete line
             if cursor.offset == self.cursor.offset:
                 return sent
             if points:
                 self.tracker.log_batch(points)
+            # after the points were sent: a crash in between repeats a batch, and never loses one
             write_record(self._run.cursor, cursor)
             self.cursor = cursor
             sent += len(points)

@@ -48,6 +48,7 @@ class EventWriter:
             at_ms = time.time_ns() // 1_000_000
             line = {"at_ms": at_ms, "attempt": self._attempt, "step": step, "kind": kind, **fields}
             self._file.write(json.dumps(line, separators=(",", ":"), default=float).encode() + b"\n")
+            # the monitor reads the log while training runs; fsync, which is slow, is left to `sync`
             self._file.flush()
 
     def scalars(self, step: int, **values: float) -> None:
@@ -97,6 +98,7 @@ def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(offset)
+        # the last line may be half-written; it is read by the next call
         while (line := file.readline()).endswith(b"\n"):
             offset += len(line)
             with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -130,6 +132,7 @@ class Heartbeat:
     def beat(self, step: int | None = None) -> None:
         """Call at least once in every step, evaluation batch and checkpoint file."""
         self.step = self.step if step is None else step
+        # steps may take less than a millisecond
         if (now := time.monotonic()) - self._touched_at < 0.2 or not self._timeout_s:
             return
         self._touched_at = now

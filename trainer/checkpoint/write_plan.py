@@ -92,6 +92,7 @@ def make_write_plan(parts: Mapping[str, Part], mpi: MPIContext) -> WritePlan:
 
     Raises CheckpointError, with the same text on every rank, unless the parts tile the tensors.
     """
+    # intervals and not boxes: they are shorter, and every rank can compute the boxes
     held = {
         # as a string, because it is compared and looked up more often than it is parsed
         name: json.dumps([DTYPE_NAMES[tensor.dtype], placement.shape, placement.intervals], separators=(",", ":"))

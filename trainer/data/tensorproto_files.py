@@ -50,6 +50,7 @@ class ProtoWriter:
             del tensor.dims[:], numbers[:]
             tensor.dims.extend(array.shape)
             bits = AS_BITS.get(array.dtype.name)
+            # fp16 is stored as the bits of integers in `int32_data`, as the ONNX format defines
             numbers.extend((array.view(bits) if bits else array).ravel().tolist())
             yield tensor.SerializeToString()
 
@@ -65,6 +66,7 @@ class ProtoReader:
         self._path = path
         self._columns = columns
         self._data = _map(path)
+        # the format has no index, so the samples are found once and read at random afterwards
         self._starts = list(_walk(path, self._data))
         self.num_rows = len(self._starts)
 

@@ -203,6 +203,7 @@ def _trained_part(
 
 def _unchanged_source(source: Path, identity: RunIdentity) -> Path:
     """Return the path of the original. Raises ExportRefused when the file is gone or changed since the run began."""
+    # the weights are written into this graph by name, so it must be the one that was trained
     found = model_digest(source) if source.is_file() else "gone"
     if found != identity.model_sha256:
         raise ExportRefused(

@@ -59,6 +59,7 @@ def run_converter(
 
     name = (node.name or node.output[0]).replace(".", "_").replace("/", "_")
     try:
+        # converters are written for onnx2torch's own classes
         module, mapping = converter(OnnxNode(node, unique_name=name), OnnxGraph(graph))
     except (NotImplementedError, RuntimeError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedNode(f"its onnx2torch converter refuses it: {error}") from error

@@ -29,6 +29,8 @@ class ImportedGraph(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> ImportedGraph:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, ImportedGraph)
+        # GraphModule copies the graph and what it reads, but not these attributes, and registers all buffers as
+        # persistent
         for name in ("input_names", "output_names", "onnx_names", "roles", "copies"):
             setattr(copy, name, getattr(self, name))
         mark_constants_nonpersistent(copy)

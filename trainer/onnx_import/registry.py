@@ -44,6 +44,7 @@ def lower(*operators: str, since: Sequence[int]) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         for operator in operators:
             for version in since:
+                # otherwise the order of imports would decide which rule is used
                 assert (operator, version) not in RULES, f"{operator}-{version} has two rules"
                 RULES[operator, version] = rule
         return rule
@@ -106,6 +107,7 @@ class Call:
 
     def attr(self, name: str, default: Any = None) -> Any:
         """Return the value of an attribute, or `default` if the node does not have it."""
+        # what is read here is implemented; `unread` finds the rest
         self._read.add(name)
         return attribute_value(self._attributes[name]) if name in self._attributes else default
 

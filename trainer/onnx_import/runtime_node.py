@@ -47,6 +47,7 @@ class RuntimeNode(nn.Module):
         """The names of the arguments: the node's operands, then the outer names that its inner graphs read."""
         self.context = context
         self.lower = lower
+        # follows `module.to`, so that tensors which the rule creates are on the module's device
         self.register_buffer(ANCHOR, torch.empty(0), persistent=False)
 
     def forward(self, *args: Any) -> Any:

@@ -169,6 +169,7 @@ def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: R
         return _StaticMemory(held, trained, _optimizer_bytes(config.optimizer, trained), 0)
     sharding = zero_sharding(stages, weights, config.parallel)
     largest = max(sharding.unit_bytes, default=0)
+    # the rank keeps its shard of these only; what is gathered at a time is added below
     held -= sharding.total_bytes - sharding.total_bytes // sharding.num_shards
     own_trained = trained - sharding.trained_bytes + sharding.trained_bytes // sharding.num_shards
     # ZeRO 1 and 2 keep the gathered weights for the whole step, ZeRO 3 two units at a time

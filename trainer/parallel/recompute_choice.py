@@ -133,6 +133,7 @@ def choose_by_budget(
     modes: in the order of preference, cheap ones first. Raises ConfigError when recomputing all units is not enough.
     """
     for mode in modes:
+        # an empty choice fits without recomputation, and the mode is then "none"
         if (chosen := _choose(units, mode, in_flight=in_flight, budget_bytes=budget_bytes)) is not None:
             return (mode, chosen) if chosen else ("none", ())
     least = min(peak_bytes(units, mode, range(len(units)), in_flight=in_flight) for mode in modes)

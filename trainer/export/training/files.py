@@ -114,6 +114,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     `model`: the trained file; `base`: its directory. Raises UnsupportedModel when it cannot be differentiated or
     translated, ExportRefused when a file would pass 2 GB or onnx.checker refuses one; nothing is written then.
     """
+    # each file must load without others beside it
     model = _whole(model, base)
     # without fusion: the fused kernels would be decomposed into these calls again (decompositions.py)
     module = to_module(model, fuse=False, tie=config.model.tie, train=config.model.train)

@@ -53,6 +53,7 @@ def optimizer_model(
     `learning_rate`. Outputs: `updated(name)` of weights and state, and `gradient_norm`. Raises ConfigError as
     build_optimizer does.
     """
+    # the same optimizer as in training decides learning rate scales, decay and state, so that the two cannot differ
     optimizer = build_optimizer(config, weights.items())
     groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
     state: dict[str, dict[str, str]] = {name: {} for name in weights}

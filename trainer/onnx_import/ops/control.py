@@ -23,12 +23,14 @@ MAX_UNROLLED_ITERATIONS = 64
 
 @lower("If", since=(1, *VERSIONS))
 def if_(c: Call, condition: Value) -> Value:
+    # marks both as read: `run_rule` refuses attributes that a rule has not read
     c.attr("then_branch"), c.attr("else_branch")
     return tuple(c.body("then_branch" if c.number(condition) else "else_branch", ()))
 
 
 def _check_iterations(c: Call, iterations: Value) -> int:
     """Return the number of iterations if it is known and small enough to unroll; else raise NeedsRuntimeValues."""
+    # in eager evaluation there is no graph to grow
     if isinstance(iterations, Traced) or (iterations > MAX_UNROLLED_ITERATIONS and not c.eager):
         raise NeedsRuntimeValues("it loops often, or as often as the data has it")
     return int(iterations)

@@ -52,6 +52,7 @@ def flatten(c: Call, x: Value) -> Value:
     """Flatten to two dimensions, the second from `axis` on."""
     axis = c.attr("axis", 1)
     axis += x.ndim if axis < 0 else 0
+    # torch.flatten keeps the batch dimension dynamic without computing the other length
     if axis == 1 and x.ndim > 1:
         return c(torch.flatten, x, 1)
     leading = _product(c.sizes(x)[:axis])
@@ -75,6 +76,7 @@ def squeeze(c: Call, x: Value, given: Value = None) -> Value:
         axes = [i for i, n in enumerate(c.sizes(x)) if not isinstance(n, Traced) and n == 1]
     axes = [c.axis(x, axis) for axis in axes]
     for axis in axes:
+        # torch.squeeze would silently keep such a dimension
         if isinstance(n := c.size(x, axis), Traced) or n != 1:
             raise UnsupportedNode(f"dimension {axis} is {'dynamic' if isinstance(n, Traced) else n}, not 1")
     return c(torch.squeeze, x, axes) if axes else x

@@ -41,6 +41,7 @@ def size(c: Call, x: Value) -> Value:
 
 
 def _array(values: Any) -> ShapeArray:
+    # np.array(values) would make numpy choose a type for the traced integers
     array = np.empty(np.shape(values), dtype=object)
     array[...] = values
     return array

@@ -75,6 +75,7 @@ def choose_cuts(points: Sequence[CutPoint], work: Sequence[int], num_parts: int)
         return float("inf") if cuts is None else sum(point.num_bytes for point in cuts)
 
     least = _bisect(total / num_parts, total, lambda limit: cuts_within(limit) is not None)
+    # first the fewest bytes that SLACK allows, then the smallest limit with which so few are possible
     fewest_bytes = bytes_within(SLACK * least)
     limit = _bisect(least, SLACK * least, lambda limit: bytes_within(limit) <= fewest_bytes)
     cuts = cuts_within(limit)

@@ -56,6 +56,7 @@ def find_cut_points(graph: fx.Graph, costs: Mapping[str, NodeCost]) -> list[CutP
     points, crossing = [], dict[fx.Node, None]()
     for position, node in enumerate(nodes[:-1], start=1):
         crossing[node] = None
+        # a dictionary as an ordered set: the values cross in the order in which they were computed
         crossing = {value: None for value in crossing if last_use.get(value, 0) > position}
         if all(_may_cross(value, costs) for value in crossing):
             names = tuple(value.name for value in crossing)

@@ -92,6 +92,7 @@ class Sharding:
         """
         present = {*itertools.accumulate(self.blocks)}
         wanted = {end // self.inner for end in ends}
+        # finer blocks do not help: the units are no columns of one weight, would be cut, or end there already
         if not self.columns_per_unit or any(end % self.inner for end in ends) or wanted <= present:
             at = f"at {sorted(ends)} of {self.period} elements"
             return CannotShard(otherwise or f"{call} splits the sharded dimension {at}, not between blocks")

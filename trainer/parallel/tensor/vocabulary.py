@@ -114,6 +114,7 @@ class _Finder:
             else:
                 head = found
                 dims |= head.weights
+        # the head before the tables: if it is refused, a table tied to it is refused with the same reason
         for path, nodes in self._tables().items():
             name = self.graph.names[path]
             dim = _dim_of_rows(nodes[0].args[0])
@@ -167,6 +168,7 @@ class _Finder:
                 weights[path] = self.graph.tensor(path).ndim - 1
                 if reason := self._why_needed_elsewhere(path, weights[path], reader=node):
                     return CannotShard(reason)
+            # a computed operand may differ from word to word, and this rank would need its part of it
             elif operand.op != "get_attr" or self.graph.stored(operand):
                 return CannotShard(
                     f"{node.name} combines its output with {operand.name}, which is not sharded by words"
@@ -205,6 +207,7 @@ class _Finder:
             if node.target not in ELEMENTWISE and not _keeps_last_dim(node):
                 return f"{node.name} comes between its output and the loss, and may need all words at once"
         for node, reader in zip(self.chain, [*self.chain[1:], self.end], strict=True):
+            # another reader would get this rank's words only
             if others := [user.name for user in node.users if user is not reader]:
                 return f"{others[0]} reads its output, too"
         if (times := sum(value is self.chain[-1] for value in self.outputs)) > 1:
@@ -302,6 +305,7 @@ def shard_vocabulary(
     for number, name in enumerate(found.lookups, FIRST_REGION):
         table = nodes[name].args[0]
         words = stored_tensor(module, _source(table).target).shape[_dim_of_rows(table)]
+        # before the tables are cut: the number of words is that of the full table
         _shard_lookup(nodes[name], share(words, rank, found.size)[0], words, number, group)
     if found.head is not None:
         interval = share(found.head.total, rank, found.size)

@@ -280,7 +280,7 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
 
 def test_every_table_that_contributing_names_is_in_the_file_that_it_names() -> None:
     for paragraph in re.split(r"\n(?=\d\. |\n|- )", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
-        paths = re.findall(r"`((?:flows|tasks|trainer|infra)/[\w/]+\.py)`", paragraph)
+        paths = re.findall(r"`((?:flows|tasks|trainer|infra|tests)/[\w/]+\.py)`", paragraph)
         text = "".join((ROOT / path).read_text(encoding="utf-8") for path in paths)
         for table in re.findall(r"`([A-Z]{2,}[A-Z_]*)`", paragraph):
             assert re.search(rf"^{table}\b", text, re.M), f"{table} is not defined in {paths}"

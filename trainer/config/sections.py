@@ -193,7 +193,7 @@ class OptimizerConfig(Section):
     name: Literal["adam", "adamw", "lamb", "sgd"] = "adamw"
     """Adam (see `weight_decay_mode`), AdamW, LAMB, or SGD with momentum."""
     learning_rate: PositiveFloat = 1e-3
-    """The learning rate that the schedule scales."""
+    """The learning rate that the learning-rate schedule scales."""
     alpha: Decay = 0.9
     """Decay of the first moment (beta1)."""
     beta: Decay = 0.999
@@ -321,7 +321,8 @@ class LaunchConfig(Section):
     """CPU threads of one rank; 0 = the machine's cores divided by its ranks. Runs are bit-identical only with the same
     number."""
     retries: NonNegativeInt = 2
-    """How often a failed job is started again, from its newest checkpoint."""
+    """How often a failed job is started again, from its newest checkpoint or, without one, from step 0 (see
+    `checkpoint.period`)."""
     retry_delay_s: NonNegativeFloat = 2.0
     """Pause before a retry."""
     start_timeout_s: PositiveFloat = 180.0

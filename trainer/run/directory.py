@@ -4,6 +4,8 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
 it.
 
     RUN_DIR/
+        lock                    empty; the flow that works on the run holds a flock on it       the flow
+        flow.log                log of the flow, with tracebacks       onward run, onward resume
         config.json             RunConfig                      configure
         identity.json           RunIdentity                    configure
         runtime.json            RuntimeReport                  init runtime

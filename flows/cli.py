@@ -113,6 +113,7 @@ def _exit_with(error: OnwardError) -> NoReturn:
     problems = error.problems if isinstance(error, Refused) else (str(error),)
     for problem in problems:
         print(f"  - {problem}", file=sys.stderr)
+    # the arguments themselves, because the error may come from before the command has read its options
     if "--json" in sys.argv:
         result: dict[str, Any] = {"error": type(error).__name__, "problems": list(problems)}
         print_json({**result, "exit_code": error.exit_code})

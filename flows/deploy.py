@@ -44,6 +44,7 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
     if interval_s:
         schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
     _check_work_pool()
+    # Prefect stores parameters as JSON
     parameters: dict[str, Any] = config.model_dump(mode="json")
     deployment = train_onnx.to_deployment(
         name,

@@ -55,6 +55,7 @@ def end_mlflow_run_as(status: Status) -> Any:
 @flow(
     name="train-onnx",
     flow_run_name="{name}",
+    # threads are enough: the tasks beside training mostly wait for files and servers
     task_runner=ThreadPoolTaskRunner(max_workers=4),  # type: ignore[arg-type]  # its type names one kind of future
     on_completion=[end_mlflow_run_as("FINISHED")],
     on_failure=[end_mlflow_run_as("FAILED")],

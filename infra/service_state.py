@@ -81,6 +81,7 @@ def is_supervised(home: Path, name: str) -> bool:
 
 def write_state(file: IO[bytes], state: Mapping[str, Any]) -> None:
     file.truncate(0)
+    # the file is open for appending, so this writes from its beginning
     file.write(json.dumps(state).encode())
     file.flush()
 

@@ -89,6 +89,7 @@ def down(home: Path) -> tuple[list[str], list[str]]:
     The worker is stopped first, and its runs get time to save. Takes at most about a minute.
     """
     unpin(home)
+    # in this order, because the worker's runs report their end to the other two
     found = [name for name in ("worker", "mlflow", "prefect") if is_supervised(home, name)]
     for name in found:
         if name != "prefect" or not _has_users(home):

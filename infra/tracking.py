@@ -210,6 +210,7 @@ class Tracker:
         """Store metric points. After an outage a first part of them may be stored."""
         from mlflow.entities import Metric
 
+        # synchronous, so that an outage is raised here, where the caller repeats the call
         metrics = [Metric(metric_name(p.key), p.value, p.at_ms, p.step) for p in points]
         for start in range(0, len(metrics), BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + BATCH], synchronous=True)

@@ -28,6 +28,7 @@ class TrainState(Record):
 
     def advance(self, samples: int, scaler: dict[str, float]) -> TrainState:
         """Return the position one step and `samples` samples later."""
+        # the metrics stay those of the last evaluation; `evaluated_at` has its step
         moved = {"step": self.step + 1, "samples_seen": self.samples_seen + samples, "scaler": scaler}
         return self.model_copy(update=moved)
 

@@ -130,6 +130,7 @@ def _file_problems(path: Path, file: FileEntry, *, read: bool) -> Iterator[str]:
 def _header(path: Path) -> dict[str, TensorEntry] | None:
     """Return what the header of a safetensors file lists; None if it is not one."""
     with path.open("rb") as file:
+        # the length may be damaged as well, so never more is read than the file has
         size = int.from_bytes(file.read(8), "little")
         try:
             header = json.loads(file.read(size if size < path.stat().st_size else 0))

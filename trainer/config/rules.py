@@ -55,6 +55,7 @@ def _pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
             f"a pipeline of {parallel.pipeline} ranks needs at least {parallel.pipeline} micro-batches in a step, but "
             f"train.gradient_accumulation_steps is {steps}; 4 x {parallel.pipeline} keeps it busy"
         )
+    # torch's interleaved schedules take micro-batches in rounds of equal size, about one for each rank
     if looped and steps >= parallel.pipeline and steps % max(1, steps // parallel.pipeline):
         yield (
             f"schedule {parallel.schedule!r} needs complete rounds of micro-batches: train.gradient_accumulation_steps "
@@ -63,6 +64,7 @@ def _pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
 
 
 def _replicas(parallel: ParallelConfig) -> Iterable[str]:
+    # ZeRO reduces gradients with FSDP2 in place of the reducer, which has these settings
     if parallel.zero:
         for name, value, default in (
             ("reduction", parallel.reduction, "sum"),
@@ -80,6 +82,7 @@ def _replicas(parallel: ParallelConfig) -> Iterable[str]:
 
 
 def _zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
+    # FSDP2 shards the weights, and a compiled stage has one backward pass that cannot be split
     obstacles = [f"parallel.zero {parallel.zero}"] if parallel.zero else []
     obstacles += ["graph.compile"] if graph.compile else []
     if parallel.schedule == "zero_bubble" and obstacles:
@@ -185,6 +188,7 @@ def _adapters(lora: LoraConfig, model: ModelConfig) -> Iterable[str]:
 
 
 def _dropout(graph: GraphConfig) -> Iterable[str]:
+    # its places are found by fused calls: linear layers, norms and attention
     if graph.dropout and not graph.fuse:
         yield f"graph.dropout {graph.dropout:g} needs graph.fuse = true: it is added to the fused graph"
 

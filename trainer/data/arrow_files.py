@@ -121,6 +121,7 @@ def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     """Yield the rows of a Parquet file, some of a row group at a time; `names`: the columns to read, None for all."""
     import pyarrow.parquet as pq  # imported here: ranks never need it
 
+    # pre_buffer would read whole row groups ahead, which may be as large as the file
     with _refusing(path), pq.ParquetFile(path, pre_buffer=False, buffer_size=STREAM_BYTES) as file:
         rows = max(1, file.metadata.num_rows)
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]

@@ -241,6 +241,7 @@ def merge(one: Column, other: Column) -> Column:
     """Describe the rows of two columns as one. If either holds numbers, text counts as bad cells of it."""
     if TEXT in (one.dtype, other.dtype):
         return other if one.dtype == TEXT else one
+    # a later block may hold larger numbers or floats
     dtype = np.promote_types(one.dtype, other.dtype)
     values, ends = sorted({*one.extremes, *other.extremes}), 2 if dtype.kind in "iu" else 1
     varies = one.variable or other.variable or (one.shape != other.shape and len(one.shape) == len(other.shape) == 1)

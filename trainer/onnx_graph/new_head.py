@@ -201,6 +201,7 @@ class _Head:
         has_bias = len(layer.node.input) > 2 and bool(layer.node.input[2])
         if has_bias:
             self._replace_bias(layer.node, 2, -1)
+        # nodes are sorted topologically, so one pass reaches everything that depends on the layer
         for node in self.index.graph.node:
             # what is computed from the shape of the result follows the new number by itself
             if node is layer.node or not self.dependents & names_read(node) or node.op_type in ("Shape", "Size"):

@@ -139,6 +139,7 @@ def _without_unread(node: onnx.NodeProto, read: set[str]) -> onnx.NodeProto:
         return node
     lean = onnx.NodeProto()
     lean.CopyFrom(node)
+    # blanked and not removed, because ONNX identifies outputs by position
     lean.output[:] = [name if name in read else "" for name in node.output]
     return lean
 

@@ -132,6 +132,7 @@ def _choose(module: ImportedGraph, config: RunConfig, device: torch.device) -> P
                 *considered,
             ]
         )
+    # of equal times the first one, which has the fewest stages (see `divisions`)
     best = min(fitting, key=Estimate.step_flops)
     for estimate in fitting:
         if estimate is not best:

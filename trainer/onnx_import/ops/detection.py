@@ -43,6 +43,7 @@ def non_max_suppression(
     exceeds `iou`. A score must exceed `score_threshold`; at most `count` boxes are chosen of each class.
     """
     found: list[list[int]] = []
+    # the result is indices, which have no gradient
     boxes = box_corners(boxes.detach(), center_point_box)
     for sample, by_class in enumerate(scores.detach()):
         # greedy, best score first; equal scores in the order of the boxes

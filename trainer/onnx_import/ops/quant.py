@@ -214,6 +214,7 @@ def _convolved(c: Call, data: tuple[Value, Value], weight: tuple[Value, Value], 
     num_terms = 1
     for dim in range(1, w.ndim):
         num_terms = num_terms * c.size(w, dim)
+    # a bias is int32, of which fp32 represents only those up to 2^24
     dtype = exact_dtype(num_terms) if bias is None else torch.float64
     x = c(subtract_zero_point, value_before_storage(c, x), x_zero, dtype, 1)  # before padding: 0 is the zero point then
     w = c(subtract_zero_point, w, w_zero, dtype, 0)

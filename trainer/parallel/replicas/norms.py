@@ -50,5 +50,6 @@ def _square(tensor: Tensor) -> Tensor:
     if flat.dtype not in (torch.float32, torch.float64):
         flat = flat.float()
     rows = flat[: flat.numel() // ROW_ELEMENTS * ROW_ELEMENTS].view(-1, ROW_ELEMENTS)
+    # squared in fp64: a norm of fp32 numbers is representable where its square may overflow
     norms = torch.cat([torch.linalg.vector_norm(rows, dim=1), flat[rows.numel() :].abs()])
     return norms.double().square().sum()

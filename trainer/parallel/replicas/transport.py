@@ -4,8 +4,7 @@
                               | hook of the last gradient of a bucket    ^
     communication thread      +--> compress, all-to-all, all-gather -----+
 
-torch.distributed makes a plain all-reduce in the background by itself (`Direct`). MPI, compression and Adasum use a
-communication thread.
+torch.distributed runs plain all-reduces in the background (`Direct`); MPI, compression and Adasum need the thread.
 """
 
 from __future__ import annotations
@@ -377,12 +376,11 @@ def compressed_bytes(length: int) -> int:
 
 
 def compress(values: Tensor, dtype: torch.dtype, wire: Tensor) -> None:
-    """Write fp32 values to bytes: a power of two, then each value divided by it in half precision.
+    """Write fp32 values to the start of `wire`: a power of two, then each value divided by it in half precision.
 
     The power of two scales the greatest magnitude to just below 2^15. So no value overflows in fp16, and gradients of a
     mean loss, which are small, do not underflow: a value of 2^-29 times the greatest is still a normal fp16 number.
     Dividing by a power of two does not round. Infinity and NaN are kept, so that an overflow is detected.
-    `wire` may be longer than needed.
     """
     greatest = torch.stack(torch.aminmax(values)).abs().max() if values.numel() else values.new_zeros(())
     # within the normal powers of two of fp32: the scale and its inverse are sent or used as fp32 numbers

@@ -162,7 +162,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def require_flow(what: str) -> None:
-    """Raises RuntimeUnavailable when Prefect or MLflow is not installed: a compute node may have the trainer alone."""
+    """Raise RuntimeUnavailable when Prefect or MLflow is not installed: a compute node may have the trainer alone."""
     if missing := [name for name in ("prefect", "mlflow", "sqlalchemy") if importlib.util.find_spec(name) is None]:
         raise RuntimeUnavailable(
             f"{what} needs {', '.join(missing)}, not installed here: pip install 'onward[flow]'. A compute node needs "

@@ -48,7 +48,7 @@ class Example:
 
     @property
     def config(self) -> Path:
-        """Its TOML file, in the installed package."""
+        """Return its TOML file, in the installed package."""
         return CONFIGS / f"{self.name}.toml"
 
     def write_model(self) -> None:

@@ -44,7 +44,7 @@ class Progress:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left at the newest speed; NaN while the speed is unknown."""
+        """Return the seconds left at the newest speed; NaN while the speed is unknown."""
         return (self.num_steps - self.step) * self._samples_per_step / self.samples_per_s
 
     @property

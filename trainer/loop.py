@@ -1,9 +1,8 @@
 """THE TRAINING LOOP: one function, read from top to bottom.
 
-Run by every rank. Rank 0 alone writes the event log and the result; every other file has one writer
-per rank. A *step* is one weight update. The sample stream, the dropout masks and the learning rate are
-functions of the seed and the position alone, so a run that was killed and resumed ends with the bits of
-one that never was.
+Every rank runs it. Only rank 0 writes the event log and the result; of other files each rank writes its own. A *step*
+is one weight update. The sample stream, the dropout masks and the learning rate depend on the seed and the position
+alone, so a run that was killed and resumed ends with the same bits as one that ran without interruption.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def train(
 ) -> AttemptResult:
     """Train until the configured end, or until any rank is asked to stop. Collective: every rank.
 
-    Raises Diverged when the loss or a gradient is not finite and no loss scale can mend it; any other
-    error of one rank ends the job. Either way what was saved stays saved.
+    Raises Diverged when the loss or a gradient is not finite at every allowed loss scale. Any other error of one rank
+    ends the job. Checkpoints that were saved before stay in both cases.
     """
     started_at = time.monotonic()
 
@@ -209,10 +208,10 @@ def train(
 
 
 def every(period: int, step: int) -> bool:
-    """Whether a periodic act falls on this step; a period of 0 is never."""
+    """Return whether something periodic is due at this step; a period of 0 means never."""
     return period > 0 and step % period == 0
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Seed of one rank's dropout masks in one step: nothing to save, and a repeated step repeats them."""
+    """Return the seed of one rank's dropout masks in one step, which needs no saved state."""
     return zlib.crc32(f"{seed} {step} {rank}".encode())

@@ -140,7 +140,7 @@ class _Tiling(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # most tensors of a model are divided in the same way as others
 def _tiling(held: tuple[tuple[int, str], ...]) -> _Tiling:
-    """held: (rank, dtype, shape and intervals as JSON), in the order of ranks."""
+    """Find the boxes of one tensor. held: (rank, dtype, shape and intervals as JSON), in the order of ranks."""
     parsed = {text: json.loads(text) for _, text in held}
     dtype, shape, _ = parsed[held[0][1]]
     full = TensorEntry(dtype=dtype, shape=shape)

@@ -239,7 +239,7 @@ class _Collate:
 
 
 def _longest(values: Values) -> int:
-    """The length of the longest row; 0 for arrays, whose rows have one length."""
+    """Return the length of the longest row; 0 for arrays, whose rows have one length."""
     return 0 if isinstance(values, np.ndarray) else max(map(len, values), default=0)
 
 

@@ -39,7 +39,7 @@ class Column(Record):
 
     @property
     def kind(self) -> str:
-        """The type and shape in words, for messages."""
+        """Return the type and shape in words, for messages."""
         if self.dtype == TEXT:
             return "text"
         if self.variable:

@@ -44,14 +44,14 @@ class Feed:
 
     @property
     def column_type(self) -> ColumnType:
-        """The type and shape that each of the columns is read as."""
+        """Return the type and shape that each of the columns is read as."""
         # numpy has no bfloat16: such inputs are stored in fp32
         dtype = {"bfloat16": "float32"}.get(self.dtype, self.dtype)
         return ColumnType(dtype, () if self.stacked else self.sample_shape)
 
     @property
     def tensor_dtype(self) -> str:
-        """The type of the tensor that is fed; fp32 for half precision, because the graph is imported in fp32."""
+        """Return the type of the tensor that is fed; fp32 for half precision, as the graph is imported in fp32."""
         return {"float16": "float32", "bfloat16": "float32"}.get(self.dtype, self.dtype)
 
 
@@ -159,7 +159,7 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
 
 
 def _castable(source: str, target: str) -> bool:
-    """Integers and booleans may become floats, but not the reverse."""
+    """Return whether a column may be converted: integers and booleans to floats, but not the reverse."""
     # floats as labels or ids would be cut off
     return np.dtype(source).kind in "biu" or "float" in target
 

@@ -62,7 +62,7 @@ class ShardManifest(Record):
 
     @property
     def table(self) -> Schema:
-        """The columns by name, with the extremes of all rows."""
+        """Return the columns by name, with the extremes of all rows."""
         return {column.name: column for column in self.columns}
 
 

@@ -31,7 +31,7 @@ class TensorInfo:
 
     @property
     def sample_shape(self) -> Dims | None:
-        """The shape without the batch dimension."""
+        """Return the shape without the batch dimension."""
         return None if self.shape is None else self.shape[1:]
 
 

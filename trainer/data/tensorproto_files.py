@@ -55,7 +55,7 @@ class ProtoWriter:
             yield tensor.SerializeToString()
 
     def close(self) -> None:
-        """Flush to the kernel."""
+        """Close the file."""
         self._file.close()
 
 
@@ -71,7 +71,7 @@ class ProtoReader:
         self.num_rows = len(self._starts)
 
     def read(self, rows: Array) -> dict[str, Values]:
-        """The rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
+        """Return the rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
         samples = [self.sample(row) for row in rows.tolist()]
         result: dict[str, Values] = {}
         for column in self._columns:
@@ -81,7 +81,7 @@ class ProtoReader:
         return result
 
     def sample(self, row: int) -> dict[str, Array]:
-        """Every tensor of one sample, by name."""
+        """Return every tensor of one sample, by name."""
         return _parse(self._path, self._data, self._starts[row])
 
     def _value(self, sample: Mapping[str, Array], column: Column, row: int) -> Array:

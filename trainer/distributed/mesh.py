@@ -42,12 +42,12 @@ class ParallelDims:
 
     @staticmethod
     def of(config: ParallelConfig) -> ParallelDims:
-        """As configured."""
+        """Return the sizes of a configuration."""
         return ParallelDims(config.data, config.tensor, config.pipeline, config.shard)
 
     @property
     def world_size(self) -> int:
-        """Ranks this division needs."""
+        """Return the number of ranks: the product of the sizes."""
         return self.data * self.tensor * self.pipeline
 
     def check(self, world_size: int) -> None:

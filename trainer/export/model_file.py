@@ -35,7 +35,7 @@ class ModelFile:
 
 
 def in_half_precision(model: onnx.ModelProto) -> bool:
-    """Whether any stored tensor, input or output is fp16 or bf16."""
+    """Return whether any stored tensor, input or output is fp16 or bf16."""
     return any(tensor.data_type in HALF_TYPES for tensor in all_tensors(model)) or any(
         value.type.tensor_type.elem_type in HALF_TYPES for value in (*model.graph.input, *model.graph.output)
     )

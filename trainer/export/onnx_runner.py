@@ -257,7 +257,7 @@ class OnnxRunner:
 
     @property
     def _fixed_batch_size(self) -> int:
-        """The batch size that the file declares; 0 = any."""
+        """Return the batch size that the file declares; 0 = any."""
         leading = {dims[0].dim_value for value in self._inputs if (dims := value.type.tensor_type.shape.dim)}
         return leading.pop() if len(leading) == 1 else 0
 
@@ -341,7 +341,7 @@ def relative_difference(ours: Array, theirs: Array) -> tuple[float, str]:
 
 
 def _output_difference(ours: Any, theirs: Any) -> tuple[float, str]:
-    """`relative_difference` of an output; of a sequence, that of its worst tensor."""
+    """Return `relative_difference` of an output; of a sequence, that of its worst tensor."""
     if isinstance(ours, Tensor):
         return relative_difference(ours.detach().double().numpy(), np.asarray(theirs).astype(np.float64))
     if len(ours) != len(theirs):

@@ -59,17 +59,17 @@ class Adapter:
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool) -> Tensor:
-    """x [..., inputs] through A and B -> [..., outputs]; in reverse, [..., outputs] -> [..., inputs]."""
+    """Multiply x [..., inputs] by A and B -> [..., outputs]; in reverse, [..., outputs] -> [..., inputs]."""
     return (x @ b * scale) @ a if reverse else (x @ a.mT * scale) @ b.mT
 
 
 def low_rank_rows(indices: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool) -> Tensor:
-    """Rows of B A, or (reverse) of its transpose."""
+    """Return rows of B A, or (reverse) of its transpose."""
     return (gather_rows(a.mT, indices) * scale) @ b.mT if reverse else (gather_rows(b, indices) * scale) @ a
 
 
 def low_rank_conv(x: Tensor, a: Tensor, b: Tensor, scale: float, *where: Any) -> Tensor:
-    """A convolution to `rank` channels, then one of a single point. where: strides, pads, dilations, groups."""
+    """Convolve to `rank` channels, then with a kernel of one element. where: strides, pads, dilations, groups."""
     convolve = CONVOLUTIONS[a.ndim - 2]
     groups = where[-1]
     narrow = convolve(x, a.repeat(groups, *[1] * (a.ndim - 1)), None, *where)
@@ -183,7 +183,7 @@ class _Use:
 
     @property
     def outputs_first(self) -> bool:
-        """Whether the weight's own layout is [outputs, inputs], as this node uses it."""
+        """Return whether the weight's own layout is [outputs, inputs], as this node uses it."""
         return self.transposed if self.kind == "matmul" else not self.transposed
 
     @classmethod
@@ -220,7 +220,7 @@ class _Uses:
 
     @property
     def main(self) -> _Use | None:
-        """The first product or convolution that reads it; None if there is none."""
+        """Return the first product or convolution that reads it; None if there is none."""
         return next((use for use in self.uses if use.kind in ("linear", "matmul", "conv")), None)
 
     @property
@@ -273,7 +273,7 @@ def _follow(node: fx.Node, *, transposed: bool) -> Iterator[_Use]:
 
 
 def _transposes(node: fx.Node) -> bool:
-    """Whether a node swaps the two dimensions of a matrix."""
+    """Return whether a node swaps the two dimensions of a matrix."""
     if node.target in ("t", torch.t):
         return True
     return node.target in ("permute", torch.permute) and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def _runtime_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, RuntimeNode]]:
 
 
 def _wants_channels_last(config: GraphConfig, device: torch.device) -> bool:
-    """Whether to convert: `auto` does on GPUs. On CPUs oneDNN has its own format, and conversions cost more."""
+    """Return whether to convert: `auto` does on GPUs. On CPUs oneDNN has its own format, and conversions cost more."""
     return config.memory_format == "channels_last" or (config.memory_format == "auto" and device.type == "cuda")
 
 

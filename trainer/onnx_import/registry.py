@@ -95,7 +95,7 @@ class Call:
 
     @property
     def eager(self) -> bool:
-        """Whether calls compute with real tensors now; otherwise they are recorded on a graph."""
+        """Return whether calls compute with real tensors now; otherwise they are recorded on a graph."""
         return isinstance(self.tracer, EagerTracer)
 
     def body(self, name: str, inputs: Sequence[Value]) -> list[Value]:

@@ -58,7 +58,7 @@ class Traced:
 
     @property
     def known(self) -> bool:
-        """Whether rank and type are known before the graph runs."""
+        """Return whether rank and type are known before the graph runs."""
         return self._probes is not None
 
     @property
@@ -69,12 +69,12 @@ class Traced:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is known to be a tensor."""
+        """Return whether it is known to be a tensor."""
         return self._probes is not None and isinstance(self._probes[0], torch.Tensor)
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether its shape, or the integer itself, differs between the two trial sizes."""
+        """Return whether its shape, or the integer itself, differs between the two trial sizes."""
         first, second = self.probes
         return bool(first.shape != second.shape if isinstance(first, torch.Tensor) else first != second)
 

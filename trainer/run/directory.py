@@ -148,7 +148,7 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:09d}"
 
-    # -- the event log: `closed` tells its readers when it is complete
+    # -- the event log: the file `closed` exists once it is complete
 
     def open_log(self) -> None:
         """Mark the event log as growing. Call before training."""

@@ -53,7 +53,7 @@ class DecomposedCalls(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """x: [batch, channels, ...]. A single value per channel has no variance: then the running one is used."""
+        """Normalise x [batch, channels, ...]; by the running statistics where a channel has a single value."""
         shape, mean, variance = [1, -1, *[1] * (x.ndim - 2)], running_mean, running_var
         if training is not False:  # true, or unknown until the graph runs
             dims = [dim for dim in range(x.ndim) if dim != 1]

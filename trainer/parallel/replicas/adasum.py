@@ -82,12 +82,12 @@ class Adasum:
             return open_channel(transport, groups, timeout_s=timeout_s)
 
         owners = [replicas[: self._num_owners] for replicas in self._hosts]
+        # every rank opens all channels in this order, because opening one is collective over the world
         self._replicas = channel([[replica for replicas in self._hosts for replica in replicas]])
         self._host = channel(self._hosts)
         self._owners = channel(owners)
         self._across = channel([list(group) for group in zip(*owners, strict=True)])
         self._parts = open_channel(transport, [row for stage in ranks for row in stage], timeout_s=timeout_s)
-        # every rank opens all channels in this order, because opening one is collective over the world
         self._own_host = next(
             number for number, group in enumerate(self._hosts) if mesh.get_local_rank("data") in group
         )

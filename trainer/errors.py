@@ -77,7 +77,7 @@ class Diverged(OnwardError):
 
 
 class TrainingFailed(OnwardError):
-    """The job failed before its result was written. A retry resumes from the newest checkpoint."""
+    """The job failed before its result was written. A retry resumes from the newest checkpoint, or from step 0."""
 
     exit_code = 70
 

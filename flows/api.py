@@ -171,7 +171,7 @@ def require_flow(what: str) -> None:
 
 
 def status(run: str = "last") -> RunStatus:
-    """Return how a run stands, read from its directory: state, step, last metrics, the error that ended it.
+    """Return the status of a run, read from its directory: state, step, last metrics, the error that ended it.
 
     `run`: a name, the beginning of an id, a directory, or "last". Raises ConfigError when there is no such run.
     """
@@ -182,7 +182,7 @@ def status(run: str = "last") -> RunStatus:
 
 
 def runs() -> list[RunStatus]:
-    """Return how every run under ONWARD_HOME stands, the newest first."""
+    """Return the status of every run under ONWARD_HOME, the newest first."""
     from onward.flows.run_status import describe
     from onward.flows.runs import all_runs
 

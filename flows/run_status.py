@@ -1,4 +1,4 @@
-"""What a run's directory says of it: how it stands, and how it ended."""
+"""Read the status of a run from its directory: its state, and how it ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ State: TypeAlias = Literal["running", "exported", "trained", "stopped", "failed"
 
 
 class RunStatus(Record):
-    """How a run stands, read from its directory alone."""
+    """The status of a run, read from its directory alone."""
 
     run_id: str
     name: str
@@ -76,7 +76,7 @@ class RunOutcome(RunStatus):
 
 
 def describe(run: RunDir) -> RunStatus:
-    """Return how a run stands, read from its directory alone."""
+    """Return the status of a run, read from its directory alone."""
     identity = read_record(run.identity, RunIdentity)
     error = run.first_error(run.current_attempt)
     step, num_steps, values = _progress(run)

@@ -115,7 +115,9 @@ def _translate_errors(
         except MlflowException as error:
             status = error.get_http_status_code()  # type: ignore[no-untyped-call]
             if status >= 500 or status == 429:
-                raise TrackingUnavailable(f"MLflow at {tracker.tracking_uri} has an error for now: {error}") from error
+                raise TrackingUnavailable(
+                    f"MLflow at {tracker.tracking_uri} reports a temporary error: {error}"
+                ) from error
             raise TrackingError(f"MLflow at {tracker.tracking_uri} refused: {error}") from error
         except FileNotFoundError:
             raise  # of a file that the caller named, not of MLflow's

@@ -93,7 +93,7 @@ class Shipper:
 
 
 def points_of(event: Event) -> Iterator[Point]:
-    """Yield the metric points of one event, under names that MLflow accepts; values that are no numbers are skipped."""
+    """Yield the metric points of one event, under names that MLflow accepts; skip values that are not numbers."""
     if event.kind in ("scalars", "evaluation"):
         for key, value in event.fields.get("values", {}).items():
             if isinstance(value, int | float):

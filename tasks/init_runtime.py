@@ -91,7 +91,7 @@ def problems(report: RuntimeReport, config: RunConfig, *, model_bytes: int) -> I
         if rank.world_size != config.world_size:
             yield f"{where} has world size {rank.world_size}, but the job needs {config.world_size} ranks"
         if rank.all_reduce != rank.all_reduce_expected:
-            yield f"{where} got {rank.all_reduce:g} from an all-reduce whose sum is {rank.all_reduce_expected:g}"
+            yield f"{where}: all-reduce returned {rank.all_reduce:g}, expected {rank.all_reduce_expected:g}"
     yield from _memory(ranks, need_bytes=MEMORY_FACTOR * model_bytes)
     copies = (config.checkpoint.keep_newest + 2) * CHECKPOINT_FACTOR  # 2: the best one, and the one being written
     if report.disk_free_bytes < copies * model_bytes:

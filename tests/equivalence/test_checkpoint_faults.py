@@ -31,7 +31,7 @@ from onward.trainer.checkpoint.retention import announced, list_checkpoints
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import newest_complete, verify
-from onward.trainer.checkpoint.write_plan import Part
+from onward.trainer.checkpoint.write_plan import TensorPart
 from onward.trainer.config.sections import CheckpointConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, share
@@ -63,7 +63,7 @@ def saved(run: RunDir, step: int, *, size: int = 1000, **options: Any) -> Path:
     return save(run, state=state, parts=parts, **options)
 
 
-def held(tensors: dict[str, torch.Tensor], mpi: MPIContext) -> dict[str, Part]:
+def held(tensors: dict[str, torch.Tensor], mpi: MPIContext) -> dict[str, TensorPart]:
     """A rank's parts: of every second tensor its stretch, of the others all."""
     parts = {}
     for number, (name, tensor) in enumerate(tensors.items()):

@@ -86,7 +86,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
         (["model.path=absent.onnx"], "there is no file"),
         (["data.source=absent.csv"], "there is no file, directory or glob match"),
         (["data.inputs={image='picture'}"], "input image reads column 'picture', which the data does not have"),
-        (["model.output=absent"], "model.output 'absent' is no tensor of the model; there is"),
+        (["model.output=absent"], "model.output 'absent' is not a tensor of the model; there is"),
         (["data.label=absent"], "data.label reads column 'absent', which the data does not have"),
         (["checkpoint.load=absent"], "checkpoint.load"),
     ],

@@ -134,7 +134,7 @@ def reported(*changes: dict[str, Any], disk: int = PLENTY) -> RuntimeReport:
             reported({}, {"world_size": 1, "all_reduce": 1.0}),
             [
                 "rank 1 on h0 has world size 1, but the job needs 2 ranks",
-                "rank 1 on h0 got 1 from an all-reduce whose sum is 3",
+                "rank 1 on h0: all-reduce returned 1, expected 3",
             ],
         ),
         (

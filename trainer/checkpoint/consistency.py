@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onward.trainer.checkpoint.exchange import gather_bytes
 from onward.trainer.checkpoint.manifest import Beat
-from onward.trainer.checkpoint.write_plan import Part, make_write_plan, shown
+from onward.trainer.checkpoint.write_plan import TensorPart, make_write_plan, shown
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import NUM_NAMED
 from onward.trainer.errors import TrainingFailed
@@ -20,7 +20,7 @@ WORDS = 1 << 18
 """Words of 4 bytes that are summed at once; temporary tensors take twice as much memory."""
 
 
-def check_copies(parts: Mapping[str, Part], mpi: MPIContext, *, beat: Beat = lambda: None) -> None:
+def check_copies(parts: Mapping[str, TensorPart], mpi: MPIContext, *, beat: Beat = lambda: None) -> None:
     """Raise unless all ranks that hold a piece hold the same bits of it. Collective: every rank.
 
     Compares a checksum of each such piece. Raises, with the same text on every rank, TrainingFailed when copies differ

@@ -130,7 +130,7 @@ def load(
             try:
                 files[file] = opened.enter_context(safe_open(path / file, "pt"))
             except SafetensorError as error:
-                raise CheckpointError(f"{path}: {file} is no safetensors file: {error}") from error
+                raise CheckpointError(f"{path}: {file} is not a safetensors file: {error}") from error
         for key, placement in wanted.items():
             tensors[key] = _assemble(placement.local_shape, full[key], reads[key], files)
             beat()

@@ -29,7 +29,7 @@ from onward.trainer.checkpoint.exchange import gather, in_rounds
 from onward.trainer.checkpoint.load import verify_together
 from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Beat, FileEntry, Manifest, serialise
 from onward.trainer.checkpoint.train_state import TrainState
-from onward.trainer.checkpoint.write_plan import Part, Piece, WritePlan, make_write_plan
+from onward.trainer.checkpoint.write_plan import Piece, TensorPart, WritePlan, make_write_plan
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, OnwardError
 from onward.trainer.run.directory import RunDir
@@ -45,7 +45,7 @@ def save(
     *,
     attempt: int,
     state: TrainState,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, TensorPart],
     mpi: MPIContext,
     beat: Beat = lambda: None,
 ) -> Path:
@@ -79,7 +79,7 @@ class _Saving:
     attempt: int
     state: TrainState
     mpi: MPIContext
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorPart]
     plan: WritePlan
     beat: Beat
 
@@ -211,7 +211,7 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview], beat: Beat) -> Gene
     yield result
 
 
-def _chunks(pieces: Iterable[Piece], parts: Mapping[str, Part]) -> Iterator[bytes | memoryview]:
+def _chunks(pieces: Iterable[Piece], parts: Mapping[str, TensorPart]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file: length of the header, header, pieces. Copies at most one piece at a time.
 
     Format: https://github.com/huggingface/safetensors#format. The library writes a file in one call, without

@@ -143,7 +143,7 @@ def _tiling_problems(manifest: Manifest) -> Iterator[str]:
     """Yield where the pieces do not make up the tensors."""
     tensors, pieces = manifest.full_tensors, manifest.pieces()
     for name in sorted(pieces.keys() - tensors.keys()):
-        yield f"{pieces[name][0].file} holds {pieces[name][0].key}, which is no tensor of it"
+        yield f"{pieces[name][0].file} holds {pieces[name][0].key}, which is not a tensor of it"
     for name, tensor in tensors.items():
         found = pieces.get(name, [])
         unfit = [piece for piece in found if not _fits(piece, tensor)]

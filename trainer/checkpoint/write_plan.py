@@ -42,7 +42,7 @@ DTYPE_NAMES = {
 """torch dtype -> its name in the safetensors format."""
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-Part = tuple[Tensor, Placement]
+TensorPart = tuple[Tensor, Placement]
 """What a rank holds of a tensor: the plain local tensor, of the placement's `local_shape`."""
 
 
@@ -64,7 +64,7 @@ class Piece(NamedTuple):
     def num_bytes(self) -> int:
         return math.prod(self.entry.shape) * self.itemsize
 
-    def content(self, parts: Mapping[str, Part]) -> Tensor:
+    def content(self, parts: Mapping[str, TensorPart]) -> Tensor:
         """Return the piece as a view of this rank's part."""
         tensor, placement = parts[self.name]
         assert tensor.shape == placement.local_shape, (self.name, tensor.shape, placement)
@@ -87,7 +87,7 @@ class WritePlan:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def make_write_plan(parts: Mapping[str, Part], mpi: MPIContext) -> WritePlan:
+def make_write_plan(parts: Mapping[str, TensorPart], mpi: MPIContext) -> WritePlan:
     """Make the plan for what the ranks hold. Collective: every rank.
 
     Raises CheckpointError, with the same text on every rank, unless the parts tile the tensors.
@@ -123,7 +123,8 @@ def _plan(listings: tuple[bytes, ...]) -> WritePlan:
             pieces.append(Piece(name, box, piece_key(name, box, tiling.full.shape), entry, ranks))
     if problems:
         raise CheckpointError(
-            f"what the ranks hold of {len(problems)} tensors does not make them up: {'; '.join(problems[:NUM_NAMED])}"
+            f"the pieces held by the ranks do not cover {len(problems)} tensors exactly once: "
+            f"{'; '.join(problems[:NUM_NAMED])}"
         )
     return WritePlan(tensors, pieces, assign_writers(pieces, len(listings)))
 

@@ -39,7 +39,7 @@ def _world_size(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]
 
 
 def _pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
-    stages, steps = parallel.pipeline * parallel.stages_per_rank, train.gradient_accumulation_steps
+    stages, num_micro_batches = parallel.pipeline * parallel.stages_per_rank, train.gradient_accumulation_steps
     looped = parallel.schedule in ("interleaved", "zero_bubble")
     if parallel.stages_per_rank > 1 and not looped:
         yield (
@@ -50,16 +50,17 @@ def _pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
         yield f"parallel.stages_per_rank {parallel.stages_per_rank} needs parallel.pipeline above 1"
     if parallel.cuts and len(parallel.cuts) != stages - 1:
         yield f"parallel.cuts has {len(parallel.cuts)} entries, but {stages} stages have {stages - 1} cuts between them"
-    if parallel.pipeline > 1 and steps < parallel.pipeline:
+    if parallel.pipeline > 1 and num_micro_batches < parallel.pipeline:
         yield (
             f"a pipeline of {parallel.pipeline} ranks needs at least {parallel.pipeline} micro-batches in a step, but "
-            f"train.gradient_accumulation_steps is {steps}; 4 x {parallel.pipeline} keeps it busy"
+            f"train.gradient_accumulation_steps is {num_micro_batches}; {4 * parallel.pipeline} is a good value"
         )
-    # torch's interleaved schedules take micro-batches in rounds of equal size, about one for each rank
-    if looped and steps >= parallel.pipeline and steps % max(1, steps // parallel.pipeline):
+    # torch's interleaved schedules take num // pipeline rounds, which must all have the same number of micro-batches
+    num_rounds = max(1, num_micro_batches // parallel.pipeline)
+    if looped and num_micro_batches >= parallel.pipeline and num_micro_batches % num_rounds:
         yield (
-            f"schedule {parallel.schedule!r} needs complete rounds of micro-batches: train.gradient_accumulation_steps "
-            f"{steps} is no multiple of {steps // parallel.pipeline}; take a multiple of {parallel.pipeline}"
+            f"schedule {parallel.schedule!r} cannot run {num_micro_batches} micro-batches in equal rounds on "
+            f"{parallel.pipeline} ranks; set train.gradient_accumulation_steps to a multiple of {parallel.pipeline}"
         )
 
 

@@ -155,7 +155,7 @@ def _cast(array: Array, dtype: str) -> tuple[Array, Array]:
 
 
 def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
-    """Return what is wrong with a cell that is no `dtype`, or is not of `shape`."""
+    """Return what is wrong with a cell that is not of type `dtype` or not of `shape`."""
     array = None if cell is None else numbers([cell])
     if array is None and isinstance(cell, str):
         return f"is {cell[:40]!r}, not a number"
@@ -166,7 +166,7 @@ def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
     wrong = next(value for value in array.flat if _cast(np.asarray([value]), dtype)[1][0])
     if not np.isfinite(wrong):
         return f"holds {wrong}"
-    return f"holds {wrong}, which is no {dtype}"
+    return f"holds {wrong}, which is not of type {dtype}"
 
 
 def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values], Array, dict[int, str]]:

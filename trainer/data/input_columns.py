@@ -118,11 +118,11 @@ def _unknown_names(config: RunConfig, signature: Signature) -> Iterator[str]:
     inputs = [info.name for info in signature.inputs]
     for name in config.data.inputs:
         if name not in inputs:
-            yield f"data.inputs names {name!r}, which is no input of the model{_nearest(name, inputs)}"
+            yield f"data.inputs names {name!r}, which is not an input of the model{_nearest(name, inputs)}"
     columns = columns_to_read(config, signature)
     for name in config.data.pad_values:
         if name not in columns:
-            yield f"data.pad_values names {name!r}, which is no column that is read{_nearest(name, columns)}"
+            yield f"data.pad_values names {name!r}, which is not a column that is read{_nearest(name, columns)}"
     if not config.data.evaluation_fraction and not config.data.evaluation_source:
         yield "data.evaluation_fraction is 0 and there is no data.evaluation_source: nothing to evaluate on"
 
@@ -153,7 +153,7 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
     shape = feed.sample_shape
     if feed.stacked:
         if shape is not None and (len(shape) != 1 or shape[0] not in (None, len(columns))):
-            yield f"{feed.target} takes {_shown(shape)} a sample, but {len(columns)} columns are stacked for it"
+            yield f"{feed.target} takes shape {_shown(shape)} per sample, but data.inputs stacks {len(columns)} columns"
     elif columns[0].dtype != TEXT and (problem := _shape_problem(feed, columns[0])):
         yield problem
 

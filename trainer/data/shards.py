@@ -72,7 +72,7 @@ class _Reader(Protocol):
     def read(self, rows: Array) -> dict[str, Values]: ...
 
 
-READERS: dict[str, Callable[[Path, Sequence[Column]], _Reader]] = {"arrow": ArrowReader, "pb": ProtoReader}
+SHARD_READERS: dict[str, Callable[[Path, Sequence[Column]], _Reader]] = {"arrow": ArrowReader, "pb": ProtoReader}
 
 
 class Shards:
@@ -104,7 +104,7 @@ class Shards:
     def _reader(self, number: int) -> _Reader:
         if number not in self._open:
             file = self._files[number]
-            reader = READERS[self._manifest.format](self._directory / file.name, self._manifest.columns)
+            reader = SHARD_READERS[self._manifest.format](self._directory / file.name, self._manifest.columns)
             if reader.num_rows != file.rows:
                 raise DataError(f"{self._directory / file.name} holds {reader.num_rows} rows, not {file.rows}")
             self._open[number] = reader

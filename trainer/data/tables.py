@@ -58,7 +58,7 @@ def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
                 rows.append(row)
                 index.append(number)
             else:
-                bad[number] = f"is no JSON object but {str(row)[:40]!r}"
+                bad[number] = f"is not a JSON object but {str(row)[:40]!r}"
         keys = dict.fromkeys(key for row in rows for key in row)
         cells: dict[str, Cells] = {
             key: [row.get(key) for row in rows] for key in (keys if names is None else [n for n in names if n in keys])
@@ -100,7 +100,7 @@ def _header(path: Path, line: bytes) -> list[str]:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{path}, line 1: column {', '.join(map(repr, repeated))} is there more than once")
     if not names or all(_is_number(name) for name in names):
-        raise DataError(f"{path}, line 1: {','.join(names)[:60]!r} are no column names; add a header line")
+        raise DataError(f"{path}, line 1: {','.join(names)[:60]!r} are not column names; add a header line")
     return names
 
 

@@ -112,7 +112,7 @@ def export_conflicts(target: Path, source: Path | None, variants: Iterable[str] 
     former = _external_files(target) if target.is_file() else []
     if foreign := [name for name in own if name not in (*taken, *former) and (target.parent / name).exists()]:
         problems.append(
-            f"the exported file keeps weights in {', '.join(foreign)}, which in {target.parent} is no file of "
+            f"the exported file keeps weights in {', '.join(foreign)}, which in {target.parent} is not a file of "
             f"{target.name}; choose another directory"
         )
     return problems

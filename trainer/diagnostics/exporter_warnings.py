@@ -183,17 +183,17 @@ def _random_nodes(audit: AuditInput) -> Iterator[tuple[str, str]]:
         yield (
             f"{number} branches with stochastic depth, driven by train()/eval() (dropped at a rate of "
             f"{', '.join(rates)})",
-            "nothing to do: the exported file holds it no more (export.training keeps it)",
+            "nothing to do: it is removed from the exported file (export.training keeps it)",
         )
     if number := kinds["dropout written out"]:
         yield (
-            f"{number} times dropout of channels or elements written out, driven by train()/eval()",
-            "nothing to do: the exported file holds it no more (export.training keeps it)",
+            f"{number} dropouts written as elementary nodes, driven by train()/eval()",
+            "nothing to do: it is removed from the exported file (export.training keeps it)",
         )
     if names := random_nodes(audit.model, found):
         yield (
             f"{len(names)} nodes draw random numbers, in evaluation, too ({', '.join(names[:5])}"
-            f"{', ...' if len(names) > 5 else ''}): no dropout that is known; two runs of such a file differ",
+            f"{', ...' if len(names) > 5 else ''}): not a recognised dropout; results differ from run to run",
             "if it is meant for training alone, export with module.eval(); graph.dropout regularises instead",
         )
 

@@ -73,6 +73,6 @@ def free_memory(device: torch.device) -> int:
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit
             free.append(int((group / limit).read_text()) - int((group / used).read_text()))
     return max(0, min(free))

@@ -89,7 +89,7 @@ def structure_problems(written: ModelFile, expected: Expected) -> list[str]:
     complaint = _checker_complaint(written.path)
     problems = [f"onnx.checker: {complaint}"] if complaint else []
     if complaint and _checker_complaint(expected.original.path):
-        log.warning("onnx.checker also refuses the original file, so this is no fault of the export: %s", complaint)
+        log.warning("onnx.checker also refuses the original file, so this is not a fault of the export: %s", complaint)
         problems = []
     before, after = (_fields(model, expected.weights) for model in (expected.original.proto, written.proto))
     for what, fields in before.items():

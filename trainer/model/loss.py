@@ -91,5 +91,5 @@ class Loss:
 def output_index(config: ModelConfig, output_names: Sequence[str]) -> int:
     """Return the index of the output that the loss reads. Raises ConfigError for an unknown `model.output`."""
     if config.output and config.output not in output_names:
-        raise ConfigError(f"model.output {config.output!r} is no output of the graph: {', '.join(output_names)}")
+        raise ConfigError(f"model.output {config.output!r} is not an output of the graph: {', '.join(output_names)}")
     return list(output_names).index(config.output) if config.output else 0

@@ -68,7 +68,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def forward(context: Any, logits: Tensor, labels: Tensor, ignore_index: int, classes: ClassShard) -> Tensor:
         counted = labels != ignore_index
         index = torch.where(counted, labels - classes.start, 0)
-        # a label that is no class of any rank stays in on the first or last rank, so that gather fails as in torch
+        # a label that is not a class of any rank stays in on the first or last rank, so that gather fails as in torch
         is_last = classes.stop == classes.total
         own = counted & ((index >= 0) | (classes.start == 0)) & ((index < logits.shape[-1]) | is_last)
         index = torch.where(own, index, 0)[:, None]

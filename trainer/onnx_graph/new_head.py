@@ -74,7 +74,7 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
         transposed ^= maker.op_type == "Transpose"
         name = maker.input[0]
     tensor = index.stored[name]
-    # a product with a batch of matrices is no last layer
+    # a product with a batch of matrices is not a last layer
     if (len(tensor.dims) < 3 or transposed) if node.op_type == "Conv" else len(tensor.dims) != 2:
         return None
     return _Layer(node, name, 0 if first != transposed else 1, transposed, exclusive, data_type or tensor.data_type)
@@ -109,7 +109,8 @@ def _chosen_layer(index: Index, config: ModelConfig, output: str) -> _Layer:
         raise ConfigError(
             f"model.head: {len(named)} layers use {config.head!r}; untie it, or name another"
             if named
-            else f"model.head {config.head!r} is no weight of a MatMul, Gemm or Conv{did_you_mean(config.head, known)}"
+            else f"model.head {config.head!r} is not a weight of a MatMul, Gemm or Conv"
+            f"{did_you_mean(config.head, known)}"
         )
     found = _last_layers_before(output, index)
     if len(found) != 1:

@@ -132,7 +132,7 @@ def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]
             if name in index.stored:
                 problems.append(f"{key} {name!r} is a weight; name a tensor that is computed from the inputs")
             elif name not in known:
-                problems.append(f"{key} {name!r} is no tensor of the model{did_you_mean(name, known)}")
+                problems.append(f"{key} {name!r} is not a tensor of the model{did_you_mean(name, known)}")
     if problems or not trains_subgraph(model, config):
         return problems
     _, needed = _nodes_between(model.graph, output, set(config.start))

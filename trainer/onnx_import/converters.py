@@ -94,7 +94,7 @@ def load_converters(files: Iterable[Path]) -> None:
         try:
             spec = importlib.util.spec_from_file_location(f"converters_{file.stem}", file)
             if spec is None or spec.loader is None:
-                raise ImportError("it is no Python file")
+                raise ImportError("it is not a Python file")
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
         except Exception as error:  # a user's code may raise anything
             problems.append(f"model.converters: {file}: {type(error).__name__}: {error}")

@@ -54,7 +54,7 @@ def _unpickle(body: dict[str, Any], imports: str) -> ImportedGraph:
 
 
 def mark_constants_nonpersistent(module: ImportedGraph) -> None:
-    """Make every buffer that is no running statistic non-persistent: it moves with the module, but is not saved."""
+    """Make every buffer that is not a running statistic non-persistent: it moves with the module, but is not saved."""
     for path, _ in module.named_buffers():
         if path not in module.onnx_names:
             owner, _, attribute = path.rpartition(".")

@@ -176,7 +176,7 @@ class GraphLowering:
     def run(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int]) -> None:
         """Lower every node of a graph or a function body and add the results to `values`, by name."""
         returned = (output if isinstance(output, str) else output.name for output in body.output)
-        # with the names that inner graphs read: they are no inputs of the node, but must be kept as well
+        # with the names that inner graphs read: they are not inputs of the node, but must be kept as well
         read = {*returned, *(name for node in body.node for name in (*node.input, *outer_names_read(node)))}
         for node in body.node:
             if node.op_type == "Constant" and node.output[0] in values:

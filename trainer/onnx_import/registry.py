@@ -156,7 +156,7 @@ class Call:
         return [int(axis) for axis in self.ints(given)]
 
     def number(self, x: Value) -> float | int | bool:
-        """Return a constant of one element as a Python number. Raises NeedsRuntimeValues if it is no constant."""
+        """Return a constant of one element as a Python number. Raises NeedsRuntimeValues if it is not a constant."""
         if isinstance(x, torch.Tensor) and x.numel() == 1:
             return x.item()
         raise NeedsRuntimeValues("an operand that must be a constant number is computed at run time")

@@ -115,7 +115,7 @@ class _Analysis:
     first_operator: dict[str, str] = field(default_factory=dict)
     """Stored tensor -> the operator that first combined it with data."""
     frozen_reason: dict[str, str] = field(default_factory=dict)
-    """Stored tensor -> why it is no weight unless it is combined with data elsewhere."""
+    """Stored tensor -> why it is not a weight unless it is combined with data elsewhere."""
     layer_operands: set[str] = field(default_factory=set)
     statistics: set[str] = field(default_factory=set)
     states: set[str] = field(default_factory=set)
@@ -136,7 +136,7 @@ class _Analysis:
     def _visit(self, node: onnx.NodeProto) -> None:
         operands = [self.flows.get(name, _Flow("stored")) for name in node.input]
         # only the operands whose values reach the result can carry a weight further: a bound of Clip or an exponent of
-        # Pow is read, but is no part of it
+        # Pow is read, but is not a part of it
         chosen = DIFFERENTIABLE_OPERANDS.get(node.op_type, tuple(range(len(operands))))
         carriers = [operands[i] for i in chosen if i < len(operands)]
         carried = frozenset[str]().union(*(flow.carried for flow in carriers))
@@ -148,7 +148,7 @@ class _Analysis:
             self._combine_with_data(node, carried, operands)
         elif origin == "integers":
             self._freeze(carried, "only combined with integers: a table of positions or a mask")
-        if node.op_type in ("Sin", "Cos"):  # rotation angles computed from positions are no features
+        if node.op_type in ("Sin", "Cos"):  # rotation angles computed from positions are not features
             self._freeze(carried, "frequencies of sines and cosines")
             carried = frozenset()
         # `raw` lasts as long as the value is still pixels: mean and standard deviation are subtracted from these alone,
@@ -300,7 +300,7 @@ def find_roles(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> d
         if tensor.is_floating_point():
             found[name] = _role(name, tensor, analysis, read)
         # listed although they are integers, so that the report says why a quantized model has nothing to train; a zero
-        # point of one element is no weight
+        # point of one element is not a weight
         elif name in analysis.quantized and tensor.numel() > 1:
             found[name] = Role("frozen", "stored as integers; train the model it was quantized from")
     return found | dict(_inner_roles(graph))
@@ -353,7 +353,7 @@ def _role(name: str, tensor: torch.Tensor, analysis: _Analysis, read: set[str]) 
 
 
 def _contents_reason(name: str, tensor: torch.Tensor, analysis: _Analysis) -> str:
-    """Return why a tensor that is combined with data is no weight judging by its contents; "" if it is one."""
+    """Return why a tensor that is combined with data is not a weight judging by its contents; "" if it is one."""
     operator, weighted = analysis.first_operator[name], name in analysis.layer_operands
     if tensor.numel() == 1 and (not weighted or (tensor.ndim == 0 and is_exporter_name(name))):
         return "a single number"  # including the 0 of a mask that is computed in the graph and added to a product

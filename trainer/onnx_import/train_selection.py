@@ -38,7 +38,7 @@ def select_trained(module: ImportedGraph, *, train: Sequence[str] = ("*",), free
         raise ConfigError(problems)
     for node in module.graph.nodes:
         if node.op == "call_module" and isinstance(norm := module.get_submodule(str(node.target)), BatchNorm):
-            # operands 1 and 2 are scale and bias; either may be a constant, which is no parameter
+            # operands 1 and 2 are scale and bias; either may be a constant, which is not a parameter
             own = [parameters[name] for arg in node.args[1:3] if (name := _initializer(module, arg)) in parameters]
             norm.frozen = bool(own) and not any(parameter.requires_grad for parameter in own)
 

@@ -24,7 +24,7 @@ SHORT = ((3, 5), (7, 11), (6, 9), (8, 13), (4, 10), (2, 12))
 def trial_sizes(graph: onnx.GraphProto, stored: set[str]) -> Iterable[tuple[Lengths, int | None]]:
     """Yield the sizes to try, one after the other, until an import succeeds without assumptions.
 
-    stored: names of initializers, which are no inputs. Beside the lengths stands the batch size that the file declares
+    stored: names of initializers, which are not inputs. Beside the lengths stands the batch size that the file declares
     when it is to be treated as dynamic: exporters often fix it to that of the example input.
     """
     inputs = [value for value in graph.input if value.name not in stored]

@@ -195,7 +195,7 @@ def _sgd(groups: list[Group], config: OptimizerConfig, context: UpdateContext) -
 
 # -- building an optimizer
 
-RULES: dict[str, Callable[[list[Group], OptimizerConfig, UpdateContext], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[list[Group], OptimizerConfig, UpdateContext], torch.optim.Optimizer]] = {
     "adam": Adam,
     "adamw": Adam,
     "lamb": Lamb,
@@ -233,7 +233,7 @@ def build_optimizer(
         raise ConfigError(
             f"optimizer.weights: pattern {pattern!r} matches no weight that is trained" for pattern in sorted(unused)
         )
-    optimizer = RULES[config.name](
+    optimizer = OPTIMIZERS[config.name](
         # torch's Optimizer refuses an empty list of groups; a rank may hold no trained weight
         list(groups.values()) or [_group(1.0, 0.0)],
         config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -12,11 +13,20 @@ from onward.trainer.distributed.weights import Placement, check_fit, optimizer_k
 from onward.trainer.optim.optimizers import Weights, as_weights
 
 
+def state_fields(config: OptimizerConfig) -> tuple[str, ...]:
+    """Return the names of the state that the optimizer keeps for each weight."""
+    match config.name:
+        case "adam" | "adamw" | "lamb":
+            return ("step", "moment_1", "moment_2")
+        case "sgd":
+            return ("momentum_buffer",) if config.momentum else ()
+        case name:  # mypy reports here a name without a case
+            assert_never(name)
+
+
 def optimizer_shapes(config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return checkpoint key -> full shape of all state, given the full shapes of all trained weights by name."""
-    fields: tuple[str, ...] = ("step", "moment_1", "moment_2")
-    if config.name == "sgd":
-        fields = ("momentum_buffer",) if config.momentum else ()
+    fields = state_fields(config)
     return {
         optimizer_key(name, field): () if field == "step" else shape
         for name, shape in shapes.items()

@@ -2,12 +2,13 @@
 
 Formulas, for p pipeline ranks with v stages each and m micro-batches:
 
-    bubble             (p - 1) / (v m + p - 1)       the share of a step in which a rank waits
+    bubble             (p - 1) / (v m + p - 1)       the share of a step in which a rank waits (not zero_bubble's)
     time of a step     m x (FLOPs of the busiest rank) / (1 - bubble) + FLOPS_PER_BYTE x bytes sent
     all-reduce         2 x its bytes travel (a ring: reduce-scatter, then all-gather)
     gather, scatter    1 x its bytes travel
 
-Source of the bubble: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
+Source of the bubble: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2. It is that of gpipe, 1f1b
+(v = 1) and interleaved. For zero_bubble it is an upper bound: see `Estimate.bubble`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CALL_FLOPS = 1e6
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """The ranks of one pipeline coordinate, which all take the same."""
+    """The ranks of one pipeline coordinate; all need the same memory and time."""
 
     stages: list[Stage]
     weights: list[Weight]
@@ -44,7 +45,7 @@ class RankEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One configuration and what it takes."""
+    """One configuration with its estimated memory, time and traffic."""
 
     config: RunConfig
     layout: Layout
@@ -67,10 +68,10 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        parallel, steps = self.config.parallel, self.config.train.gradient_accumulation_steps
+        parallel, num_micro_batches = self.config.parallel, self.config.train.gradient_accumulation_steps
         sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
         recompute = "" if self.config.recompute.mode == "none" else f", recompute {self.config.recompute.mode}"
-        return f"{sizes}, ZeRO {parallel.zero}, {steps} micro-batches{recompute}"
+        return f"{sizes}, ZeRO {parallel.zero}, {num_micro_batches} micro-batches{recompute}"
 
     @property
     def peak_bytes(self) -> int:
@@ -78,6 +79,12 @@ class Estimate:
 
     @property
     def bubble(self) -> float:
+        """Return the share of a step in which a rank waits under gpipe, 1f1b (v = 1) and interleaved (v > 1).
+
+        The schedule is not read: for zero_bubble this is the bubble of 1f1b or interleaved with as many stages, and its
+        own is smaller, because it fills waiting time with weight gradients (Qi et al. 2023,
+        https://arxiv.org/abs/2401.10241). The chosen layout and the recorded plan depend on this number.
+        """
         parallel = self.config.parallel
         waits = parallel.pipeline - 1
         return waits / (parallel.stages_per_rank * self.config.train.gradient_accumulation_steps + waits)
@@ -91,7 +98,7 @@ class Estimate:
     def step_flops(self) -> float:
         """Return the time of a step in FLOPs: of the busiest rank, with its waiting and its messages."""
         # the stages of a pipeline run at the pace of the slowest rank
-        steps = self.config.train.gradient_accumulation_steps
+        num_micro_batches = self.config.train.gradient_accumulation_steps
         # FLOPs of the arithmetic, and a fixed time for each call: small operators are limited by their launch
         busiest = max(
             sum(map(self.stage_flops, rank.stages, rank.recomputed))
@@ -99,7 +106,7 @@ class Estimate:
             for rank in self.ranks
         )
         sent = sum(each.bytes for each in self.traffic())
-        return float(steps * busiest / (1 - self.bubble) + FLOPS_PER_BYTE * sent)
+        return float(num_micro_batches * busiest / (1 - self.bubble) + FLOPS_PER_BYTE * sent)
 
     # -- messages
 
@@ -115,11 +122,14 @@ class Estimate:
             yield from max(by_rank, key=lambda traffic: sum(each.bytes for each in traffic))
 
     def _tensor_traffic(self) -> Iterator[Traffic]:
-        steps = self.config.train.gradient_accumulation_steps
+        num_micro_batches = self.config.train.gradient_accumulation_steps
         most = max(([size for run in rank.dry_runs for _, size in run.collectives] for rank in self.ranks), key=sum)
         if most:
             yield Traffic(
-                axis="tensor", what="all-reduce of activations", count=steps * len(most), bytes=steps * sum(most)
+                axis="tensor",
+                what="all-reduce of activations",
+                count=num_micro_batches * len(most),
+                bytes=num_micro_batches * sum(most),
             )
         # all ranks of a tensor-parallel group hold copies of these, and exchange their gradients
         replicated = max(
@@ -149,7 +159,7 @@ class Estimate:
             yield Traffic(axis="pipeline", what="gradients of tied weights", count=2 * len(tied), bytes=2 * sum(tied))
 
     def _data_traffic(self, rank: RankEstimate) -> Iterator[Traffic]:
-        parallel, steps = self.config.parallel, self.config.train.gradient_accumulation_steps
+        parallel, num_micro_batches = self.config.parallel, self.config.train.gradient_accumulation_steps
         if not parallel.zero:
             trained = sum(weight.tensor.nbytes for weight in rank.weights if weight.trained)
             # compression sends half precision
@@ -159,8 +169,8 @@ class Estimate:
         sharding = zero_sharding(rank.stages, rank.weights, parallel)
         num_units, trained = len(sharding.unit_bytes), sharding.trained_bytes
         # ZeRO 3 gathers for each forward and each backward pass; ZeRO 1 scatters once, others after each backward pass
-        gathers = 2 * steps if parallel.zero == 3 else 1
-        scatters = 1 if parallel.zero == 1 else steps
+        gathers = 2 * num_micro_batches if parallel.zero == 3 else 1
+        scatters = 1 if parallel.zero == 1 else num_micro_batches
         gathered = gathers * sharding.total_bytes
         yield Traffic(axis="data", what="weights gathered", count=gathers * num_units, bytes=gathered)
         yield Traffic(axis="data", what="gradients scattered", count=scatters * num_units, bytes=scatters * trained)

@@ -27,7 +27,8 @@ the unit in use and the one that is gathered or scattered meanwhile. Source: Raj
 (https://arxiv.org/abs/1910.02054), with copies as trainer/parallel/replicas/zero.py keeps them.
 
 Activations and the rest of the transient bytes come from a dry run of each stage (dry_run.py) and from the order of the
-passes in the schedule: before each pass the kept bytes of all micro-batches in flight are there.
+passes in the schedule: the activations of all micro-batches in flight are
+held during each pass.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from torch import nn
 
@@ -185,9 +187,13 @@ def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: R
 
 
 def _optimizer_bytes(config: OptimizerConfig, trained: int) -> int:
-    if config.name == "sgd":
-        return trained if config.momentum else 0
-    return trained if config.moments == "bf16" else 2 * trained
+    match config.name:
+        case "adam" | "adamw" | "lamb":
+            return trained if config.moments == "bf16" else 2 * trained
+        case "sgd":
+            return trained if config.momentum else 0
+        case name:  # mypy reports here a name without a case
+            assert_never(name)
 
 
 def _buffer_bytes(stages: Sequence[Stage], config: RunConfig, batch_bytes: int) -> int:

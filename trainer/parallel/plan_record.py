@@ -10,7 +10,7 @@ from onward.trainer.run.records import Record
 
 
 class Memory(Record):
-    """Bytes of one rank at the peak of a step, without those of an idle process."""
+    """Bytes of one rank at the peak of a step, excluding what Python and torch use when idle."""
 
     weights: int
     gradients: int

@@ -184,7 +184,7 @@ class RunDir:
             )
 
     def first_error(self, attempt: int) -> RankError | None:
-        """Return the earliest error of an attempt that no other rank's failure caused; None without errors."""
+        """Return the earliest error of an attempt, if possible one that no other rank's failure caused; else None."""
         errors = [read_record(path, RankError) for path in sorted(self.errors.glob(f"{attempt:03d}-rank-*.json"))]
         # clocks of hosts may differ, so an error that only reports a lost peer comes after every other one
         return min(errors, key=lambda error: (error.secondary, error.at_ms), default=None)

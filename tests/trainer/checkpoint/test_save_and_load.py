@@ -33,7 +33,7 @@ from onward.trainer.checkpoint.retention import list_checkpoints, prunable, remo
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import verify
-from onward.trainer.checkpoint.write_plan import Part, Piece, assign_writers
+from onward.trainer.checkpoint.write_plan import Piece, TensorPart, assign_writers
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, slices
 from onward.trainer.errors import CheckpointError, Fenced, TrainingFailed
@@ -69,7 +69,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorPart]:
     """All of every tensor, as a single rank or a replica holds it."""
     return {name: (tensor, Placement.full(tensor.shape)) for name, tensor in tensors.items()}
 
@@ -214,7 +214,7 @@ def taken(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     return part
 
 
-def parts(layout: str, rank: int, size: int) -> dict[str, Part]:
+def parts(layout: str, rank: int, size: int) -> dict[str, TensorPart]:
     whole = model()
     return {name: (taken(whole[name], held), held) for name, held in placements(layout, rank, size).items()}
 
@@ -346,7 +346,7 @@ def test_parts_that_do_not_fit_together_are_refused_by_all_ranks_and_nothing_is_
     run, told = in_layouts
     assert told == [told[0]] * 4
     hole, overlapping, other, _ = told[0][2:6]
-    assert "hold of 1 tensors does not make them up: model/w [3:4,0:2] is on no rank" in hole
+    assert "held by the ranks do not cover 1 tensors exactly once: model/w [3:4,0:2] is on no rank" in hole
     assert "model/w [2:3,0:2] is in different pieces, [0:3,0:2] on rank 0 and [2:4,0:2] on rank 1" in overlapping
     assert "model/w is F32 [8, 3] on rank 2, F32 [8, 2] on rank 0" in other
     assert names(run) == [f"step-{step:09d}" for step in range(1, len(LAYOUTS) + 1)]
@@ -482,10 +482,13 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor], Any], object]
         (lambda held, _: held.update({"w[0:2]": torch.ones(3)}), r"w\[0:2\] as F32 \[3\], but w is F32 \[6\]"),
         (lambda held, _: held.update({"w[4:7]": torch.ones(3)}), r"w\[4:7\] as F32 \[3\], but w is F32 \[6\]"),
         (lambda held, _: held.update({"w[0:2,0:1]": torch.ones(2, 1)}), r"w\[0:2,0:1\] as F32 \[2, 1\], but w is"),
-        (lambda held, _: held.update({"x": torch.ones(1)}), "rank-00000.safetensors holds x, which is no tensor of it"),
+        (
+            lambda held, _: held.update({"x": torch.ones(1)}),
+            "rank-00000.safetensors holds x, which is not a tensor of it",
+        ),
         (lambda _, listed: listed["w"].update(shape=[7]), r"w\[6:7\] is in none of its files"),
         (lambda _, listed: listed.update(v={"dtype": "F32", "shape": []}), "v is in none of its files"),
-        (lambda _, listed: listed.clear(), r"holds w\[0:2\], which is no tensor of it"),
+        (lambda _, listed: listed.clear(), r"holds w\[0:2\], which is not a tensor of it"),
     ],
 )
 def test_a_manifest_whose_pieces_do_not_make_up_the_tensors_is_refused(

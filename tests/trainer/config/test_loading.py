@@ -42,14 +42,18 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "cuts of no pipeline": ({"parallel": {"cuts": ["a"]}}, ["parallel.cuts has 1 entries, but 1 stages have 0 cuts"]),
     "idle stages": (
         {"parallel": {"pipeline": 3}, "train": {"num_steps": 1, "gradient_accumulation_steps": 2}},
-        ["a pipeline of 3 ranks", "at least 3 micro-batches", "gradient_accumulation_steps is 2; 4 x 3"],
+        ["a pipeline of 3 ranks", "at least 3 micro-batches", "gradient_accumulation_steps is 2; 12 is a good value"],
     ),
     "broken rounds": (
         {
             "parallel": {"pipeline": 3, "stages_per_rank": 2, "schedule": "interleaved"},
             "train": {"num_steps": 1, "gradient_accumulation_steps": 7, "global_batch_size": 14},
         },
-        ["'interleaved'", "gradient_accumulation_steps 7 is no multiple of 2; take a multiple of 3"],
+        [
+            "'interleaved'",
+            "cannot run 7 micro-batches in equal rounds on 3 ranks",
+            "gradient_accumulation_steps to a multiple of 3",
+        ],
     ),
     "ZeRO and Adasum": (
         {"parallel": {"data": 2, "zero": 1, "reduction": "adasum"}},
@@ -100,7 +104,7 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nesterov alone": ({"optimizer": {"name": "sgd", "nesterov": True}}, ["momentum"]),
     "momentum for Adam": ({"optimizer": {"momentum": 0.9}}, ["momentum 0.9", "adamw"]),
     "decay mode for LAMB": ({"optimizer": {"name": "lamb", "weight_decay_mode": "huggingface"}}, ["lamb"]),
-    "floor of the predecessor": ({"schedule": {"mode": "cosine", "shape": "compatible", "floor": 0.1}}, ["0.1"]),
+    "floor with the compatible shape": ({"schedule": {"mode": "cosine", "shape": "compatible", "floor": 0.1}}, ["0.1"]),
     "warm-up of nothing": ({"schedule": {"warmup_ratio": 0.1}}, ["warmup_ratio 0.1", "constant"]),
     "time-outs crossed": ({"launch": {"collective_timeout_s": 50, "heartbeat_timeout_s": 40}}, ["50", "40"]),
     "nothing to train": ({"model": {"path": "m", "train": []}}, ["model.train"]),

@@ -1,4 +1,4 @@
-"""Shards keep every row, once; the predecessor's bytes are its bytes; its bugs are not ours."""
+"""Shards keep every row, once; the bytes are those of ONNX Runtime's trainer, without its bugs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onward.trainer.errors import DataError
 from tests.support.shards import damaged_files
 
 GOLDEN = bytes.fromhex("1e000000 0b000000 080210073a0201024201 78 0b000000 1001 2204 0000003f 4201 79")
-"""int64 x = [1, 2] and scalar float y = 0.5, as the predecessor reads them."""
+"""int64 x = [1, 2] and scalar float y = 0.5, as ONNX Runtime's trainer reads them."""
 GOLDEN_COLUMNS = [Column(name="x", dtype="int64", shape=(2,)), Column(name="y", dtype="float32")]
 
 COLUMNS = {
@@ -83,7 +83,7 @@ def test_arrow_shards_are_mapped_not_loaded(tmp_path: Path, npz: Path) -> None:
     assert f"{directory}/train-00000.arrow" in Path("/proc/self/maps").read_text()
 
 
-# -- the predecessor's format
+# -- the format of ONNX Runtime's trainer
 
 
 def test_the_golden_sample_is_written_byte_for_byte(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_tensor_that_is_missing_is_named_with_its_byte(tmp_path: Path) -> None
         reader.read(np.array([1]))
 
 
-# -- the predecessor's bugs (the index bug and the wrapping last batch: test_each_sample_once.py)
+# -- the bugs of ONNX Runtime's trainer (the index bug and the wrapping last batch: test_each_sample_once.py)
 
 
 def proto_source(path: Path, shapes: list[int]) -> DataConfig:

@@ -140,7 +140,7 @@ BAD_CSV = [
     "t.csv, line 5: has 2 fields, not 3",
     "t.csv, line 6: b is missing",
     "t.csv, line 7: b holds inf",
-    "t.csv, line 8: y holds 0.5, which is no int64",
+    "t.csv, line 8: y holds 0.5, which is not of type int64",
     "t.csv, line 9: has 4 fields, not 3",
 ]
 JSONL = """{"x": [1, 2], "y": 0}
@@ -161,7 +161,7 @@ JSONL = """{"x": [1, 2], "y": 0}
 BAD_JSONL = [
     "t.jsonl, line 2: x has shape [3], not [2]",
     "t.jsonl, line 3: is not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)",
-    "t.jsonl, line 4: is no JSON object but '[1, 2]'",
+    "t.jsonl, line 4: is not a JSON object but '[1, 2]'",
     "t.jsonl, line 6: x is not a list of numbers of one shape",
     "t.jsonl, line 7: x is missing",
     "t.jsonl, line 8: x is not a list of numbers of one shape",
@@ -234,7 +234,7 @@ def test_what_is_not_finite_in_the_type_it_is_read_as_is_bad(tmp_path: Path, arr
     ("name", "content", "message"),
     [
         ("t.csv", b"", "holds no row"),
-        ("t.csv", b"1,2\n3,4\n", "line 1: '1,2' are no column names; add a header line"),
+        ("t.csv", b"1,2\n3,4\n", "line 1: '1,2' are not column names; add a header line"),
         ("t.csv", b"a,b,a\n3,4,5\n", "line 1: column 'a' is there more than once"),
         ("t.jsonl", b"{\n{\n", "line 1: is not JSON"),
         ("t.parquet", b"", "is empty (0 bytes)"),

@@ -71,7 +71,7 @@ def test_an_export_writes_over_neither_the_original_nor_weights_that_are_not_its
     assert "those belong to the original; choose another directory" in theirs
     (foreign,) = export_conflicts(tmp_path / "b" / "new.onnx", source)
     assert "weights.bin, which in" in foreign
-    assert "is no file of new.onnx" in foreign
+    assert "is not a file of new.onnx" in foreign
     assert export_conflicts(other, source) == [], "an earlier export may be replaced"
     assert export_conflicts(tmp_path / "c" / "new.onnx", source) == []
     sections = {"model": ModelConfig(path=source), "export": ExportConfig(path=str(source))}

@@ -213,7 +213,7 @@ def test_a_bernoulli_node_in_any_order_is_found_and_an_output_keeps_its_name(app
         drawn("scaled = Div(mask, keep)  y = Add(scaled, x)"),
         drawn("scaled = Div(mask, keep)  y = Mul(scaled, x)", more=", float[n, 1, 1] mask"),
         drawn("scaled = Div(mask, keep)  z = Mul(scaled, x)  y = Mul(scaled, z)"),  # one mask for two
-        drawn("scaled = Div(mask, keep)  y = Mul(scaled, x)", ones="one"),  # [n, 1] is no mask of samples
+        drawn("scaled = Div(mask, keep)  y = Mul(scaled, x)", ones="one"),  # [n, 1] is not a mask of samples
         drawn("u = RandomUniformLike <high = 2.0> (mask)  s = Add(u, keep)  f = Floor(s)  d = Div(f, keep)"
               "  y = Mul(d, x)"),
     ],

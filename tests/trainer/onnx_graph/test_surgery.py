@@ -196,7 +196,7 @@ def no_layer() -> onnx.ModelProto:
         (
             graphs.tiny_mlp,
             {"head": "fc2.weigth"},
-            ["no weight of a MatMul, Gemm or Conv", "did you mean 'fc2.weight'?"],
+            ["not a weight of a MatMul, Gemm or Conv", "did you mean 'fc2.weight'?"],
         ),
     ],
 )
@@ -294,8 +294,8 @@ def test_a_node_may_compute_a_start_tensor_and_another_one_that_is_read() -> Non
 
 def test_all_unknown_or_unreachable_tensors_are_reported_at_once() -> None:
     problems = refused(graphs.tiny_mlp(), start=["feature", "fc1.weight"], output="predictoin", untie=["fc9.*"])
-    assert "model.output 'predictoin' is no tensor of the model; did you mean 'prediction'?" in problems
-    assert "model.start 'feature' is no tensor of the model; did you mean 'features'?" in problems
+    assert "model.output 'predictoin' is not a tensor of the model; did you mean 'prediction'?" in problems
+    assert "model.start 'feature' is not a tensor of the model; did you mean 'features'?" in problems
     assert "model.start 'fc1.weight' is a weight; name a tensor that is computed from the inputs" in problems
     assert len(problems) == 4
     model = graphs.tiny_two_outputs()

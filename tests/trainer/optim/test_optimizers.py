@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -26,7 +26,14 @@ from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.optim.moments import CHUNK, hash_offset, noise, put_positions, round_
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
-from onward.trainer.optim.state import load_optimizer_parts, optimizer_parts, optimizer_shapes, optimizer_tensors
+from onward.trainer.optim.state import (
+    load_optimizer_parts,
+    optimizer_parts,
+    optimizer_shapes,
+    optimizer_tensors,
+    state_fields,
+)
+from onward.trainer.parallel import memory
 from onward.trainer.run.directory import RunDir
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -54,7 +61,7 @@ def rates(*, num_steps: int = 10, **schedule: Any) -> list[float]:
         ("poly", [0.5, 0.894427, 0.836660, 0.774597, 0.707107, 0.632456, 0.547723, 0.447214, 0.316228, 0]),
     ],
 )
-def test_compatible_schedules_give_the_predecessors_numbers(mode: str, table: list[float]) -> None:
+def test_compatible_schedules_give_the_numbers_of_onnx_runtimes_trainer(mode: str, table: list[float]) -> None:
     assert rates(mode=mode, warmup_ratio=0.2, shape="compatible") == pytest.approx(table, abs=5e-7)
 
 
@@ -191,7 +198,7 @@ def test_lamb_keeps_to_its_formula(corrected: bool, low: float, high: float) -> 
     assert largest_difference(config, lamb(rate=0.01, decay=0.1, corrected=corrected, low=low, high=high)) < 2e-6
 
 
-def test_lamb_gives_the_predecessors_vector() -> None:
+def test_lamb_gives_the_vector_of_onnx_runtimes_trainer() -> None:
     weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
     weight.grad = torch.tensor([0.1, 0.2, -0.3])
     config = OptimizerConfig(name="lamb", learning_rate=0.01, weight_decay=0.01, epsilon=1e-6, bias_correction=False)
@@ -321,6 +328,27 @@ def test_the_names_of_the_state_are_known_without_a_weight(settings: dict[str, A
     state = optimizer_tensors(build_optimizer(config, named), named)
     shapes = optimizer_shapes(config, {name: tuple(tensor.shape) for name, tensor in named})
     assert shapes == {key: tuple(tensor.shape) for key, tensor in state.items()}
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerConfig.model_fields["name"].annotation))
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_the_memory_estimate_counts_the_state_of_every_optimizer(name: str, momentum: float, moments: str) -> None:
+    wanted = {"name": name} | ({"momentum": momentum} if name == "sgd" else {"moments": moments})
+    config = OptimizerConfig.model_validate(wanted)
+    named = parameters("a", "b.c")
+    state = optimizer_tensors(build_optimizer(config, named), named)
+    assert {key.rpartition("/")[2] for key in state} == set(state_fields(config))
+    held = sum(tensor.nbytes for key, tensor in state.items() if not key.endswith("/step"))
+    assert memory._optimizer_bytes(config, sum(weight.nbytes for _, weight in named)) == held
+
+
+def test_an_optimizer_without_its_own_case_raises() -> None:
+    unknown = OptimizerConfig.model_construct(name="unknown")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="unknown"):
+        state_fields(unknown)
+    with pytest.raises(AssertionError, match="unknown"):
+        memory._optimizer_bytes(unknown, 1)
 
 
 # -- parts of weights, copies of weights, no weights

@@ -134,7 +134,7 @@ def _output(model: onnx.ModelProto, config: ModelConfig) -> onnx.ValueInfoProto:
     known = shape_inference.infer_shapes(model).graph
     values: dict[str, onnx.ValueInfoProto] = {value.name: value for value in (*known.value_info, *known.output)}
     if config.output not in values:
-        raise ConfigError(f"model.output {config.output!r} is no tensor of known type in the graph")
+        raise ConfigError(f"model.output {config.output!r} is not a tensor of known type in the graph")
     return values[config.output]
 
 

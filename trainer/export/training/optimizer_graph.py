@@ -69,7 +69,7 @@ def optimizer_model(
     outputs = {updated(name): list(tensor.shape) for name, tensor in carried.items()}
     g = GraphExtender(graph, reserved=[*outputs, NORM])
     gradients = _clipped(g, {name: gradient(name) for name in weights}, clip_norm)
-    rule = {"sgd": _sgd, "lamb": _lamb}.get(config.name, _adam)(g, config)
+    rule = UPDATES[config.name](g, config)
     for name, tensor in weights.items():
         group = groups[id(tensor)]
         scale = group["learning_rate_scale"]
@@ -170,6 +170,15 @@ def _sgd(g: GraphExtender, config: OptimizerConfig) -> Rule:
         return {w.weight: g.op("Sub", w.weight, g.op("Mul", w.rate, direction)), **state}
 
     return rule
+
+
+UPDATES: dict[str, Callable[[GraphExtender, OptimizerConfig], Rule]] = {
+    "adam": _adam,
+    "adamw": _adam,
+    "lamb": _lamb,
+    "sgd": _sgd,
+}
+"""`optimizer.name` -> its update rule."""
 
 
 def _moments(g: GraphExtender, config: OptimizerConfig, w: _Weight) -> tuple[str, str]:

@@ -32,7 +32,7 @@ def _check_iterations(c: Call, iterations: Value) -> int:
     """Return the number of iterations if it is known and small enough to unroll; else raise NeedsRuntimeValues."""
     # in eager evaluation there is no graph to grow
     if isinstance(iterations, Traced) or (iterations > MAX_UNROLLED_ITERATIONS and not c.eager):
-        raise NeedsRuntimeValues("it loops often, or as often as the data has it")
+        raise NeedsRuntimeValues("its iteration count is large or depends on data")
     return int(iterations)
 
 

@@ -20,7 +20,7 @@ from onward.trainer.onnx_import.values import Value
 
 
 class Interpolation(NamedTuple):
-    """The attributes of Resize that say options the input is interpolated."""
+    """The attributes of Resize that say how the input is interpolated."""
 
     mode: str = "nearest"
     coordinate_mode: str = "half_pixel"

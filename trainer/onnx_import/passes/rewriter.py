@@ -88,7 +88,7 @@ class Rewriter:
             raise NoMatch from error
 
     def shapes(self, value: Any) -> tuple[torch.Size, torch.Size]:
-        """Return the shapes at the two trial sizes. Raises NoMatch if the value is no tensor."""
+        """Return the shapes at the two trial sizes. Raises NoMatch if the value is not a tensor."""
         first, second = self.probes(value)
         require(isinstance(first, torch.Tensor))
         return first.shape, second.shape
@@ -98,7 +98,7 @@ class Rewriter:
         return [a if a == b else None for a, b in zip(*self.shapes(value), strict=True)]
 
     def rank(self, value: Any) -> int:
-        """Return the number of dimensions; -1 if it is unknown or the value is no tensor."""
+        """Return the number of dimensions; -1 if it is unknown or the value is not a tensor."""
         try:
             return len(self.shapes(value)[0])
         except NoMatch:

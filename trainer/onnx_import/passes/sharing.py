@@ -40,7 +40,7 @@ def share_equal_calls(r: Rewriter) -> int:
         if first is not node:
             node.replace_all_uses_with(first)
             r.graph.erase_node(node)
-            # a read of a tensor is no call
+            # a read of a tensor is not a call
             count += node.op != "get_attr"
     return count
 
@@ -104,7 +104,7 @@ def _linear(r: Rewriter, node: Any) -> fx.Node:
         x, weight = product.args
         if r.rank(weight) != 2 or r.rank(bias) != 1 or r.rank(x) < 2 or r.static(bias)[0] is None:
             continue
-        # an operand of one element would broadcast in the addition: it is no bias of a linear layer
+        # an operand of one element would broadcast in the addition: it is not a bias of a linear layer
         if r.static(bias)[0] == r.static(weight)[1] and r.dtype(bias) == r.dtype(weight) == r.dtype(x):
             return r.call(F.linear, x, r.call("t", weight), bias)
     raise NoMatch

@@ -73,7 +73,7 @@ def _cover_dimension(parts: Parts, length: int | None) -> bool:
 
 def _split_once(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts) -> bool:
     lengths = [end - start for start, end, _ in parts]
-    if 0 in lengths:  # an empty slice is no part
+    if 0 in lengths:  # an empty slice is not a part
         return False
     how = (lengths, axis) if function is torch.split else (axis,)
     # directly after x, so that it precedes every part wherever that is in the graph

@@ -84,7 +84,7 @@ def choose_cuts(points: Sequence[CutPoint], work: Sequence[int], num_parts: int)
 
 
 def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
-    """Return the least limit, to 0.1 %, for which something holds that holds for `high` and every limit above."""
+    """Return the smallest limit, to 0.1 %, where `holds` is true. It must be monotonic, and true at `high`."""
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if holds(middle) else (middle, high)

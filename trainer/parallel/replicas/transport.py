@@ -133,7 +133,7 @@ class CommunicationThread:
                 if failed is not None:
                     raise failed
                 job()
-            # also what is no Exception: the main thread would wait until the time-out for a job that will not end
+            # also what is not an Exception: the main thread would wait until the time-out for a job that will not end
             except BaseException as error:
                 failed = error
                 done.set_exception(error)

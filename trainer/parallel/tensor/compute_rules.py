@@ -102,10 +102,11 @@ def linear(p: Propagation, node: Any) -> Result:
 def _row_parallel(p: Propagation, product: Product, x: Sharding) -> Result:
     """Shard the input features of the weight; each rank's output is a partial sum."""
     rows = p.graph.tensor(product.row_path).shape[product.inputs]
-    p.require(rows == x.period, f"{product.name} has {rows} rows, in which {x.period} sharded ones repeat")
+    p.require(rows == x.period, f"{product.name} has {rows} rows, but the sharding pattern repeats every {x.period}")
     p.shard_weight(product.node, product.row_path, x.on_dim(product.inputs))
     p.row_products.append(product)
     p.edits.row_products.append(product.node.name)
+    # The product itself is a partial sum (Partial in DTensor); rewrite.py all-reduces it: readers get the full value.
     return Replicated()
 
 
@@ -318,7 +319,7 @@ def instance_norm_(p: Propagation, node: Any, x: Sharding) -> Result:
 def _require_no_repeats(p: Propagation, node: fx.Node, operand: fx.Node, x: Sharding) -> None:
     """Require that the sharded dimension be one period: else a rank's channels are in several places."""
     lengths = p.shapes(operand)[x.dim]
-    repeats = f"{node.name} has {lengths[0]} channels, in which {x.period} sharded ones repeat"
+    repeats = f"{node.name} has {lengths[0]} channels, but the sharding pattern repeats every {x.period}"
     p.require(lengths == (x.period, x.period), repeats)
 
 

@@ -43,7 +43,7 @@ class LocalLength:
     """Index in args (or name in kwargs), then index in the list that is there."""
     sharding: Sharding
     periods: int = 1
-    """A constant argument becomes the rank's part of so many periods; a computed one is scaled."""
+    """A constant argument is set to `periods` times the local length; a computed one is scaled."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Propagation:
             target = type(self.graph.submodule(node))
         if is_low_rank(node):
             target = torch.matmul
-        if (apply := RULES.get(target)) is None:
+        if (apply := SHARDING_RULES.get(target)) is None:
             return CannotShard(f"there is no sharding rule for {called(node)} ({node.name})")
         if not self.graph.has_known_shape(node):
             return _unknown_shape(node)
@@ -215,7 +215,8 @@ class Propagation:
         sharding = sharding.on_dim(dim)
         self.require(
             all(length % sharding.period == 0 for length in shapes[dim]),
-            f"{operand.name} has {shapes[dim][0]} elements where {sharding.period} are sharded",
+            f"{operand.name} has {shapes[dim][0]} elements, not a multiple of the {sharding.period} of the sharded "
+            "dimension",
         )
         if self.graph.stored(operand) and shapes[dim] == (sharding.period, sharding.period):
             self.shard_weight(node, str(operand.target), sharding)
@@ -305,7 +306,7 @@ def _unknown_shape(node: fx.Node) -> CannotShard:
 Rule = Callable[[Propagation, Any], Result]
 UnaryRule = Callable[[Propagation, Any, Sharding], Result]
 R = TypeVar("R", bound=Rule)
-RULES: dict[Any, Rule] = {}
+SHARDING_RULES: dict[Any, Rule] = {}
 """Function, name of a method, or type of a module -> what it does to shardings."""
 
 
@@ -317,7 +318,7 @@ def rule(*targets: Any) -> Callable[[R], R]:
             unknown = [operand for operand in node.all_input_nodes if not p.graph.has_known_shape(operand)]
             return _unknown_shape(unknown[0]) if unknown else function(p, node)
 
-        RULES.update(dict.fromkeys(targets, checked))
+        SHARDING_RULES.update(dict.fromkeys(targets, checked))
         return function
 
     return register
@@ -332,7 +333,7 @@ def unary_rule(*targets: Any) -> Callable[[UnaryRule], UnaryRule]:
                 return CannotShard(f"{node.name} reads a sharded value where it needs a replicated one")
             return function(p, node, x)
 
-        RULES.update(dict.fromkeys(targets, checked))
+        SHARDING_RULES.update(dict.fromkeys(targets, checked))
         return function
 
     return register

@@ -187,8 +187,8 @@ class _Finder:
         bytes_sent = 4 * sum(self._numel(node) for node in all_reduced) * 2 * (1 - 1 / self.size)
         if flops_saved >= FLOPS_PER_BYTE * bytes_sent:
             return ""
-        ratio = f"{flops_saved / bytes_sent:.0f} operations for each byte sent, less than {FLOPS_PER_BYTE}"
-        return f"parallel.convolutions is auto, and to shard it with {rows[0].name} would save {ratio}"
+        ratio = f"{flops_saved / bytes_sent:.0f} operations per byte sent, less than {FLOPS_PER_BYTE}"
+        return f"parallel.convolutions is auto, and sharding it with {rows[0].name} saves only {ratio}"
 
     def _numel(self, node: fx.Node) -> int:
         return torch.Size(length for length, _ in self.graph.shapes(node)).numel()

@@ -88,7 +88,7 @@ class Sharding:
         """Return what is missing for blocks to end at these elements, too.
 
         That is NeedsFinerBlocks where the weight's columns can be divided so, else CannotShard.
-        call: the operation that needs it. otherwise: a better reason than the general one, should it not help.
+        call: the operation that needs it. otherwise: the message if finer blocks do not help.
         """
         present = {*itertools.accumulate(self.blocks)}
         wanted = {end // self.inner for end in ends}
@@ -146,4 +146,4 @@ class MustShardTogether:
 
 Problem = CannotShard | NeedsFinerBlocks | MustShardTogether
 Result = Sharding | list[Sharding] | Replicated | Problem
-"""Of a rule: the sharding of the call's output, a list of those of its outputs, or what stands against it."""
+"""Of a rule: the sharding of the call's output, a list of those of its outputs, or why it cannot be sharded."""

@@ -43,7 +43,7 @@ from onward.trainer.parallel.tensor.sharding import (
 
 @unary_rule("size")
 def size(p: Propagation, node: Any, x: Sharding) -> Result:
-    """Keep every number in the graph that of the full tensor, so that all ranks compute the same shapes."""
+    """Make `size` return the full length on every rank, so that all ranks compute the same shapes."""
     operand, dim = node.args
     if dim % p.rank(operand) == x.dim:
         p.edits.size_calls.append((node.name, x))

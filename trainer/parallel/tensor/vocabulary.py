@@ -1,16 +1,16 @@
-"""Vocabulary parallelism: embedding tables, the output layer (head) and its cross-entropy, sharded by words.
+"""Vocabulary parallelism: embedding tables, the output layer (head) and cross-entropy, sharded by vocabulary entries.
 
-Megatron-LM (Shoeybi et al. 2019, section 3); table and head may be one tied weight [words, width]:
+Megatron-LM (Shoeybi et al. 2019, section 3); table and head may be one tied weight [vocabulary, width]:
 
-    ids --- gather_rows --- x ... h --- matmul --- logits [b, s, words] --- cross-entropy
+    ids --- gather_rows --- x ... h --- matmul --- logits [b, s, v] --- cross-entropy
 
-    ids --- lookup_local_rows --- all-reduce --- x ... h --- copy_to_region --- matmul --- logits [b, s, words / size]
-            0 for the words of                                                 this          |
-            other ranks                                                        rank's words  cross-entropy (ClassShard)
+    ids --- lookup_local_rows --- all-reduce --- x ... h --- copy_to_region --- matmul --- logits [b, s, v / size]
+            0 for the entries                                                        |
+            of other ranks                                                     cross-entropy (ClassShard)
 
-The logits stay sharded: the cross-entropy is computed from the parts, so that a head is sharded only if that loss, and
-nothing else, reads its output. All-reduces: one for each look-up in the forward pass, one for the head in the backward
-pass, two small ones for the loss.
+v is the number of vocabulary entries, size that of the ranks. The logits stay sharded: the cross-entropy is computed
+from the parts, so that a head is sharded only if that loss, and nothing else, reads its output. All-reduces: one for
+each look-up in the forward pass, one for the head in the backward pass, two small ones for the loss.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Head:
     chain: tuple[str, ...]
     """From the product to the output, both ends included."""
     weights: dict[str, int]
-    """Path of each stored tensor that is sharded (the matrix, biases) -> the dimension of the words."""
+    """Path of each stored tensor that is sharded (the matrix, biases) -> the dimension of the vocabulary."""
     constants: tuple[tuple[str, str], ...]
-    """(node, operand): constants with a number for each word; the node reads this rank's part."""
+    """(node, operand): constants with a number for each vocabulary entry; the node reads this rank's part."""
     total: int
-    """Words, or classes."""
+    """The number of vocabulary entries, or classes."""
 
 
 @dataclass(frozen=True)
 class VocabularySharding:
-    """What is sharded by words over `size` ranks, and what is not."""
+    """What is sharded by vocabulary entries over `size` ranks, and what is not."""
 
     size: int
     weights: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class VocabularySharding:
     """(table or matrix of the head that every rank holds completely, the reason)"""
     head: Head | None = field(default=None, repr=False)
     dims: dict[str, int] = field(default_factory=dict, repr=False)
-    """Path of each stored tensor that is sharded -> the dimension of the words."""
+    """Path of each stored tensor that is sharded -> the dimension of the vocabulary."""
 
     def classes(self, rank: int, group: str) -> ClassShard | None:
         """Return which of the logits a rank computes, for the loss; None if it computes all."""
@@ -83,10 +83,10 @@ class VocabularySharding:
 def find_vocabulary_sharding(
     module: ImportedGraph, size: int, config: ModelConfig, *, taken: Collection[str] = ()
 ) -> VocabularySharding:
-    """Find what of a graph can be sharded by words over `size` ranks. Changes nothing, and needs no ranks.
+    """Find what of a graph can be sharded by vocabulary entries over `size` ranks. Changes nothing, and needs no ranks.
 
     config: names the loss and the output that it reads. taken: names of weights that are sharded otherwise already.
-    Raises ConfigError when `model.output` is no output of the graph.
+    Raises ConfigError when `model.output` is not an output of the graph.
     """
     if size == 1:
         return VocabularySharding(1)
@@ -168,10 +168,10 @@ class _Finder:
                 weights[path] = self.graph.tensor(path).ndim - 1
                 if reason := self._why_needed_elsewhere(path, weights[path], reader=node):
                     return CannotShard(reason)
-            # a computed operand may differ from word to word, and this rank would need its part of it
+            # a computed operand may differ from entry to entry, and this rank would need its part of it
             elif operand.op != "get_attr" or self.graph.stored(operand):
                 return CannotShard(
-                    f"{node.name} combines its output with {operand.name}, which is not sharded by words"
+                    f"{node.name} combines its output with {operand.name}, which is not sharded by vocabulary entries"
                 )
             elif self._last_length(operand) == total:
                 constants.append((node.name, operand.name))
@@ -188,7 +188,7 @@ class _Finder:
         return shape[-1] if shape else 1
 
     def _is_bias(self, operand: fx.Node, total: int) -> bool:
-        """Whether an operand is a weight with one number for each word."""
+        """Whether an operand is a weight with one number for each vocabulary entry."""
         tensor = self.graph.tensor(self.graph.stored(operand)) if self.graph.stored(operand) else None
         return isinstance(tensor, nn.Parameter) and self._last_length(operand) == tensor.numel() == total
 
@@ -197,7 +197,8 @@ class _Finder:
     def _why_not_table(self, path: str, dim: int, lookups: Sequence[fx.Node]) -> str:
         if not any(self._depends_on_values(node.args[1]) for node in lookups):
             # positions depend on lengths alone: every rank needs the same few rows, and sharding would save nothing
-            return f"{lookups[0].name} looks up positions in it, not words: every rank needs the same few rows"
+            called = lookups[0].name
+            return f"{called} looks up positions in it, not vocabulary entries: every rank needs the same few rows"
         return self._why_too_small(path, dim) or self._why_needed_elsewhere(path, dim)
 
     def _why_not_head(self, product: Product) -> str:
@@ -205,9 +206,9 @@ class _Finder:
             return f"the loss is {self.loss}: only cross_entropy is computed from sharded logits"
         for node in self.chain[1:]:
             if node.target not in ELEMENTWISE and not _keeps_last_dim(node):
-                return f"{node.name} comes between its output and the loss, and may need all words at once"
+                return f"{node.name} comes between its output and the loss, and may need all vocabulary entries at once"
         for node, reader in zip(self.chain, [*self.chain[1:], self.end], strict=True):
-            # another reader would get this rank's words only
+            # another reader would get this rank's entries only
             if others := [user.name for user in node.users if user is not reader]:
                 return f"{others[0]} reads its output, too"
         if (times := sum(value is self.chain[-1] for value in self.outputs)) > 1:
@@ -217,13 +218,16 @@ class _Finder:
         )
 
     def _why_too_small(self, path: str, dim: int) -> str:
-        # each rank needs a word at least
-        words, width = self.graph.tensor(path).shape[dim], self.graph.tensor(path).shape[1 - dim]
-        if words < self.size:
-            return f"its {words} words are fewer than {self.size} ranks"
-        if words < width:
-            # what sharding saves is proportional to the words, what it sends to the width
-            return f"its {words} words are fewer than its width of {width}: it would send more than it saves"
+        # each rank needs one entry at least
+        num_entries, width = self.graph.tensor(path).shape[dim], self.graph.tensor(path).shape[1 - dim]
+        if num_entries < self.size:
+            return f"its {num_entries} vocabulary entries are fewer than {self.size} ranks"
+        if num_entries < width:
+            # what sharding saves is proportional to the entries, what it sends to the width
+            return (
+                f"its {num_entries} vocabulary entries are fewer than its width of {width}: it would send more than it "
+                "saves"
+            )
         return ""
 
     def _why_needed_elsewhere(self, path: str, dim: int, *, reader: fx.Node | None = None) -> str:
@@ -237,7 +241,10 @@ class _Finder:
             if node.target is not gather_rows or self._table(node.args[0]) != path:
                 return f"{node.name} reads {name}, too, and needs all of it"
             if _dim_of_rows(node.args[0]) != dim:
-                return f"{node.name} looks up along dimension {1 - dim} of {name}, the words are dimension {dim}"
+                return (
+                    f"{node.name} looks up along dimension {1 - dim} of {name}, the vocabulary entries are dimension "
+                    f"{dim}"
+                )
         return ""
 
     def _depends_on_values(self, value: Any) -> bool:
@@ -255,7 +262,7 @@ class _Finder:
 
 
 def _keeps_last_dim(node: fx.Node) -> bool:
-    """Whether a node permutes dimensions other than the last one, which is that of the words."""
+    """Whether a node permutes dimensions other than the last one, which is that of the vocabulary."""
     if node.target not in ("permute", torch.permute):
         return False
     order: Any = node.args[1]
@@ -304,9 +311,9 @@ def shard_vocabulary(
     nodes = {node.name: node for node in module.graph.nodes}
     for number, name in enumerate(found.lookups, FIRST_REGION):
         table = nodes[name].args[0]
-        words = stored_tensor(module, _source(table).target).shape[_dim_of_rows(table)]
-        # before the tables are cut: the number of words is that of the full table
-        _shard_lookup(nodes[name], share(words, rank, found.size)[0], words, number, group)
+        num_entries = stored_tensor(module, _source(table).target).shape[_dim_of_rows(table)]
+        # before the tables are cut: the number of entries is that of the full table
+        _shard_lookup(nodes[name], share(num_entries, rank, found.size)[0], num_entries, number, group)
     if found.head is not None:
         interval = share(found.head.total, rank, found.size)
         _shard_head(nodes, found.head, interval, FIRST_REGION + len(found.lookups), group)
@@ -321,9 +328,9 @@ def shard_vocabulary(
     return placements
 
 
-def _shard_lookup(node: fx.Node, start: int, words: int, number: int, group: str) -> None:
+def _shard_lookup(node: fx.Node, start: int, num_entries: int, number: int, group: str) -> None:
     table, indices = node.args
-    node.target, node.args = lookup_local_rows, (table, indices, start, words)
+    node.target, node.args = lookup_local_rows, (table, indices, start, num_entries)
     node.meta["tensor_parallel"] = number
     with node.graph.inserting_after(node):
         result = node.graph.call_function(reduce_from_region, (node, group))
@@ -348,4 +355,4 @@ def _shard_head(nodes: dict[str, fx.Node], head: Head, interval: Interval, numbe
         nodes[name].replace_input_with(nodes[operand], part)
     for name in head.chain:
         nodes[name].meta["tensor_parallel"] = number
-        nodes[name].meta.pop("probes", None)  # the traced shapes were those of all words
+        nodes[name].meta.pop("probes", None)  # the traced shapes were those of all entries

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
@@ -22,7 +22,7 @@ from onward.trainer.export.training import decompositions
 from onward.trainer.export.training.files import TrainingArtifacts, write_artifacts
 from onward.trainer.export.training.gradients import TrainingModel, gradient_of, training_model, updated
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
-from onward.trainer.export.training.optimizer_graph import optimizer_model
+from onward.trainer.export.training.optimizer_graph import UPDATES, optimizer_model
 from onward.trainer.model.loss import Loss
 from onward.trainer.model.trainable import load_weights
 from onward.trainer.onnx_graph.builder import GraphWriter
@@ -171,6 +171,11 @@ RULES = [
         weights=(WeightAttributes(pattern="b*", learning_rate_scale=3.0, weight_decay=0.5),),
     ),
 ]
+
+
+def test_every_optimizer_has_an_update_rule_for_the_file_and_a_case_here() -> None:
+    names = set(get_args(OptimizerConfig.model_fields["name"].annotation))
+    assert set(UPDATES) == names == {config.name for config in RULES}
 
 
 @pytest.mark.parametrize("config", RULES, ids=lambda config: f"{config.name}-{RULES.index(config)}")

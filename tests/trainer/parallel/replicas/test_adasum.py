@@ -31,7 +31,9 @@ def adasum(a: Tensor, b: Tensor) -> Tensor:
         ((1, 2), (3, 6), (2, 4)),
     ],
 )
-def test_the_predecessors_pairs(a: tuple[float, ...], b: tuple[float, ...], expected: tuple[float, ...]) -> None:
+def test_pairs_of_onnx_runtimes_trainer(
+    a: tuple[float, ...], b: tuple[float, ...], expected: tuple[float, ...]
+) -> None:
     for first, second in ((a, b), (b, a)):
         found = adasum(torch.tensor(first, dtype=torch.float32), torch.tensor(second, dtype=torch.float32))
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))

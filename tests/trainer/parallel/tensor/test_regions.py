@@ -256,9 +256,9 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
 REPLICATED = {
     "sharded bias": "adds a sharded value",
     "sharded bias of rows": "adds a sharded value",
-    "shuffled Conv": "has 12 channels, in which 2 sharded ones repeat",
-    "shuffled GroupNormalization": "has 12 channels, in which 2 sharded ones repeat",
-    "shuffled BatchNormalization": "has 12 channels, in which 2 sharded ones repeat",
+    "shuffled Conv": "has 12 channels, but the sharding pattern repeats every 2",
+    "shuffled GroupNormalization": "has 12 channels, but the sharding pattern repeats every 2",
+    "shuffled BatchNormalization": "has 12 channels, but the sharding pattern repeats every 2",
     "queries in two parts": "4 heads of the query share 2, which do not divide evenly over 2 ranks",
     "queries in two parts of a memory": "4 heads of the query share 2, which do not divide evenly over 2 ranks",
 }
@@ -335,7 +335,7 @@ def test_convolutions_are_sharded_where_they_save_more_than_they_send() -> None:
     assert plan("tiny_resnet", convolutions="never").regions == ()
     reasons = dict(plan("tiny_resnet", convolutions="auto").replicated)
     assert reasons["layer1.0.conv1.weight"] == (
-        "parallel.convolutions is auto, and to shard it with layer1.0.conv2.weight would save 54 operations for each "
+        "parallel.convolutions is auto, and sharding it with layer1.0.conv2.weight saves only 54 operations per "
         "byte sent, less than 250"
     )
     g = GraphWriter("wide")

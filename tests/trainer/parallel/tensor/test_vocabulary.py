@@ -1,4 +1,4 @@
-"""Which tables and heads are sharded by words, why others are not, and that real ranks compute what one does."""
+"""Which tables and heads are sharded, why others are not, and that real ranks compute what one does."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_tied_table_is_sharded_at_both_ends_and_positions_are_replicated() -> 
     assert found.lookups == ("gather_rows",)
     assert found.head is not None
     assert found.head.product == "matmul_12"
-    rule = "gather_rows_1 looks up positions in it, not words: every rank needs the same few rows"
+    rule = "gather_rows_1 looks up positions in it, not vocabulary entries: every rank needs the same few rows"
     assert found.replicated == (("transformer.wpe.weight", rule),)
 
 
@@ -138,13 +138,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         {"after": "lifted"},
         {},
         "wte",
-        "its output with level, which is not sharded by words",
+        "its output with level, which is not sharded by vocabulary entries",
     ),
     # an Add of a fixed length is a module, of which nothing is known
     "a module follows": ({"after": "placed"}, {}, "wte", "add_10 comes between its output and the loss"),
     "a softmax follows": ({"after": "softened"}, {}, "wte", "softmax comes between its output and the loss"),
     "the table is read otherwise": ({"after": "decayed"}, {}, "wte", "reads wte, too, and needs all of it"),
-    "it is small": ({"words": 7}, {}, "wte", "its 7 words are fewer than its width of 8"),
+    "it is small": ({"words": 7}, {}, "wte", "its 7 vocabulary entries are fewer than its width of 8"),
     "the loss reads another output": ({}, {"output": "hidden"}, "wte", "matmul_1 reads wte, too, and needs all of it"),
 }
 
@@ -182,9 +182,9 @@ def test_a_head_with_an_adapter_is_replicated() -> None:
 def test_a_graph_without_a_vocabulary_has_nothing_to_shard() -> None:
     assert plan(graphs.tiny_mlp(), loss="mse").weights == ()
     assert plan(graphs.tiny_transformer(), 1) == VocabularySharding(1)
-    assert dict(plan(language_model(), 34).replicated)["wte"] == "its 33 words are fewer than 34 ranks"
+    assert dict(plan(language_model(), 34).replicated)["wte"] == "its 33 vocabulary entries are fewer than 34 ranks"
     classes = dict(plan(graphs.tiny_conv_net()).replicated)["classifier.weight"]
-    assert classes == "its 4 words are fewer than its width of 128: it would send more than it saves"
+    assert classes == "its 4 vocabulary entries are fewer than its width of 128: it would send more than it saves"
 
 
 def test_nodes_where_no_stage_may_be_cut_are_marked() -> None:

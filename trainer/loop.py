@@ -111,8 +111,7 @@ def train(
     def save_checkpoint() -> None:
         # a copy that has diverged must not get into a checkpoint, from which every resume would start
         check_copies(parts, mpi, beat=heartbeat.beat)
-        # before the checkpoint: a resumed run does not emit the events of earlier steps again
-        events.sync()
+        events.sync()  # before the checkpoint: a resumed run does not emit the events of earlier steps again
         path = save(run, attempt=attempt, state=state, parts=parts, mpi=mpi, beat=heartbeat.beat)
         events.emit("checkpoint", state.step, path=path.name)
 
@@ -155,9 +154,7 @@ def train(
         loss, overflows, stops = reducer.sum(part, not finite, stop_requested())
 
         if overflows:
-            # the forward passes have updated BatchNorm's running statistics, which an update that is not made must not
-            # keep
-            reducer.undo()
+            reducer.undo()  # of BatchNorm's running statistics, which the forward passes have updated
             remedy = scaler.overflow()
             if remedy == "none":
                 raise Diverged(

@@ -86,7 +86,7 @@ def test_a_run_may_start_from_another_ones_checkpoint_but_only_where_it_passes_t
         return
     for name, change in {"smaller": {"global_batch_size": 4}, "shorter": {"num_steps": 10}}.items():
         wrong = make(name, **SETTINGS | {"checkpoint": {"load": start}, "train": SETTINGS["train"] | change})
-        with pytest.raises(AssertionError, match="is at step 20 after 160 samples, but this run makes"):
+        with pytest.raises(AssertionError, match=r"is at step 20 after 160 samples, which this .* cannot reach"):
             train_run(wrong)
 
 
@@ -106,7 +106,7 @@ def test_a_job_that_falls_silent_is_killed_and_the_next_attempt_resumes(tmp_path
 
     freezing = threading.Thread(target=freeze_after_the_first_checkpoint, daemon=True)
     freezing.start()
-    with pytest.raises(TrainingFailed, match="no heartbeat for 6 s"):
+    with pytest.raises(TrainingFailed, match="killed after 6 s without a heartbeat"):
         train.fn(run)
     freezing.join()
     frozen_at = max(event.step for event, _ in read_events(run.events))

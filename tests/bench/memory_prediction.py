@@ -1,4 +1,4 @@
-"""Peak memory of a rank: what `onward plan` foretells beside what the operating system measures.
+"""Peak memory of a rank: what `onward plan` estimates beside what the operating system measures.
 
     python -m tests.bench.memory_prediction            about 5 minutes on 2 cores
 
@@ -177,9 +177,9 @@ def main() -> None:
                 str(run.root),
                 timeout_s=300,
             )
-            foretold = plan(config).memory
+            estimated = plan(config).memory
             dims = ParallelDims.of(config.parallel)
-            pairs = [(foretold[dims.coordinate(rank).pipeline].peak, peak) for rank, peak in enumerate(peaks)]
+            pairs = [(estimated[dims.coordinate(rank).pipeline].peak, peak) for rank, peak in enumerate(peaks)]
             predicted, found = max(pairs, key=lambda pair: pair[1])
             off = predicted / found - 1
             worst = max(worst, abs(off))

@@ -154,7 +154,7 @@ def test_evaluation_sees_each_sample_exactly_once(folder: Path, replicas: int) -
     assert not set(seen) & trained
 
 
-# -- the predecessor's ways of not doing it
+# -- how ONNX Runtime's trainer skipped and repeated samples
 
 
 def predecessors_batch(number: int, *, size: int, num_samples: int) -> list[int]:

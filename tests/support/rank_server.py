@@ -23,6 +23,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -53,13 +54,14 @@ def command() -> tuple[str, ...]:
     os.close(written)
     assert os.read(ready, 1) == b"1", f"the server of ranks ended with status {process.wait()}"
     os.close(ready)
-    atexit.register(_end, process, ours)
+    atexit.register(_end, process, ours, folder)
     return (sys.executable, "-S", "-E", str(Path(__file__)), path)
 
 
-def _end(process: subprocess.Popen[bytes], ours: int) -> None:
+def _end(process: subprocess.Popen[bytes], ours: int, folder: str) -> None:
     os.close(ours)
     process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- the client: started by mpirun, imports the standard library alone

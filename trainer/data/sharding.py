@@ -117,7 +117,7 @@ def _stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) 
     if problems or not types:
         raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
     ragged = sources.locate(data.source, data).format in sources.RAGGED
-    # the predecessor reads these files too, and does not convert types
+    # ONNX Runtime's trainer reads these files too, and does not convert types
     exact = data.shard_format == "pb"
     return [stored_column(schema[name], kind, exact=exact, ragged=ragged) for name, kind in types.items()]
 

@@ -1,9 +1,10 @@
 # make demo: the main job, from nothing.   make test: the tests, from nothing.   make slow: the long proofs.
+# make gpu: the examination on a GPU; it installs nothing from a network.
 PYTHON ?= python3
 BIN := .venv/bin
 MODELS := models/squeezenet-digits.onnx models/gpt2-stdlib.onnx
 
-.PHONY: demo test slow check bench docs clean
+.PHONY: demo test slow check gpu bench docs clean
 
 demo: .venv/ready models/squeezenet-digits.onnx
 	$(BIN)/onward run flows/configs/squeezenet-digits.toml
@@ -19,6 +20,10 @@ check: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# With .venv, else with the Python of a machine that has its own torch. WHEELS names a folder of wheels to install first.
+gpu:
+	PYTHONPATH=.package:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu $(if $(WHEELS),--wheels $(WHEELS)) $(STEPS)
 
 bench: .venv/ready
 	$(BIN)/python -m tests.bench.update_time

@@ -33,13 +33,20 @@ import traceback
 from pathlib import Path
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SHARED = "ONWARD_RANK_SERVER"
+"""Environment: the socket of a server that a parent process has started."""
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """A process that has started threads must not fork; each rank of a test uses one thread anyhow."""
 
 
 @functools.cache
 def command() -> tuple[str, ...]:
-    """Return the words that run `-m MODULE ARGUMENTS` in a fork of the server; starts the server at the first call."""
+    """Return the words that run `-m MODULE ARGUMENTS` in a fork of the server; starts the server at the first call.
+
+    A process with SHARED in its environment starts none: it uses the server that is named there.
+    """
+    if shared := os.environ.get(SHARED):
+        return (sys.executable, "-S", "-E", str(Path(__file__)), shared)
     folder = tempfile.mkdtemp(prefix="onward-ranks-")
     path = str(Path(folder) / "socket")
     alive, ours = os.pipe()  # the server ends when the last writer of this pipe, pytest, is gone

@@ -39,6 +39,8 @@ class AuditInput:
     roles: Mapping[str, Role] = field(default_factory=dict)
     copies: Copies = field(default_factory=dict)
     runtime_nodes: Counter[str] = field(default_factory=Counter)
+    any_batch: bool = True
+    """Whether the module takes batches of any size; False if it was imported at the declared size alone."""
 
     def nodes(self, *operators: str) -> list[onnx.NodeProto]:
         return [node for node in self.model.graph.node if node.op_type in operators]
@@ -216,8 +218,13 @@ def _fixed_batch(audit: AuditInput) -> Iterator[tuple[str, str]]:
     inputs = [value for value in audit.model.graph.input if value.name not in audit.stored]
     sizes = {value.type.tensor_type.shape.dim[0].dim_value for value in inputs if value.type.tensor_type.shape.dim}
     if len(sizes) == 1 and (size := sizes.pop()):
+        trained = (
+            "it is trained at any size, and run"
+            if audit.any_batch
+            else f"its shapes hold for no other, so that every micro-batch must have {size} rows; it is run"
+        )
         yield (
-            f"the file declares a batch of {size}: it is trained at any size, and run {size} rows at a time elsewhere",
+            f"the file declares a batch of {size}: {trained} {size} rows at a time elsewhere",
             "export with a dynamic batch: dynamic_shapes (dynamo) or dynamic_axes (legacy)",
         )
 

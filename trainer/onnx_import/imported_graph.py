@@ -62,6 +62,15 @@ def mark_constants_nonpersistent(module: ImportedGraph) -> None:
             module.get_submodule(owner)._non_persistent_buffers_set.add(attribute)
 
 
+def takes_any_batch(module: ImportedGraph) -> bool:
+    """Return whether the leading dimension of an input was dynamic when the graph was traced.
+
+    Only for a module as `to_module` returns it; copies and unpickled modules have no record of the tracing.
+    """
+    inputs = [node.meta.get("probes") for node in module.graph.nodes if node.op == "placeholder"]
+    return any(pair is None or (pair[0].ndim and pair[0].shape[0] != pair[1].shape[0]) for pair in inputs)
+
+
 def named_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
     """Return {initializer name: tensor} of every parameter, frozen ones included, and every running statistic.
 

@@ -32,6 +32,14 @@ def is_mask(tensor: torch.Tensor) -> bool:
     return bool((flat <= MASKED_BELOW).any()) or (matrix and bool((flat == 0).any() and (flat == 1).any()))
 
 
+def without_repetition(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a copy of length 1 in a dimension if all slices along it are equal, else the tensor itself."""
+    if tensor.shape[dim] == 0:
+        return tensor
+    first = tensor.narrow(dim, 0, 1)
+    return first.clone() if torch.equal(tensor, first.expand_as(tensor)) else tensor
+
+
 def is_sinusoidal_table(tensor: torch.Tensor) -> bool:
     """Return whether each column of [..., rows, columns] is a sine, a cosine or a linear function of the row number.
 

@@ -9,65 +9,30 @@ wants another order of the gates, which is made in the graph each time it runs:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_import.ops.recurrent_steps import (
+    ACTIVATIONS,
+    ALPHA,
+    BETA,
+    STANDARD,
+    Activation,
+    Layer,
+    reverse,
+    run_step_by_step,
+)
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Value
+from onward.trainer.onnx_import.tensor_contents import without_repetition
+from onward.trainer.onnx_import.values import Traced, Value
 
 Tensor = torch.Tensor
-Activation = tuple[str, float, float]
-"""Name in lower case, alpha, beta."""
-
-STANDARD = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh"), "RNN": ("tanh",)}
-
-# fmt: off
-ACTIVATIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
-    "relu": lambda x, alpha, beta: torch.relu(x),
-    "tanh": lambda x, alpha, beta: torch.tanh(x),
-    "sigmoid": lambda x, alpha, beta: torch.sigmoid(x),
-    "affine": lambda x, alpha, beta: alpha * x + beta,
-    "leakyrelu": lambda x, alpha, beta: F.leaky_relu(x, alpha),
-    "thresholdedrelu": lambda x, alpha, beta: F.threshold(x, alpha, 0.0),
-    "scaledtanh": lambda x, alpha, beta: alpha * torch.tanh(beta * x),
-    "hardsigmoid": lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1),
-    "elu": lambda x, alpha, beta: F.elu(x, alpha),
-    "softsign": lambda x, alpha, beta: F.softsign(x),
-    "softplus": lambda x, alpha, beta: F.softplus(x),
-}
-# fmt: on
-ALPHA = {"affine": None, "leakyrelu": 0.01, "thresholdedrelu": None, "scaledtanh": None, "hardsigmoid": 0.2, "elu": 1.0}
-"""The activations that take an alpha, and its default: None where runtimes disagree on it."""
-BETA = {"affine": None, "scaledtanh": None, "hardsigmoid": 0.5}
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The attributes of the node."""
-
-    kind: str
-    directions: tuple[bool, ...]
-    """For each direction, whether it is reversed."""
-    activations: tuple[tuple[Activation, ...], ...]
-    """For each direction, the activations of its gates."""
-    clip: float | None
-    input_forget: bool
-    linear_before_reset: bool
-    batch_first: bool
-
-    @property
-    def is_standard(self) -> bool:
-        """Whether torch has a kernel for it; peepholes, an operand, are checked when it runs."""
-        names = {tuple(name for name, _, _ in each) for each in self.activations}
-        usual = names == {STANDARD[self.kind]} or (self.kind == "RNN" and names == {("relu",)})
-        plain = self.clip is None and not self.input_forget
-        return usual and plain and (self.kind != "GRU" or self.linear_before_reset)
+STATES = ("initial_h", "initial_c")
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
 class Recurrence(nn.Module):
@@ -96,11 +61,12 @@ class Recurrence(nn.Module):
         `batch_first` the batch comes first in x, Y and the states.
         """
         first = self.layer.batch_first
-        x = x.transpose(0, 1) if first else x
-        states = []
-        for state in (initial_h, initial_c)[: 2 if self.layer.kind == "LSTM" else 1]:
-            zeros = x.new_zeros(w.shape[0], x.shape[1], r.shape[2]) if state is None else state
-            states.append(zeros.transpose(0, 1) if first and state is not None else zeros)
+        given = [initial_h, initial_c][: 2 if self.layer.kind == "LSTM" else 1]
+        if first:
+            x, given = x.transpose(0, 1), [None if state is None else state.transpose(0, 1) for state in given]
+        named = dict(zip(STATES, given, strict=False))  # only an LSTM has initial_c
+        check_operands(self.layer, x, w, r, B=b, sequence_lens=lengths, P=peepholes, **named)
+        states = [x.new_zeros(w.shape[0], x.shape[1], r.shape[2]) if state is None else state for state in given]
         if self.is_standard and peepholes is None:
             y, states = run_kernel(self.layer, x, flat_weights(self.layer, w, r, b), lengths, states)
         else:
@@ -112,6 +78,43 @@ class Recurrence(nn.Module):
     def extra_repr(self) -> str:
         directions = "/".join("reverse" if backward else "forward" for backward in self.layer.directions)
         return f"{self.layer.kind}, {directions}, {'fused' if self.is_standard else 'step by step'}"
+
+
+def check_operands(layer: Layer, x: Tensor, w: Tensor, r: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError unless the shape and type of every operand fit x [steps, batch, features] and r.
+
+    torch's kernels do not check them all, and read or write beyond an operand that is smaller than they expect.
+    """
+    if x.ndim != 3 or r.ndim != 3:
+        raise ValueError(
+            f"the {layer.kind} has an input of shape {list(x.shape)} and R of shape {list(r.shape)}, and both need 3 "
+            "dimensions"
+        )
+    (steps, batch, features), directions, hidden = x.shape, len(layer.directions), r.shape[2]
+    rows = GATES[layer.kind] * hidden
+    needed = {
+        "W": (directions, rows, features),
+        "R": (directions, rows, hidden),
+        "B": (directions, 2 * rows),
+        "P": (directions, 3 * hidden),
+        "sequence_lens": (batch,),
+        **dict.fromkeys(STATES, (directions, batch, hidden)),
+    }
+    for name, operand in {"W": w, "R": r, **others}.items():
+        if operand is None:
+            continue
+        if tuple(operand.shape) != needed[name]:
+            stored = operand.shape[1] if name in STATES and operand.ndim == 3 else batch
+            remedy = f"; it fits batches of {stored}: feed these, or export the file with a dynamic batch"
+            raise ValueError(
+                f"{name} of the {layer.kind} has shape {list(operand.shape)}, but an input of {steps} steps, batch "
+                f"{batch} and {features} features, with R {list(r.shape)}, needs {list(needed[name])}"
+                f"{remedy if stored != batch else ''}"
+            )
+        # under autocast torch casts the operands of its kernels
+        mixed = name != "sequence_lens" and operand.dtype != x.dtype
+        if mixed and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name} of the {layer.kind} is {operand.dtype}, but its input is {x.dtype}")
 
 
 # -- torch's kernels
@@ -128,23 +131,33 @@ def run_kernel(
     # cuDNN stores what the backward pass needs only with train=True; the numbers are the same
     options = (len(flat) > 2 * len(layer.directions), 1, 0.0, torch.is_grad_enabled(), both)
     # torch's kernels run forward, or both ways; a single reversed direction is a forward one on reversed sequences
+    steps = None if lengths is None or x.is_meta else _on_host(lengths, x.shape[0])
     x = reverse(x, lengths) if backward else x
-    if lengths is None or x.is_meta:
+    if steps is None:
         y, *last = kernel(x, states if layer.kind == "LSTM" else states[0], flat, *options, False)
     else:
-        y, last = _packed(kernel, x, lengths, states, (flat, *options))
+        y, last = _packed(kernel, x, steps, states, (flat, *options))
     y = y.unflatten(-1, (len(layer.directions), -1))
     return reverse(y, lengths) if backward else y, last
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _on_host(lengths: Tensor, steps: int) -> Tensor:
+    """Return the lengths of sequences on the host. Raises ValueError if one does not fit the number of steps."""
+    found = lengths.to("cpu", torch.int64)
+    # torch packs sequences that are longer than the input without an error, and its kernels then read beyond it
+    if found.numel() and not 0 <= int(found.min()) <= int(found.max()) <= steps:
+        raise ValueError(f"sequence_lens holds {found.tolist()}, but the input has {steps} steps")
+    return found
 
 
 # torch.compile cannot trace it: the number of running sequences in each step depends on data
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _packed(
-    kernel: Any, x: Tensor, lengths: Tensor, states: list[Tensor], rest: tuple[Any, ...]
+    kernel: Any, x: Tensor, steps: Tensor, states: list[Tensor], rest: tuple[Any, ...]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run sequences of different lengths without computing their padding."""
+    """Run sequences of different lengths without computing their padding; `steps`: the lengths, on the host."""
     # torch refuses a sequence of no steps: it is computed with one step, and overwritten with zeros
-    steps = lengths.to("cpu", torch.int64)
     # packed: the kernel takes, for each step, only the sequences that have not ended
     packed = nn.utils.rnn.pack_padded_sequence(x, steps.clamp(min=1), enforce_sorted=False)
     order, back = packed.sorted_indices, packed.unsorted_indices
@@ -156,7 +169,7 @@ def _packed(
     y, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=data), total_length=x.shape[0])
     last = [state.index_select(1, back) for state in last]
     if bool((steps == 0).any()):
-        empty = (lengths == 0).to(x.device)[:, None]
+        empty = (steps == 0).to(x.device)[:, None]
         return y.masked_fill(empty, 0.0), [state.masked_fill(empty, 0.0) for state in last]
     return y, last
 
@@ -198,113 +211,6 @@ def _reordered(kind: str, weight: Tensor, hidden: int) -> Tensor:
     return weight
 
 
-def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Reverse each sequence of x [steps, batch, ...]; padding stays at the end."""
-    if lengths is None:
-        return x.flip(0)
-    step = torch.arange(x.shape[0], device=x.device)[:, None]
-    source = torch.where(step < lengths, lengths - 1 - step, step).to(torch.int64)
-    return x.gather(0, source.reshape(*source.shape, *[1] * (x.ndim - 2)).expand_as(x))
-
-
-# -- step by step
-
-
-def run_step_by_step(
-    layer: Layer, x: Tensor, weights: Sequence[Tensor | None], lengths: Tensor | None, states: list[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """Run step by step, with any activations, clip, peepholes and coupled gates; results as of `run_kernel`."""
-    outputs, last = [], []
-    for d, backward in enumerate(layer.directions):
-        ordered = reverse(x, lengths) if backward else x
-        mine = [None if weight is None else weight[d] for weight in weights]
-        y, ended = _one_direction(layer, d, ordered, mine, lengths, [state[d] for state in states])
-        outputs.append(reverse(y, lengths) if backward else y)
-        last.append(ended)
-    return torch.stack(outputs, 2), [torch.stack(each) for each in zip(*last, strict=True)]
-
-
-def _one_direction(
-    layer: Layer, d: int, x: Tensor, weights: list[Tensor | None], lengths: Tensor | None, states: list[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    w, r, b, *rest = weights
-    assert w is not None
-    assert r is not None
-    of_input, of_state = (None, None) if b is None else b.chunk(2)
-    projected = F.linear(x, w, of_input)  # all steps in one product
-    step = _STEPS[layer.kind](layer, layer.activations[d], r, of_state, rest[0] if rest else None)
-    # outputs after the end of a sequence are zero, by ONNX
-    outputs, blank = [], torch.zeros_like(states[0])
-    if lengths is not None:  # the last state of a sequence of no steps is zero, not its initial state
-        some = (lengths > 0)[:, None]
-        states = [torch.where(some, state, blank) for state in states]
-    for t, now in enumerate(projected.unbind(0)):
-        new = step(now, *states)
-        if lengths is None:
-            states = new
-            outputs.append(states[0])
-        else:
-            goes_on = (t < lengths)[:, None]
-            states = [torch.where(goes_on, one, old) for one, old in zip(new, states, strict=True)]
-            outputs.append(torch.where(goes_on, states[0], blank))
-    return (torch.stack(outputs) if outputs else projected.new_zeros(0, *blank.shape)), states
-
-
-Step = Callable[..., list[Tensor]]
-
-
-def _activate(layer: Layer, activation: Activation) -> Callable[[Tensor], Tensor]:
-    name, alpha, beta = activation
-    function = ACTIVATIONS[name]
-    limit = layer.clip
-    if limit is None:
-        return lambda x: function(x, alpha, beta)
-    return lambda x: function(x.clamp(-limit, limit), alpha, beta)
-
-
-def _lstm_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Tensor | None, p: Tensor | None) -> Step:
-    f, g = [_activate(layer, activation) for activation in activations[:2]]
-    name, alpha, beta = activations[2]  # of the cell, which is not clipped
-    p_i, p_o, p_f = (None, None, None) if p is None else p.chunk(3)
-
-    def peep(gate: Tensor, weight: Tensor | None, cell: Tensor) -> Tensor:
-        return gate if weight is None else gate + weight * cell
-
-    def step(now: Tensor, h: Tensor, c: Tensor) -> list[Tensor]:
-        i, o, forget, new = (now + F.linear(h, r, b)).chunk(4, -1)
-        i = f(peep(i, p_i, c))
-        forget = 1 - i if layer.input_forget else f(peep(forget, p_f, c))
-        c = forget * c + i * g(new)
-        return [f(peep(o, p_o, c)) * ACTIVATIONS[name](c, alpha, beta), c]
-
-    return step
-
-
-def _gru_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Tensor | None, _: Tensor | None) -> Step:
-    f, g = [_activate(layer, activation) for activation in activations]
-    hidden = r.shape[1]
-    gates, last = torch.split(r, [2 * hidden, hidden])
-    gate_bias, last_bias = (None, None) if b is None else torch.split(b, [2 * hidden, hidden])
-
-    def step(now: Tensor, h: Tensor) -> list[Tensor]:
-        first, new = torch.split(now, [2 * hidden, hidden], -1)
-        z, reset = f(first + F.linear(h, gates, gate_bias)).chunk(2, -1)
-        if layer.linear_before_reset:
-            new = g(new + reset * F.linear(h, last, last_bias))
-        else:
-            new = g(new + F.linear(reset * h, last, last_bias))
-        return [torch.lerp(new, h, z)]
-
-    return step
-
-
-def _rnn_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Tensor | None, _: Tensor | None) -> Step:
-    f = _activate(layer, activations[0])
-    return lambda now, h: [f(now + F.linear(h, r, b))]
-
-
-_STEPS: dict[str, Callable[..., Step]] = {"LSTM": _lstm_step, "GRU": _gru_step, "RNN": _rnn_step}
-
 # -- the rule
 
 
@@ -323,7 +229,25 @@ def recurrent(c: Call, x: Value, w: Value, r: Value, b: Value = None, *rest: Val
         linear_before_reset=c.op == "GRU" and bool(c.attr("linear_before_reset", 0)),
         batch_first=bool(c.attr("layout", 0)),
     )
-    return c.module(Recurrence(layer), x, w, r, b, *rest)
+    states = [_of_any_batch(c, layer, x, state) for state in rest[1:3]]
+    return c.module(Recurrence(layer), x, w, r, b, *rest[:1], *states, *rest[3:])
+
+
+def _of_any_batch(c: Call, layer: Layer, x: Value, state: Value) -> Value:
+    """Expand a constant initial state to the batch size of x, if it is the same for every row of its own batch.
+
+        stored initial_h [1, 2, 6]: two equal rows    ->    expand([1, 1, 6], 1, size(x, 1), 6)
+
+    An exporter that is given a fixed batch size stores the zeros of that many rows. A state of different rows is left
+    as it is, and holds only for its own batch size (`check_operands`).
+    """
+    batch_dim = 0 if layer.batch_first else 1
+    if c.eager or not isinstance(state, Tensor) or state.ndim != 3:
+        return state
+    row, size = without_repetition(state, batch_dim), c.size(x, batch_dim)
+    if row is state or not isinstance(size, Traced):
+        return state
+    return c("expand", row, [size if dim == batch_dim else n for dim, n in enumerate(row.shape)])
 
 
 def _activations(c: Call, directions: int) -> tuple[tuple[Activation, ...], ...]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.tensor_protos import read_tensor
 from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.tensor_contents import without_repetition
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
 LAYOUT = (19, 21, 23, 24, 25)
@@ -29,7 +30,8 @@ def reshape(c: Call, x: Value, shape: Value) -> Value:
     """Reshape; a length of 0 is copied from the input, -1 is computed from the others.
 
     In a file of fixed batch size that is trained with another, a constant leading length equal to the declared batch
-    size becomes the batch size; any other constant leading length (a multiple of it) becomes -1.
+    size becomes the batch size; any other constant leading length (a multiple of it) becomes -1. A batch dimension
+    further in is kept likewise (`_inner_batch`).
     """
     zero_is_zero = c.attr("allowzero", 0)
     wanted = c.ints(shape)
@@ -40,7 +42,27 @@ def reshape(c: Call, x: Value, shape: Value) -> Value:
             lengths[0] = c.size(x, 0)
         elif -1 not in lengths and not any(isinstance(n, Traced) for n in lengths):
             lengths[0] = -1
+    elif (kept := _inner_batch(c, x, lengths)) is not None:
+        lengths[kept[1]] = c.size(x, kept[0])
     return c("reshape", x, lengths)
+
+
+def _inner_batch(c: Call, x: Value, lengths: Sequence[Value]) -> tuple[int, int] | None:
+    """Return where a batch dimension that is not the leading one is in the operand and in the result, else None.
+
+        declared batch 2      x [5, B, 1, 6]  ->  Reshape to [5, 2, 6]      it is dimension 1 of both
+
+    It is the same dimension if as many elements lie before it. Not decided for a declared batch of 1 with several such
+    dimensions in the result.
+    """
+    if c.batch is None or not isinstance(x, Traced) or not all(isinstance(n, int) and n > 0 for n in lengths):
+        return None
+    dynamic = [i for i in range(1, x.ndim) if isinstance(c.size(x, i), Traced)]
+    if len(dynamic) != 1 or isinstance(c.size(x, 0), Traced):
+        return None
+    before = math.prod(x.probes[0].shape[: dynamic[0]])
+    found = [i for i, n in enumerate(lengths) if n == c.batch and math.prod(lengths[:i]) == before]
+    return (dynamic[0], found[0]) if len(found) == 1 else None
 
 
 def _plain(n: Value) -> Value:
@@ -120,7 +142,16 @@ def expand(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 @lower("Expand", since=(8, 13))
 def expand_(c: Call, x: Value, shape: Value) -> Value:
-    return c(expand, x, [_plain(n) for n in c.ints(shape)])
+    """Expand; in a file of fixed batch size, a constant of that many equal rows expands to any batch size.
+
+    The legacy exporter writes the zero state of a recurrent layer so: zeros [1, 2, 6] -> Expand to [1, batch, 6].
+    """
+    lengths = [_plain(n) for n in c.ints(shape)]
+    if c.batch is not None and isinstance(x, torch.Tensor):
+        for dim, n in enumerate(lengths[len(lengths) - x.ndim :] if len(lengths) >= x.ndim else []):
+            if isinstance(n, Traced) and x.shape[dim] == c.batch:
+                x = without_repetition(x, dim)
+    return c(expand, x, lengths)
 
 
 @lower("Tile", since=(6, 13))

@@ -28,6 +28,7 @@ from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.vocabulary_loss import ClassShard
+from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import BatchNorm
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
@@ -143,7 +144,7 @@ class _Division(NamedTuple):
 
 
 def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str) -> _Division:
-    """Replace the weights of column- and row-parallel layers by this rank's shards, in place."""
+    """Replace the weights of column- and row-parallel layers by this rank's shards, in place; add casts to half."""
     parallel = config.parallel
     regions = find_regions(module, parallel.tensor, convolutions=parallel.convolutions)
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
@@ -160,6 +161,8 @@ def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str) 
             + (f" ({reasons})" if reasons else "")
             + "; use parallel.data or parallel.pipeline"
         )
+    # after the search for layers, which follows a weight to the product that reads it
+    insert_casts(module, config.precision)
     return _Division(regions, vocabulary, placements, vocabulary.classes(rank, group))
 
 

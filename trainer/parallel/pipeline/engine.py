@@ -27,6 +27,7 @@ from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.mesh import new_group
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.weight_casts import casts_kept
 from onward.trainer.parallel.pipeline.schedules import (
     Autocast,
     OnOutputs,
@@ -121,8 +122,9 @@ class Pipeline:
                 loss_sum.add_(loss.detach())
             return loss * (scale / total.clamp(min=1))
 
-        for batches in passes:
-            self._run_pass(batches, scaled_loss, beat, training=not batches[0].is_padding)
+        with casts_kept(self._device):
+            for batches in passes:
+                self._run_pass(batches, scaled_loss, beat, training=not batches[0].is_padding)
         # a rank without the last stage has not waited yet
         wait_for_total()
         return loss_sum / total.clamp(min=1)
@@ -141,8 +143,9 @@ class Pipeline:
             if not batch.is_padding:
                 totals.update(outputs, batch.labels, batch.size)
 
-        for members in _passes(batches):
-            self._run_pass(list(members), update, beat, training=False)
+        with casts_kept(self._device):
+            for members in _passes(batches):
+                self._run_pass(list(members), update, beat, training=False)
         return totals.compute()
 
     def _run_pass(
@@ -196,7 +199,7 @@ class Pipeline:
             scheduled.schedule = schedule
             # one backward pass more than there will be: the reducer never sees the last one, so it sends nothing
             reducer.begin(len(batches) + 1, 1, 0)
-            with restored_state(self._stages, self._device):
+            with restored_state(self._stages, self._device), casts_kept(self._device):
                 try:
                     self._run_pass(batches, self._batch_loss, beat, training=True)
                 except RuntimeError as error:

@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor, Shard
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Weight
+from onward.trainer.model.weight_casts import forget_casts
 from onward.trainer.parallel.pipeline.stage import Chain, Stage
 from onward.trainer.parallel.replicas.copies import ReplicatedWeights, TiedGradients
 from onward.trainer.parallel.replicas.norms import global_norm, gradient, sum_over_world
@@ -231,8 +232,8 @@ def _recast_in_backward(chain: Chain, device: torch.device) -> None:
     chain.register_forward_pre_hook(enter)
     chain.register_forward_hook(leave, always_call=True)
     for unit in chain.units:
-        # the cache refers to the casts, and would keep those of all units until the forward pass ends
-        unit.register_forward_hook(lambda unit, inputs, outputs: torch.clear_autocast_cache())
+        # what is kept refers to the casts, and would keep those of all units until the step ends
+        unit.register_forward_hook(lambda unit, inputs, outputs: forget_casts())
 
 
 @dataclass(frozen=True)

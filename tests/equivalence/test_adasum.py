@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,28 +114,33 @@ def test_equal_gradients_give_their_mean_and_orthogonal_ones_their_sum(num_repli
 
 HOSTS = [("torch", 2), ("mpi", 2), ("mpi", 3), ("torch", 0)]
 """Transport, and ranks of each host; 0: as they are, which is all on one."""
+INTERLEAVED = [("torch", "abbab"), ("mpi", "abbab")]
+"""Transport, and the host of each rank: with `mpirun --map-by node` the ranks of a host do not follow each
+other."""
 TARGETS = [[2, 2, 2, 2, 2], [1, 5, 0, 0, 4]]
 
 
-def hosts_of_several(mpi: MPIContext) -> dict[str, Any]:
-    """5 replicas on hosts of 2, 2 and 1; on one host; with unequal targets; and with a bucket of one element."""
+def hosts_of_several(mpi: MPIContext, cases: list[tuple[str, int | str]]) -> dict[str, Any]:
+    """5 replicas on several hosts or one; with equal and unequal targets; and with a bucket of one element."""
     reduce.BUCKET_BYTES = 40  # two buckets
     mesh, found = mesh_of(mpi, data=5), {}
-    for transport, ranks_per_host in HOSTS:
+    for transport, hosts in cases:
         names = {"long": 7, "short": 3, "single": 1}
         weights = [
             Weight(name, nn.Parameter(torch.zeros(length)), Placement.full([length]), True)
             for name, length in names.items()
         ]
+        ranks_per_host = 0 if isinstance(hosts, str) else hosts
+        here = replace(mpi, host=hosts[mpi.rank]) if isinstance(hosts, str) else mpi
         config = ParallelConfig(reduction="adasum", adasum_ranks=ranks_per_host, transport=transport)  # type: ignore[arg-type]
-        reducer = Reducer(weights, mesh=mesh, mpi=mpi, config=config, shared={}, timeout_s=30)
+        reducer = Reducer(weights, mesh=mesh, mpi=here, config=config, shared={}, timeout_s=30)
         for targets in TARGETS:
             reducer.begin(1, targets[mpi.rank])
             for number, weight in enumerate(weights):
                 own = torch.tensor(sums_over_targets(number, weight.tensor.numel(), targets)[mpi.rank])
                 (weight.tensor * own.float() / sum(targets)).sum().backward()
             reducer.reduce()
-            found[f"{transport} {ranks_per_host} {targets}"] = [each.tensor.grad.tolist() for each in weights]
+            found[f"{transport} {hosts} {targets}"] = [each.tensor.grad.tolist() for each in weights]
         reducer.close()
     return found
 
@@ -145,17 +151,25 @@ def sums_over_targets(number: int, length: int, targets: list[int]) -> list[Vect
     return [random.standard_normal((5, length))[:count].sum(0) for count in targets]
 
 
+def members(hosts: int | str) -> list[list[int]]:
+    """The ranks of each host, in the order of the hosts' first ranks."""
+    names = hosts if isinstance(hosts, str) else [n // (hosts or 5) for n in range(5)]
+    return [[n for n in range(5) if names[n] == name] for name in dict.fromkeys(names)]
+
+
 @pytest.mark.mpi
-@pytest.mark.slow
-def test_replicas_of_a_host_are_one_large_batch_and_hosts_without_targets_change_nothing() -> None:
-    results = run_ranks(5, "tests.equivalence.test_adasum:hosts_of_several")
+@pytest.mark.parametrize(
+    "cases", [pytest.param(HOSTS, marks=pytest.mark.slow, id="neighbours"), pytest.param(INTERLEAVED, id="interleaved")]
+)
+def test_replicas_of_a_host_are_one_large_batch_and_hosts_without_targets_change_nothing(
+    cases: list[tuple[str, int | str]],
+) -> None:
+    results = run_ranks(5, "tests.equivalence.test_adasum:hosts_of_several", cases)
     assert all(result == results[0] for result in results)
-    for transport, ranks_per_host in HOSTS:
+    for transport, hosts in cases:
         for targets in TARGETS:
-            found = results[0][f"{transport} {ranks_per_host} {targets}"]
+            found = results[0][f"{transport} {hosts} {targets}"]
             for number, (vector, length) in enumerate(zip(found, (7, 3, 1), strict=True)):
                 sums = sums_over_targets(number, length, targets)
-                each = ranks_per_host or 5
-                hosts = [range(n, min(n + each, 5)) for n in range(0, 5, each)]
-                means = [sum(sums[n] for n in host) / max(1, sum(targets[n] for n in host)) for host in hosts]
+                means = [sum(sums[n] for n in host) / max(1, sum(targets[n] for n in host)) for host in members(hosts)]
                 assert vector == pytest.approx(in_theory(means), rel=1e-5, abs=1e-6)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -95,7 +96,21 @@ def make_mesh(mpi: MPIContext, dims: ParallelDims, *, timeout_s: float) -> Devic
 def new_group(ranks: Sequence[int], *, timeout_s: float) -> ProcessGroup | None:
     """Make a further group of these ranks; return None on the others.
 
-    Collective: every rank of the world, in the same order.
+    torch numbers the ranks of a group in ascending order, in whatever order they are given (the argument `sort_ranks`
+    exists from torch 2.12 on only). Collective: every rank of the world, in the same order.
     """
     group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_s))
     return group if dist.get_rank() in ranks else None
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend with which the group sends tensors of the device: "gloo" or "nccl"."""
+    return str(group._get_backend(device).name())
+
+
+def message_device(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Return where tensors of `device` must be to be sent from rank to rank: the device itself, or the host with gloo.
+
+    gloo copies GPU tensors through host memory in its collectives, but not in send and receive.
+    """
+    return torch.device("cpu") if backend_of(group, device) == "gloo" else device

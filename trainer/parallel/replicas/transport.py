@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onward.trainer.distributed.mesh import new_group
+from onward.trainer.distributed.mesh import message_device, new_group
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Channel(Protocol):
     """
 
     rank: int
-    """Rank within the group."""
+    """Position of this rank in the order in which the group's ranks were given; sources and peers are counted alike."""
     size: int
 
     def sum(self, tensor: Tensor) -> None:
@@ -200,15 +200,24 @@ def open_channel(transport: str, groups: Sequence[Sequence[int]], *, timeout_s: 
         return None if mine is None else MPIChannel(comm, timeout_s=timeout_s)
     # every rank creates every group, its own or not: torch's new_group is collective over the world
     joined = [new_group(group, timeout_s=timeout_s) for group in groups if len(group) > 1]
-    return None if mine is None else TorchChannel(next((group for group in joined if group is not None), None))
+    return None if mine is None else TorchChannel(next((group for group in joined if group is not None), None), mine)
 
 
 class TorchChannel:
-    """A channel over torch.distributed: gloo or NCCL. group: None for a single rank."""
+    """A channel over torch.distributed: gloo or NCCL. group: None for a single rank; ranks: of the world, in order.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+    torch numbers the ranks of a group in ascending order, Adasum gives them host by host. With ranks 0 and 3 on one
+    host, 1 and 2 on another:
+
+        given to the channel      0  3  1  2
+        position in the channel   0  1  2  3
+        rank in torch's group     0  3  1  2        self._rows: the position of each rank of the group is 0 2 3 1
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, list(ranks)
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self._rows = sorted(range(self.size), key=self._ranks.__getitem__)
 
     def sum(self, tensor: Tensor) -> None:
         """All-reduce in place. For this and the other methods see Channel."""
@@ -217,9 +226,11 @@ class TorchChannel:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         if self._group is not None:
-            dist.broadcast(tensor, group=self._group, group_src=source)
+            dist.broadcast(tensor, group=self._group, src=self._ranks[source])
 
     def all_to_all(self, input: Tensor, output: Tensor) -> None:
+        # one call for all rows needs them in the order of torch's group; only Adasum, which makes no such call, has others
+        assert self._rows == list(range(self.size)), f"all-to-all between the unsorted ranks {self._ranks}"
         if self._group is None:
             output.copy_(input)
         else:
@@ -229,18 +240,20 @@ class TorchChannel:
         if self._group is None:
             rows.copy_(row)
         else:
-            dist.all_gather(list(rows.unbind()), row, group=self._group)
+            dist.all_gather([rows[place] for place in self._rows], row, group=self._group)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        came = torch.empty_like(tensor)
+        assert self._group is not None
+        sent = tensor.to(message_device(self._group, tensor.device))
+        came = torch.empty_like(sent)
         both = [
-            dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer),
-            dist.P2POp(dist.irecv, came, group=self._group, group_peer=peer),
+            dist.P2POp(dist.isend, sent, group=self._group, peer=self._ranks[peer]),
+            dist.P2POp(dist.irecv, came, group=self._group, peer=self._ranks[peer]),
         ]
         # both in one batch: with NCCL two single calls, in the same order on both sides, would wait for each other
         for work in dist.batch_isend_irecv(both):
             work.wait()
-        return came
+        return came.to(tensor.device)
 
     def close(self) -> None:
         """Do nothing: the group is destroyed with the world."""

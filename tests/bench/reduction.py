@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.parallel.replicas.channels import open_channel
 from onward.trainer.parallel.replicas.reducer import BUCKET_BYTES
-from onward.trainer.parallel.replicas.transport import Direct, Summed, open_channel
+from onward.trainer.parallel.replicas.transport import Direct, Summed
 from tests.support.ranks import run_ranks
 
 SIZES_KIB = (64, 256, 1024, 4096, 16384)

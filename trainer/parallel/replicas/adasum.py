@@ -37,16 +37,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import share
-from onward.trainer.parallel.replicas.transport import (
-    COMPRESSED,
-    Channel,
-    CommunicationThread,
-    Job,
-    add_decompressed,
-    compress,
-    compressed_bytes,
-    open_channel,
-)
+from onward.trainer.parallel.replicas.channels import Channel, open_channel
+from onward.trainer.parallel.replicas.compression import COMPRESSED, add_decompressed, compress, compressed_bytes
+from onward.trainer.parallel.replicas.transport import Job, background
 
 SMALLEST_SQUARE = math.sqrt(sys.float_info.min)
 CHUNK = 1 << 20
@@ -93,19 +86,19 @@ class Adasum:
         )
         self._dtype = COMPRESSED.get(compression)
         self._scale: Tensor = torch.ones((), dtype=torch.float64, device=mpi.device)
-        self._thread = CommunicationThread(mpi.device, timeout_s=timeout_s)
+        self._background = background(mpi.device, timeout_s=timeout_s)
 
     def begin(self, num_targets: float) -> None:
         """Begin a step in which this replica has `num_targets` targets. Collective: the data axis."""
-        self._thread.send(partial(self._weigh, num_targets))
+        self._background.send(partial(self._weigh, num_targets))
 
     def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
         """Start to reduce a bucket in place; return a function that waits for it."""
-        return self._thread.send(partial(self._combine, flat, lengths))
+        return self._background.send(partial(self._combine, flat, lengths))
 
     def close(self) -> None:
-        """End the thread and free the channels. Collective: every rank of the world."""
-        self._thread.close()
+        """End the background communication and free the channels. Collective: every rank of the world."""
+        self._background.close()
         for channel in (self._replicas, self._host, self._owners, self._across, self._parts):
             if channel is not None:
                 channel.close()

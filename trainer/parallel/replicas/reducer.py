@@ -33,9 +33,10 @@ from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.replicas.adasum import Adasum
+from onward.trainer.parallel.replicas.channels import check_device, open_channel
 from onward.trainer.parallel.replicas.copies import ReplicatedWeights, TiedGradients
 from onward.trainer.parallel.replicas.norms import global_norm, gradient, sum_over_world
-from onward.trainer.parallel.replicas.transport import Carrier, Direct, Job, Summed, check_device, open_channel
+from onward.trainer.parallel.replicas.transport import Carrier, Direct, Job, Summed
 
 BUCKET_BYTES = 4 << 20
 """Large enough that the latency of a message does not matter, small enough that the first bucket is sent early."""

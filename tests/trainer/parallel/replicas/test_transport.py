@@ -5,30 +5,39 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.distributed import collectives
 from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.events import Heartbeat
+from onward.trainer.parallel.replicas import adasum
 from onward.trainer.parallel.replicas import reducer as reduce
-from onward.trainer.parallel.replicas.transport import (
-    Channel,
-    Summed,
-    add_decompressed,
-    check_device,
-    compress,
-    compressed_bytes,
-    open_channel,
-)
-from tests.support.graphs import tiny_conv_net
+from onward.trainer.parallel.replicas import transport as sending
+from onward.trainer.parallel.replicas.channels import Channel, check_device, open_channel
+from onward.trainer.parallel.replicas.compression import add_decompressed, compress, compressed_bytes
+from onward.trainer.parallel.replicas.transport import CommunicationStream, Summed
+from onward.trainer.run.directory import RunDir, read_config
+from tests.support.graphs import tiny_conv_net, tiny_transformer
 from tests.support.ranks import run_ranks
-from tests.support.runs import assert_equal_bits, final_tensors, make_run, tiny_images, train_run, train_until
+from tests.support.runs import (
+    assert_equal_bits,
+    final_tensors,
+    make_run,
+    tiny_images,
+    tiny_text,
+    train_run,
+    train_until,
+)
 from tests.trainer.parallel.replicas.test_reducer import mesh_of, network, reducer_of, weights_of
 
 ROUTES = [(transport, compression) for transport in ("torch", "mpi") for compression in ("none", "fp16", "bf16")]
@@ -229,3 +238,68 @@ def test_killed_and_resumed_is_never_interrupted_on_every_route(tmp_path: Path, 
         assert train_run(run).step == 12
         finals.append(final_tensors(run))
     assert_equal_bits(*finals)
+
+
+BESIDE_TENSOR_PARALLELISM: list[dict[str, Any]] = [{"compression": "fp16"}, {"reduction": "adasum", "adasum_ranks": 2}]
+
+
+def trained_in_both_ways(mpi: MPIContext, threaded: list[str], streamed: list[str]) -> list[Any]:
+    """Train as a CPU sends, then as a GPU; return (operation, ranks in its group, thread) of all that the latter
+    started, in order."""
+    from onward.trainer.loop import train
+
+    def train_all(folders: list[str]) -> None:
+        for folder in folders:
+            run, beats = RunDir(Path(folder)), Heartbeat(Path(folder) / "heartbeat")
+            if mpi.rank == 0:
+                run.begin_attempt()
+            dist.barrier()
+            train(read_config(run), run, mpi, attempt=1, heartbeat=beats, stop_requested=lambda: False)
+
+    train_all(threaded)
+    started: list[Any] = []
+
+    def recorded(module: Any, name: str) -> None:
+        call = getattr(module, name)
+
+        def record(*arguments: Any, **named: Any) -> Any:
+            group = named.get("group")
+            size = group.size() if isinstance(group, dist.ProcessGroup) else mpi.world_size
+            started.append([name, size, threading.current_thread().name])
+            return call(*arguments, **named)
+
+        setattr(module, name, record)
+
+    for name in ("all_reduce", "all_gather", "all_to_all_single", "broadcast", "batch_isend_irecv"):
+        recorded(dist, name)
+    recorded(collectives, "all_reduce")
+    for module in (sending, adasum):
+        module.background = lambda device, timeout_s: CommunicationStream(device)  # type: ignore[attr-defined]
+    train_all(streamed)
+    return started
+
+
+@pytest.mark.mpi
+def test_sent_from_the_thread_of_the_backward_pass_gradients_have_the_same_bits_and_ranks_one_order(
+    tmp_path: Path,
+) -> None:
+    """NCCL needs one order of the operations of all groups, and two threads have none."""
+    runs: dict[str, list[RunDir]] = {}
+    for way in ("thread", "stream"):
+        runs[way] = [
+            make_run(
+                tmp_path / f"{way}-{number}",
+                tiny_transformer(),
+                tiny_text(20),
+                train={"global_batch_size": 4, "num_steps": 2, "evaluation_period": 0},
+                parallel={"data": 2, "tensor": 2, **route},
+            )
+            for number, route in enumerate(BESIDE_TENSOR_PARALLELISM)
+        ]
+    roots = [[str(run.root) for run in runs[way]] for way in ("thread", "stream")]
+    first, *others = run_ranks(4, "tests.trainer.parallel.replicas.test_transport:trained_in_both_ways", *roots)
+    assert all(started == first for started in others)
+    assert {thread for _, _, thread in first} == {"MainThread"}
+    assert {name for name, _, _ in first} >= {"all_to_all_single", "batch_isend_irecv", "all_gather", "all_reduce"}
+    for threaded, streamed in zip(runs["thread"], runs["stream"], strict=True):
+        assert_equal_bits(final_tensors(streamed), final_tensors(threaded))

@@ -122,7 +122,7 @@ TARGETS = [[2, 2, 2, 2, 2], [1, 5, 0, 0, 4]]
 
 def hosts_of_several(mpi: MPIContext, cases: list[tuple[str, int | str]]) -> dict[str, Any]:
     """5 replicas on several hosts or one; with equal and unequal targets; and with a bucket of one element."""
-    reduce.BUCKET_BYTES = 40  # two buckets
+    reduce.BUCKET_BYTES["gloo"] = (40, 40)  # two buckets
     mesh, found = mesh_of(mpi, data=5), {}
     for transport, hosts in cases:
         names = {"long": 7, "short": 3, "single": 1}

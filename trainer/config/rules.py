@@ -71,6 +71,7 @@ def _replicas(parallel: ParallelConfig) -> Iterable[str]:
             ("reduction", parallel.reduction, "sum"),
             ("transport", parallel.transport, "torch"),
             ("compression", parallel.compression, "none"),
+            ("bucket_mib", parallel.bucket_mib, 0),
         ):
             if value != default:
                 yield f"parallel.{name} {value!r} needs parallel.zero 0, not {parallel.zero}"

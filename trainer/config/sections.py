@@ -285,6 +285,9 @@ class ParallelConfig(Section):
     """What sends gradients between replicas: torch's backend (NCCL, gloo), or MPI (ZeRO 0 on CPUs)."""
     compression: Literal["none", "fp16", "bf16"] = "none"
     """The type in which gradients are sent; `none` = fp32 (ZeRO 0 only)."""
+    bucket_mib: NonNegativeInt = 0
+    """Gradients are sent in buckets of up to so many MiB, while the backward pass still computes others; 0 = chosen for
+    the link: 4 for gloo and MPI, 25 for NCCL, whose first bucket has 1 (ZeRO 0 only). The log says what was chosen."""
 
     @model_validator(mode="before")
     @classmethod

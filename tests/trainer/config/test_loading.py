@@ -71,6 +71,10 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"parallel": {"data": 2, "zero": 3, "compression": "bf16"}},
         ["parallel.compression 'bf16' needs parallel.zero 0, not 3"],
     ),
+    "buckets of ZeRO": (
+        {"parallel": {"data": 2, "zero": 1, "bucket_mib": 8}},
+        ["parallel.bucket_mib 8 needs parallel.zero 0, not 1"],
+    ),
     "groups of nothing": ({"parallel": {"data": 4, "shard": 2}}, ["parallel.shard 2 needs parallel.zero 1, 2 or 3"]),
     "groups that are not whole": (
         {"parallel": {"data": 4, "zero": 3, "shard": 3}},

@@ -21,6 +21,7 @@ the backward pass and get the sum back (`copies.TiedGradients`).
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.distributed.mesh import backend_of
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.replicas.adasum import Adasum
@@ -38,8 +40,12 @@ from onward.trainer.parallel.replicas.copies import ReplicatedWeights, TiedGradi
 from onward.trainer.parallel.replicas.norms import global_norm, gradient, sum_over_world
 from onward.trainer.parallel.replicas.transport import Carrier, Direct, Job, Summed
 
-BUCKET_BYTES = 4 << 20
-"""Large enough that the latency of a message does not matter, small enough that the first bucket is sent early."""
+log = logging.getLogger(__name__)
+
+BUCKET_BYTES = {"gloo": (4 << 20, 4 << 20), "nccl": (1 << 20, 25 << 20)}
+"""Backend -> size of the first bucket and of the others, if parallel.bucket_mib is 0. Large enough that the latency of
+a message does not matter; NCCL's links, a hundred times faster, need longer messages for that. Its numbers are those of
+torch's DDP. The first one is smaller, so that it is sent early: nothing else is being sent then."""
 
 
 class Reducer:
@@ -75,13 +81,22 @@ class Reducer:
         self._carrier = _carrier(config, mesh, mpi, timeout_s=timeout_s)
 
         assert len({*self.weights}) == len(self.weights), "two weights of one name and stage"
+        first, most = bucket_bytes(config, backend_of(self._group, mpi.device))
         # tensor-parallel ranks must fill the same buckets, so the sizes of the full weights decide
-        most = BUCKET_BYTES * mesh.get_group("tensor").size()
+        scale = mesh.get_group("tensor").size()
         own = [weight for weight in self._trained if weight.name not in shared]
         tied = [weight for weight in self._trained if self._tied.is_first(weight)]
         # tied gradients are complete only after the backward pass: their buckets are sent last, in `reduce`
-        early, late = ([_Bucket(members) for members in _pack(group[::-1], most)] for group in (own, tied))
+        early = [_Bucket(members) for members in _pack(own[::-1], first * scale, most * scale)]
+        late = [_Bucket(members) for members in _pack(tied[::-1], most * scale, most * scale)]
         self._buckets = early + late
+        if mpi.rank == 0 and self._group.size() > 1:
+            log.info(
+                "gradients are summed over %d replicas by %s in %d buckets, the first up to %g MiB, the others up to "
+                "%g MiB (parallel.bucket_mib = %d)",
+                *(self._group.size(), backend_of(self._group, mpi.device), len(self._buckets)),
+                *(first / 2**20, most / 2**20, config.bucket_mib),
+            )
         self._num_early = len(early)
         self._in_buckets = {*own, *tied}
         self._gradients = [bucket.gradients for bucket in self._buckets]
@@ -263,13 +278,23 @@ def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [flat[end - tensor.numel() : end].view_as(tensor) for tensor, end in zip(like, ends, strict=True)]
 
 
-def _pack(weights: list[Weight], most: int) -> list[list[Weight]]:
-    """Split weights into runs of one dtype whose full sizes sum up to `most` bytes; a larger weight is alone."""
+def bucket_bytes(config: ParallelConfig, backend: str) -> tuple[int, int]:
+    """Return the size of the first bucket and of the others, for a backend of torch.distributed."""
+    first, most = BUCKET_BYTES[backend]
+    return (min(first, config.bucket_mib << 20), config.bucket_mib << 20) if config.bucket_mib else (first, most)
+
+
+def _pack(weights: list[Weight], first: int, most: int) -> list[list[Weight]]:
+    """Split weights into runs of one dtype whose full sizes sum up to `most` bytes, those of the first one to `first`.
+
+    A larger weight is alone.
+    """
     packs: list[list[Weight]] = []
     size = 0
     for weight in weights:
         num_bytes = math.prod(weight.placement.shape) * weight.tensor.element_size()
-        if not packs or size + num_bytes > most or packs[-1][0].tensor.dtype != weight.tensor.dtype:
+        limit = first if len(packs) == 1 else most
+        if not packs or size + num_bytes > limit or packs[-1][0].tensor.dtype != weight.tensor.dtype:
             packs.append([])
             size = 0
         packs[-1].append(weight)

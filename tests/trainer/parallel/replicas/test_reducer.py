@@ -47,6 +47,52 @@ def reducer_of(mpi: MPIContext, weights: list[Weight], **others: Any) -> Reducer
     return Reducer(weights, mpi=mpi, **settings | others)
 
 
+# -- buckets
+
+
+def test_buckets_fit_the_link_and_the_first_one_is_smaller() -> None:
+    chosen, given = ParallelConfig(), ParallelConfig(bucket_mib=8)
+    assert reduce.bucket_bytes(chosen, "gloo") == (4 << 20, 4 << 20)
+    assert reduce.bucket_bytes(chosen, "nccl") == (1 << 20, 25 << 20)
+    assert reduce.bucket_bytes(given, "gloo") == (4 << 20, 8 << 20)
+    assert reduce.bucket_bytes(given, "nccl") == (1 << 20, 8 << 20)
+    assert reduce.bucket_bytes(ParallelConfig(bucket_mib=1), "gloo") == (1 << 20, 1 << 20)
+    weights = [weight(str(number), torch.zeros(length)) for number, length in enumerate((1, 1, 3, 1, 9, 1))]
+    packs = reduce._pack(weights, first=8, most=20)
+    assert [[each.name for each in pack] for pack in packs] == [["0", "1"], ["2", "3"], ["4"], ["5"]]
+
+
+def gradients_in_buckets(mpi: MPIContext) -> dict[str, list[Any]]:
+    """The norm and the gradients of a network whose rows are random, for several sizes of buckets."""
+    found = {}
+    for first, most in ((1, 1), (200, 4000), (1 << 20, 25 << 20)):
+        reduce.BUCKET_BYTES["gloo"] = (first, most)
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(31, 57), nn.Tanh(), nn.Linear(57, 43), nn.Tanh(), nn.Linear(43, 7))
+        reducer = reducer_of(mpi, weights_of(module))
+        torch.manual_seed(1 + mpi.rank)
+        reducer.begin(1)
+        module(torch.randn(16, 31)).square().sum().backward()
+        norm = float(reducer.reduce())
+        gradients = torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
+        found[str(most)] = [norm, gradients.tolist()]
+    return found
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_size_of_buckets_changes_no_bit_of_two_replicas_and_only_rounding_of_more(num_replicas: int) -> None:
+    """Two numbers have one sum; of more, gloo and NCCL add in an order that depends on the position in the bucket."""
+    results = run_ranks(num_replicas, "tests.trainer.parallel.replicas.test_reducer:gradients_in_buckets")
+    assert all(result == results[0] for result in results)
+    one, *others = results[0].values()
+    for other in others:
+        if num_replicas == 2:
+            assert other == one
+        torch.testing.assert_close(torch.tensor(other[1]), torch.tensor(one[1]), rtol=0, atol=1e-6 * max(one[1]))
+        assert other[0] == pytest.approx(one[0], rel=1e-6)
+
+
 # -- replicas
 
 
@@ -54,7 +100,7 @@ def replicas_with_rows(mpi: MPIContext) -> dict[str, Any]:
     """Each replica has its own two rows, as two micro-batches; the last replica has none."""
     found = {}
     for bucket_bytes in (1, 40, 1 << 20):
-        reduce.BUCKET_BYTES = bucket_bytes
+        reduce.BUCKET_BYTES["gloo"] = (bucket_bytes, bucket_bytes)
         module = network()
         reducer = reducer_of(mpi, weights_of(module))
         rows = torch.arange(12.0).reshape(4, 3)[mpi.rank * 2 : mpi.rank * 2 + 2]
@@ -76,7 +122,7 @@ def replicas_with_rows(mpi: MPIContext) -> dict[str, Any]:
 
 def sent_before_the_end_of_backward(mpi: MPIContext) -> list[int]:
     """Buckets sent when the gradient that is made last is made, in each of two backward passes."""
-    reduce.BUCKET_BYTES = 1  # every parameter in a bucket of its own
+    reduce.BUCKET_BYTES["gloo"] = (1, 1)  # every parameter in a bucket of its own
     module = network()
     reducer = reducer_of(mpi, weights_of(module))
     sent: list[int] = []
@@ -187,7 +233,7 @@ def stages_that_share(mpi: MPIContext) -> dict[str, Any]:
 
 def divided_weights(mpi: MPIContext) -> dict[str, Any]:
     """3 replicas x 2 tensor-parallel ranks: seven rows, 3 on one rank and 4 on the other, and a vector on both."""
-    reduce.BUCKET_BYTES = 1 << 20
+    reduce.BUCKET_BYTES["gloo"] = (1 << 20, 1 << 20)
     mesh = mesh_of(mpi, data=3, tensor=2)
     replica, tensor = divmod(mpi.rank, 2)
     start, stop = share(7, tensor, 2)

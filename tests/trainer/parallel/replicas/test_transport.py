@@ -87,7 +87,7 @@ def routes(mpi: MPIContext) -> dict[str, Any]:
 
 def by_reducer(mpi: MPIContext, transport: str, compression: str) -> list[Any]:
     """The gradients of a network, each replica having its own row; buckets sent when the last gradient is made."""
-    reduce.BUCKET_BYTES = 1
+    reduce.BUCKET_BYTES["gloo"] = (1, 1)
     module, sent = network(), []
     reducer = reducer_of(mpi, weights_of(module), config=ParallelConfig(transport=transport, compression=compression))
     module[0].weight.register_hook(lambda gradient: sent.append(reducer.num_sent))

@@ -16,16 +16,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import onnx
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,71 +31,15 @@ from onward.trainer.config.sections import GraphConfig
 from onward.trainer.model.compile import accelerate
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
+from tests.bench.handwritten import BERT, GPT2, Block, exported
 
 WIDTH, HEADS, LAYERS, LENGTH, VOCABULARY, CLASSES = 128, 4, 3, 64, 512, 10
+SIZES = {"vocabulary": VOCABULARY, "length": LENGTH, "layers": LAYERS, "heads": HEADS, "width": WIDTH}
 ROUND_S = 0.4
 """How long one side runs in one round, about."""
 
 
 # -- the hand-written modules
-
-
-class Block(nn.Module):
-    """A transformer layer: pre-norm or post-norm, causal or with a padding mask."""
-
-    def __init__(self, *, causal: bool, pre: bool, approximate: str) -> None:
-        super().__init__()
-        self.causal, self.pre, self.approximate = causal, pre, approximate
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        batch, length = x.shape[:2]
-        q, k, v = self.qkv(x).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))  # type: ignore[no-any-return]
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        def mlp(x: Tensor) -> Tensor:
-            return self.down(F.gelu(self.up(x), approximate=self.approximate))  # type: ignore[no-any-return]
-
-        if self.pre:
-            x = x + self.attend(self.norm_1(x), mask)
-            return x + mlp(self.norm_2(x))
-        x = self.norm_1(x + self.attend(x, mask))
-        return self.norm_2(x + mlp(x))  # type: ignore[no-any-return]
-
-
-class GPT2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(causal=True, pre=True, approximate="tanh") for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
-
-
-class BERT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(Block(causal=False, pre=False, approximate="none") for _ in range(LAYERS))
-        self.pooler, self.classifier = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        x = self.norm(x)
-        mask = (1.0 - attention_mask[:, None, None, :].to(x.dtype)) * torch.finfo(x.dtype).min
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.classifier(torch.tanh(self.pooler(x[:, 0])))  # type: ignore[no-any-return]
 
 
 class ViT(nn.Module):
@@ -107,7 +48,8 @@ class ViT(nn.Module):
         self.patch = nn.Conv2d(3, WIDTH, 8, 8)
         self.cls = nn.Parameter(0.02 * torch.randn(1, 1, WIDTH))
         self.positions = nn.Parameter(0.02 * torch.randn(1, 65, WIDTH))
-        self.blocks = nn.ModuleList(Block(causal=False, pre=True, approximate="none") for _ in range(LAYERS))
+        block = {"causal": False, "pre": True, "approximate": "none"}
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS, **block) for _ in range(LAYERS))  # type: ignore[arg-type]
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -152,44 +94,12 @@ class Model:
 
 
 MODELS = {
-    "gpt2": Model(GPT2, {"tokens": _tokens}, 16),
-    "bert": Model(BERT, {"tokens": _tokens, "attention_mask": _mask}, 16),
+    "gpt2": Model(partial(GPT2, **SIZES), {"tokens": _tokens}, 16),
+    "bert": Model(partial(BERT, **SIZES, classes=CLASSES), {"tokens": _tokens, "attention_mask": _mask}, 16),
     "vit": Model(ViT, {"image": _image(64)}, 16),
     "resnet18": Model(_torchvision("resnet18"), {"image": _image(64)}, 8, convolutional=True),
     "squeezenet": Model(_torchvision("squeezenet1_1"), {"image": _image(64)}, 16, convolutional=True),
 }
-
-
-# -- the file
-
-
-def exported(module: nn.Module, model: Model, exporter: str) -> onnx.ModelProto:
-    """The module as this exporter writes it, the batch left free."""
-    kind, opset = exporter.split("-")
-    inputs = {name: make(2) for name, make in model.inputs.items()}
-    module = module.train(model.convolutional)
-    options: dict[str, Any] = {}
-    if kind == "legacy" and model.convolutional:
-        options = {"training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
-    elif kind == "dynamo":
-        batch = torch.export.Dim("batch")
-        options = {"dynamic_shapes": tuple({0: batch} for _ in inputs), "optimize": not model.convolutional}
-    if kind == "legacy":
-        options["dynamic_axes"] = {name: {0: "batch"} for name in inputs}
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the exporters warn of is not measured
-        path = Path(folder) / "model.onnx"
-        torch.onnx.export(
-            module,
-            tuple(inputs.values()),
-            str(path),
-            dynamo=kind == "dynamo",
-            opset_version=int(opset),
-            input_names=list(inputs),
-            verbose=False,
-            **options,
-        )
-        return onnx.load(path)
 
 
 # -- one update
@@ -219,7 +129,8 @@ def compare(name: str, exporter: str, batch_size: int, *, compiled: bool, device
     torch.manual_seed(0)
     model = MODELS[name]
     native = model.build()
-    imported = to_module(exported(native, model, exporter))
+    probe = {key: make(2) for key, make in model.inputs.items()}
+    imported = to_module(exported(native, probe, exporter=exporter, convolutional=model.convolutional))
     native.to(device), imported.to(device)
     ours = accelerate(imported, GraphConfig(compile=compiled), device)
     theirs = torch.compile(native, dynamic=True) if compiled else native

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onward.trainer.config.sections import ModelConfig, OptimizerConfig, ParallelConfig
@@ -31,7 +31,7 @@ from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.model.loss import Loss
-from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
+from onward.trainer.onnx_graph.reference_models import build_squeezenet
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.torchvision_import import import_torchvision
@@ -40,47 +40,11 @@ from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import build_stages
 from onward.trainer.parallel.replicas.reducer import Reducer
+from tests.bench.handwritten import gpt2_from, gpt2_model
 from tests.support.ranks import run_ranks
 
 UPDATES = 5
-GPT2 = {"vocab_size": 256, "sequence_length": 256, "num_layers": 4, "num_heads": 4, "width": 128, "dropout": 0.0}
-
-
-class HandwrittenGPT2(nn.Module):
-    """GPT-2 as one writes it: pre-LN blocks, fused QKV, SDPA, tanh GELU, tied head."""
-
-    def __init__(self, *, vocab_size: int, sequence_length: int, num_layers: int, num_heads: int, width: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.tokens = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(sequence_length, width)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm_1": nn.LayerNorm(width),
-                    "qkv": nn.Linear(width, 3 * width),
-                    "out": nn.Linear(width, width),
-                    "norm_2": nn.LayerNorm(width),
-                    "up": nn.Linear(width, 4 * width),
-                    "down": nn.Linear(4 * width, width),
-                }
-            )
-            for _ in range(num_layers)
-        )
-        self.norm = nn.LayerNorm(width)
-        self.tokens.weight.data.mul_(0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] int64 -> [B, T, vocabulary]."""
-        batch, length = tokens.shape
-        x = self.tokens(tokens) + self.positions.weight[:length]
-        for block in self.blocks:
-            qkv = block["qkv"](block["norm_1"](x)).view(batch, length, 3, self.num_heads, -1)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + block["out"](attended.transpose(1, 2).reshape(batch, length, -1))
-            x = x + block["down"](F.gelu(block["up"](block["norm_2"](x)), approximate="tanh"))
-        return self.norm(x) @ self.tokens.weight.T
+GPT2_SIZES = {"vocabulary": 256, "length": 256, "layers": 4, "heads": 4, "width": 128}
 
 
 def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
@@ -95,11 +59,10 @@ def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
 
 def gpt2(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     """(imported, hand-written, batch)."""
-    imported = to_module(build_gpt2(**GPT2))  # type: ignore[arg-type]
-    sizes = {name: int(value) for name, value in GPT2.items() if name != "dropout"}
-    shape = (batch_size, sizes["sequence_length"])
+    model = gpt2_model(GPT2_SIZES)
+    shape = (batch_size, GPT2_SIZES["length"])
     batch = Batch((torch.randint(0, 256, shape),), torch.randint(0, 256, shape), batch_size)
-    return imported, HandwrittenGPT2(**sizes), batch
+    return to_module(model), gpt2_from(model, GPT2_SIZES), batch
 
 
 MODELS = {"squeezenet": (squeezenet, 32), "gpt2": (gpt2, 8)}

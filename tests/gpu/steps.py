@@ -22,6 +22,14 @@ class Step:
     limit_s: float = STEP_LIMIT_S
 
 
-STEPS: tuple[Step, ...] = ()
+STEPS: tuple[Step, ...] = (
+    Step(
+        "speed-gpt2", "measure_gpt2", "GPT-2 124M beside a loop written by hand, in fp32, TF32, bf16, compiled, batch 1"
+    ),
+    Step("speed-large", "measure_large", "GPT-2 of 1.0 billion parameters beside a loop written by hand, in bf16"),
+    Step("speed-vision", "measure_vision", "ResNet-50, channels_last and contiguous", ("torchvision",)),
+    Step("speed-bert", "measure_bert", "BERT-base with padded sequences, eager and compiled"),
+    Step("one-step", "measure_step", "one step under the profiler: kernels, idle time, waits, copies, optimizer, norm"),
+)
 
 EVERY_STEP_NEEDS = ("torch", "onnx", "numpy", "pydantic", "psutil")

@@ -21,11 +21,13 @@ import onnx
 import psutil
 import torch
 
-from onward.tasks.shard_data import shard_data
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.config.loading import build_config
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.input_columns import columns_to_read, data_problems
+from onward.trainer.data.sharding import make_shards
+from onward.trainer.data.signature import model_digest, read_training_signature
+from onward.trainer.errors import ConfigError
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import AttemptResult, RunIdentity, read_record, write_record
@@ -36,7 +38,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array], /, **sections: Any) -> RunDir:
-    """A run directory ready to train, as the tasks before `train` leave it.
+    """A run directory ready to train, as the tasks before `train` leave it; needs no Prefect.
 
     A `proto` that refers to other files for its tensors finds them in `folder` already.
     """
@@ -58,7 +60,11 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
     digest = model_digest(folder / "model.onnx")
     write_record(run.identity, RunIdentity(run_id="run", name="test", created_at="2026-01-01", model_sha256=digest))
     os.environ["ONWARD_HOME"] = str(folder / "home")
-    shard_data.fn(run)
+    wanted = columns_to_read(config, read_training_signature(config.model))
+    shards, manifest, _ = make_shards(config.data, wanted, folder / "home" / "shards")
+    if problems := data_problems(config, manifest.table):
+        raise ConfigError(problems)
+    run.shards.symlink_to(shards, target_is_directory=True)
     return run
 
 

@@ -175,6 +175,7 @@ def _division(found: Plan) -> Iterator[tuple[str, str]]:
     if parallel.pipeline > 1:
         yield "schedule", f"{parallel.schedule}, bubble {found.bubble:.1%}"
     yield "recomputation", found.recompute.mode
+    yield "products", found.compute
     limit = f" of {found.memory_bytes / 2**30:.3g} GiB" if found.memory_bytes else ""
     yield "predicted peak", f"{max(memory.peak for memory in found.memory) / 2**30:.3g} GiB{limit}"
 

@@ -53,9 +53,11 @@ def train_rank(run: RunDir) -> int:
     heartbeat.start(rank=mpi.rank, timeout_s=config.launch.heartbeat_timeout_s)
 
     # After `connect` has checked the world size: these imports take seconds.
+    from onward.trainer.distributed.arithmetic import named_if_not_deterministic
     from onward.trainer.loop import train
 
-    result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=lambda: stop.requested)
+    with named_if_not_deterministic():
+        result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=lambda: stop.requested)
     # This file is the only proof of success; the exit status of mpirun is none.
     if mpi.rank == 0:
         write_record(run.result(attempt), result)

@@ -4,8 +4,9 @@ MLflow, TensorBoard and the progress bar are filled from the log. A line is
 
     {"at_ms": 1767225600000, "attempt": 1, "step": 12, "kind": "scalars", "values": {"train/loss": 0.5}}
 
-Kinds: `start` (an attempt begins at `step`; `num_steps`, `num_samples`, `num_parameters`), `scalars` (`values`),
-`evaluation` (`values`), `histogram` (`name`, `counts`, `edges`), `checkpoint` (`path`), `end` (`status`).
+Kinds: `start` (an attempt begins at `step`; `num_steps`, `num_samples`, `num_parameters`, `compute`: the type of the
+products), `scalars` (`values`), `evaluation` (`values`), `histogram` (`name`, `counts`, `edges`), `checkpoint`
+(`path`), `end` (`status`).
 A resumed attempt repeats the steps after its checkpoint; readers keep the first line of each (key, step). A line that a
 crash cut off is removed when the next attempt opens the log.
 """

@@ -24,6 +24,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batches, evaluation_batches
 from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import check_fit
@@ -59,7 +60,8 @@ def train(
     """
     started_at = time.monotonic()
 
-    # -- 1. Ranks: who computes what
+    # -- 1. Ranks: who computes what, and in which arithmetic
+    config = set_arithmetic(config, mpi)
     dims = ParallelDims.of(config.parallel)
     mesh = make_mesh(mpi, dims, timeout_s=config.launch.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
@@ -131,7 +133,8 @@ def train(
         load_optimizer_parts(optimizer, trained, tensors)
         scaler.restore(state.scaler)
     check_copies(parts, mpi, beat=heartbeat.beat)  # nothing is broadcast: every rank has read its own parts
-    events.emit("start", state.step, num_steps=num_steps, num_samples=num_samples, num_parameters=model.num_parameters)
+    shown = {"num_samples": num_samples, "num_parameters": model.num_parameters, "compute": config.precision.compute}
+    events.emit("start", state.step, num_steps=num_steps, **shown)
     if state.step == 0:
         state = state.evaluated(evaluate(0))
 

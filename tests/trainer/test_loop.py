@@ -46,8 +46,10 @@ def test_a_run_with_several_evaluations_reads_the_signature_of_the_model_once(tm
         graphs.tiny_mlp(),
         columns,
         model={"loss": "mse"},
-        train={"global_batch_size": 8, "num_steps": 3, "evaluation_period": 1},
+        train={"global_batch_size": 8, "num_steps": 3, "evaluation_period": 1, "deterministic": True},
+        precision={"compute": "auto"},
     )
     (parsed,) = run_ranks(1, "tests.trainer.test_loop:parsed_models", str(run.root), timeout_s=120)
     assert len(events(run, "evaluation")) == 4, "before the first step, and after each of three"
+    assert [event.fields["compute"] for event in events(run, "start")] == ["fp32"], "what `auto` is on a CPU"
     assert parsed == [str(tmp_path / "model.onnx")] * 2, "once for its inputs and outputs, once for its weights"

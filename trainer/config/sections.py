@@ -159,13 +159,18 @@ class TrainConfig(Section):
     """Samples one replica evaluates at a time; 0 = the size of a micro-batch."""
     log_period: PositiveInt = 1
     """Steps between two lines of metrics in the event log."""
+    deterministic: bool = False
+    """On GPUs use deterministic algorithms only, which may be slower: a resumed run then has the bits of one that was
+    never interrupted. An operator that has none is refused by name. On CPUs that holds without it."""
 
 
 class PrecisionConfig(Section):
     """The arithmetic of the forward and backward passes. Weights and optimizer state are always fp32."""
 
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The type of the matrix products and convolutions."""
+    compute: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
+    """The type of the matrix products and convolutions. `tf32` is fp32 with TF32 products on GPUs that have them, from
+    compute capability 8.0 on, and fp32 elsewhere. `auto` = bf16 on such GPUs, fp32 elsewhere. The slowest GPU of a job
+    decides for all."""
     loss_scale: NonNegativeFloat = 0.0
     """fp16 only: a static loss scale; 0 = dynamic."""
     initial_scale: PositiveFloat = 65536.0

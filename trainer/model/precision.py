@@ -12,7 +12,11 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of a forward pass: matrix products and convolutions compute in `precision.compute`."""
-    if config.compute == "fp32":
+    """Return the context of a forward pass: matrix products and convolutions compute in `precision.compute`.
+
+    `auto` must have been resolved (distributed/arithmetic.py). In fp32 and tf32 nothing is cast.
+    """
+    assert config.compute != "auto", "precision.compute has not been resolved for this device"
+    if config.compute not in COMPUTE:
         return nullcontext()
     return torch.autocast(device.type, dtype=COMPUTE[config.compute])

@@ -198,6 +198,7 @@ class Estimate:
         return Plan(
             parallel=config.parallel,
             recompute=config.recompute,
+            compute=config.precision.compute,
             gradient_accumulation_steps=config.train.gradient_accumulation_steps,
             micro_batch_size=config.micro_batch_size,
             stages=tuple(sorted(stages, key=lambda stage: stage.stage)),

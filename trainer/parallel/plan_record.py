@@ -69,6 +69,8 @@ class Plan(Record):
     parallel: ParallelConfig
     """With the sizes that `auto` chose."""
     recompute: RecomputeConfig
+    compute: str = "fp32"
+    """The type of the products, as `precision.compute` chooses it on the machine that planned."""
     gradient_accumulation_steps: int
     micro_batch_size: int
     stages: tuple[PlannedStage, ...]

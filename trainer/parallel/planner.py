@@ -23,6 +23,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.sharding import infer_schema
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError
@@ -46,6 +47,7 @@ def plan(config: RunConfig) -> Plan:
     configured or nothing fits into memory, UnsupportedModel when its shapes depend on data.
     """
     device = torch.device("cuda" if config.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
+    config = config.model_copy(update={"precision": resolve_precision(config.precision, capability_of(device))})
     module = open_trainable(config).module
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())

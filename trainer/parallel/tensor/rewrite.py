@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import is_fake
 
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.weights import Interval, Placement, slices
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, is_low_rank, stored_tensor
 from onward.trainer.parallel.tensor.propagation import LocalLength, RegionEdits
+from onward.trainer.parallel.tensor.region_dropout import RankSeeded
 from onward.trainer.parallel.tensor.regions import TensorSharding
 from onward.trainer.parallel.tensor.sharding import Sharding
 
@@ -47,32 +47,6 @@ def row_parallel_low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float, reverse
     """
     narrow = reduce_from_region(x @ (b if reverse else a.mT), group)
     return (narrow * scale) @ (a if reverse else b.mT)
-
-
-class RankSeeded(nn.Module):
-    """A module inside a region that draws different random numbers on each rank of the group.
-
-    Its seed is drawn from torch's generator, whose state is the same on all ranks. The generator advances by one draw
-    on each, whatever the module draws, so that the states stay the same; recomputation, which restores the state,
-    gets the same numbers again.
-    """
-
-    def __init__(self, drawing: nn.Module, tensor_rank: int) -> None:
-        super().__init__()
-        self.drawing = drawing
-        self.tensor_rank = tensor_rank
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        if not self.training or is_fake(x):
-            return self.drawing(x, *more)  # type: ignore[no-any-return]
-        seed = int(torch.randint(2**62, ())) + self.tensor_rank
-        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-            torch.manual_seed(seed)
-            return self.drawing(x, *more)  # type: ignore[no-any-return]
-
-    def extra_repr(self) -> str:
-        return f"tensor_rank={self.tensor_rank}"
 
 
 # -- the rewriting

@@ -22,8 +22,9 @@ from onward.trainer.model.adapters import add_adapters
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
+from onward.trainer.parallel.tensor.region_dropout import RankSeeded
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
-from onward.trainer.parallel.tensor.rewrite import RankSeeded, local_slice, shard_regions
+from onward.trainer.parallel.tensor.rewrite import local_slice, shard_regions
 from onward.trainer.parallel.tensor.sharding import CannotShard, NeedsFinerBlocks, Sharding
 from onward.trainer.parallel.tensor.view_rules import reshaped
 from tests.support import graphs, zoo

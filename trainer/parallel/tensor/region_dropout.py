@@ -36,7 +36,7 @@ class RankSeeded(nn.Module):
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return self._traceable(x, *more) if self.training else self.drawing(x, *more)  # type: ignore[no-any-return]
+            return self._traceable(x, *more) if self.training else self.drawing(x, *more)
         if not self.training or is_fake(x):
             return self.drawing(x, *more)  # type: ignore[no-any-return]
         seed = int(torch.randint(2**62, ())) + self.tensor_rank
@@ -55,8 +55,9 @@ class RankSeeded(nn.Module):
         if isinstance(drawing, Dropout):
             return self._drop(x, x, drawing.ratio, words)
         if isinstance(drawing, StochasticDepth):
-            draws = x[(..., *[slice(1)] * (x.ndim - drawing.mask_dims))]
-            return self._drop(x, draws, 1.0 - drawing.keep, words)
+            # one element for each index of the leading dimensions
+            shape = [*x.shape[: drawing.mask_dims], *[1] * (x.ndim - drawing.mask_dims)]
+            return self._drop(x, x.new_empty(shape), 1.0 - drawing.keep, words)
         assert isinstance(drawing, Attention), f"nothing is known of the random numbers of {type(drawing).__name__}"
         weights, value = _attention_weights(drawing, x, *more)
         return self._drop(weights, weights, drawing.dropout, words).to(value.dtype) @ value

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from onward.trainer.checkpoint.background import CheckpointWriter
 from onward.trainer.checkpoint.consistency import check_copies
 from onward.trainer.checkpoint.load import load, newest_complete, verify_together
-from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batches, evaluation_batches
@@ -109,13 +109,13 @@ def train(
 
     # the tensors themselves, which training changes in place: what is saved is always their present value
     parts = model.parts() | optimizer_parts(optimizer, trained)
+    checkpoints = CheckpointWriter(run, config, attempt=attempt, mpi=mpi, events=events)
 
-    def save_checkpoint() -> None:
+    def save_checkpoint(*, last: bool) -> None:
         # a copy that has diverged must not get into a checkpoint, from which every resume would start
         check_copies(parts, mpi, beat=heartbeat.beat)
         events.sync()  # before the checkpoint: a resumed run does not emit the events of earlier steps again
-        path = save(run, attempt=attempt, state=state, parts=parts, mpi=mpi, beat=heartbeat.beat)
-        events.emit("checkpoint", state.step, path=path.name)
+        checkpoints.save(state, parts, beat=heartbeat.beat, last=last)
 
     # -- 5. Resume, or start at zero
     state = TrainState(step=0, samples_seen=0, scaler=scaler.state(), metrics={})
@@ -143,6 +143,7 @@ def train(
     while state.step < num_steps and not stopping:
         step = state.step + 1
         heartbeat.beat(step)
+        checkpoints.poll()  # of the one that is being written in the background
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)
         # equal on tensor-parallel ranks, which compute the same activations between regions and must drop the same ones
         torch.manual_seed(dropout_seed(config.train.seed, step, mpi.rank // dims.tensor))
@@ -160,6 +161,7 @@ def train(
             reducer.undo()  # of BatchNorm's running statistics, which the forward passes have updated
             remedy = scaler.overflow()
             if remedy == "none":
+                checkpoints.wait(heartbeat.beat)
                 raise Diverged(
                     f"step {step}: loss {loss:g}, gradient norm {norm:g} at learning rate {rate:g} and loss scale "
                     f"{scaler.scale:g}; lower the learning rate, lengthen the warm-up, or compute in bf16 or fp32"
@@ -186,12 +188,13 @@ def train(
         if every(config.train.evaluation_period, step) or step == num_steps:
             state = state.evaluated(evaluate(step))
         if every(config.checkpoint.period, step) or last:
-            save_checkpoint()
+            save_checkpoint(last=last)
         # after evaluation and checkpoint, whose time does not count as training time
         if every(config.train.log_period, step):
             timed_from, timed_samples = time.monotonic(), 0
 
     # -- 7. Leave nothing half-written
+    checkpoints.close(heartbeat.beat)
     batches.close()
     reducer.close()
     heartbeat.stop()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from onward.trainer.distributed.processes import MPIContext
 
@@ -14,10 +15,10 @@ TEXT_BYTES = 1024
 """Longest text of `gather`; the rest is cut off."""
 
 
-def gather(mpi: MPIContext, text: str) -> list[str]:
-    """Return every rank's text, cut off at TEXT_BYTES. Collective: every rank."""
+def gather(mpi: MPIContext, text: str, group: ProcessGroup | None = None) -> list[str]:
+    """Return every rank's text, cut off at TEXT_BYTES. group: all ranks; None = the world. Collective: every rank."""
     mine = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
-    texts = _all_gather(mpi, torch.frombuffer(mine, dtype=torch.uint8))
+    texts = _all_gather(mpi, torch.frombuffer(mine, dtype=torch.uint8), group)
     return [text.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for text in texts]
 
 
@@ -56,9 +57,9 @@ def in_rounds(work: Iterator[str], exchange: Callable[[Callable[[], str]], list[
     return results
 
 
-def _all_gather(mpi: MPIContext, mine: Tensor) -> list[Tensor]:
+def _all_gather(mpi: MPIContext, mine: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
     if mpi.world_size == 1:
         return [mine]
     found = [torch.empty_like(mine) for _ in range(mpi.world_size)]
-    dist.all_gather(found, mine)
+    dist.all_gather(found, mine, group=group)
     return found

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from onward.trainer.checkpoint.exchange import gather, in_rounds
 from onward.trainer.checkpoint.manifest import Beat, StoredPiece, TensorEntry
@@ -61,8 +62,10 @@ def _age(name: str) -> tuple[int, str]:
     return len(name), name
 
 
-def verify_together(path: Path, *, mpi: MPIContext, beat: Beat = lambda: None) -> VerifiedCheckpoint:
-    """Verify a checkpoint. Collective: every rank, the same path.
+def verify_together(
+    path: Path, *, mpi: MPIContext, beat: Beat = lambda: None, group: ProcessGroup | None = None
+) -> VerifiedCheckpoint:
+    """Verify a checkpoint. Collective: every rank, the same path. group: all ranks; None = the world.
 
     Ranks that see the same directory each read a share of the files. Raises CheckpointError, with the same text on
     every rank, with what is wrong.
@@ -74,7 +77,7 @@ def verify_together(path: Path, *, mpi: MPIContext, beat: Beat = lambda: None) -
     except OSError:
         seen = ""
     # if the ranks see different files, the checkpoint was copied to several disks, and each rank reads its own
-    same = len(set(gather(mpi, seen))) == 1
+    same = len(set(gather(mpi, seen, group))) == 1
     rank, world_size = (mpi.rank, mpi.world_size) if same else (0, 1)
     verified: list[VerifiedCheckpoint] = []
 
@@ -91,7 +94,7 @@ def verify_together(path: Path, *, mpi: MPIContext, beat: Beat = lambda: None) -
         except (CheckpointError, OSError) as error:
             yield str(error) or type(error).__name__
 
-    results = in_rounds(work(), lambda advance: gather(mpi, advance()))
+    results = in_rounds(work(), lambda advance: gather(mpi, advance(), group))
     if problems := [result for result in results if not result.startswith("ok ")]:
         raise CheckpointError(problems[0])
     # each rank has verified its own copy: they are complete, but may be of different runs

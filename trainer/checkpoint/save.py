@@ -13,31 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
+from torch.distributed import ProcessGroup
 
 from onward.trainer.checkpoint import retention
 from onward.trainer.checkpoint.exchange import gather, in_rounds
 from onward.trainer.checkpoint.load import verify_together
-from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Beat, FileEntry, Manifest, serialise
+from onward.trainer.checkpoint.manifest import Beat, FileEntry, Manifest, serialise
+from onward.trainer.checkpoint.rank_file import RankFile
 from onward.trainer.checkpoint.train_state import TrainState
-from onward.trainer.checkpoint.write_plan import Piece, TensorPart, WritePlan, make_write_plan
+from onward.trainer.checkpoint.write_plan import TensorPart, WritePlan, make_write_plan
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, OnwardError
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import fsync
-
-SYNC_BYTES = 64 << 20
-"""What a rank writes between two fsyncs and exchanges with the other ranks. One fsync of everything at the end could
-take longer than the heartbeat and the other ranks wait."""
 
 
 def save(
@@ -56,7 +50,28 @@ def save(
     text on every rank and leaving earlier checkpoints as they are, CheckpointError when the disk is full or fails or
     the parts do not tile the tensors, and Fenced when the run directory belongs to a newer attempt.
     """
-    saving = _Saving(run, attempt, state, mpi, parts, make_write_plan(parts, mpi), beat)
+    plan = make_write_plan(parts, mpi)
+    file = RankFile(plan.by_rank[mpi.rank])
+    return write(run, attempt=attempt, state=state, plan=plan, file=file, content=file.read(parts), mpi=mpi, beat=beat)
+
+
+def write(
+    run: RunDir,
+    *,
+    attempt: int,
+    state: TrainState,
+    plan: WritePlan,
+    file: RankFile,
+    content: Iterable[memoryview],
+    mpi: MPIContext,
+    beat: Beat,
+    group: ProcessGroup | None = None,
+) -> Path:
+    """Write a checkpoint as `save` does, with the bytes of this rank's file from `content`.
+
+    group: all ranks, with a host backend; None = the world. Collective: every rank of it, in one thread of each.
+    """
+    saving = _Saving(run, attempt, state, plan, file, content, mpi, beat, group)
     try:
         if "exists" in saving.together(saving.look_for_existing) and saving.is_complete():
             return saving.final
@@ -73,15 +88,17 @@ def save(
 
 @dataclass(frozen=True)
 class _Saving:
-    """One call of `save` on one rank."""
+    """One call of `write` on one rank."""
 
     run: RunDir
     attempt: int
     state: TrainState
-    mpi: MPIContext
-    parts: Mapping[str, TensorPart]
     plan: WritePlan
+    file: RankFile
+    content: Iterable[memoryview]
+    mpi: MPIContext
     beat: Beat
+    group: ProcessGroup | None
 
     @property
     def final(self) -> Path:
@@ -97,7 +114,7 @@ class _Saving:
             answer = f"ok {self._with_explained_errors(action)}"
         except OnwardError as error:
             answer = f"{type(error).__name__} {error}"
-        answers = [answer.partition(" ") for answer in gather(self.mpi, answer)]
+        answers = [answer.partition(" ") for answer in gather(self.mpi, answer, self.group)]
         for kind, _, sentence in answers:
             if kind != "ok":
                 raise (Fenced if kind == "Fenced" else CheckpointError)(sentence)
@@ -133,7 +150,7 @@ class _Saving:
     def is_complete(self) -> bool:
         """Return whether the existing checkpoint of this step verifies. Collective: every rank."""
         try:
-            verify_together(self.final, mpi=self.mpi, beat=self.beat)
+            verify_together(self.final, mpi=self.mpi, beat=self.beat, group=self.group)
         except CheckpointError:
             return False
         return True
@@ -153,8 +170,8 @@ class _Saving:
 
     def write_files(self) -> list[str]:
         """Write this rank's file, in rounds with the other ranks; return "bytes sha256" of every rank's file."""
-        file, pieces = self.partial / _file_name(self.mpi.rank), self.plan.by_rank[self.mpi.rank]
-        with contextlib.closing(_write(file, _chunks(pieces, self.parts), self.beat)) as writing:
+        path = self.partial / _file_name(self.mpi.rank)
+        with contextlib.closing(self.file.write(path, self.content, self.beat)) as writing:
             return in_rounds(writing, self.together)
 
     def commit(self, results: Sequence[str]) -> str:
@@ -188,46 +205,3 @@ class _Saving:
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
-
-
-def _write(path: Path, chunks: Iterable[bytes | memoryview], beat: Beat) -> Generator[str]:
-    """Write a file. Yield "" whenever another SYNC_BYTES are on the disk, and at last "bytes sha256" of the file."""
-    digest, unsynced = hashlib.sha256(), 0
-    with path.open("xb") as file:
-        for chunk in chunks:
-            digest.update(chunk)
-            file.write(chunk)
-            unsynced += len(chunk)
-            beat()
-            # flush only hands the bytes to the kernel; after fsync they are on the disk
-            if unsynced >= SYNC_BYTES:
-                file.flush()
-                os.fsync(file.fileno())
-                unsynced = 0
-                yield ""
-        file.flush()
-        os.fsync(file.fileno())
-        result = f"{file.tell()} {digest.hexdigest()}"
-    yield result
-
-
-def _chunks(pieces: Iterable[Piece], parts: Mapping[str, TensorPart]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file: length of the header, header, pieces. Copies at most one piece at a time.
-
-    Format: https://github.com/huggingface/safetensors#format. The library writes a file in one call, without
-    heartbeats, and the file would have to be read again for its digest.
-    """
-    # the largest items first, so that every piece is aligned to its item size
-    pieces = sorted(pieces, key=lambda piece: (-piece.itemsize, piece.key))
-    header: dict[str, Any] = {}
-    end = 0
-    for piece in pieces:
-        start, end = end, end + piece.num_bytes
-        header[piece.key] = {"dtype": piece.entry.dtype, "shape": piece.entry.shape, "data_offsets": (start, end)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligned in the file as well, so that pieces can be memory-mapped
-    yield len(text).to_bytes(8, "little") + text
-    for piece in pieces:
-        content = piece.content(parts).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(content), CHUNK_BYTES):
-            yield content[start : start + CHUNK_BYTES]

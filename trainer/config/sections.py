@@ -350,6 +350,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 = only after the last step and when the job is asked to stop."""
     keep_newest: PositiveInt = 3
     """Newest checkpoints to keep, beside the best one."""
+    background: Literal["auto"] | bool = "auto"
+    """Write checkpoints while training goes on, from a copy in host memory of what a rank writes. `auto` = where the
+    copy takes at most half of the free memory; on a CPU with `parallel.memory_gib` training waits instead."""
     best_metric: str = "evaluation/loss"
     """The metric that decides which checkpoint is the best."""
     best_is: Literal["least", "greatest"] = "least"

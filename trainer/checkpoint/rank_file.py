@@ -1,0 +1,87 @@
+"""Write the safetensors file of one rank, and compute its digest meanwhile.
+
+    length of the header (8 bytes) | header (JSON) | piece | piece | ...
+
+The largest items are first, so that every piece is aligned to its item size. The content comes either from the tensors
+themselves, one piece at a time, or from a copy of all pieces in host memory, which training does not change.
+
+Format: https://github.com/huggingface/safetensors#format. The library writes a file in one call, without heartbeats,
+and the file would have to be read again for its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Beat
+from onward.trainer.checkpoint.write_plan import DTYPES, Piece, TensorPart
+
+SYNC_BYTES = 64 << 20
+"""What a rank writes between two fsyncs and exchanges with the other ranks. One fsync of everything at the end could
+take longer than the heartbeat and the other ranks wait."""
+
+
+class RankFile:
+    """The pieces that one rank writes, in the order of its file."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.pieces = sorted(pieces, key=lambda piece: (-piece.itemsize, piece.key))
+        self.num_bytes = 0
+        """Of all pieces, without the header."""
+        header: dict[str, Any] = {}
+        for piece in self.pieces:
+            start, self.num_bytes = self.num_bytes, self.num_bytes + piece.num_bytes
+            offsets = (start, self.num_bytes)
+            header[piece.key] = {"dtype": piece.entry.dtype, "shape": piece.entry.shape, "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # aligned in the file as well, so that pieces can be memory-mapped
+        self.header = len(text).to_bytes(8, "little") + text
+
+    def read(self, parts: Mapping[str, TensorPart]) -> Iterator[memoryview]:
+        """Yield the bytes of all pieces from this rank's tensors. Copies at most one piece at a time."""
+        for piece in self.pieces:
+            yield from chunks(piece.content(parts).cpu().contiguous().reshape(-1).view(torch.uint8))
+
+    def copy(self, parts: Mapping[str, TensorPart], target: Tensor) -> None:
+        """Copy all pieces into `target`, `num_bytes` bytes on the host; from a GPU to pinned memory it only starts."""
+        end = 0
+        for piece in self.pieces:
+            start, end = end, end + piece.num_bytes
+            place = target[start:end].view(DTYPES[piece.entry.dtype]).view(piece.entry.shape)
+            place.copy_(piece.content(parts), non_blocking=True)
+
+    def write(self, path: Path, content: Iterable[memoryview], beat: Beat) -> Generator[str]:
+        """Write the file. Yield "" whenever another SYNC_BYTES are on the disk, and at last "bytes sha256" of it."""
+        digest, unsynced = hashlib.sha256(self.header), 0
+        with path.open("xb") as file:
+            file.write(self.header)
+            for chunk in content:
+                digest.update(chunk)
+                file.write(chunk)
+                unsynced += len(chunk)
+                beat()
+                # flush only hands the bytes to the kernel; after fsync they are on the disk
+                if unsynced >= SYNC_BYTES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    unsynced = 0
+                    yield ""
+            file.flush()
+            os.fsync(file.fileno())
+            result = f"{file.tell()} {digest.hexdigest()}"
+        yield result
+
+
+def chunks(flat: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a flat uint8 tensor in the host's memory, CHUNK_BYTES at a time."""
+    content = flat.numpy().data
+    for start in range(0, len(content), CHUNK_BYTES):
+        yield content[start : start + CHUNK_BYTES]

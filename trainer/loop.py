@@ -152,12 +152,13 @@ def train(
 
         micro_batches = batches.take(state.samples_seen, size)
         part = pipeline.run(micro_batches, reducer, scale=scaler.scale, beat=heartbeat.beat)
-        norm = float(reducer.reduce()) / scaler.scale  # whatever overlap did not already do
-        finite = math.isfinite(norm) and bool(torch.isfinite(part))
-        # one all-reduce for all three: every rank must take the same branch below, and stop at the same step
-        loss, overflows, stops = reducer.sum(part, not finite, stop_requested())
+        own_squares = reducer.reduce()  # whatever overlap did not already do
+        # one all-reduce and one read of the device for all: ranks must take the same branch and stop at the same step
+        squares, loss, stops = reducer.sum(own_squares, part, stop_requested())
+        norm = math.sqrt(squares) / scaler.scale
+        overflowed = not math.isfinite(norm + loss)
 
-        if overflows:
+        if overflowed:
             reducer.undo()  # of BatchNorm's running statistics, which the forward passes have updated
             remedy = scaler.overflow()
             if remedy == "none":
@@ -180,7 +181,7 @@ def train(
         last = stopping or step == num_steps
 
         timed_samples += size
-        if not overflows and (every(config.train.log_period, step) or last):
+        if not overflowed and (every(config.train.log_period, step) or last):
             speed = timed_samples / (time.monotonic() - timed_from)
             events.scalars(
                 step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, samples_per_s=speed

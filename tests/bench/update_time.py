@@ -53,7 +53,7 @@ def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     from torchvision.models import squeezenet1_1
 
     imported = to_module(build_squeezenet(num_classes=10, image_size=32))
-    batch = Batch((torch.randn(batch_size, 3, 32, 32),), torch.randint(0, 10, (batch_size,)), batch_size)
+    batch = Batch((torch.randn(batch_size, 3, 32, 32),), torch.randint(0, 10, (batch_size,)), batch_size, batch_size)
     return imported, squeezenet1_1(num_classes=10), batch
 
 
@@ -61,7 +61,7 @@ def gpt2(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     """(imported, hand-written, batch)."""
     model = gpt2_model(GPT2_SIZES)
     shape = (batch_size, GPT2_SIZES["length"])
-    batch = Batch((torch.randint(0, 256, shape),), torch.randint(0, 256, shape), batch_size)
+    batch = Batch((torch.randint(0, 256, shape),), torch.randint(0, 256, shape), batch_size, math.prod(shape))
     return to_module(model), gpt2_from(model, GPT2_SIZES), batch
 
 
@@ -91,9 +91,8 @@ def onward_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[
 
     def update() -> float:
         part = pipeline.run([batch], reducer, scale=1.0)
-        norm = float(reducer.reduce())
-        loss, _, _ = reducer.sum(part, not math.isfinite(norm), False)
-        reducer.multiply(clip_factor(norm, 1.0))
+        squares, loss, _ = reducer.sum(reducer.reduce(), part, False)
+        reducer.multiply(clip_factor(math.sqrt(squares), 1.0))
         optimizer.step()
         return loss
 

@@ -16,6 +16,7 @@ from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.parallel.replicas import reducer as reduce
 from onward.trainer.parallel.replicas.reducer import Reducer
 from tests.support.ranks import run_ranks
+from tests.support.reducing import reduced_norm
 from tests.trainer.parallel.replicas.test_reducer import mesh_of
 
 Vectors = np.ndarray[Any, np.dtype[np.float64]]
@@ -75,7 +76,7 @@ def outcomes(mpi: MPIContext, num_parts: int) -> dict[str, Any]:
             own = torch.tensor(gradients_of(case, num_replicas)[replica][start:stop], dtype=torch.float32)
             reducer.begin(1)  # a share of the step's targets that is the same on all replicas
             (((divided * own).sum() + ones.sum()) / num_replicas).backward()
-            norm = float(reducer.reduce())
+            norm = reduced_norm(reducer)
             found[f"{transport} {compression} {case}"] = [divided.grad.tolist(), ones.grad.flatten().tolist(), norm]
         reducer.close()
     return found

@@ -1,4 +1,4 @@
-"""The training loop reads its inputs once, however long it runs."""
+"""The training loop reads its inputs once, and refuses labels that no check before it could refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onward.trainer.loop import train
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs
 from tests.support.ranks import run_ranks
-from tests.support.runs import events, make_run
+from tests.support.runs import events, make_run, tiny_text, train_run
 
 
 def parsed_models(mpi: MPIContext, root: str) -> list[str]:
@@ -53,3 +53,13 @@ def test_a_run_with_several_evaluations_reads_the_signature_of_the_model_once(tm
     assert len(events(run, "evaluation")) == 4, "before the first step, and after each of three"
     assert [event.fields["compute"] for event in events(run, "start")] == ["fp32"], "what `auto` is on a CPU"
     assert parsed == [str(tmp_path / "model.onnx")] * 2, "once for its inputs and outputs, once for its weights"
+
+
+@pytest.mark.mpi
+def test_a_label_beyond_classes_that_the_file_does_not_declare_is_refused_before_the_loss(tmp_path: Path) -> None:
+    model, columns = graphs.tiny_transformer(), tiny_text(40)
+    model.graph.output[0].type.tensor_type.shape.dim[-1].dim_param = "classes"
+    columns["label"][:, 3] = 32
+    run = make_run(tmp_path, model, columns, train={"global_batch_size": 8, "num_steps": 3})
+    with pytest.raises(AssertionError, match=r"DataError.*labels 32 in rows .* has 32 of them, 0\.\.31"):
+        train_run(run)

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.columns import Array, Values
+from onward.trainer.data.device_copies import DeviceCopies
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.shards import Shards
 from onward.trainer.data.signature import Signature
+from onward.trainer.data.targets import NO_LABELS, count_targets, label_range
 from onward.trainer.errors import ConfigError
 
 PIPELINED_EVALUATION_BATCHES = 4
@@ -42,6 +44,10 @@ class Batch:
     """[B, ...]: int64 for cross-entropy, else fp32; None when the graph computes its own loss."""
     size: int
     """B."""
+    num_targets: int
+    """Number of targets that enter the loss, counted on the host; 0 for a padding micro-batch."""
+    label_range: tuple[int, int] = NO_LABELS
+    """The least and the greatest class among the labels of a cross-entropy, found on the host."""
     rows: Array = field(default_factory=lambda: np.empty(0, np.int64))
     """int64 [B]: the numbers of the rows in the split."""
     is_padding: bool = False
@@ -95,12 +101,15 @@ class Batches:
             self._next = None
         else:
             batches = self._make(position, count)
+        self._collate.finish(batches)
         self._prepare(position + count)
         return batches
 
     def example(self) -> Batch:
         """Return the first micro-batch of a stream of one replica: the same on every rank, used for its shapes."""
-        return self._collate(self.rows(0, self._micro_batch_size))
+        batch = self._collate(self.rows(0, self._micro_batch_size))
+        self._collate.finish([batch])
+        return batch
 
     def rows(self, position: int, count: int) -> Array:
         """Return the row numbers at `count` positions of the stream from `position` on: int64 [count]."""
@@ -148,9 +157,9 @@ def evaluation_batches(
     num_full = len(share.micro_batches) - (not share.full_everywhere)
     for first in range(0, num_full, together):
         now = share.micro_batches[first : min(first + together, num_full)]
-        yield from collate.several(now, same_length=num_stages > 1, group=first)
+        yield from collate.finish(collate.several(now, same_length=num_stages > 1, group=first))
     for rows in share.micro_batches[num_full:]:
-        yield collate(rows, is_padding=share.last_is_padding, group=num_full)
+        yield from collate.finish([collate(rows, is_padding=share.last_is_padding, group=num_full)])
 
 
 @dataclass(frozen=True)
@@ -184,11 +193,15 @@ def _set_device(device: torch.device) -> None:
 
 
 class _Collate:
-    """Make a batch of rows: read them, pad, stack, cast to the types of the graph, copy to the device."""
+    """Make a batch of rows: read them, pad, stack, cast to the types of the graph, start the copy to the device.
+
+    `finish` comes before the first use of a batch, in the thread that computes.
+    """
 
     def __init__(self, shards: Shards, config: RunConfig, signature: Signature, device: torch.device) -> None:
         self._shards = shards
-        self._device = device
+        self._model = config.model
+        self._copies = DeviceCopies(device)
         self._feeds = feeds(config, signature)
         columns = {name for feed in self._feeds for name in feed.columns}
         if missing := sorted(columns - shards.columns.keys()):
@@ -215,6 +228,12 @@ class _Collate:
             lengths[name] = max((_longest(values[name]) for values in columns), default=0)
         return [self._batch(*part, lengths, group=group) for part in zip(parts, columns, strict=True)]
 
+    def finish(self, batches: list[Batch]) -> list[Batch]:
+        """Let the computation wait for the copies of these batches; return them."""
+        for batch in batches:
+            self._copies.finish(batch.inputs if batch.labels is None else (*batch.inputs, batch.labels))
+        return batches
+
     def _batch(
         self,
         rows: Array,
@@ -226,16 +245,23 @@ class _Collate:
     ) -> Batch:
         tensors = [self._tensor(feed, columns, lengths) for feed in self._feeds]
         labels = tensors.pop() if self._has_labels else None
-        return Batch(tuple(tensors), labels, len(rows), rows, is_padding, group)
+        # here and not on the device, where reading a count would wait for all that was computed before
+        num_targets = 0 if is_padding else int(count_targets(labels, len(rows), self._model))
+        return Batch(
+            inputs=tuple(self._copies.start(tensor) for tensor in tensors),
+            labels=None if labels is None else self._copies.start(labels),
+            size=len(rows),
+            num_targets=num_targets,
+            label_range=label_range(labels, self._model),
+            rows=rows,
+            is_padding=is_padding,
+            group=group,
+        )
 
     def _tensor(self, feed: Feed, columns: Mapping[str, Values], lengths: Mapping[str, int]) -> Tensor:
         arrays = [_padded(columns[name], self._pad_values[name], lengths.get(name, 0)) for name in feed.columns]
         array = np.stack(arrays, axis=1) if feed.stacked else arrays[0]
-        tensor = torch.from_numpy(array).to(getattr(torch, feed.tensor_dtype))
-        if self._device.type == "cuda":
-            # the copy of pinned memory runs beside the computation of the current step
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor.to(self._device)
+        return torch.from_numpy(array).to(getattr(torch, feed.tensor_dtype))
 
 
 def _longest(values: Values) -> int:

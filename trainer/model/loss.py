@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.sections import ModelConfig
-from onward.trainer.errors import ConfigError
+from onward.trainer.data.batches import Batch
+from onward.trainer.data.targets import count_targets
+from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.vocabulary_loss import ClassShard
 
 
@@ -48,7 +50,7 @@ class Loss:
 
     def __init__(self, config: ModelConfig, output_names: Sequence[str], *, classes: ClassShard | None = None) -> None:
         self._index = output_index(config, output_names)
-        self._ignore_index = config.ignore_index
+        self._config, self._ignore_index = config, config.ignore_index
         self._classes = classes
         self.name = config.loss
 
@@ -62,13 +64,30 @@ class Loss:
             return output.mean() * size  # a loss that the graph computes is a mean over its batch
         return LOSSES[self.name](output, labels, self._ignore_index)
 
-    def count(self, labels: Tensor | None, size: int) -> int:
-        """Return the number of targets that count in a micro-batch of `size` samples, without a forward pass."""
-        if self.name == "output" or labels is None:
-            return size
-        if self.name == "cross_entropy":
-            return int((labels != self._ignore_index).sum())
-        return labels.numel()
+    def count(self, labels: Tensor | None, size: int) -> int | Tensor:
+        """Return the number of targets of a micro-batch of `size` samples, without a forward pass (count_targets)."""
+        return count_targets(labels, size, self._config)
+
+    def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
+        """Raise DataError if a label of a cross-entropy is neither a class of the outputs nor `model.ignore_index`.
+
+        It compares numbers of the host. On a GPU such a label would stop the device, in a later and unrelated call.
+        """
+        if self.name != "cross_entropy":
+            return
+        num_classes = self.num_classes(outputs)
+        if batch.label_range[0] >= 0 and batch.label_range[1] < num_classes:
+            return
+        assert batch.labels is not None
+        labels = batch.labels.reshape(batch.size, -1).cpu()
+        wrong = (labels != self._ignore_index) & ((labels < 0) | (labels >= num_classes))
+        values, rows = sorted(set(labels[wrong].tolist())), batch.rows[wrong.any(1).numpy()].tolist()
+        raise DataError(
+            f"labels {_first(values)} in rows {_first(rows)} of the split are not classes: the "
+            f"output that the loss reads has {num_classes} of them, 0..{num_classes - 1}. Correct the labels "
+            f"(data.label), replace the head (model.num_classes), or exclude one label from the loss "
+            f"(model.ignore_index, now {self._ignore_index})"
+        )
 
     def output(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
         """Return the output that the loss reads, in fp32; if its classes are sharded, all of it without gradient."""
@@ -86,6 +105,10 @@ class Loss:
 
     def _own(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
         return outputs if isinstance(outputs, Tensor) else outputs[self._index]
+
+
+def _first(values: Sequence[int], most: int = 5) -> str:
+    return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")
 
 
 def output_index(config: ModelConfig, output_names: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """Import torchvision, also where its native operators cannot be loaded.
 
-onnx2torch and torchmetrics import torchvision. Its wheel is built for one build of torch. Beside another build (the
+onnx2torch imports torchvision. Its wheel is built for one build of torch. Beside another build (the
 CUDA wheel beside a CPU torch) its native library is not loaded, and the import fails with "operator torchvision::nms
 does not exist". Onward never calls these operators, so declaring their schemas is enough.
 """
@@ -14,7 +14,7 @@ import torch
 
 @functools.cache
 def import_torchvision() -> None:
-    """Import torchvision; call this before importing onnx2torch or torchmetrics."""
+    """Import torchvision; call this before importing onnx2torch."""
     try:
         import torchvision
     except RuntimeError as error:

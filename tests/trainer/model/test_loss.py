@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from onward.trainer.config.sections import ModelConfig
-from onward.trainer.errors import ConfigError
+from onward.trainer.data.batches import Batch
+from onward.trainer.data.targets import count_targets, label_range
+from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.loss import Loss
 from onward.trainer.model.metrics import EvaluationMetrics
 
@@ -112,3 +115,45 @@ def test_a_batch_that_is_not_a_number_makes_the_loss_none() -> None:
     totals.update(torch.tensor([float("nan")]), torch.zeros(1), 1)
     totals.update(torch.ones(1), torch.zeros(1), 1)
     assert math.isnan(totals.compute()["loss"])
+
+
+def batch_of(labels: torch.Tensor, model: ModelConfig) -> Batch:
+    counted = int(count_targets(labels, len(labels), model))
+    rows = np.arange(100, 100 + len(labels))
+    return Batch((), labels, len(labels), counted, label_range=label_range(labels, model), rows=rows)
+
+
+def test_labels_that_are_no_classes_are_refused_with_their_values_rows_and_the_number_of_classes() -> None:
+    loss, model = loss_named("cross_entropy"), ModelConfig.model_validate({"path": "-", "loss": "cross_entropy"})
+    logits = torch.zeros(3, 2, 5)
+    good = batch_of(torch.tensor([[0, 4], [-100, 1], [2, 3]]), model)
+    loss.check_labels(good, (logits, logits))
+    assert (good.num_targets, good.label_range) == (5, (0, 4))
+    bad = batch_of(torch.tensor([[0, 5], [-100, 1], [7, -3]]), model)
+    with pytest.raises(DataError, match=r"labels -3, 5, 7 in rows 100, 102 .*has 5 of them, 0\.\.4.*now -100\)"):
+        loss.check_labels(bad, (logits, logits))
+    many = batch_of(torch.arange(20), model)
+    with pytest.raises(DataError, match=r"labels 5, 6, 7, 8, 9 and 10 more in rows 105, .* and 10 more"):
+        loss.check_labels(many, torch.zeros(20, 5))
+
+
+def test_labels_are_counted_on_the_host_as_the_loss_counts_them() -> None:
+    labels = torch.tensor([[1, -1], [-1, -1]])
+    for name, settings, counted, extremes in (
+        ("cross_entropy", {"ignore_index": -1}, 1, (1, 1)),
+        ("cross_entropy", {"ignore_index": 1}, 3, (-1, -1)),
+        ("mse", {}, 4, (0, 0)),
+        ("output", {}, 2, (0, 0)),
+    ):
+        model = ModelConfig.model_validate({"path": "-", "loss": name, **settings})
+        assert count_targets(labels, 2, model) == counted
+        assert label_range(labels, model) == extremes
+    ignored = ModelConfig.model_validate({"path": "-", "loss": "cross_entropy", "ignore_index": 1})
+    assert label_range(torch.ones(3, dtype=torch.int64), ignored) == (0, 0), "nothing is left to refuse"
+
+
+def test_accuracy_leaves_out_ignored_labels_even_where_the_ignored_label_is_a_class() -> None:
+    totals = EvaluationMetrics(loss_named("cross_entropy", ignore_index=0), ignore_index=0, device=CPU)
+    logits = torch.eye(3)[torch.tensor([0, 1, 1])]  # predicts 0, 1, 1
+    totals.update(logits, torch.tensor([[0], [1], [2]]), 3)
+    assert totals.compute()["accuracy"] == 0.5

@@ -44,9 +44,9 @@ GRADIENT_TOLERANCE = 1e-3
 
 
 class BatchLoss(Protocol):
-    """A loss as a sum over targets, and the number of targets (trainer/model/loss.py)."""
+    """A loss as a sum over targets (trainer/model/loss.py)."""
 
-    def count(self, labels: Tensor | None, size: int) -> int: ...
+    def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None: ...
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor: ...
 
 
@@ -109,7 +109,7 @@ class Pipeline:
             self._check_zero_bubble(self._scheduled, passes[0], reducer, beat)
         # padding micro-batches run their backward passes, but count neither targets nor BatchNorm updates
         real = [batch for batch in micro_batches if not batch.is_padding]
-        num_targets = sum(self._loss.count(batch.labels, batch.size) for batch in real)
+        num_targets = sum(batch.num_targets for batch in real)
         reducer.begin(len(micro_batches), num_targets, len(real))
         # the mean needs the number of targets everywhere: labels may be ignored, so ranks have different numbers
         total, wait_for_total = self._sum_over_replicas(num_targets)
@@ -141,6 +141,7 @@ class Pipeline:
         def update(batch: Batch, outputs: Sequence[Tensor]) -> None:
             # all ranks of a tensor-parallel group add the same numbers, which leaves every mean as it is
             if not batch.is_padding:
+                self._loss.check_labels(batch, outputs)
                 totals.update(outputs, batch.labels, batch.size)
 
         with casts_kept(self._device):
@@ -171,6 +172,7 @@ class Pipeline:
 
     def _batch_loss(self, batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
         """Return the loss of a micro-batch as a scalar to differentiate; zero for a padding micro-batch."""
+        self._loss.check_labels(batch, outputs)
         loss = self._loss(outputs, batch.labels, batch.size)
         if not batch.is_padding:
             return loss
@@ -183,7 +185,8 @@ class Pipeline:
 
         The all-reduce runs while the first forward pass computes.
         """
-        total = torch.tensor(float(count), device=self._device)
+        # `full` passes the number to a kernel; a tensor made on the host would be copied, and waited for
+        total = torch.full((), float(count), device=self._device)
         if self._group.size() == 1:
             return total, lambda: None
         work = dist.all_reduce(total, group=self._group, async_op=True)

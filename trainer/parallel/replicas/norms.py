@@ -11,7 +11,7 @@ from torch import Tensor
 from onward.trainer.distributed.weights import Weight
 
 ROW_ELEMENTS = 4096
-"""Elements whose squares are summed in fp32; the sums of such rows are added in fp64."""
+"""Elements whose squares the CPU sums in fp32; the sums of such rows are added in fp64."""
 
 
 def gradient(weight: Weight) -> Tensor:
@@ -20,36 +20,55 @@ def gradient(weight: Weight) -> Tensor:
     return weight.tensor.grad
 
 
-def global_norm(weights: Iterable[Weight], device: torch.device) -> Tensor:
-    """Return the L2 norm of the counted gradients of all ranks: an fp64 scalar on `device`, equal on all ranks.
+def local_squares(weights: Iterable[Weight], device: torch.device) -> Tensor:
+    """Return the sum of squares of the counted gradients among these: an fp64 scalar on `device`.
 
-    It is not finite if any gradient is not, counted or not. Ranks that hold the same gradients may pass disjoint
-    subsets of them. Collective: every rank of the world, with an empty list where it has none.
+    It is not finite if any gradient is not, counted or not. Summed over all ranks, of which those that hold the same
+    gradients pass disjoint subsets of them, it is the square of the global L2 norm.
     """
-    # an infinity in an uncounted gradient times 0 is NaN, so it is noticed as well
-    squares = [_square(gradient(weight)) * weight.counted for weight in weights]
-    total = torch.stack([part.to(device) for part in squares]).sum() if squares else torch.zeros((), device=device)
-    total = total.double()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(total)
-    return total.sqrt()
+    gradients: dict[bool, list[Tensor]] = {True: [], False: []}
+    for weight in weights:
+        gradients[weight.counted].append(gradient(weight).detach())
+    counted, others = (_squares(gradients[kind], device) for kind in (True, False))
+    # an infinity times 0 is NaN, so it is noticed as well
+    return counted + 0.0 * others
 
 
 def sum_over_world(numbers: Sequence[float | Tensor], device: torch.device) -> list[float]:
-    """Sum a few numbers over all ranks, in fp64. Collective: every rank of the world."""
-    totals = torch.stack([torch.as_tensor(number, dtype=torch.float64).cpu() for number in numbers])
+    """Sum a few numbers over all ranks, in fp64. Collective: every rank of the world.
+
+    One all-reduce, and one read of the device, which waits for everything computed so far.
+    """
+    # `full` passes a number of the host to a kernel; a tensor made on the host would be copied, and waited for
+    totals = torch.stack(
+        [
+            number.to(device, torch.float64)
+            if isinstance(number, Tensor)
+            else torch.full((), number, dtype=torch.float64, device=device)
+            for number in numbers
+        ]
+    )
     if dist.get_world_size() > 1:
-        totals = totals.to(device)
         dist.all_reduce(totals)
     return totals.tolist()
 
 
-def _square(tensor: Tensor) -> Tensor:
-    """Return the sum of squares, fp64. One fp32 sum over 16 million elements is wrong in the fourth digit."""
-    flat = tensor.detach().reshape(-1)
+def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares of some tensors, fp64. One fp32 sum over 16 million elements is wrong in the fourth
+    digit."""
+    # A GPU computes all norms in a few kernels. The CPU converts one element after the other to fp64, which takes less
+    # time than the row-wise sums only for small tensors.
+    small = [tensor for tensor in tensors if tensor.numel() < ROW_ELEMENTS or tensor.device.type != "cpu"]
+    large = [tensor for tensor in tensors if tensor.numel() >= ROW_ELEMENTS and tensor.device.type == "cpu"]
+    # squared in fp64: a norm of fp32 numbers is representable where its square may overflow
+    found = [torch.stack(torch._foreach_norm(small, dtype=torch.float64))] if small else []
+    found += [_row_norms(tensor.reshape(-1)) for tensor in large]
+    return torch.cat(found).square().sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _row_norms(flat: Tensor) -> Tensor:
+    """Return the norms of the full rows of ROW_ELEMENTS elements, then the magnitudes of the other elements, fp64."""
     if flat.dtype not in (torch.float32, torch.float64):
         flat = flat.float()
     rows = flat[: flat.numel() // ROW_ELEMENTS * ROW_ELEMENTS].view(-1, ROW_ELEMENTS)
-    # squared in fp64: a norm of fp32 numbers is representable where its square may overflow
-    norms = torch.cat([torch.linalg.vector_norm(rows, dim=1), flat[rows.numel() :].abs()])
-    return norms.double().square().sum()
+    return torch.cat([torch.linalg.vector_norm(rows, dim=1), flat[rows.numel() :].abs()]).double()

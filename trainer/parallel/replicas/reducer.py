@@ -37,7 +37,7 @@ from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.replicas.adasum import Adasum
 from onward.trainer.parallel.replicas.channels import check_device, open_channel
 from onward.trainer.parallel.replicas.copies import ReplicatedWeights, TiedGradients
-from onward.trainer.parallel.replicas.norms import global_norm, gradient, sum_over_world
+from onward.trainer.parallel.replicas.norms import gradient, local_squares, sum_over_world
 from onward.trainer.parallel.replicas.transport import Carrier, Direct, Job, Summed
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class Reducer:
         self._device = mpi.device
         self._trained = [weight for weight in self.weights if weight.trained]
         self._statistics = [weight for weight in self.weights if _is_statistic(weight)]
-        self._before: list[Tensor] = []
+        self._retention = _flat([torch.full_like(w.tensor, w.retention, dtype=torch.float64) for w in self._statistics])
+        self._before = self._retention
+        """Values of the running statistics at the beginning of the step, flat."""
         self._num_batchnorm_updates = 0
         self._replicated = ReplicatedWeights(self.weights, mesh)
         # ReplicatedWeights, TiedGradients and the carrier call collectives when they are made: the same order on every
@@ -121,20 +123,21 @@ class Reducer:
         once, the rest in `reduce`. num_targets: of this replica; Adasum weights hosts by it. num_batchnorm_updates:
         how often this replica will update its running statistics.
         """
-        self._before = [weight.tensor.clone() for weight in self._statistics]
+        self._before = _flat([weight.tensor for weight in self._statistics])
         self._num_batchnorm_updates = num_batchnorm_updates
         self._num_backwards, self.num_sent = num_backwards, 0
         self._carrier.begin(num_targets)
-        for tensor in self._gradients:
+        if self._gradients:
             # in place and not `grad = None`, which would make autograd replace the views into the buckets
-            tensor.zero_()
+            torch._foreach_zero_(self._gradients)
         for bucket in self._buckets:
             bucket.missing, bucket.arrivals = len(bucket.weights), [0] * len(bucket.weights)
 
     def reduce(self) -> Tensor:
         """Complete the gradients: sum over replicas and over stages that share a weight. Merge running statistics.
 
-        Returns the global L2 norm (see `global_norm`). Collective: every rank of the world.
+        Returns this rank's part of the squared global norm (see `local_squares`), which `sum` adds up. Collective:
+        every rank of the world.
         """
         # from here on hooks do nothing: a backward pass outside of a step must not send a bucket
         self._num_backwards = 0
@@ -150,12 +153,11 @@ class Reducer:
         )
         self._tied.broadcast()
         # the replicas hold the same gradients by now, so each squares only some of them
-        return global_norm(self._trained[self._group.rank() :: self._group.size()], self._device)
+        return local_squares(self._trained[self._group.rank() :: self._group.size()], self._device)
 
     def undo(self) -> None:
         """Restore the running statistics of `begin`: a skipped update must change nothing."""
-        for weight, before in zip(self._statistics, self._before, strict=True):
-            weight.tensor.copy_(before)
+        self._set_statistics(self._before)
 
     def close(self) -> None:
         """End the background communication. Collective: every rank of the world."""
@@ -163,9 +165,8 @@ class Reducer:
 
     def multiply(self, factor: float) -> None:
         """Multiply every gradient in place; unscaling and clipping are one multiplication."""
-        if factor != 1.0:
-            for tensor in self._gradients:
-                tensor.mul_(factor)
+        if factor != 1.0 and self._gradients:
+            torch._foreach_mul_(self._gradients, factor)
 
     def sum(self, *numbers: float | Tensor) -> list[float]:
         """Sum a few numbers over all ranks. Collective: every rank of the world."""
@@ -203,21 +204,26 @@ class Reducer:
         An update s <- r s + (1 - r) new is linear in s, with the retention r. So n updates of one replica come to
         s <- r^n s + added. What a replica added decays with the updates of the replicas after it.
         """
-        tensors = [weight.tensor for weight in self._statistics]
-        if self._group.size() > 1 and tensors:
-            counts = torch.zeros(self._group.size(), device=self._device)
-            counts[self._group.rank()] = self._num_batchnorm_updates
+        if self._group.size() > 1 and self._statistics:
+            # on the device: reading the counts would wait for it
+            counts = torch.zeros(self._group.size(), dtype=torch.float64, device=self._device)
+            counts.narrow(0, self._group.rank(), 1).fill_(self._num_batchnorm_updates)
             dist.all_reduce(counts, group=self._group)
-            own, total = self._num_batchnorm_updates, int(counts.sum())
-            later = int(counts[self._group.rank() + 1 :].sum())
-            pairs = list(zip(self._statistics, self._before, strict=True))
+            now = _flat([weight.tensor for weight in self._statistics])
+            own, later, total = (
+                self._retention.pow(number).to(now.dtype)
+                for number in (self._num_batchnorm_updates, counts[self._group.rank() + 1 :].sum(), counts.sum())
+            )
             # what this replica added, decayed by the updates of the replicas that come after it
-            added = [w.retention**later * (w.tensor - w.retention**own * before).flatten() for w, before in pairs]
-            flat = torch.cat(added)
-            dist.all_reduce(flat, group=self._group)
-            for (weight, before), part in zip(pairs, _views(flat, tensors), strict=True):
-                weight.tensor.copy_(weight.retention**total * before + part)
+            added = later * (now - own * self._before)
+            dist.all_reduce(added, group=self._group)
+            self._set_statistics(total * self._before + added)
         self._replicated.broadcast(weight.tensor for weight in self._replicated.weights if _is_statistic(weight))
+
+    def _set_statistics(self, flat: Tensor) -> None:
+        tensors = [weight.tensor for weight in self._statistics]
+        if tensors:
+            torch._foreach_copy_(tensors, _views(flat, tensors))
 
 
 class _Bucket:
@@ -270,6 +276,10 @@ def _carrier(config: ParallelConfig, mesh: DeviceMesh, mpi: MPIContext, *, timeo
 
 def _is_statistic(weight: Weight) -> bool:
     return not isinstance(weight.tensor, nn.Parameter) and weight.tensor.is_floating_point()
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.empty(0)
 
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

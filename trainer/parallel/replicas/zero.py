@@ -42,7 +42,7 @@ from onward.trainer.distributed.weights import Weight
 from onward.trainer.model.weight_casts import forget_casts
 from onward.trainer.parallel.pipeline.stage import Chain, Stage
 from onward.trainer.parallel.replicas.copies import ReplicatedWeights, TiedGradients
-from onward.trainer.parallel.replicas.norms import global_norm, gradient, sum_over_world
+from onward.trainer.parallel.replicas.norms import gradient, local_squares, sum_over_world
 from onward.trainer.parallel.replicas.reducer import Reducer
 
 # FSDP2 warns of views that are changed in place; the graph has no in-place operators, and a unit may end with Reshape
@@ -121,7 +121,8 @@ class Sharded:
     def reduce(self) -> Tensor:
         """Complete the gradients of tied and unsharded weights, and merge the replicas' running statistics.
 
-        Returns the global L2 norm (see `global_norm`). Collective: every rank of the world.
+        Returns this rank's part of the squared global norm (see `local_squares`), which `sum` adds up. Collective:
+        every rank of the world.
         """
         for parameter, weight in self._trained:
             found, parameter.grad = parameter.grad, None
@@ -133,7 +134,7 @@ class Sharded:
         self._tied.broadcast()
         # groups of shards hold the same gradients, so each group squares only some of them
         share = [weight for _, weight in self._trained][self._replicate.get_local_rank() :: self._replicate.size()]
-        return torch.hypot(global_norm(share, self._device), self._unsharded.reduce())
+        return local_squares(share, self._device) + self._unsharded.reduce()
 
     def undo(self) -> None:
         """Restore the running statistics of `begin`: a skipped update must change nothing."""
@@ -142,9 +143,8 @@ class Sharded:
     def multiply(self, factor: float) -> None:
         """Multiply every gradient in place; unscaling and clipping are one multiplication."""
         self._unsharded.multiply(factor)
-        if factor != 1.0:
-            for _, weight in self._trained:
-                gradient(weight).mul_(factor)
+        if factor != 1.0 and self._trained:
+            torch._foreach_mul_([gradient(weight) for _, weight in self._trained], factor)
 
     def close(self) -> None:
         """End the background communication. Collective: every rank of the world."""

@@ -132,8 +132,8 @@ def meta_of(value: Tensor) -> Tensor:
 class BothOutputs:
     """A loss that reads both outputs of the graph."""
 
-    def count(self, labels: Tensor | None, size: int) -> int:
-        return size
+    def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
+        pass
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
         late, early = outputs
@@ -157,7 +157,7 @@ def batch(seed: int, size: int = 3, length: int = 4, **how: Any) -> Batch:
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(size, 6, generator=random)
     ids = torch.randint(0, 9, (size, length), generator=random)
-    return Batch((x, ids), torch.randint(0, CLASSES, (size,), generator=random), size, **how)
+    return Batch((x, ids), torch.randint(0, CLASSES, (size,), generator=random), size, size, **how)
 
 
 class Setup:

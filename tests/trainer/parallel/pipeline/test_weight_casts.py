@@ -77,7 +77,7 @@ class Step:
             outputs = module.eval()(*inputs[0])
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         labels = torch.zeros(logits.shape[:-1], dtype=torch.int64)
-        self.batches = [Batch(values, labels, 2) for values in inputs]
+        self.batches = [Batch(values, labels, 2, labels.numel()) for values in inputs]
         self.loss = Loss(self.config.model, module.output_names)
         self.weights = [w.tensor for w in divided.weights(divided.stages, Coordinate(0, 0, 0))]
         one = SimpleNamespace(size=lambda: 1)

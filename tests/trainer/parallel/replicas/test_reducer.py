@@ -20,6 +20,7 @@ from onward.trainer.parallel.replicas import norms
 from onward.trainer.parallel.replicas import reducer as reduce
 from onward.trainer.parallel.replicas.reducer import Reducer
 from tests.support.ranks import run_ranks
+from tests.support.reducing import reduced_norm
 
 
 def network() -> nn.Sequential:
@@ -73,7 +74,7 @@ def gradients_in_buckets(mpi: MPIContext) -> dict[str, list[Any]]:
         torch.manual_seed(1 + mpi.rank)
         reducer.begin(1)
         module(torch.randn(16, 31)).square().sum().backward()
-        norm = float(reducer.reduce())
+        norm = reduced_norm(reducer)
         gradients = torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
         found[str(most)] = [norm, gradients.tolist()]
     return found
@@ -108,7 +109,7 @@ def replicas_with_rows(mpi: MPIContext) -> dict[str, Any]:
             reducer.begin(2)
             for row in rows:
                 module(row).sum().backward()
-            norm = float(reducer.reduce())
+            norm = reduced_norm(reducer)
         gradients = [parameter.grad.flatten().tolist() for parameter in module.parameters()]
         reducer.multiply(0.5)
         halved = [parameter.grad.flatten().tolist() for parameter in module.parameters()]
@@ -139,7 +140,7 @@ def overflow_on_rank_one(mpi: MPIContext) -> list[float]:
     reducer = reducer_of(mpi, weights_of(module))
     reducer.begin(1)
     (module(torch.ones(1, 3)).sum() * (float("inf") if mpi.rank == 1 else 1.0)).backward()
-    return [float(reducer.reduce())]
+    return [reduced_norm(reducer)]
 
 
 MOVES = (2, 1, 0)
@@ -226,7 +227,7 @@ def stages_that_share(mpi: MPIContext) -> dict[str, Any]:
             next(each for each in reducer.weights if each.name == poison).tensor.grad[0] = math.nan
         if poison == "not counted" and mpi.rank == 4:
             reducer.weights[-1].tensor.grad[0] = math.inf
-        norm = float(reducer.reduce())
+        norm = reduced_norm(reducer)
         results[str(poison)] = [norm, [(each.name, each.tensor.grad.tolist()) for each in reducer.weights]]
     return results
 
@@ -246,7 +247,7 @@ def divided_weights(mpi: MPIContext) -> dict[str, Any]:
     (part.sum() * (1 + tensor) + (whole * drawn(replica)).sum()).backward()
     whole.grad[0] += tensor * 1e-3  # as an atomic addition on a GPU might
     statistic.tensor[0] = 3.0 * replica + tensor * 1e-3
-    norm = float(reducer.reduce())
+    norm = reduced_norm(reducer)
     return {"norm": norm, "whole": whole.grad.tolist(), "statistic": statistic.tensor.tolist()}
 
 
@@ -264,7 +265,7 @@ def tied_under_adasum(mpi: MPIContext) -> list[float]:
     reducer = reducer_of(mpi, [head], mesh=mesh, shared={"head": [0, 1]}, config=config)
     reducer.begin(1)
     (head.tensor[replica] * (stage + 1) / 3).backward()
-    norm = float(reducer.reduce())
+    norm = reduced_norm(reducer)
     reducer.close()
     return [*head.tensor.grad.tolist(), norm]
 
@@ -299,5 +300,24 @@ def test_what_several_ranks_hold_has_one_gradient_and_counts_once_in_the_norm() 
 def test_the_norm_of_sixteen_million_elements_is_right_to_six_digits() -> None:
     values = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
     exact = float(values.double().square().sum())
-    assert float(norms._square(values)) == pytest.approx(exact, rel=1e-6)
-    assert float(norms._square(values[:5].half())) == pytest.approx(float(values[:5].half().double().square().sum()))
+    assert square(values) == pytest.approx(exact, rel=1e-6)
+    assert square(values[:5].half()) == pytest.approx(float(values[:5].half().double().square().sum()))
+
+
+def test_the_norm_adds_tensors_of_any_size_and_type_and_a_square_beyond_fp32() -> None:
+    tensors = [torch.full(shape, 2.0) for shape in ((), (3,), (0,), (5000,))]
+    tensors += [torch.full((8000,), 2.0, dtype=torch.bfloat16), torch.full((2,), 1e30)]
+    assert square(*tensors) == pytest.approx(4.0 * (1 + 3 + 5000 + 8000) + 2e60)
+    assert square() == 0.0
+    # of a tensor that another rank counts only whether it is finite matters
+    assert square(torch.ones(4), uncounted=torch.full((9,), 7.0)) == 4.0
+    assert math.isnan(square(torch.ones(2), uncounted=torch.tensor([math.inf])))
+
+
+def square(*tensors: Tensor, uncounted: Tensor | None = None) -> float:
+    """The squared norm of gradients that this rank counts, beside one that it does not."""
+    held = [(tensor, True) for tensor in tensors] + ([] if uncounted is None else [(uncounted, False)])
+    weights = [weight("w", torch.zeros_like(tensor), counted=counted) for tensor, counted in held]
+    for each, (tensor, _) in zip(weights, held, strict=True):
+        each.tensor.grad = tensor
+    return float(norms.local_squares(weights, torch.device("cpu")))

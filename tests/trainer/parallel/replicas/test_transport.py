@@ -29,6 +29,7 @@ from onward.trainer.parallel.replicas.transport import CommunicationStream, Summ
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support.graphs import tiny_conv_net, tiny_transformer
 from tests.support.ranks import run_ranks
+from tests.support.reducing import reduced_norm
 from tests.support.runs import (
     assert_equal_bits,
     final_tensors,
@@ -93,7 +94,7 @@ def by_reducer(mpi: MPIContext, transport: str, compression: str) -> list[Any]:
     module[0].weight.register_hook(lambda gradient: sent.append(reducer.num_sent))
     reducer.begin(1)
     module(torch.ones(1, 3) * mpi.rank).sum().backward()
-    norm = float(reducer.reduce())
+    norm = reduced_norm(reducer)
     reducer.close()
     return [[parameter.grad.flatten().tolist() for parameter in module.parameters()], norm, sent]
 

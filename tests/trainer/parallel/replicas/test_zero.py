@@ -30,6 +30,7 @@ from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.zero import Sharded
 from tests.support import graphs
 from tests.support.ranks import run_ranks
+from tests.support.reducing import reduced_norm
 
 NUM_STEPS = 3
 LEARNING_RATE, EPSILON = 1e-2, 1e-3
@@ -172,7 +173,7 @@ class Training:
         batches = micro_batches(self.name, self.steps, self.replica)
         self.engine.begin(3, 1.0, len(batches))
         loss = accumulate(self.chain, batches, 3)
-        norm = float(self.engine.reduce())
+        norm = reduced_norm(self.engine)
         (total,) = self.engine.sum(loss)
         gradients = self.whole({w.name: (w.tensor.grad, w.placement) for w in self.trained})
         self.optimizer.step()

@@ -25,6 +25,7 @@ from onward.trainer.parallel.recompute import recompute
 from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
 from tests.support.ranks import run_ranks
+from tests.support.reducing import reduced_norm
 from tests.trainer.parallel.replicas.test_zero import MODELS, Training, accumulate, evaluated, micro_batches
 
 
@@ -117,7 +118,7 @@ def overflow(training: Training) -> list[float]:
     if training.replica:
         batches = [(inputs * math.inf, labels) for inputs, labels in batches]
     accumulate(training.chain, batches, 3)
-    return [float(training.engine.reduce()), *training.engine.sum(1.0, training.replica)]
+    return [reduced_norm(training.engine), *training.engine.sum(1.0, training.replica)]
 
 
 def halved(training: Training) -> bool:
@@ -237,7 +238,7 @@ def oddities(mpi: MPIContext) -> dict[str, Any]:
         rows = torch.arange(20.0).reshape(4, 5) / 20
         engine.begin(1)
         stage.chain(rows[2 * mpi.rank : 2 * mpi.rank + 2])[0].square().sum().backward()
-        norm = float(engine.reduce())
+        norm = reduced_norm(engine)
         plain(rows)[0].square().sum().backward()
         whole = {name: tensor.grad for name, tensor in plain.named_parameters() if tensor.grad is not None}
         whole["unused"] = torch.zeros(3)

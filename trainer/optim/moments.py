@@ -1,7 +1,7 @@
 """Keep the moments of Adam and LAMB in fp32 or bf16; compute with them in fp32.
 
     for batch in segments(optimizer, group, gradients):
-        with in_fp32(batch, seed=seed) as (first, second):
+        with in_fp32(batch, seed=seed, step=group["updates"]) as (first, second):
             ...                                         # change both in place; they are rounded on leaving
 
 bf16 halves the memory of the moments. They are rounded stochastically: up or down, to the nearer one more often, so
@@ -38,7 +38,8 @@ A hash of 32 bits, because vector units multiply eight 32-bit integers at once a
 
 Group = dict[str, Any]
 """torch's parameter group: `params`, `lr`; and our `learning_rate_scale`, `weight_decay`, the `weights` that belong to
-`params`, and their `numbers` in the order given to build_optimizer."""
+`params`, their `numbers` in the order given to build_optimizer, and `updates`: how often they have been updated. It is
+their `step` in the state as a number of the host, which would wait for the GPU to read that one."""
 
 
 # -- storage
@@ -83,6 +84,7 @@ def segments(
     if states:
         # one call for all weights: a loop would start one kernel for each
         torch._foreach_add_([state["step"] for state in states], 1.0)
+        group["updates"] += 1
     batch: list[Segment] = []
     size = 0
     for of, gradient, state in zip(group["weights"], gradients, states, strict=True):
@@ -109,8 +111,11 @@ def _split(whole: Segment) -> Iterator[Segment]:
 
 
 @contextmanager
-def in_fp32(batch: Sequence[Segment], *, seed: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield both moments of each segment in fp32, to be changed in place; on leaving they are rounded and stored."""
+def in_fp32(batch: Sequence[Segment], *, seed: int, step: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield both moments of each segment in fp32, to be changed in place; on leaving they are rounded and stored.
+
+    seed, step: what the random bits of the rounding depend on, beside the position.
+    """
     kept = [segment.first for segment in batch], [segment.second for segment in batch]
     # nothing to convert and nothing to round: the optimizer changes the stored moments themselves
     if kept[0][0].dtype == torch.float32:
@@ -123,7 +128,7 @@ def in_fp32(batch: Sequence[Segment], *, seed: int) -> Iterator[tuple[list[Tenso
     torch._foreach_copy_(first, kept[0])
     torch._foreach_copy_(second, kept[1])
     yield first, second
-    positions, step = torch.empty_like(both[0], dtype=torch.int32), int(batch[0].step)
+    positions = torch.empty_like(both[0], dtype=torch.int32)
     for segment, out in zip(batch, torch.split(positions, sizes), strict=True):
         put_positions(out, segment.of.placement, segment.start, hash_offset(seed, step, segment.of.name))
     for moment, random in zip(both, noise(positions), strict=True):

@@ -78,7 +78,7 @@ class Adam(torch.optim.Optimizer):
         """Update every weight from its gradient."""
         for group in self.param_groups:
             for batch in segments(self, group, _gradients(group), unsplit=self._config.moments == "fp32"):
-                with in_fp32(batch, seed=self._seed) as moments:
+                with in_fp32(batch, seed=self._seed, step=group["updates"]) as moments:
                     self._update(group, batch, *moments)
 
     def _update(self, group: Group, batch: list[Segment], first: list[Tensor], second: list[Tensor]) -> None:
@@ -86,9 +86,9 @@ class Adam(torch.optim.Optimizer):
         epsilon, decay = config.epsilon, group["weight_decay"]
         weights, steps = [segment.weight for segment in batch], [segment.step for segment in batch]
         if not config.bias_correction:
-            steps = [torch.full_like(step, math.inf) for step in steps]
+            steps = [torch.full_like(steps[0], math.inf)] * len(steps)
         elif self._decays_after:
-            epsilon /= math.sqrt(1.0 - config.beta ** float(steps[0]))
+            epsilon /= math.sqrt(1.0 - config.beta ** group["updates"])
         torch._fused_adamw_(
             weights,
             [segment.gradient for segment in batch],
@@ -124,6 +124,10 @@ class Lamb(torch.optim.Optimizer):
         self._context = context
         super().__init__(groups, {"lr": config.learning_rate})
         make_moments(self, config)
+        # group by group, the place of each weight in the order given; made once, because an index that is a list would
+        # be copied to the GPU in every step, and the host would wait for the copy
+        device = next((weight.device for group in groups for weight in group["params"]), None)
+        self._places = torch.tensor([number for group in groups for number in group["numbers"]], device=device).long()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -133,44 +137,43 @@ class Lamb(torch.optim.Optimizer):
         ratios = (lengths / norms).clamp(self._config.ratio_min, self._config.ratio_max)
         # a weight of zeros would never change (ratio 0), and a direction of zeros would divide by 0
         ratios = torch.where((lengths > 0) & (norms > 0), ratios, 1.0).float()
-        for group, direction in zip(self.param_groups, directions, strict=True):
+        in_groups = ratios[self._places].split_with_sizes([len(direction) for direction in directions])
+        for group, direction, own in zip(self.param_groups, directions, in_groups, strict=True):
             if direction:
-                torch._foreach_mul_(direction, list(ratios[group["numbers"]].unbind()))
+                torch._foreach_mul_(direction, list(own.unbind()))
                 torch._foreach_add_(group["params"], direction, alpha=-group["lr"])
 
     def _directions(self, group: Group) -> list[Tensor]:
         # the gradients themselves where they are contiguous: they are overwritten
         directions = [gradient.contiguous() for gradient in _gradients(group)]
         for batch in segments(self, group, directions):
-            with in_fp32(batch, seed=self._context.seed) as moments:
-                self._turn(group["weight_decay"], batch, *moments)
+            with in_fp32(batch, seed=self._context.seed, step=group["updates"]) as moments:
+                self._turn(group, batch, *moments)
         return directions
 
-    def _turn(self, decay: float, batch: list[Segment], first: list[Tensor], second: list[Tensor]) -> None:
+    def _turn(self, group: Group, batch: list[Segment], first: list[Tensor], second: list[Tensor]) -> None:
         """Overwrite the gradients with the directions d."""
         alpha, beta, corrected = self._config.alpha, self._config.beta, self._config.bias_correction
-        steps, gradients = float(batch[0].step), [segment.gradient for segment in batch]
+        updates, gradients = group["updates"], [segment.gradient for segment in batch]
         torch._foreach_lerp_(first, gradients, 1.0 - alpha)
         torch._foreach_mul_(second, beta)
         torch._foreach_addcmul_(second, gradients, gradients, 1.0 - beta)
         root = torch._foreach_sqrt(second)
-        torch._foreach_div_(root, math.sqrt(1.0 - beta**steps) if corrected else 1.0)
+        torch._foreach_div_(root, math.sqrt(1.0 - beta**updates) if corrected else 1.0)
         torch._foreach_add_(root, self._config.epsilon)
         torch._foreach_copy_(gradients, first)
         torch._foreach_div_(gradients, root)
-        torch._foreach_div_(gradients, 1.0 - alpha**steps if corrected else 1.0)
+        torch._foreach_div_(gradients, 1.0 - alpha**updates if corrected else 1.0)
         # after the quotient: decoupled decay, which the moments do not see, but the trust ratio does
-        torch._foreach_add_(gradients, [segment.weight for segment in batch], alpha=decay)
+        torch._foreach_add_(gradients, [segment.weight for segment in batch], alpha=group["weight_decay"])
 
     def _squares(self, directions: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return [2, weights] squared norms of weights and directions; fp64 keeps their square roots exact."""
-        num_weights = sum(map(len, directions))
-        device = next((direction[0].device for direction in directions if direction), None)
-        squares = torch.zeros(2, num_weights, dtype=torch.float64, device=device)
-        for group, direction in zip(self.param_groups, directions, strict=True):
-            for row, tensors in enumerate((group["params"], direction)):
-                if tensors:
-                    squares[row, group["numbers"]] = torch.stack(torch._foreach_norm(tensors)).double().square()
+        squares = torch.zeros(2, len(self._places), dtype=torch.float64, device=self._places.device)
+        weights = [group["params"] for group in self.param_groups]
+        for row, lists in zip(squares, (weights, directions), strict=True):
+            if norms := [torch.stack(torch._foreach_norm(tensors)) for tensors in lists if tensors]:
+                row[self._places] = torch.cat([norm.double() for norm in norms]).square()
         return squares
 
 
@@ -244,7 +247,8 @@ def build_optimizer(
 
 
 def _group(scale: float, decay: float) -> Group:
-    return {"params": [], "weights": [], "numbers": [], "learning_rate_scale": scale, "weight_decay": decay}
+    lists: Group = {"params": [], "weights": [], "numbers": []}
+    return lists | {"updates": 0, "learning_rate_scale": scale, "weight_decay": decay}
 
 
 def as_weights(weights: Weights) -> Iterator[Weight]:

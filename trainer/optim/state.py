@@ -59,6 +59,10 @@ def load_optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights, ten
         for key, copies in state.items():
             for tensor, _ in copies:
                 tensor.copy_(given[key])
+        for group in optimizer.param_groups:
+            # the host's copy of the count, which the updates read
+            if group["params"] and "step" in (state_of := optimizer.state[group["params"][0]]):
+                group["updates"] = int(state_of["step"])
 
 
 def _state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, list[tuple[Tensor, Placement]]]:

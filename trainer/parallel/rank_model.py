@@ -232,9 +232,12 @@ def _total_squares(
         if mesh.get_group(axis).size() > 1
     ]
 
+    # copied to the device of the weights once: the host waits for a copy
+    device = next((weight.tensor.device for weight in held if weight.trained), None)
+    axes = [(group, sharded.to(device)) for group, sharded in axes]
+
     def total(squares: Tensor) -> Tensor:
-        for group, sharded in axes:
-            mask = sharded.to(squares.device)
+        for group, mask in axes:
             # replicated weights must not be counted once per rank, so they go in as 0 and come out as they were
             parts = torch.where(mask, squares, 0.0)
             dist.all_reduce(parts, group=group)

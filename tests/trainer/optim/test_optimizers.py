@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.save import save
@@ -303,6 +304,34 @@ def test_saved_state_goes_on_with_the_same_bits(settings: dict[str, Any], saved_
     go(resumed, second, first=saved_after, last=6)
     for (_, a), (_, b) in zip(whole, resumed, strict=True):
         assert torch.equal(a, b)
+
+
+class HostReads(TorchDispatchMode):
+    """Count the values that the host reads from tensors; on a GPU it would wait for each."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("settings", [*RULES, {"name": "adam", "bias_correction": False}], ids=str)
+def test_an_update_reads_no_value_from_the_device(settings: dict[str, Any]) -> None:
+    named = [("a.weight", nn.Parameter(torch.ones(70, 1000))), ("b.bias", nn.Parameter(torch.ones(4)))]
+    optimizer = build_optimizer(OptimizerConfig.model_validate(settings | {"weight_decay": 0.1}), named)
+    for _, weight in named:
+        weight.grad = torch.ones_like(weight)
+    with HostReads() as reads:
+        torch.ones(()).item()
+        for _ in range(3):
+            optimizer.step()
+    assert reads.count == 1, "the one above, which shows that they are counted"
+    for group in optimizer.param_groups:
+        state = optimizer.state[group["params"][0]]
+        assert group["updates"] == state.get("step", 0)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_with_every_name() -> None:

@@ -42,7 +42,7 @@ VIEWS = frozenset({"t", "permute", "transpose", "reshape", "view", "flatten", "u
 def half(weight: Tensor) -> Tensor:
     """Return a weight in autocast's type, as a product would cast it; the weight itself outside of autocast."""
     kind = weight.device.type
-    if weight.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+    if weight.dtype != torch.float32 or weight.is_meta or not torch.is_autocast_enabled(kind):
         return weight
     dtype = torch.get_autocast_dtype(kind)
     # the compiler records the cast and cannot follow the dictionary

@@ -64,11 +64,45 @@ def valid_keys(keys: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 # -- attention
 
 
+def grouped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+) -> torch.Tensor:
+    """Call torch's attention where groups of query heads share key heads, in a form that a fused kernel takes.
+
+    query [batch, query heads, sequence, width]; key, value [batch, key heads, sequence, width]. Of torch's kernels for
+    GPUs only flash attention reads shared heads, and the one that stores all scores:
+
+        flash         bf16, fp16    causal or no mask
+        efficient     any type      any mask             needs a key head for each query head
+        math          any type      any mask             stores scores [batch, query heads, sequence, sequence]
+    """
+    half = query.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda")
+    if enable_gqa and repeats_heads(query.device.type, masked=attn_mask is not None, half=half):
+        # copies of keys and values are smaller than the scores
+        groups = query.shape[-3] // key.shape[-3]
+        key, value, enable_gqa = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3), False
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def repeats_heads(kind: str, *, masked: bool, half: bool) -> bool:
+    """Return whether shared key heads keep a device of this kind from every fused kernel."""
+    return kind == "cuda" and (masked or not half)
+
+
 def attend(c: Call, operands: tuple[Value, Value, Value], mask: Value, *, causal: bool, scale: float) -> Value:
     """Call torch's attention over [batch, heads, sequence, width]; fewer key heads than query heads are shared."""
     shared = c.size(operands[0], 1) != c.size(operands[1], 1)
     extra = {"enable_gqa": True} if shared else {}
-    function = F.scaled_dot_product_attention
+    function = grouped_attention if shared else F.scaled_dot_product_attention
     return c(function, *operands, attn_mask=mask, is_causal=causal, scale=scale, **extra)
 
 

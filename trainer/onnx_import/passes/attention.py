@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from onward.trainer.onnx_import.ops.attention import grouped_attention
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.shape import expand
 from onward.trainer.onnx_import.passes.attention_masks import MASKED, is_causal_mask, magnitude, triangular_condition
@@ -74,10 +75,8 @@ class Attention(nn.Module):
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(query.dtype)
         dropout = self.dropout if self.training else 0.0
-        more = {"enable_gqa": True} if self.grouped else {}
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=self.causal, scale=self.scale, **more
-        )
+        attend = grouped_attention if self.grouped else F.scaled_dot_product_attention
+        attended = attend(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=self.causal, scale=self.scale)
         return attended.squeeze(0) if flat else attended
 
     def extra_repr(self) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from onward.trainer.onnx_import.ops.attention import grouped_attention
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.passes.attention import Attention
@@ -133,7 +134,7 @@ def _drop_attention_weights(module: fx.GraphModule, ratio: float) -> list[str]:
     places = []
     for node in list(module.graph.nodes):
         # a function would drop weights in evaluation as well; a module follows eval()
-        if is_call(node, F.scaled_dot_product_attention) and not node.kwargs.get("dropout_p"):
+        if is_call(node, F.scaled_dot_product_attention, grouped_attention) and not node.kwargs.get("dropout_p"):
             node = _as_module(module, node)
         if node.op != "call_module":
             continue

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onward.trainer.onnx_import.ops.attention import rotate
+from onward.trainer.onnx_import.ops.attention import grouped_attention, rotate
 from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid, scaled_elu, shrink, swish
 from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout, instance_norm, rms_norm
 from onward.trainer.onnx_import.ops.random import StochasticDepth
@@ -186,7 +186,7 @@ def _grouped_convolution(p: Propagation, product: Product, x: Sharding) -> Resul
 # -- attention
 
 
-@rule(Attention, F.scaled_dot_product_attention)
+@rule(Attention, F.scaled_dot_product_attention, grouped_attention)
 def attention(p: Propagation, node: Any) -> Result:
     """Shard by heads: query, key, value [.., heads, sequence, features], mask [.., heads or 1, sequence, sequence]."""
     query, key, value, *rest = node.args

@@ -71,14 +71,41 @@ def test_attention_windows_and_lengths_follow_onnxs_definition(left, right):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_without_extras_is_one_call_of_torchs_kernel():
-    inputs, _ = operands(2, flat=False)
+@pytest.mark.parametrize(
+    ("heads", "kernel"), [(HEADS, F.scaled_dot_product_attention), (2, attention.grouped_attention)]
+)
+def test_attention_without_extras_is_one_call_of_torchs_kernel(heads, kernel):
+    inputs, _ = operands(heads, flat=False)
     model = one_node("Attention", inputs, opset=23, is_causal=1)
     model.graph.output[0].type.tensor_type.elem_type = 1
     calls = [node for node in to_module(model).graph.nodes if node.op == "call_function"]
-    assert [node.target for node in calls] == [F.scaled_dot_product_attention]
+    assert [node.target for node in calls] == [kernel]
     assert calls[0].kwargs["is_causal"]
     assert calls[0].kwargs["attn_mask"] is None
+
+
+@pytest.mark.parametrize(("kind", "masked", "half", "repeated"), [
+    ("cpu", True, False, False),
+    ("cuda", False, True, False),  # flash attention reads shared heads
+    ("cuda", True, True, True),  # it takes no mask
+    ("cuda", False, False, True),  # and no fp32
+])  # fmt: skip
+def test_shared_heads_are_repeated_where_no_fused_kernel_of_a_gpu_reads_them(kind, masked, half, repeated):
+    assert attention.repeats_heads(kind, masked=masked, half=half) is repeated
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_repeated_heads_give_the_results_and_gradients_of_shared_ones(mask, monkeypatch):
+    given = None if MASKS[mask] is None else torch.from_numpy(MASKS[mask])
+    found = []
+    for repeated in (False, True):
+        monkeypatch.setattr(attention, "repeats_heads", lambda *kind, repeated=repeated, **how: repeated)
+        q, k, v = (torch.from_numpy(array).requires_grad_() for array in operands(2, flat=False)[0].values())
+        y = attention.grouped_attention(q, k, v, given, scale=0.3)
+        y.square().sum().backward()
+        found.append((y, q.grad, k.grad, v.grad))
+    for shared, own in zip(*found, strict=True):
+        torch.testing.assert_close(shared, own)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])

@@ -162,8 +162,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="memory-") as folder:
         for number, case in enumerate(CASES):
             name, parallel, steps, sections = case
-            shown = f"{name}: {_shown(parallel, steps, sections)}"
-            if wanted and not any(word in shown for word in wanted):
+            title = f"{name}: {shown(parallel, steps, sections)}"
+            if wanted and not any(word in title for word in wanted):
                 continue
             run = make(Path(folder) / f"{number}", MODELS, case, batch=16)
             small = make(Path(folder) / f"{number}-small", SMALL, case, batch=16)
@@ -183,12 +183,13 @@ def main() -> None:
             predicted, found = max(pairs, key=lambda pair: pair[1])
             off = predicted / found - 1
             worst = max(worst, abs(off))
-            print(f"{shown:75} {predicted / MiB:7.1f} {found / MiB:7.1f} MiB  {off:+5.0%}", flush=True)
+            print(f"{title:75} {predicted / MiB:7.1f} {found / MiB:7.1f} MiB  {off:+5.0%}", flush=True)
     print(f"worst {worst:.0%}")
     sys.exit(worst > ALLOWED)
 
 
-def _shown(parallel: dict[str, Any], steps: int, sections: Sections) -> str:
+def shown(parallel: dict[str, Any], steps: int, sections: Sections) -> str:
+    """Return the settings of one case in words."""
     settings = {**parallel, "micro-batches": steps, **{k: v for each in sections.values() for k, v in each.items()}}
     return ", ".join(f"{key} {value}" for key, value in settings.items())
 

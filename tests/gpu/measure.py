@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -106,10 +107,15 @@ class StepStarts(Heartbeat):
 
 
 def train_until_enough(run: RunDir, mpi: MPIContext, at_step: Callable[[int], None]) -> None:
-    """Train with the training loop; `at_step` is called before each step, and raises Enough to end it."""
-    attempt = run.begin_attempt()
+    """Train with the training loop; `at_step` is called before each step, and raises Enough to end it.
+
+    Collective: every rank of the world.
+    """
+    if mpi.rank == 0:
+        run.begin_attempt()
+    dist.barrier()
+    heartbeat, attempt = StepStarts(run, at_step), run.current_attempt
     try:
-        heartbeat = StepStarts(run, at_step)
         train(read_config(run), run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=lambda: False)
     except Enough:
         pass
@@ -178,6 +184,20 @@ class Times:
         }
 
 
+def time_training(run: RunDir, mpi: MPIContext, steps: int = TIMED, warm_up: int = WARM_UP) -> list[float]:
+    """Train with the training loop alone; return the milliseconds of each step after the warm-up."""
+    marks: list[Any] = []
+
+    def at_step(step: int) -> None:
+        if step > warm_up:
+            marks.append(mark())
+        if len(marks) > steps:
+            raise Enough
+
+    train_until_enough(run, mpi, at_step)
+    return intervals_ms(marks)
+
+
 def side_by_side(run: RunDir, mpi: MPIContext, update: Callable[[], object]) -> Times:
     """Train with the training loop, and between blocks of its steps make updates by hand; see the drawing above."""
     onward: list[float] = []
@@ -225,15 +245,16 @@ def _block(update: Callable[[], object]) -> list[float]:
 @contextmanager
 def arithmetic(compute: str) -> Iterator[None]:
     """Compute in fp32, tf32, bf16 or fp16 as one does by hand: TF32 switched on, or autocast."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if compute == "tf32" else "highest")
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32  # Onward's, which sets them once
+    products.allow_tf32 = convolutions.allow_tf32 = compute == "tf32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compute)
     cast: AbstractContextManager[Any] = torch.autocast(DEVICE.type, dtype) if dtype else nullcontext()
     try:
         with cast:
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        products.allow_tf32, convolutions.allow_tf32 = before
 
 
 def by_hand(

@@ -28,7 +28,7 @@ FORMATS = ("auto", "contiguous")
 CHECKS = (*(f"ResNet-50 bf16, {name}" for name in FORMATS), *(f"kernels of ResNet-50, {name}" for name in FORMATS))
 
 
-def resnet() -> tuple[onnx.ModelProto, nn.Module]:
+def resnet50() -> tuple[onnx.ModelProto, nn.Module]:
     """Return ResNet-50 with ten classes as an ONNX model for training, and the module; in a rehearsal a small one."""
     import_torchvision()
     import torchvision
@@ -51,7 +51,7 @@ def kernels(mpi: MPIContext, model: onnx.ModelProto, memory_format: str) -> dict
 
 def main() -> None:
     """Time both formats, then profile them."""
-    model, module = resnet()
+    model, module = resnet50()
     columns = images(BATCH, SIDE)
     with connected() as mpi:
         for name in FORMATS:

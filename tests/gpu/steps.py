@@ -30,6 +30,9 @@ STEPS: tuple[Step, ...] = (
     Step("speed-vision", "measure_vision", "ResNet-50, channels_last and contiguous", ("torchvision",)),
     Step("speed-bert", "measure_bert", "BERT-base with padded sequences, eager and compiled"),
     Step("one-step", "measure_step", "one step under the profiler: kernels, idle time, waits, copies, optimizer, norm"),
+    Step("attention", "measure_attention", "the kernel that computes attention, for each form of mask"),
+    Step("input", "measure_input", "batches from shards beside the step's rate, and their copies", ("torchvision",)),
+    Step("checkpoint", "measure_checkpoint", "what a checkpoint costs the steps around it"),
 )
 
 EVERY_STEP_NEEDS = ("torch", "onnx", "numpy", "pydantic", "psutil")

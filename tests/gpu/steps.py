@@ -22,7 +22,38 @@ class Step:
     limit_s: float = STEP_LIMIT_S
 
 
+PYTEST = ("pytest", "pytest_timeout")
 STEPS: tuple[Step, ...] = (
+    Step(
+        "operators",
+        "test_operators",
+        "ONNX's node tests on the GPU; three steps of every kind of model as on the CPU (losses 1e-5, gradients 1e-4)",
+        (*PYTEST, "onnxruntime", "onnxscript"),
+    ),
+    Step(
+        "layouts",
+        "test_layouts",
+        "one rank over NCCL under mpirun; 2 and 4 ranks that share the GPU over gloo train what one rank trains",
+        (*PYTEST, "pyarrow", "safetensors", "onnxruntime"),
+    ),
+    Step(
+        "resume",
+        "test_resume",
+        "killed and resumed with the same bits under deterministic algorithms; a checkpoint from CPU to GPU and back",
+        (*PYTEST, "pyarrow", "safetensors", "onnxruntime", "onnxscript"),
+    ),
+    Step(
+        "settings",
+        "test_settings",
+        "every precision, fp16 overflow, recomputation, ZeRO 1-3, compile, channels_last, LoRA: trains, and exports",
+        (*PYTEST, "pyarrow", "safetensors", "onnxruntime"),
+    ),
+    Step(
+        "failures",
+        "test_failures",
+        "out of memory, a killed rank, a label out of range, a kernel that never ends: the message and the record",
+        (*PYTEST, "pyarrow", "safetensors"),
+    ),
     Step(
         "speed-gpt2", "measure_gpt2", "GPT-2 124M beside a loop written by hand, in fp32, TF32, bf16, compiled, batch 1"
     ),

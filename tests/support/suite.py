@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import UnsupportedModel
@@ -18,6 +19,7 @@ from onward.trainer.onnx_import.driver import to_module
 
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
 
+CPU = torch.device("cpu")
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
@@ -69,24 +71,48 @@ def with_stored_operands(case: Any) -> onnx.ModelProto | None:
     return model
 
 
-def verdict(model: onnx.ModelProto, inputs: Sequence[Any], wanted: Sequence[Any], **tolerance: float) -> str:
+def verdict(
+    model: onnx.ModelProto,
+    inputs: Sequence[Any],
+    wanted: Sequence[Any],
+    *,
+    device: torch.device = CPU,
+    **tolerance: float,
+) -> str:
     """ "right", "refused: why", or what is wrong."""
     try:
-        module = to_module(model).eval()
+        module = to_module(model).eval().to(device)
     except UnsupportedModel as refusal:
         return f"refused: {refusal}"
     try:
-        got = module(*(as_torch(value) for value in inputs[: len(module.input_names)]))
+        got = module(*(moved(as_torch(value), device) for value in inputs[: len(module.input_names)]))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         return f"raised {type(error).__name__}: {error}"
     got = got if isinstance(got, tuple) else (got,)
     if len(got) != len(wanted):
         return f"{len(got)} outputs, not {len(wanted)}"
+    if misplaced := sorted({str(each.device) for each in tensors_in(got) if each.device.type != device.type}):
+        return f"a result is on {', '.join(misplaced)}, not on {device}"
+    got = moved(got, CPU)
     half = any(kind in HALVES for kind in element_types(model))
     least = 1e-2 if half else 1e-4, 1e-2 if half else 1e-6
     rtol, atol = (max(tolerance.get(name, 0), low) for name, low in zip(("rtol", "atol"), least, strict=True))
     found = (difference(a, as_torch(b), rtol=rtol, atol=atol) for a, b in zip(got, wanted, strict=True))
     return next(filter(None, found), "right")
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A value of the suite on another device."""
+    if isinstance(value, list | tuple):
+        return type(value)(moved(each, device) for each in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value, those in sequences too."""
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in tensors_in(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def difference(got: Any, want: Any, **tolerance: float) -> str:

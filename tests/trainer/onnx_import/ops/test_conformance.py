@@ -62,14 +62,14 @@ def reason_to_refuse(case) -> str | None:
     return next((why for pattern, why in REFUSED.items() if fnmatchcase(case.name, pattern)), None)
 
 
-def problems(case) -> list[str]:
+def problems(case, device=suite.CPU) -> list[str]:
     """What is not as it should be: with operands as inputs of the graph, and with operands stored in the file."""
     inputs, wanted = case.data_sets[0]
     found = []
     for model in (case.model, suite.with_stored_operands(case)):
         if model is None:
             continue
-        verdict = suite.verdict(model, inputs, wanted, rtol=case.rtol, atol=case.atol)
+        verdict = suite.verdict(model, inputs, wanted, device=device, rtol=case.rtol, atol=case.atol)
         if out_of_scope(case):
             expected = verdict == "right" or verdict.startswith("refused") or operators(case) & RANDOM
         elif why := reason_to_refuse(case):

@@ -176,7 +176,11 @@ def _division(found: Plan) -> Iterator[tuple[str, str]]:
         yield "schedule", f"{parallel.schedule}, bubble {found.bubble:.1%}"
     yield "recomputation", found.recompute.mode
     yield "products", found.compute
+    yield "device", found.device
     limit = f" of {found.memory_bytes / 2**30:.3g} GiB" if found.memory_bytes else ""
+    if found.reserve.total:
+        kinds = ", ".join(f"{kind} {_mib(size)}" for kind, size in found.reserve.model_dump().items())
+        yield "kept free", f"{found.reserve.total / 2**30:.3g} GiB (MiB: {kinds})"
     yield "predicted peak", f"{max(memory.peak for memory in found.memory) / 2**30:.3g} GiB{limit}"
 
 

@@ -3,7 +3,7 @@
 Formulas, for p pipeline ranks with v stages each and m micro-batches:
 
     bubble             (p - 1) / (v m + p - 1)       the share of a step in which a rank waits (not zero_bubble's)
-    time of a step     m x (FLOPs of the busiest rank) / (1 - bubble) + FLOPS_PER_BYTE x bytes sent
+    time of a step     m x (pass of the busiest rank) / (1 - bubble) + messages         both as in device.py
     all-reduce         2 x its bytes travel (a ring: reduce-scatter, then all-gather)
     gather, scatter    1 x its bytes travel
 
@@ -20,15 +20,12 @@ from torch import fx, nn
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.weights import Weight
+from onward.trainer.parallel.device import Device, reserve
 from onward.trainer.parallel.dry_run import DryRun
 from onward.trainer.parallel.layout import Layout
 from onward.trainer.parallel.memory import estimate_memory, zero_sharding
 from onward.trainer.parallel.pipeline.stage import Stage
-from onward.trainer.parallel.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Traffic
-from onward.trainer.parallel.tensor.regions import FLOPS_PER_BYTE
-
-CALL_FLOPS = 1e6
-"""The time of calling one operator, however small, in FLOPs: 10 µs at 100 GFLOP/s."""
+from onward.trainer.parallel.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Reserve, Traffic
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,8 @@ class Estimate:
     """By pipeline coordinate."""
     batch_bytes: int
     """Size of the data of one micro-batch."""
+    device: Device
+    """What the times are estimated for."""
 
     def with_zero(self, zero: int) -> Estimate:
         """Return the same with another ZeRO stage, which needs no further dry run."""
@@ -77,6 +76,14 @@ class Estimate:
     def peak_bytes(self) -> int:
         return max(rank.memory.peak for rank in self.ranks)
 
+    def reserve(self, limit: int) -> Reserve:
+        """Return what a rank with `limit` bytes keeps free for what is not the model's."""
+        return reserve(self.config.parallel, self.device.type, limit)
+
+    def fits(self, limit: int) -> bool:
+        """Return whether a rank with `limit` bytes can do it."""
+        return self.peak_bytes + self.reserve(limit).total <= limit
+
     @property
     def bubble(self) -> float:
         """Return the share of a step in which a rank waits under gpipe, 1f1b (v = 1) and interleaved (v > 1).
@@ -95,18 +102,24 @@ class Estimate:
         repeated = sum(units[number] for number in recomputed) if self.config.recompute.mode == "whole" else 0
         return 3 * sum(units) + repeated
 
-    def step_flops(self) -> float:
-        """Return the time of a step in FLOPs: of the busiest rank, with its waiting and its messages."""
+    def step_s(self) -> float:
+        """Return the time of a step in seconds: of the busiest rank, with its waiting and its messages."""
         # the stages of a pipeline run at the pace of the slowest rank
         num_micro_batches = self.config.train.gradient_accumulation_steps
-        # FLOPs of the arithmetic, and a fixed time for each call: small operators are limited by their launch
         busiest = max(
-            sum(map(self.stage_flops, rank.stages, rank.recomputed))
-            + sum(CALL_FLOPS * len(part.nodes) for stage in rank.stages for part in stage.chain.parts)
+            self.device.pass_s(
+                sum(map(self.stage_flops, rank.stages, rank.recomputed)),
+                sum(len(part.nodes) for stage in rank.stages for part in stage.chain.parts),
+            )
             for rank in self.ranks
         )
-        sent = sum(each.bytes for each in self.traffic())
-        return float(num_micro_batches * busiest / (1 - self.bubble) + FLOPS_PER_BYTE * sent)
+        return num_micro_batches * busiest / (1 - self.bubble) + sum(map(self._message_s, self.traffic()))
+
+    def _message_s(self, sent: Traffic) -> float:
+        """Return the time of messages. Neighbours on the tensor axis are on one host if it has enough ranks."""
+        same_host = sent.axis == "tensor" or not self.config.launch.hostfile
+        rate = self.device.link_bytes_per_s if same_host else self.device.network_bytes_per_s
+        return sent.bytes / rate + sent.count * self.device.message_s
 
     # -- messages
 
@@ -184,6 +197,7 @@ class Estimate:
     def record(self, *, limit: int = 0, considered: Iterable[str] = ()) -> Plan:
         """Return the plan. limit: bytes that a rank may use. considered: what `auto` did not choose, and why."""
         config, layout = self.config, self.layout
+        limit = limit or int(config.parallel.memory_gib * 2**30)
         stages = [
             self._stage_record(stage, coordinate, recomputed)
             for coordinate, rank in enumerate(self.ranks)
@@ -203,7 +217,9 @@ class Estimate:
             micro_batch_size=config.micro_batch_size,
             stages=tuple(sorted(stages, key=lambda stage: stage.stage)),
             memory=tuple(rank.memory for rank in self.ranks),
-            memory_bytes=limit or int(config.parallel.memory_gib * 2**30),
+            memory_bytes=limit,
+            reserve=self.reserve(limit),
+            device=self._device_text(),
             regions=tuple(regions),
             # a weight that several nodes read may be replicated for one of them and sharded for another
             replicated=tuple((name, why) for name, why in reasons.items() if name not in layout.placements),
@@ -211,6 +227,10 @@ class Estimate:
             bubble=self.bubble,
             considered=tuple(considered),
         )
+
+    def _device_text(self) -> str:
+        rate, link = self.device.flops_per_s / 1e12, self.device.link_bytes_per_s / 1e9
+        return f"{self.device.name}, {rate:.3g} TFLOP/s in {self.config.precision.compute}, {link:.3g} GB/s"
 
     def _stage_record(self, stage: Stage, coordinate: int, recomputed: Sequence[int]) -> PlannedStage:
         own = set(stage.chain.parameters())

@@ -32,6 +32,7 @@ from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import BatchNorm
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
+from onward.trainer.parallel.device import CPU, Device
 from onward.trainer.parallel.memory import activation_budget
 from onward.trainer.parallel.pipeline.balance import choose_cuts, choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import CutPoint, cuts_by_name, find_cut_points
@@ -75,6 +76,8 @@ class Layout:
     """Initializer name -> pipeline coordinates of the ranks that hold it, for every weight that several stages hold."""
     largest: Layout | None
     """The layout of the last tensor-parallel rank, without data; None if this is it."""
+    device: Device
+    """What the decisions were made for."""
 
     def of(self, pipeline: int, size: int) -> list[Stage]:
         """Return the stages of one of `size` pipeline coordinates (interleaved: every `size`th stage)."""
@@ -111,24 +114,26 @@ def build_layout(
     rank: int,
     group: str,
     autocast: Autocast,
+    device: Device = CPU,
     with_costs: bool = False,
 ) -> Layout:
     """Divide the graph in place for tensor-parallel rank `rank`, and cut it.
 
-    example: the inputs of one micro-batch. group: name of the tensor-parallel process group. with_costs: estimate
-    the costs of the nodes even if nothing depends on them. Raises ConfigError or UnsupportedModel when the graph
-    cannot be divided as configured.
+    example: the inputs of one micro-batch. group: name of the tensor-parallel process group. device: the same on every
+    rank (`device.typical`). with_costs: estimate the costs of the nodes even if nothing depends on them. Raises
+    ConfigError or UnsupportedModel when the graph cannot be divided as configured.
     """
     last = config.parallel.tensor - 1
     # divided in place like the module itself, but only its shapes are used
     # before the module itself is divided, which happens in place
     module_of_last = module if rank == last else _copy_without_data(module)
-    division = _divide(module_of_last, config, rank=last, group=group)
+    division = _divide(module_of_last, config, rank=last, group=group, device=device)
     cuts = _find_cuts(module_of_last, config, example, autocast, with_costs=with_costs)
-    largest = _cut(module_of_last, division, cuts, config)
+    largest = _cut(module_of_last, division, cuts, config, device)
     if rank == last:
         return largest
-    return replace(_cut(module, _divide(module, config, rank=rank, group=group), cuts, config), largest=largest)
+    own = _divide(module, config, rank=rank, group=group, device=device)
+    return replace(_cut(module, own, cuts, config, device), largest=largest)
 
 
 # -- tensor parallelism
@@ -143,10 +148,12 @@ class _Division(NamedTuple):
     classes: ClassShard | None
 
 
-def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str) -> _Division:
+def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, device: Device) -> _Division:
     """Replace the weights of column- and row-parallel layers by this rank's shards, in place; add casts to half."""
     parallel = config.parallel
-    regions = find_regions(module, parallel.tensor, convolutions=parallel.convolutions)
+    regions = find_regions(
+        module, parallel.tensor, convolutions=parallel.convolutions, flops_per_byte=device.flops_per_byte
+    )
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
     vocabulary = find_vocabulary_sharding(
         module, parallel.tensor if parallel.vocabulary else 1, config.model, taken=taken
@@ -206,14 +213,14 @@ def _find_cuts(
     return Cuts(stage_cuts, unit_cuts, node_costs)
 
 
-def _cut(module: ImportedGraph, division: _Division, cuts: Cuts, config: RunConfig) -> Layout:
+def _cut(module: ImportedGraph, division: _Division, cuts: Cuts, config: RunConfig, device: Device) -> Layout:
     """Split the divided graph into stages of units."""
     units = iter(split(module, sorted({*cuts.stages, *cuts.units}, key=lambda point: point.position)))
     ends = [0, *(point.position for point in cuts.stages), len(partitioned_nodes(module.graph))]
     sizes = [1 + sum(begin < point.position < end for point in cuts.units) for begin, end in itertools.pairwise(ends)]
     stages = build_stages(module, [[*itertools.islice(units, size)] for size in sizes], cuts.node_costs)
     shared = _shared_weights(stages, config.parallel.pipeline)
-    return Layout(tuple(stages), cuts, *division, shared=shared, largest=None)
+    return Layout(tuple(stages), cuts, *division, shared=shared, largest=None, device=device)
 
 
 def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:
@@ -323,7 +330,9 @@ def _fewest_units(layout: Layout, config: RunConfig, inputs: Sequence[Tensor], *
     weights = layout.weights(stages, Coordinate(pipeline, 0, 0))
     units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, layout.cuts.node_costs)]
     batch_bytes = sum(value.nbytes for value in inputs)
-    left_bytes, in_flight = activation_budget(stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
+    left_bytes, in_flight = activation_budget(
+        stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes, device_type=layout.device.type
+    )
     modes: tuple[Mode, ...] = ("none", config.recompute.mode)
     _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left_bytes, modes=modes)
     # `picked` numbers the units of all stages one after the other

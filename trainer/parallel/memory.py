@@ -45,6 +45,7 @@ from torch import nn
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import OptimizerConfig, ParallelConfig
 from onward.trainer.distributed.weights import Weight
+from onward.trainer.parallel.device import reserve
 from onward.trainer.parallel.dry_run import DryRun
 from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.plan_record import Memory
@@ -80,7 +81,13 @@ def estimate_memory(
 
 
 def activation_budget(
-    stages: Sequence[Stage], weights: Sequence[Weight], config: RunConfig, *, pipeline: int, batch_bytes: int
+    stages: Sequence[Stage],
+    weights: Sequence[Weight],
+    config: RunConfig,
+    *,
+    pipeline: int,
+    batch_bytes: int,
+    device_type: str,
 ) -> tuple[int, int]:
     """Return (bytes that `parallel.memory_gib` leaves for activations, most micro-batches in flight on this rank)."""
     passes = pass_order(config.parallel, config.train.gradient_accumulation_steps, pipeline)
@@ -88,7 +95,9 @@ def activation_budget(
     static = _static_memory(stages, weights, config)
     taken = static.weights + static.gradients + static.optimizer + static.gathered
     taken += _buffer_bytes(stages, config, batch_bytes)
-    return int(config.parallel.memory_gib * 2**30) - taken, math.ceil(in_flight / config.parallel.stages_per_rank)
+    limit = int(config.parallel.memory_gib * 2**30)
+    taken += reserve(config.parallel, device_type, limit).total
+    return limit - taken, math.ceil(in_flight / config.parallel.stages_per_rank)
 
 
 def pass_order(parallel: ParallelConfig, num_micro_batches: int, pipeline: int) -> Iterator[tuple[bool, int]]:

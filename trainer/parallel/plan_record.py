@@ -25,6 +25,23 @@ class Memory(Record):
         return self.weights + self.gradients + self.optimizer + self.activations + self.transient
 
 
+class Reserve(Record):
+    """Bytes of a device that are kept free for what is not the model's; all 0 on a CPU. See device.py."""
+
+    context: int = 0
+    """CUDA context and loaded kernels."""
+    workspaces: int = 0
+    """Of cuBLAS and cuDNN."""
+    communicators: int = 0
+    """NCCL's buffers."""
+    fragmentation: int = 0
+    """Gaps between the blocks of torch's allocator."""
+
+    @property
+    def total(self) -> int:
+        return self.context + self.workspaces + self.communicators + self.fragmentation
+
+
 class PlannedStage(Record):
     """One stage of the pipeline."""
 
@@ -78,6 +95,10 @@ class Plan(Record):
     """Of one rank of each pipeline coordinate."""
     memory_bytes: int
     """What a rank may use; 0 = unknown."""
+    reserve: Reserve = Reserve()
+    """What of it is kept free for what is not the model's."""
+    device: str = ""
+    """What the times were estimated for."""
     regions: tuple[PlannedRegion, ...]
     replicated: tuple[tuple[str, str], ...]
     """(weight, reason) for each weight that tensor parallelism leaves replicated."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from onward.trainer.model import precision
 from onward.trainer.model.loss import Loss
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.parallel.device import CONTEXT_BYTES, describe, reserve, typical
 from onward.trainer.parallel.dry_run import dry_run
 from onward.trainer.parallel.estimate import Estimate, RankEstimate
 from onward.trainer.parallel.layout import build_layout, drop_data, recompute_units
@@ -82,6 +84,8 @@ def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) ->
         rank=config.parallel.tensor - 1,  # where shards are unequal, the last rank has the largest
         group="tensor",
         autocast=autocast,
+        # as training does; `describe` knows this machine's GPU, which may not be that of every rank
+        device=typical(device.type, config.precision.compute),
         with_costs=True,
     )
     loss = Loss(config.model, module.output_names, classes=layout.classes)
@@ -101,7 +105,7 @@ def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) ->
             dry_runs.append(dry_run(stage, inputs, autocast, device=device, loss=batch_loss if is_last else None))
         memory = estimate_memory(dry_runs, stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
         ranks.append(RankEstimate(stages, weights, recomputed, dry_runs, memory))
-    return Estimate(config, layout, ranks, batch_bytes)
+    return Estimate(config, layout, ranks, batch_bytes, describe(device, config.precision.compute))
 
 
 # -- parallel.sizes = "auto"
@@ -110,9 +114,7 @@ def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) ->
 def _choose(module: ImportedGraph, config: RunConfig, device: torch.device) -> Plan:
     """Return the plan with the shortest step of all divisions of the ranks that fit into memory."""
     num_ranks = config.launch.num_ranks
-    # on a CPU without a hostfile all ranks share this machine's memory; a GPU has one rank
-    sharing = 1 if config.launch.hostfile or device.type == "cuda" else num_ranks
-    limit = int(config.parallel.memory_gib * 2**30) or free_memory(device) // sharing
+    limit = int(config.parallel.memory_gib * 2**30) or _memory_of_a_rank(config, device)
     given = {axis: size for axis in AXES if (size := getattr(config.parallel, axis)) != 1}
     if given:
         raise ConfigError(
@@ -129,16 +131,16 @@ def _choose(module: ImportedGraph, config: RunConfig, device: torch.device) -> P
     if not fitting:
         raise ConfigError(
             [
-                f"no division of {num_ranks} ranks fits into {_gib(limit)} a rank; take more ranks, a smaller "
-                "train.global_batch_size, or raise parallel.memory_gib",
+                f"no division of {num_ranks} ranks fits into {_gib(limit)} a rank{_kept_free(config, device, limit)}; "
+                "take more ranks, a smaller train.global_batch_size, or raise parallel.memory_gib",
                 *considered,
             ]
         )
     # of equal times the first one, which has the fewest stages (see `divisions`)
-    best = min(fitting, key=Estimate.step_flops)
+    best = min(fitting, key=Estimate.step_s)
     for estimate in fitting:
         if estimate is not best:
-            times = estimate.step_flops() / best.step_flops()
+            times = estimate.step_s() / best.step_s()
             considered.append(f"{estimate.name}: {_gib(estimate.peak_bytes)}, a step takes {times:.2f} times as long")
     # estimated again, because the other estimates may have been made for a higher ZeRO stage
     chosen = _with(best.config, parallel={"memory_gib": config.parallel.memory_gib or limit / 2**30})
@@ -161,7 +163,7 @@ def _first_that_fits(module: ImportedGraph, config: RunConfig, device: torch.dev
         estimate = _estimate(module, highest, device)
         for zero in zero_stages:
             estimate = estimate.with_zero(zero)
-            if estimate.peak_bytes <= limit:
+            if estimate.fits(limit):
                 return estimate
     # selective recomputation saves time on GPUs only
     for mode in ("selective", "whole") if device.type == "cuda" else ("whole",):
@@ -169,9 +171,25 @@ def _first_that_fits(module: ImportedGraph, config: RunConfig, device: torch.dev
         # ConfigError: recomputing all units in this mode is not enough
         with contextlib.suppress(ConfigError):
             estimate = _estimate(module, wanted, device)
-            if estimate.peak_bytes <= limit:
+            if estimate.fits(limit):
                 return estimate
     raise ConfigError(f"takes {_gib(estimate.peak_bytes)} at least")
+
+
+def _memory_of_a_rank(config: RunConfig, device: torch.device) -> int:
+    """Return the bytes that one rank may use: what is free, divided by the ranks that share it."""
+    if device.type == "cpu":
+        # without a hostfile all ranks share this machine's memory
+        return free_memory(device) // (1 if config.launch.hostfile else config.launch.num_ranks)
+    # the context of this process, which to ask for the free memory has made, ends with the process
+    free = min(free_memory(device) + CONTEXT_BYTES, torch.cuda.get_device_properties(device).total_memory)
+    ranks_here = 1 if config.launch.hostfile else config.launch.num_ranks
+    return free // math.ceil(ranks_here / torch.cuda.device_count())
+
+
+def _kept_free(config: RunConfig, device: torch.device, limit: int) -> str:
+    kept = reserve(config.parallel, describe(device, config.precision.compute).type, limit).total
+    return f", of which at least {_gib(kept)} are kept free for CUDA, NCCL and fragmentation" if kept else ""
 
 
 def divisions(num_ranks: int) -> list[dict[str, int]]:

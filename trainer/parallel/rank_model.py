@@ -35,6 +35,7 @@ from onward.trainer.model.loss import Loss
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.cost import Autocast, estimate_costs
+from onward.trainer.parallel.device import typical
 from onward.trainer.parallel.layout import (
     build_layout,
     drop_data,
@@ -128,7 +129,8 @@ def build_rank_model(
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     trained_names = frozenset(name for name, tensor in stored.items() if is_trained(tensor))
 
-    layout = build_layout(module, config, example, rank=here.tensor, group=group, autocast=autocast)
+    device = typical(mpi.device.type, config.precision.compute)
+    layout = build_layout(module, config, example, rank=here.tensor, group=group, autocast=autocast, device=device)
     own = layout.of(here.pipeline, config.parallel.pipeline)
     _copy_shared_parameters(own)
     for stage in own:

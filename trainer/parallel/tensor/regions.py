@@ -36,9 +36,8 @@ from onward.trainer.parallel.tensor.graph_analysis import TRANSPOSED, GraphAnaly
 from onward.trainer.parallel.tensor.propagation import Propagation, RegionEdits
 from onward.trainer.parallel.tensor.sharding import CannotShard, MustShardTogether, NeedsFinerBlocks
 
-FLOPS_PER_BYTE = 250
-"""Sharding convolutions must save so much arithmetic for each byte it sends: about what a device computes in the time
-it sends a byte to its neighbour (60 TFLOP/s beside 240 GB/s; 100 GFLOP/s beside 0.4 GB/s over gloo)."""
+FLOPS_PER_BYTE = 250.0
+"""What a CPU computes in the time it sends a byte to its neighbour: 100 GFLOP/s beside 0.4 GB/s over gloo."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +66,21 @@ class TensorSharding:
 COMBINED = "its output is combined with that of"
 
 
-def find_regions(module: ImportedGraph, size: int, *, convolutions: str = "auto") -> TensorSharding:
+def find_regions(
+    module: ImportedGraph, size: int, *, convolutions: str = "auto", flops_per_byte: float = FLOPS_PER_BYTE
+) -> TensorSharding:
     """Find the regions of a graph for `size` ranks. Changes nothing, and needs no ranks.
 
-    convolutions: "never", "always", or "auto": where they save more arithmetic than what they send costs.
+    convolutions: "never", "always", or "auto": where they save at least `flops_per_byte` FLOPs for each byte they send.
     """
     if size == 1:
         return TensorSharding(1, (), ())
-    return _Finder(module, size, convolutions).find()
+    return _Finder(module, size, convolutions, flops_per_byte).find()
 
 
 class _Finder:
-    def __init__(self, module: ImportedGraph, size: int, convolutions: str) -> None:
-        self.size, self.convolutions = size, convolutions
+    def __init__(self, module: ImportedGraph, size: int, convolutions: str, flops_per_byte: float) -> None:
+        self.size, self.convolutions, self.flops_per_byte = size, convolutions, flops_per_byte
         self.graph = GraphAnalysis(module, module.onnx_names)
         self.taken: set[fx.Node] = set()
         """Products of the regions found so far."""
@@ -185,9 +186,9 @@ class _Finder:
         flops_saved = 3 * (1 - 1 / self.size) * sum(self._flops(product) for product in (*inside, *rows))
         # A ring all-reduce sends every element (4 bytes) 2 (size - 1) / size times.
         bytes_sent = 4 * sum(self._numel(node) for node in all_reduced) * 2 * (1 - 1 / self.size)
-        if flops_saved >= FLOPS_PER_BYTE * bytes_sent:
+        if flops_saved >= self.flops_per_byte * bytes_sent:
             return ""
-        ratio = f"{flops_saved / bytes_sent:.0f} operations per byte sent, less than {FLOPS_PER_BYTE}"
+        ratio = f"{flops_saved / bytes_sent:.0f} operations per byte sent, less than {self.flops_per_byte:.0f}"
         return f"parallel.convolutions is auto, and sharding it with {rows[0].name} saves only {ratio}"
 
     def _numel(self, node: fx.Node) -> int:

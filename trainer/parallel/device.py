@@ -1,0 +1,161 @@
+"""Describe the device of a rank for the planner: how fast it computes, sends and starts operators, and what memory it
+needs beside the tensors of the model.
+
+    time of a pass on a CPU    FLOPs / rate + operators x call_s      one after the other
+    time of a pass on a GPU    max(FLOPs / rate, operators x call_s)  the host starts operators while the GPU computes
+    time of the messages       bytes / link + messages x message_s
+
+The numbers of a GPU are those of NVIDIA's data sheets (peak rates without sparsity; the link in one direction), times
+the shares below. They rank layouts against each other; they do not predict the time of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.parallel.plan_record import Reserve
+
+MiB = 2**20
+
+
+class Peak(NamedTuple):
+    """Peak rates of a GPU, by its data sheet."""
+
+    fp32: float
+    """TFLOP/s."""
+    tf32: float
+    half: float
+    link: float
+    """GB/s in one direction to another GPU of its host: NVLink, or PCIe where the card is usually without."""
+
+
+GPUS: dict[str, Peak] = {
+    "B300": Peak(75, 1100, 2250, 900),
+    "B200": Peak(75, 1100, 2250, 900),
+    "H200": Peak(67, 494, 989, 450),
+    "GH200": Peak(67, 494, 989, 450),
+    "H800": Peak(67, 494, 989, 200),
+    "H100 PCIe": Peak(51, 378, 756, 64),
+    "H100": Peak(67, 494, 989, 450),
+    "A100-PCIE": Peak(19.5, 156, 312, 32),
+    "A100": Peak(19.5, 156, 312, 300),
+    "A800": Peak(19.5, 156, 312, 200),
+    "A40": Peak(37.4, 74.8, 149.7, 32),
+    "A30": Peak(10.3, 82, 165, 32),
+    "A10": Peak(31.2, 62.5, 125, 32),
+    "L40S": Peak(91.6, 183, 362, 32),
+    "L40": Peak(90.5, 90.5, 181, 32),
+    "L4": Peak(30.3, 60, 121, 32),
+    "V100": Peak(15.7, 15.7, 125, 150),
+    "T4": Peak(8.1, 8.1, 65, 16),
+}
+"""Part of the name that torch.cuda.get_device_properties reports -> peak rates. The first match counts."""
+TYPICAL = "A100"
+"""Taken for a GPU that is not in the table, and for decisions that ranks with different GPUs must make alike."""
+COMPUTE_SHARE, LINK_SHARE = 0.6, 0.8
+"""What large matrix products, and large collectives of NCCL, reach of the peak."""
+NETWORK = 25.0
+"""GB/s of one GPU to another host: one network card of 200 Gbit/s for each GPU."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes on."""
+
+    name: str
+    type: str
+    """cpu or cuda."""
+    flops_per_s: float
+    link_bytes_per_s: float
+    """To a rank of the same host."""
+    network_bytes_per_s: float
+    """To a rank of another host."""
+    message_s: float
+    """Time of a message, however small."""
+    call_s: float
+    """Time of calling one node's operators, forward and backward, however small."""
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Return the FLOPs in the time of sending a byte to a rank of the same host."""
+        return self.flops_per_s / self.link_bytes_per_s
+
+    def pass_s(self, flops: float, calls: int) -> float:
+        """Return the time of computing; see above."""
+        times = (flops / self.flops_per_s, calls * self.call_s)
+        return max(times) if self.type == "cuda" else sum(times)
+
+
+# gloo: 0.4 GB/s were measured with messages of 64 KiB, so the time of a small message is part of the rate
+CPU = Device("CPU", "cpu", 100e9, 0.4e9, 0.4e9, message_s=0.0, call_s=10e-6)
+
+
+def describe(device: torch.device, compute: str) -> Device:
+    """Return what is known of a device of this process. compute: `precision.compute`, resolved."""
+    if device.type != "cuda":
+        return CPU
+    return gpu(torch.cuda.get_device_properties(device).name, compute)
+
+
+def gpu(name: str, compute: str) -> Device:
+    """Return what is known of a GPU of this name; of an unknown one, what is known of TYPICAL."""
+    known = next((key for key in GPUS if key in name), TYPICAL)
+    peak = GPUS[known]
+    rate = {"fp32": peak.fp32, "tf32": peak.tf32}.get(compute, peak.half)
+    return Device(
+        name=name if known in name else f"{name} (taken for {known})",
+        type="cuda",
+        flops_per_s=rate * 1e12 * COMPUTE_SHARE,
+        link_bytes_per_s=peak.link * 1e9 * LINK_SHARE,
+        network_bytes_per_s=min(peak.link, NETWORK) * 1e9 * LINK_SHARE,
+        # NCCL's latency within a host, and Python, dispatcher and launches of about three kernels
+        message_s=20e-6,
+        call_s=30e-6,
+    )
+
+
+def typical(device_type: str, compute: str) -> Device:
+    """Return a description that depends on the configuration alone, and so is the same on all ranks."""
+    return CPU if device_type == "cpu" else gpu(TYPICAL, compute)
+
+
+# -- memory that is not the model's
+
+CONTEXT_BYTES = 640 * MiB
+"""A process's CUDA context with the kernels that it has loaded: about 520 MiB on an H100, less on older GPUs; kernels
+are loaded when they are first called (CUDA_MODULE_LOADING=LAZY)."""
+WORKSPACE_BYTES = 128 * MiB + 256 * MiB
+"""cuBLAS and cuBLASLt, 32 MiB each in the main thread and in autograd's (recommended for Hopper,
+https://docs.nvidia.com/cuda/cublas/#cublassetworkspace); and cuDNN's, for which there is no bound: 256 MiB."""
+COMMUNICATOR_BYTES = 688 * MiB
+"""NCCL's buffers of one communicator, measured on 4 A100 with NVLink (https://github.com/NVIDIA/nccl/issues/964): 32
+channels x 2 connections x 10 MiB for the three protocols (NCCL_BUFFSIZE is 4 MiB of it), and what was not explained."""
+FRAGMENTATION_SHARE = 0.05
+"""Of all memory: gaps between the blocks of torch's allocator, which `expandable_segments` keeps small."""
+
+
+def reserve(parallel: ParallelConfig, device_type: str, limit_bytes: int) -> Reserve:
+    """Return what a rank with `limit_bytes` keeps free for what is not the model's; nothing on a CPU.
+
+    It depends on the configuration alone, so training and planning decide alike.
+    """
+    if device_type != "cuda":
+        return Reserve()
+    return Reserve(
+        context=CONTEXT_BYTES,
+        workspaces=WORKSPACE_BYTES,
+        communicators=_num_communicators(parallel) * COMMUNICATOR_BYTES,
+        fragmentation=int(FRAGMENTATION_SHARE * limit_bytes),
+    )
+
+
+def _num_communicators(parallel: ParallelConfig) -> int:
+    """Return the number of NCCL communicators of one rank. NCCL takes memory for one when it is first used."""
+    # the world's is used by the sum of each step, in a world of one rank too
+    hybrid = parallel.zero and 0 < parallel.shard < parallel.data
+    used = (parallel.data > 1, parallel.data > 1 and parallel.zero, hybrid, parallel.tensor > 1, parallel.pipeline > 1)
+    return 1 + sum(map(bool, used))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from onward.trainer.config.sections import ModelConfig
 from onward.trainer.data.batches import Batch
 from onward.trainer.data.targets import count_targets
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.model.vocabulary_loss import ClassShard
+from onward.trainer.model.vocabulary_loss import ClassShard, cross_entropy
 
 
 def _cross_entropy(output: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -56,9 +57,10 @@ class Loss:
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
         """Return the loss summed over the targets that count: a scalar, differentiable."""
-        if self._classes:
-            assert labels is not None, "only the head of a cross-entropy is sharded"
-            return self._classes.cross_entropy(self._own(outputs), labels, self._ignore_index)
+        own = self._own(outputs)
+        if self.name == "cross_entropy" and (self._classes or own.dtype in (torch.float16, torch.bfloat16)):
+            assert labels is not None
+            return cross_entropy(own, labels, self._ignore_index, self._classes)
         output = self.output(outputs)
         if self.name == "output" or labels is None:
             return output.mean() * size  # a loss that the graph computes is a mean over its batch

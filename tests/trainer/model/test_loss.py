@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,8 +14,11 @@ from onward.trainer.config.sections import ModelConfig
 from onward.trainer.data.batches import Batch
 from onward.trainer.data.targets import count_targets, label_range
 from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.model import vocabulary_loss
 from onward.trainer.model.loss import Loss
 from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.vocabulary_loss import cross_entropy
+from onward.trainer.parallel.dry_run import MemoryCounter
 
 CPU = torch.device("cpu")
 
@@ -157,3 +161,65 @@ def test_accuracy_leaves_out_ignored_labels_even_where_the_ignored_label_is_a_cl
     logits = torch.eye(3)[torch.tensor([0, 1, 1])]  # predicts 0, 1, 1
     totals.update(logits, torch.tensor([[0], [1], [2]]), 3)
     assert totals.compute()["accuracy"] == 0.5
+
+
+def loss_and_gradient(loss: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> list[torch.Tensor]:
+    logits = logits.clone().requires_grad_()
+    value = loss(logits)
+    value.backward(torch.tensor(0.25))
+    assert logits.grad is not None
+    return [value.detach(), logits.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cross_entropy_of_half_precision_logits_is_that_of_an_fp32_copy(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 50, 300, generator=random).mul(5).to(dtype)
+    labels = torch.randint(0, 300, (4, 50), generator=random)
+    labels[1, 3:9] = -100
+    logits[0, 0, 7:9] = -torch.inf  # classes that a mask excludes
+    expected, wanted = loss_and_gradient(
+        lambda z: F.cross_entropy(z.float().flatten(0, 1), labels.flatten(), reduction="sum"), logits
+    )
+    loss, gradient = loss_and_gradient(lambda z: loss_named("cross_entropy")(z, labels, 4), logits)
+    assert (loss.dtype, gradient.dtype) == (torch.float32, dtype)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+    # one rounding to the type of the logits, as of the reference
+    torch.testing.assert_close(gradient, wanted, rtol=torch.finfo(dtype).eps, atol=1e-7)
+    assert not gradient[1, 3:9].any()
+
+
+def test_cross_entropy_in_chunks_has_the_bits_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = torch.randn(37, 11).bfloat16(), torch.randint(0, 11, (37,))
+    whole = loss_and_gradient(lambda z: cross_entropy(z, labels, -100, None), logits)
+    for elements in (1, 33, 100):
+        monkeypatch.setitem(vocabulary_loss.CHUNK, "cpu", elements)
+        chunked = loss_and_gradient(lambda z: cross_entropy(z, labels, -100, None), logits)
+        assert all(map(torch.equal, chunked, whole))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_logit_that_is_not_finite_makes_the_loss_and_the_gradient_so(poison: float) -> None:
+    logits = torch.randn(3, 5).bfloat16()
+    logits[1, 2] = poison
+    loss, gradient = loss_and_gradient(lambda z: loss_named("cross_entropy")(z, torch.tensor([0, -100, 1]), 3), logits)
+    assert math.isfinite(float(loss)), "the row is ignored"
+    assert gradient[1].isnan().any(), "but its gradient is noticed, as torch's is"
+    loss, _ = loss_and_gradient(lambda z: loss_named("cross_entropy")(z, torch.tensor([0, 4, 1]), 3), logits)
+    assert math.isnan(float(loss))
+
+
+def test_the_loss_of_fp32_logits_has_the_bits_of_torchs_cross_entropy() -> None:
+    logits, labels = torch.randn(64, 100), torch.randint(0, 100, (64,))
+    ours = loss_and_gradient(lambda z: loss_named("cross_entropy")(z, labels, 64), logits)
+    torchs = loss_and_gradient(lambda z: F.cross_entropy(z, labels, reduction="sum"), logits)
+    assert all(map(torch.equal, ours, torchs))
+
+
+def test_the_loss_of_half_precision_logits_takes_two_bytes_for_each_of_them() -> None:
+    logits = torch.zeros(1 << 14, 1 << 10, dtype=torch.bfloat16, requires_grad=True)
+    with MemoryCounter() as counter:
+        counter.ignore(logits)
+        loss_named("cross_entropy")(logits, torch.zeros(1 << 14).long(), 1 << 14).backward()  # type: ignore[no-untyped-call]
+    chunks = 3 * 4 * vocabulary_loss.CHUNK["cpu"]
+    assert counter.peak_bytes <= 2 * logits.numel() + chunks, "the gradient, beside the logits themselves"

@@ -1,10 +1,11 @@
-"""Count what one step of training costs besides its arithmetic: collectives, and host reads of device values.
+"""Count what a step of training and an evaluation cost besides arithmetic: collectives, host reads, uploads.
 
-    python -m tests.support.step_costs        the table in docs/reference/measurements.md
+    python -m tests.support.step_costs        the counts behind the table in docs/reference/measurements.md
 
-On a GPU each host read waits until the device has computed everything before it, and so does each tensor made on the
-device from a value on the host. The counts are taken on the CPU, from the operators that are called; the loader's
-thread, which reads rows and not results, is not counted.
+A host read is a number, or the size of a result, that the host needs from a tensor; an upload is a tensor made from
+numbers of the host. On a GPU each of them waits until the device has computed all that was called before. The counts
+are taken on the CPU, from the operators and methods that are called in the main thread. The loader's thread reads rows,
+not results.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -36,7 +37,8 @@ READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select
 """Operators that need a value on the host: a number, or the size of a result."""
 READING_METHODS = ("tolist", "numpy", "cpu")
 """Methods that copy to the host, which call no operator on the CPU."""
-OF_THE_HOST = {("trainer/parallel/pipeline/schedules.py", "forward"): "the number of a micro-batch, never on a device"}
+OF_THE_HOST = ("trainer/data/", "trainer/parallel/pipeline/schedules.py:forward")
+"""Where tensors are read that are never on a device: rows, and the number of a micro-batch."""
 COUNTED_STEP = 3
 """By then everything that is made once has been made."""
 
@@ -44,11 +46,12 @@ Counts = dict[str, int]
 
 
 class StepCosts(TorchDispatchMode):
-    """Count, while `counting` is true, the operators that communicate, read and upload."""
+    """Count, inside `counted`, the operators that communicate, read and upload."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counting = False
+        self.phase = ""
+        """What is counted now: `step` or `evaluation`; empty for nothing."""
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,8 +67,8 @@ class StepCosts(TorchDispatchMode):
     def add(self, kind: str, frame: FrameType | None = None) -> None:
         """Count one of a kind; reads and uploads with their place in Onward's code."""
         place = _place(frame)
-        if kind and self.counting and place not in OF_THE_HOST:
-            self.found[f"{kind} {':'.join(place)}" if frame else kind] += 1
+        if kind and self.phase and not place.startswith(OF_THE_HOST):
+            self.found[f"{self.phase}: {kind} {place}".rstrip()] += 1
 
     @contextmanager
     def methods(self) -> Iterator[None]:
@@ -86,14 +89,14 @@ def _is_mask(index: object) -> bool:
     return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
-def _place(frame: FrameType | None) -> tuple[str, str]:
-    """Return (file, function) of the innermost frame in Onward's code."""
+def _place(frame: FrameType | None) -> str:
+    """Return file and function of the innermost frame in Onward's code."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "trainer" in path.parts and "onward" in path.parts:
-            return "/".join(path.parts[path.parts.index("trainer") :]), frame.f_code.co_name
+            return f"{'/'.join(path.parts[path.parts.index('trainer') :])}:{frame.f_code.co_name}"
         frame = frame.f_back
-    return "", ""
+    return ""
 
 
 def count_one_step(mpi: MPIContext, roots: list[str]) -> list[Counts]:
@@ -102,16 +105,29 @@ def count_one_step(mpi: MPIContext, roots: list[str]) -> list[Counts]:
 
 
 def _count(mpi: MPIContext, run: RunDir) -> Counts:
-    costs, steps, original = StepCosts(), 0, Pipeline.run
+    costs, steps = StepCosts(), 0
+    run_step, evaluate = Pipeline.run, Pipeline.evaluate
 
-    def at_the_start_of_a_step(*args: Any, **kwargs: Any) -> Any:
+    def counted_step(*args: Any, **kwargs: Any) -> Any:
+        # a step ends where the next one begins
         nonlocal steps
         steps += 1
-        costs.counting = steps == COUNTED_STEP
-        return original(*args, **kwargs)
+        costs.phase = "step" if steps == COUNTED_STEP else ""
+        return run_step(*args, **kwargs)
+
+    def counted_evaluation(*args: Any, **kwargs: Any) -> Any:
+        # the second one: the first makes what is made once
+        costs.phase = "evaluation" if steps else ""
+        values = evaluate(*args, **kwargs)
+        costs.phase = ""
+        return values
 
     how = {"attempt": run.current_attempt, "heartbeat": Heartbeat(run.heartbeat)}
-    with mock.patch.object(Pipeline, "run", at_the_start_of_a_step), costs.methods(), costs:
+    with (
+        mock.patch.multiple(Pipeline, run=counted_step, evaluate=counted_evaluation),
+        costs.methods(),
+        costs,
+    ):
         train(read_config(run), run, mpi, **how, stop_requested=lambda: False)
     return dict(costs.found)
 
@@ -123,10 +139,15 @@ TEXT = (graphs.tiny_transformer, tiny_text)
 LAYOUTS: Mapping[str, tuple[Any, int, int, dict[str, Any]]] = {
     "1 rank": (TEXT, 1, 1, {}),
     "1 rank, 4 micro-batches": (TEXT, 1, 4, {}),
-    "1 rank, fp16 with loss scale": (TEXT, 1, 1, {"precision": {"compute": "fp16", "initial_scale": 16.0}}),
+    "1 rank, fp16 with loss scale, 4 micro-batches": (
+        TEXT,
+        1,
+        4,
+        {"precision": {"compute": "fp16", "initial_scale": 16.0}},
+    ),
     "2 replicas": (TEXT, 2, 1, {"parallel": {"data": 2}}),
     "2 replicas, 4 micro-batches": (TEXT, 2, 4, {"parallel": {"data": 2}}),
-    "2 replicas, BatchNorm": (CONV, 2, 1, {"parallel": {"data": 2}}),
+    "2 replicas, BatchNorm, 4 micro-batches": (CONV, 2, 4, {"parallel": {"data": 2}}),
     "2 replicas, ZeRO 2": (TEXT, 2, 1, {"parallel": {"data": 2, "zero": 2}}),
     "2 tensor-parallel ranks": (TEXT, 2, 1, {"parallel": {"tensor": 2}}),
     "2 tensor-parallel ranks, 4 micro-batches": (TEXT, 2, 4, {"parallel": {"tensor": 2}}),
@@ -135,14 +156,15 @@ LAYOUTS: Mapping[str, tuple[Any, int, int, dict[str, Any]]] = {
 """Name -> (model and data, ranks, micro-batches of a step and replica, settings)."""
 
 
-def measure(folder: Path) -> dict[str, Counts]:
-    """Return what one step costs on rank 0, for every layout."""
+def measure(folder: Path, names: Iterable[str] = tuple(LAYOUTS)) -> dict[str, Counts]:
+    """Return what one step and one evaluation cost on rank 0 of layouts."""
     found: dict[str, Counts] = {}
+    wanted = sorted(names, key=list(LAYOUTS).index)
     for num_ranks in (1, 2):
-        names = [name for name, (_, ranks, _, _) in LAYOUTS.items() if ranks == num_ranks]
-        roots = [str(_make(folder / name.replace(" ", "_"), name).root) for name in names]
+        same_size = [name for name in wanted if LAYOUTS[name][1] == num_ranks]
+        roots = [str(_make(folder / name.replace(" ", "_"), name).root) for name in same_size]
         (first, *_) = run_ranks(num_ranks, "tests.support.step_costs:count_one_step", roots, timeout_s=300)
-        found |= dict(zip(names, first, strict=True))
+        found |= dict(zip(same_size, first, strict=True))
     return found
 
 

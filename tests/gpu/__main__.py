@@ -49,12 +49,29 @@ def _is_finished(step: Step) -> bool:
 
 
 def _run(step: Step, limit_s: float) -> None:
-    """Run one step in processes of its own, and kill what is left of them afterwards."""
+    """Run one step, again when it has lost the device, until it ends or its time is over."""
     log = results.RESULTS.parent / f"{step.name}.log"
-    tag, started_at = uuid.uuid4().hex, time.monotonic()
+    log.unlink(missing_ok=True)
+    started_at, num_lines = time.monotonic(), -1
+    while (left_s := limit_s - (time.monotonic() - started_at)) > 0:
+        before, num_lines = num_lines, len(results.read()[0])
+        broke_off, status = _run_process(step, left_s, log)
+        # every start has made a check more; if not, it would go on for ever
+        if status != results.LOST_DEVICE or num_lines == before:
+            break
+    if broke_off:
+        os.environ[results.STEP] = step.name
+        reason = f"{broke_off}; its last words: {_last_words(log)}"
+        seconds = time.monotonic() - started_at
+        results.record(results.WHOLE_STEP, status="failed", reason=reason, seconds=seconds)
+
+
+def _run_process(step: Step, limit_s: float, log: Path) -> tuple[str, int | None]:
+    """Run one step in its process, and kill what is left afterwards; return why it broke off, and its status."""
+    tag, status = uuid.uuid4().hex, None
     words = _command(step)
     child = {**os.environ, TAG: tag, results.STEP: step.name, results.IDENTITY: json.dumps(results.identity())}
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             words,
             cwd=results.ROOT,
@@ -71,11 +88,7 @@ def _run(step: Step, limit_s: float) -> None:
             broke_off = f"it was killed after {limit_s:.0f} s"
         finally:
             _kill(process, tag)
-    if broke_off:
-        os.environ[results.STEP] = step.name
-        reason = f"{broke_off}; its last words: {_last_words(log)}"
-        seconds = time.monotonic() - started_at
-        results.record(results.WHOLE_STEP, status="failed", reason=reason, seconds=seconds)
+    return broke_off, status
 
 
 def _command(step: Step) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import torch
 
@@ -44,10 +45,19 @@ def describe() -> dict[str, str]:
     capability = f"{properties.major}.{properties.minor}"
     return {
         "device": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability {capability}",
+        "driver": _driver(),
         "CUDA": str(torch.version.cuda),
         "cuDNN": str(torch.backends.cudnn.version()),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
     }
+
+
+def _driver() -> str:
+    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
 
 
 if __name__ == "__main__":

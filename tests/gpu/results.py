@@ -35,6 +35,10 @@ PACKAGES = ("torch", "triton", "onnx", "onnxruntime", "numpy")
 Line = dict[str, Any]
 
 
+LOST_DEVICE = 75
+"""Exit status of a step whose process cannot use the GPU any more; it is started again for the checks that are left."""
+
+
 class Skip(Exception):
     """A check cannot be made here; the message is the reason."""
 
@@ -83,10 +87,22 @@ def attempt(check: str, measure: Callable[[], Mapping[str, object]]) -> bool:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
         record(check, status="failed", reason=reason, seconds=time.monotonic() - started_at)
+        leave_a_lost_device(reason)
         return False
     else:
         record(check, seconds=time.monotonic() - started_at, **values)
     return True
+
+
+def leave_a_lost_device(reason: str) -> None:
+    """End this process after an error that leaves the CUDA context unusable, such as a device-side assert.
+
+    Every later check of the process would fail with the same message.
+    """
+    if "CUDA error" in reason:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(LOST_DEVICE)
 
 
 def _as_json(value: Any) -> Any:

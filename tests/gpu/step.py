@@ -46,6 +46,8 @@ class Recorder:
             seconds=sum(each.duration for each in phases),
             **dict(report.user_properties),
         )
+        if failed is not None:
+            results.leave_a_lost_device(str(failed.longrepr))
 
 
 def check_name(nodeid: str) -> str:

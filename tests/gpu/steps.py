@@ -18,7 +18,7 @@ class Step:
     claim: str
     """What it proves or measures, for the page."""
     needs: tuple[str, ...] = ()
-    """Packages without which the step is skipped, beside torch, onnx, numpy and pydantic."""
+    """Packages without which the step is skipped, beside EVERY_STEP_NEEDS."""
     limit_s: float = STEP_LIMIT_S
 
 
@@ -34,25 +34,25 @@ STEPS: tuple[Step, ...] = (
         "layouts",
         "test_layouts",
         "one rank over NCCL under mpirun; 2 and 4 ranks that share the GPU over gloo train what one rank trains",
-        (*PYTEST, "pyarrow", "safetensors", "onnxruntime"),
+        (*PYTEST, "onnxruntime"),
     ),
     Step(
         "resume",
         "test_resume",
         "killed and resumed with the same bits under deterministic algorithms; a checkpoint from CPU to GPU and back",
-        (*PYTEST, "pyarrow", "safetensors", "onnxruntime", "onnxscript"),
+        (*PYTEST, "onnxruntime", "onnxscript"),
     ),
     Step(
         "settings",
         "test_settings",
         "every precision, fp16 overflow, recomputation, ZeRO 1-3, compile, channels_last, LoRA: trains, and exports",
-        (*PYTEST, "pyarrow", "safetensors", "onnxruntime"),
+        (*PYTEST, "onnxruntime"),
     ),
     Step(
         "failures",
         "test_failures",
         "out of memory, a killed rank, a label out of range, a kernel that never ends: the message and the record",
-        (*PYTEST, "pyarrow", "safetensors"),
+        PYTEST,
     ),
     Step(
         "speed-gpt2", "measure_gpt2", "GPT-2 124M beside a loop written by hand, in fp32, TF32, bf16, compiled, batch 1"
@@ -66,4 +66,5 @@ STEPS: tuple[Step, ...] = (
     Step("checkpoint", "measure_checkpoint", "what a checkpoint costs the steps around it"),
 )
 
-EVERY_STEP_NEEDS = ("torch", "onnx", "numpy", "pydantic", "psutil")
+EVERY_STEP_NEEDS = ("torch", "onnx", "numpy", "pydantic", "psutil", "pyarrow", "safetensors", "mpi4py")
+"""What the trainer imports at its start; mpi4py may be without an MPI library."""

@@ -126,6 +126,20 @@ def test_a_failed_check_makes_the_exit_status_1_and_ends_no_other(lines: Lines, 
     assert run("fails") == 1  # what has failed and ended is not run again, and has failed still
 
 
+def test_a_step_that_has_lost_the_device_is_started_again_for_the_checks_that_are_left(
+    lines: Lines, programs: dict[str, str]
+) -> None:
+    programs["loses"] = (
+        "def check():\n    raise RuntimeError('CUDA error: device-side assert triggered')\n"
+        f"results.attempt('one', dict); results.attempt('two', check); results.attempt('three', dict); {ENDS}"
+    )
+    programs["always"] = "results.leave_a_lost_device('CUDA error: unknown error')"
+    assert run("loses", "always") == 1
+    written = [(line["check"], line["status"]) for line in results.read()[0] if line["step"] == "loses"]
+    assert written == [("one", "passed"), ("two", "failed"), ("three", "passed"), (WHOLE_STEP, "passed")]
+    assert "it ended with status 75" in lines()["always", WHOLE_STEP]["reason"]
+
+
 def test_steps_that_do_not_fit_into_the_whole_time_are_not_started(lines: Lines, programs: dict) -> None:
     programs["long"] = f"import time; time.sleep(2); {ENDS}"
     assert run("long", "late", total_s=3.0) == 1

@@ -48,11 +48,13 @@ SETTINGS: Mapping[str, str] = {
     # The output of a crashing rank reaches the log.
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
+    # GPU memory is not lost to gaps between tensors of changing sizes. torch reads it when it first uses a GPU.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 """Environment of mpirun (Open MPI 5). Variables that the user has set take precedence."""
 
 TAG = "ONWARD_RUN_TAG"
-CARRIED = ("NCCL_", "GLOO_", "TORCH_", "MPI4PY_", "OMP_", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", TAG)
+CARRIED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "MPI4PY_", "OMP_", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", TAG)
 """Prefixes of the variables that are sent to ranks on other hosts; no other variable leaves this host."""
 
 
@@ -92,9 +94,10 @@ class MpiJob:
     log: Path
     """The file for the output of mpirun and the ranks."""
     heartbeat: Path | None = None
-    """The file that rank 0 touches while the job makes progress; None = start_timeout_s limits the whole job."""
+    """The file that rank 0 writes while the job makes progress; None = start_timeout_s limits the whole job."""
     start_timeout_s: float = 180.0
     silence_timeout_s: float = 120.0
+    """Longest time between two changes of the heartbeat file, unless the file says it: {"silence_s": 1802.0}."""
     grace_s: float = 20.0
     """Time that the ranks get to save and exit when the job is stopped."""
     hostfile: str = ""
@@ -105,7 +108,7 @@ class MpiJob:
         """Return the command line. Raises LaunchError without mpirun."""
         hosts = ["--hostfile", self.hostfile] if self.hostfile else ["--map-by", ":OVERSUBSCRIBE"]
         # A login over ssh starts with an empty environment.
-        names = sorted({*environment, *SETTINGS, TAG}) if self.hostfile else []
+        names = sorted({*environment_of_ranks(environment), TAG}) if self.hostfile else []
         exports = [word for name in names if name.startswith(CARRIED) for word in ("-x", name)]
         ranks = [sys.executable, "-m", *self.module]
         return [str(find_mpirun()), "-n", str(self.num_ranks), "--bind-to", "none", *hosts, *exports, *ranks]
@@ -123,7 +126,7 @@ class MpiJob:
         with _guard(tag, min(self.grace_s, GUARD_GRACE_S)), self.log.open("ab") as log:
             mpirun = subprocess.Popen(
                 argv,
-                env={**SETTINGS, **os.environ, **self._temporary_directory(tag), TAG: tag},
+                env={**environment_of_ranks(os.environ), **self._temporary_directory(tag), TAG: tag},
                 cwd=self.cwd or self.run_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -159,16 +162,29 @@ class MpiJob:
     ) -> Literal["exited", "stopped", "silent", "start_timeout"]:
         """Wait for the end of mpirun, a stop request or a missing heartbeat; stop the job in the last two cases."""
         last_beat, beat_at, started = _last_beat(self.heartbeat), time.monotonic(), False
+        silence_s = self.silence_timeout_s
         while mpirun.poll() is None:
             if stop.wait(POLL_S):
                 _stop(mpirun, self.grace_s)
                 return "stopped"
             if (beat := _last_beat(self.heartbeat)) != last_beat:
                 last_beat, beat_at, started = beat, time.monotonic(), True
-            if time.monotonic() - beat_at > (self.silence_timeout_s if started else self.start_timeout_s):
+                silence_s = _allowed_silence(self.heartbeat, silence_s)
+            if time.monotonic() - beat_at > (silence_s if started else self.start_timeout_s):
                 _stop(mpirun, 0)  # a job that hangs cannot save
                 return "silent" if started else "start_timeout"
         return "exited"
+
+
+def environment_of_ranks(users: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's environment variables and, where the user has set none, those of SETTINGS."""
+    # the former name of PYTORCH_ALLOC_CONF, which a variable of ours would hide
+    settings = {
+        name: value
+        for name, value in SETTINGS.items()
+        if name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in users
+    }
+    return {**settings, **users}
 
 
 def find_mpirun() -> Path:
@@ -305,6 +321,14 @@ def _last_beat(heartbeat: Path | None) -> int:
         return heartbeat.stat().st_mtime_ns if heartbeat else 0
     except FileNotFoundError:
         return 0
+
+
+def _allowed_silence(heartbeat: Path | None, before_s: float) -> float:
+    """Return how long the job may be silent, as its heartbeat file says; what it said before if it says nothing."""
+    try:
+        return float(json.loads(heartbeat.read_text())["silence_s"]) if heartbeat else before_s
+    except (OSError, ValueError, TypeError, KeyError):
+        return before_s  # the file is empty, or is being written just now
 
 
 # -- the guard

@@ -5,6 +5,7 @@ A wrong MPI library, a missing GPU or a full disk is found in seconds here, and 
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RankReport, RuntimeReport, read_record, write_record
+
+log = logging.getLogger(__name__)
 
 MEMORY_FACTOR = 6
 """Memory of one rank, at least, as a multiple of the model file's size: weights, gradients, two optimizer moments, the
@@ -51,6 +54,8 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     if found := [*problems(report, config, model_bytes=config.model.path.stat().st_size)]:
         raise RuntimeUnavailable(found)
     write_record(run.runtime, report)
+    for line in devices(report.ranks):
+        log.info(line)
     return report
 
 
@@ -79,6 +84,15 @@ def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
             f"the end of {log}:\n  | {tail}"
         )
     return outcome.elapsed_s
+
+
+def devices(ranks: Sequence[RankReport]) -> Iterable[str]:
+    """Yield one sentence for each device: how many ranks compute on it, and what sends their tensors."""
+    places = Counter((rank.host, rank.device, rank.gpu, rank.backend) for rank in ranks)
+    for (host, device, gpu, backend), count in places.items():
+        shared = " through host memory, because several ranks share the GPU" if gpu and backend == "gloo" else ""
+        what = f"{device} ({gpu})" if gpu else device
+        yield f"{count} rank{'s' * (count > 1)} on {host}, {what}; tensors are sent by {backend}{shared}"
 
 
 def problems(report: RuntimeReport, config: RunConfig, *, model_bytes: int) -> Iterable[str]:

@@ -17,17 +17,18 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.states import Cancelled
 
 from onward.infra import mpirun
+from onward.infra.rank_endings import num_oom_kills
+from onward.tasks.attempt_failure import describe, failure
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import OnwardError, RuntimeUnavailable, TrainingFailed
+from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
+from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import AttemptResult, TrainResult, read_record, recorded_error, write_record
+from onward.trainer.run.records import AttemptResult, TrainResult, read_record, write_record
 
 log = logging.getLogger(__name__)
 
 RANK = ("onward.trainer", "train")
 """Module and command that every rank runs."""
-
-TAIL_LINES = 20
 
 
 def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
@@ -48,7 +49,8 @@ def train(run: RunDir) -> TrainResult | State[Any]:
 
     Returns a Cancelled state when the job was stopped; the next `train` continues from its last checkpoint. Raises
     TrainingFailed with the error of the first rank that failed, after which a retry makes sense. Raises the rank's own
-    error where it does not: Refused, Diverged, Fenced, CheckpointError; RuntimeUnavailable without mpirun.
+    error where it does not: Refused, Diverged, Fenced, CheckpointError, OutOfMemory, DeviceAssertion;
+    RuntimeUnavailable without mpirun.
     """
     config = read_config(run)
     # A retry of the flow after training was done repeats this task.
@@ -60,6 +62,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         mpirun.wait_until_free(run.root)
         attempt = run.begin_attempt()
         log.info("attempt %d: %d ranks, log: %s", attempt, config.world_size, run.log(attempt))
+        oom_kills = num_oom_kills()
         outcome = mpi_job(run, config, attempt=attempt).run()
     except mpirun.LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
@@ -73,7 +76,8 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     if outcome.reason == "stopped":
         limit = f"{config.launch.stop_grace_s:g} s (launch.stop_grace_s)"
         return Cancelled(message=f"stopped, but it did not save within {limit}; earlier checkpoints are kept")
-    raise failure(run, attempt, ending=describe(outcome, config))
+    oom_kills = num_oom_kills() - oom_kills
+    raise failure(run, attempt, config, ending=describe(outcome, config), oom_kills=oom_kills)
 
 
 def mpi_job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
@@ -85,36 +89,10 @@ def mpi_job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
         log=run.log(attempt),
         heartbeat=run.heartbeat,
         start_timeout_s=config.launch.start_timeout_s,
-        # 2 s more than the watchdogs in the ranks, which print tracebacks first.
-        silence_timeout_s=config.launch.heartbeat_timeout_s + 2,
+        silence_timeout_s=config.launch.heartbeat_timeout_s + Heartbeat.MARGIN_S,
         grace_s=config.launch.stop_grace_s,
         hostfile=config.launch.hostfile,
     )
-
-
-def describe(outcome: mpirun.Outcome, config: RunConfig) -> str:
-    """Describe how the job ended, for a failure without an error record of a rank."""
-    start, silence = config.launch.start_timeout_s, config.launch.heartbeat_timeout_s
-    return {
-        "exited": f"mpirun ended with status {outcome.returncode} without a result",
-        "stopped": "it was stopped",
-        "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s)",
-        "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",
-    }[outcome.reason]
-
-
-def failure(run: RunDir, attempt: int, *, ending: str) -> OnwardError:
-    """Return the error to raise for a failed attempt: the first rank's own, or TrainingFailed with the log's end."""
-    first = run.first_error(attempt)
-    if first is not None:
-        # `cause` is "ClassName: message", as the rank's exception hook has written it.
-        kind, _, message = first.cause.partition(": ")
-        where = f"rank {first.rank} on {first.host}, step {first.step}: "
-        if (own := recorded_error(kind, message.splitlines(), where=where)) is not None:
-            return own
-    cause = f"rank {first.rank} on {first.host}, step {first.step}: {first.cause}; {ending}" if first else ending
-    lines = run.log(attempt).read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    return TrainingFailed("\n  | ".join([f"attempt {attempt}: {cause}. The end of {run.log(attempt)}:", *lines]))
 
 
 def _result(run: RunDir, attempt: int) -> AttemptResult | None:

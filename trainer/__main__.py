@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onward.trainer.distributed.failures import StopSignal, install_excepthook
+from onward.trainer.distributed.failures import StopSignal, install_excepthook, trace_collectives, write_tracebacks
 from onward.trainer.distributed.preflight import run_preflight
 from onward.trainer.distributed.processes import connect, die_with_parent, disconnect, launched_rank
 from onward.trainer.errors import Stopped
@@ -43,14 +43,22 @@ def train_rank(run: RunDir) -> int:
     stop = StopSignal()
     heartbeat = Heartbeat(run.heartbeat)
     install_excepthook(run, attempt=attempt, step=lambda: heartbeat.step)
+    traceback = write_tracebacks(run.traceback(attempt, launched_rank() or 0))
+    trace_collectives(run.attempt(attempt) / "collectives-rank-")
     config = read_config(run)
     mpi = connect(
         expected_world_size=config.world_size,
-        timeout_s=config.launch.collective_timeout_s,
+        timeout_s=config.collective_timeout_s,
         device=config.launch.device,
         threads=config.launch.threads_per_rank,
+        ranks_per_gpu=config.launch.ranks_per_gpu,
     )
-    heartbeat.start(rank=mpi.rank, timeout_s=config.launch.heartbeat_timeout_s)
+    heartbeat.start(
+        rank=mpi.rank,
+        timeout_s=config.launch.heartbeat_timeout_s,
+        compile_timeout_s=config.compile_timeout_s,
+        traceback=traceback,
+    )
 
     # After `connect` has checked the world size: these imports take seconds.
     from onward.trainer.distributed.arithmetic import named_if_not_deterministic

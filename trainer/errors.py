@@ -8,6 +8,8 @@
     ├── CheckpointError          4   a checkpoint is damaged, absent or of another model
     ├── ExportRefused            5   the trained file failed one of its checks
     ├── Diverged                 6   the loss or a gradient is not finite; a retry would repeat it
+    ├── OutOfMemory              7   a rank asked its device for more memory than is free; a retry would repeat it
+    ├── DeviceAssertion          8   a GPU kernel was given an index out of range; a retry would repeat it
     ├── TrainingFailed          70   the job failed; a retry resumes from the newest checkpoint
     ├── Fenced                  72   a newer attempt of the run has begun
     └── Stopped                 75   stopped on request, with a checkpoint (EX_TEMPFAIL)
@@ -74,6 +76,18 @@ class Diverged(OnwardError):
     """The loss or a gradient is not finite and a smaller loss scale does not help; a retry would repeat it."""
 
     exit_code = 6
+
+
+class OutOfMemory(OnwardError):
+    """A rank asked its device for more memory than is free. Retried once, and not in the first steps."""
+
+    exit_code = 7
+
+
+class DeviceAssertion(OnwardError):
+    """A GPU kernel was given an index out of range, such as a label beyond the classes; a retry would repeat it."""
+
+    exit_code = 8
 
 
 class TrainingFailed(OnwardError):

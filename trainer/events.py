@@ -18,9 +18,10 @@ import faulthandler
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,36 +111,89 @@ def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
                 )
 
 
-class Heartbeat:
-    """Shows that the job makes progress: touches a file (rank 0) and re-arms this rank's watchdog (all ranks).
+@dataclass(frozen=True)
+class Beat:
+    """The content of the heartbeat file."""
 
-    If `beat` is not called for `timeout_s`, the watchdog writes the traceback of every thread to stderr and ends the
-    process, even if it is inside a C call that holds the GIL.
+    step: int = 0
+    """The step that rank 0 is in."""
+    silence_s: float = 0.0
+    """How long the job may be silent from now on; 0 = not said."""
+
+
+def last_beat(path: Path) -> Beat:
+    """Return the content of a heartbeat file; step 0 if there is none, or if it is being written just now."""
+    try:
+        return Beat(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return Beat()
+
+
+class Heartbeat:
+    """Shows that the job makes progress: writes a file (rank 0) and re-arms this rank's watchdog (all ranks).
+
+    If `beat` is not called for some time, the watchdog writes the traceback of every thread and ends the process, even
+    if it is inside a C call that holds the GIL. The time is `timeout_s`, or `compile_timeout_s` while the rank
+    compiles:
+
+        start   evaluation   step 1   step 2   step 3   evaluation   step 4
+        compile_timeout_s ------------>|                |---------->|
     """
+
+    MARGIN_S = 2.0
+    """Seconds that the launcher waits longer than the watchdogs in the ranks, which write tracebacks first."""
 
     def __init__(self, path: Path) -> None:
         self.step = 0
         """The current step, for the error record."""
         self._path = path
         self._writes = False
-        self._timeout_s = 0.0
+        self._timeout_s = self._compile_timeout_s = 0.0
+        self._compiles = False
+        self._first_step: int | None = None
+        self._traceback: IO[str] = sys.stderr
         self._touched_at = -math.inf
 
-    def start(self, *, rank: int, timeout_s: float) -> None:
-        """Arm the watchdog; rank 0 also begins to touch the file."""
+    def start(
+        self, *, rank: int, timeout_s: float, compile_timeout_s: float = 0.0, traceback: IO[str] | None = None
+    ) -> None:
+        """Arm the watchdog; rank 0 also begins to write the file.
+
+        compile_timeout_s: 0 if nothing is compiled. traceback: the file for the watchdog's tracebacks; None = stderr.
+        """
         self._writes, self._timeout_s = rank == 0, timeout_s
+        self._compile_timeout_s, self._compiles = compile_timeout_s, compile_timeout_s > 0
+        self._traceback = traceback or sys.stderr
         self.beat()
 
     def beat(self, step: int | None = None) -> None:
         """Call at least once in every step, evaluation batch and checkpoint file."""
-        self.step = self.step if step is None else step
+        if step is not None:
+            self.step = step
+            if self._first_step is None:
+                self._first_step = step
+            elif self._compiles and step != self._first_step:
+                # the first step is complete, and with it what it has compiled
+                self._compiles, self._touched_at = False, -math.inf
         # steps may take less than a millisecond
         if (now := time.monotonic()) - self._touched_at < 0.2 or not self._timeout_s:
             return
         self._touched_at = now
-        faulthandler.dump_traceback_later(self._timeout_s, exit=True)
+        limit_s = max(self._timeout_s, self._compile_timeout_s) if self._compiles else self._timeout_s
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=self._traceback)
         if self._writes:
-            self._path.touch()
+            beat = Beat(self.step, limit_s + self.MARGIN_S)
+            self._path.write_text(json.dumps(asdict(beat)))
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Allow `compile_timeout_s` between heartbeats inside a block, if anything is compiled at all."""
+        before, self._compiles = self._compiles, self._compile_timeout_s > 0
+        self._touched_at = -math.inf
+        self.beat()
+        yield
+        self._compiles, self._touched_at = before, -math.inf
+        self.beat()
 
     def stop(self) -> None:
         """Disarm the watchdog."""

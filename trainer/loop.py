@@ -63,7 +63,7 @@ def train(
     # -- 1. Ranks: who computes what, and in which arithmetic
     config = set_arithmetic(config, mpi)
     dims = ParallelDims.of(config.parallel)
-    mesh = make_mesh(mpi, dims, timeout_s=config.launch.collective_timeout_s)
+    mesh = make_mesh(mpi, dims, timeout_s=config.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
     events = EventWriter(run.events, attempt=attempt, rank=mpi.rank)
 
@@ -84,7 +84,7 @@ def train(
         stages_for=model.shapes_of,
         autocast=partial(autocast, config.precision, mpi.device),
         device=mpi.device,
-        group_pipeline=stage_group(mesh, timeout_s=config.launch.collective_timeout_s),
+        group_pipeline=stage_group(mesh, timeout_s=config.collective_timeout_s),
         group_data=mesh.get_group("data"),
         counts_loss=here.tensor == 0,
     )
@@ -102,7 +102,8 @@ def train(
     def evaluate(step: int) -> dict[str, float]:
         totals = EvaluationMetrics(model.loss, ignore_index=config.model.ignore_index, device=mpi.device)
         part = evaluation_batches(held_out, config, signature, **share, device=mpi.device)
-        values = pipeline.evaluate(part, totals, heartbeat.beat)
+        with heartbeat.compiling():
+            values = pipeline.evaluate(part, totals, heartbeat.beat)
         metrics = {f"evaluation/{name}": value for name, value in values.items()}
         events.emit("evaluation", step, values=metrics)
         return metrics

@@ -98,8 +98,17 @@ def test_other_hosts_get_only_the_environment_variables_that_they_need(
     )
     assert shlex.join(wide.argv({"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "NCCL_DEBUG": "INFO"})) == (
         "/venv/bin/mpirun -n 8 --bind-to none --hostfile /etc/hosts.mpi -x NCCL_DEBUG -x ONWARD_RUN_TAG "
-        "-x PYTHONFAULTHANDLER -x PYTHONUNBUFFERED /venv/bin/python -m onward.trainer"
+        "-x PYTHONFAULTHANDLER -x PYTHONUNBUFFERED -x PYTORCH_ALLOC_CONF /venv/bin/python -m onward.trainer"
     )
+
+
+def test_what_the_user_has_set_of_gpu_memory_is_kept_by_either_name() -> None:
+    name, former = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    assert mpirun.environment_of_ranks({})[name] == "expandable_segments:True"
+    assert mpirun.environment_of_ranks({name: "backend:native"})[name] == "backend:native"
+    found = mpirun.environment_of_ranks({former: "backend:native"})
+    assert name not in found
+    assert found[former] == "backend:native"
 
 
 def test_without_mpirun_the_error_says_where_it_was_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -154,6 +163,14 @@ def test_a_job_that_does_not_stop_is_killed_after_its_grace_period(
 def test_a_job_without_heartbeat_is_killed(started: Callable[..., Future[Outcome]]) -> None:
     running = started("stands_still", silence_timeout_s=0.5)
     assert running.result(15).reason == "silent"
+
+
+@pytest.mark.mpi
+def test_the_heartbeat_file_says_how_long_a_job_may_be_silent(started: Callable[..., Future[Outcome]]) -> None:
+    running = started("compiles", silence_timeout_s=0.5)
+    outcome = running.result(15)
+    assert outcome.reason == "silent"
+    assert outcome.elapsed_s > 2.0
 
 
 @pytest.mark.mpi

@@ -40,6 +40,14 @@ def stands_still(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def compiles(folder: Path) -> None:
+    """Says that it may be silent for two seconds; then is silent for longer."""
+    if RANK == 0:
+        (folder / "heartbeat").write_text('{"step": 1, "silence_s": 2.0}')
+    (folder / f"up-{RANK}").touch()
+    signal.pause()
+
+
 def never_moves(folder: Path) -> None:
     """Hangs before its first heartbeat."""
     (folder / f"up-{RANK}").touch()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onward.infra import mpirun
-from onward.tasks.init_runtime import init_runtime, problems
+from onward.tasks.init_runtime import devices, init_runtime, problems
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable
@@ -156,3 +156,15 @@ def reported(*changes: dict[str, Any], disk: int = PLENTY) -> RuntimeReport:
 )
 def test_all_problems_are_reported_with_their_numbers(report: RuntimeReport, sentences: list[str]) -> None:
     assert [*problems(report, config(Path("model.onnx")), model_bytes=MODEL_BYTES)] == sentences
+
+
+def test_the_log_says_which_ranks_share_a_gpu_and_how_their_tensors_are_sent() -> None:
+    gpu = {"device": "cuda:0", "gpu": "NVIDIA H200", "backend": "gloo"}
+    assert [*devices(reported({}, {}).ranks)] == ["2 ranks on h0, cpu; tensors are sent by gloo"]
+    assert [*devices(reported(gpu, gpu).ranks)] == [
+        "2 ranks on h0, cuda:0 (NVIDIA H200); tensors are sent by gloo through host memory, because several ranks "
+        "share the GPU"
+    ]
+    assert [*devices(reported({**gpu, "backend": "nccl"}).ranks)] == [
+        "1 rank on h0, cuda:0 (NVIDIA H200); tensors are sent by nccl"
+    ]

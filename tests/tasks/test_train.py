@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,16 @@ from prefect.states import Failed
 from onward.infra import mpirun
 from onward.tasks.train import train, worth_retrying
 from onward.trainer.config.loading import build_config
-from onward.trainer.errors import ConfigError, DataError, Diverged, OnwardError, RuntimeUnavailable, TrainingFailed
+from onward.trainer.errors import (
+    ConfigError,
+    DataError,
+    DeviceAssertion,
+    Diverged,
+    OnwardError,
+    OutOfMemory,
+    RuntimeUnavailable,
+    TrainingFailed,
+)
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import TrainResult, read_record, write_record
 
@@ -98,6 +109,66 @@ def test_a_killed_job_continues_in_the_next_attempt(run: RunDir, ranks: Any) -> 
     result = train.fn(run)
     assert isinstance(result, TrainResult)
     assert (result.status, result.attempts) == ("done", 2)
+
+
+DATA_LOSS = r"index out of range.*Loss\.cu:245: nll_loss.* Assertion `t >= 0 && t < n_classes` failed"
+
+
+@pytest.mark.parametrize(
+    ("habit", "kind", "cause"),
+    [
+        ("aborts", TrainingFailed, r"^SIGABRT: native code aborted, in _dies \(.*attempts\.py:\d+\)$"),
+        ("crashes", TrainingFailed, r"^SIGSEGV: a crash in native code, in <lambda> "),
+        ("is_killed", TrainingFailed, r"^SIGKILL: killed from outside: by a person, a job scheduler"),
+        ("times_out", TrainingFailed, r"^SIGABRT: a collective timed out: ALLREDUCE number 78 waited 100\.009 s"),
+        ("stands_still", TrainingFailed, r"^status 1: it made no progress for 0:00:00\.5"),
+        ("asserts", DeviceAssertion, rf"^DeviceAssertion: SIGABRT: a GPU kernel was given an {DATA_LOSS}"),
+    ],
+)
+def test_a_rank_that_a_signal_ended_has_a_record_with_the_cause(
+    run: RunDir, ranks: Any, habit: str, kind: type[OnwardError], cause: str
+) -> None:
+    ranks(habit)
+    with pytest.raises(kind) as failed:
+        train.fn(run)
+    error = run.first_error(1)
+    assert error is not None
+    assert (error.rank, error.secondary) == (1, False)
+    assert re.search(cause, error.cause), error.cause
+    assert cause_in_message(error.cause) in str(failed.value)
+    assert error.step == (0 if habit == "is_killed" else 4)
+    assert worth_retrying(train, None, Failed(data=failed.value)) == (kind is TrainingFailed)  # type: ignore[arg-type]
+    if habit != "is_killed":
+        assert "attempts.py" in error.traceback
+
+
+def cause_in_message(cause: str) -> str:
+    """Of an error that is raised as its own class, the message is in the cause after the class's name."""
+    return cause.removeprefix("DeviceAssertion: ")
+
+
+def test_the_out_of_memory_killer_is_named_if_it_ended_a_process_meanwhile(
+    run: RunDir, ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter((3, 4))
+    monkeypatch.setattr("onward.tasks.train.num_oom_kills", lambda: next(counts))
+    ranks("is_killed")
+    with pytest.raises(TrainingFailed, match="SIGKILL: the kernel's out-of-memory killer ended 1 process on this host"):
+        train.fn(run)
+
+
+def test_out_of_memory_is_not_retried_in_the_first_steps_and_once_in_later_ones(run: RunDir, ranks: Any) -> None:
+    message = r"rank 1 on here, step \d: .*CUDA out of memory. Tried to allocate 2.00 GiB"
+    ranks("runs_out_of_memory_at_once")
+    with pytest.raises(OutOfMemory, match=message):
+        train.fn(run)
+    shutil.rmtree(run.errors)
+    ranks("runs_out_of_memory")
+    with pytest.raises(TrainingFailed, match=message):
+        train.fn(run)
+    with pytest.raises(OutOfMemory, match=message) as failed:
+        train.fn(run)
+    assert not worth_retrying(train, None, Failed(data=failed.value))  # type: ignore[arg-type]
 
 
 def test_a_run_that_is_done_is_not_trained_again(run: RunDir, ranks: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.trainer.events import EventWriter, Heartbeat, read_events
+from onward.trainer.events import Beat, EventWriter, Heartbeat, last_beat, read_events
 
 
 def write(path: Path, *steps: int, attempt: int = 1, rank: int = 0) -> None:
@@ -84,3 +84,32 @@ def test_before_its_start_the_heartbeat_only_remembers_the_step(tmp_path: Path) 
     heartbeat.beat(7)
     assert heartbeat.step == 7
     assert not (tmp_path / "heartbeat").exists()
+
+
+def test_while_a_rank_compiles_the_job_may_be_silent_for_longer(tmp_path: Path) -> None:
+    """Until the first step of the attempt is complete, and in evaluations; the launcher reads it in the file."""
+    path = tmp_path / "heartbeat"
+    heartbeat = Heartbeat(path)
+    try:
+        heartbeat.start(rank=0, timeout_s=60, compile_timeout_s=900)
+        assert last_beat(path) == Beat(step=0, silence_s=902)
+        heartbeat.beat(7)
+        heartbeat.beat()
+        assert last_beat(path).silence_s == 902
+        heartbeat.beat(8)
+        assert last_beat(path) == Beat(step=8, silence_s=62)
+        with heartbeat.compiling():
+            assert last_beat(path).silence_s == 902
+        assert last_beat(path).silence_s == 62
+        heartbeat.start(rank=0, timeout_s=60)
+        with heartbeat.compiling():
+            assert last_beat(path).silence_s == 62, "nothing is compiled"
+    finally:
+        heartbeat.stop()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"step": 1, "other": 2}'])
+def test_a_heartbeat_file_that_is_being_written_says_nothing(tmp_path: Path, content: str) -> None:
+    assert last_beat(tmp_path / "none") == Beat()
+    (tmp_path / "heartbeat").write_text(content)
+    assert last_beat(tmp_path / "heartbeat") == Beat()

@@ -63,7 +63,7 @@ class CheckpointWriter:
         """Signs of life of the thread."""
         self._group: dist.ProcessGroup | None = None
         if mpi.world_size > 1:
-            timeout = datetime.timedelta(seconds=config.launch.collective_timeout_s)
+            timeout = datetime.timedelta(seconds=config.collective_timeout_s)
             self._group = dist.new_group(timeout=timeout, backend="gloo")
 
     def save(self, state: TrainState, parts: Mapping[str, TensorPart], *, beat: Beat, last: bool = False) -> None:

@@ -102,6 +102,8 @@ def _recomputation(recompute: RecomputeConfig) -> Iterable[str]:
 def _device(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
     if parallel.transport == "mpi" and launch.device == "cuda":
         yield "parallel.transport 'mpi' sends gradients of CPU ranks only; on GPUs use 'torch' (NCCL)"
+    if launch.ranks_per_gpu > 1 and launch.device == "cpu":
+        yield f"launch.ranks_per_gpu {launch.ranks_per_gpu} is for GPUs; launch.device is 'cpu'"
 
 
 def _accumulation(train: TrainConfig, parallel: ParallelConfig) -> Iterable[str]:

@@ -60,6 +60,16 @@ class RunConfig(Section):
         return self.parallel.data * self.parallel.tensor * self.parallel.pipeline
 
     @property
+    def compile_timeout_s(self) -> float:
+        """Longest silence while a rank compiles; 0 if nothing is compiled."""
+        return self.launch.compile_timeout_s if self.graph.compile else 0.0
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Longest time that a rank waits for the others in a collective: they may be compiling another stage."""
+        return max(self.launch.collective_timeout_s, self.compile_timeout_s)
+
+    @property
     def micro_batch_size(self) -> int:
         """Samples one replica runs through the graph at a time."""
         return self.train.global_batch_size // (self.parallel.data * self.train.gradient_accumulation_steps)

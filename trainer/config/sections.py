@@ -325,6 +325,9 @@ class LaunchConfig(Section):
     """An MPI hostfile; empty = this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` = one GPU per rank if the machine has any, else the CPU."""
+    ranks_per_gpu: PositiveInt = 1
+    """Ranks that share one GPU. Above 1, gloo sends their tensors through host memory, because NCCL refuses two ranks
+    on one GPU: slow, for trying a layout on few GPUs."""
     threads_per_rank: NonNegativeInt = 0
     """CPU threads of one rank; 0 = the machine's cores divided by its ranks. Runs are bit-identical only with the same
     number."""
@@ -339,6 +342,9 @@ class LaunchConfig(Section):
     """Longest time between two heartbeats; then the job is stopped and retried."""
     collective_timeout_s: PositiveFloat = 100.0
     """Longest time that a rank waits for the others in a collective."""
+    compile_timeout_s: PositiveFloat = 1800.0
+    """With graph.compile: longest time between two heartbeats until the first step of an attempt is complete and during
+    evaluations, in which a rank compiles; and longest time in a collective, because ranks compile different stages."""
     stop_grace_s: PositiveFloat = 20.0
     """Time that a job has to save a checkpoint and exit when it is asked to stop; then it is killed."""
 

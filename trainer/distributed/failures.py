@@ -6,6 +6,8 @@ rank 0 loses its connection to rank 1 --> writes its own record, marked secondar
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import re
 import signal
@@ -15,11 +17,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, TracebackType
+from typing import IO
 
 from onward.trainer.distributed.processes import launched_rank
-from onward.trainer.errors import Fenced, Refused, Stopped
-from onward.trainer.run.directory import RunDir
+from onward.trainer.errors import Fenced, OnwardError, OutOfMemory, Refused, Stopped, TrainingFailed
+from onward.trainer.run.causes import explain, memory_advice
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RankError, write_record
 
 PEER_DELAY_S = 2.0
@@ -54,13 +59,14 @@ def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = l
         error = error or kind()
         text = "".join(traceback.format_exception(kind, error, trace))
         secondary = lost_a_peer(error)
+        error = own_error_of(error, run)
         try:
             record = RankError(
                 attempt=attempt,
                 rank=launched_rank() or 0,
                 host=socket.gethostname(),
                 step=step(),
-                cause=f"{kind.__name__}: {error}",
+                cause=f"{type(error).__name__}: {error}",
                 traceback=text,
                 at_ms=time.time_ns() // 1_000_000,
                 secondary=secondary,
@@ -84,6 +90,45 @@ def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = l
 def lost_a_peer(error: BaseException) -> bool:
     """Return whether an error only reports that another rank has ended or does not answer."""
     return isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
+
+
+def own_error_of(error: BaseException, run: RunDir) -> BaseException:
+    """Return Onward's error for one of torch after which a retry makes no sense, else the error itself."""
+    cause = explain(str(error)) if isinstance(error, RuntimeError) else None
+    if cause is None or cause.kind is TrainingFailed:
+        return error
+    advice = ""
+    if cause.kind is OutOfMemory:
+        with contextlib.suppress(OnwardError):  # the configuration, too, may be what is wrong
+            advice = f". {memory_advice(read_config(run))}"
+    return cause.kind(f"{cause.sentence}{advice}")
+
+
+def write_tracebacks(path: Path) -> IO[str]:
+    """Write the Python traceback of all threads into a file when a signal such as SIGABRT or SIGSEGV ends the process.
+
+    The exception hooks do not run then. Returns the open file, for the tracebacks of the heartbeat's watchdog.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w")
+    faulthandler.enable(file)
+    return file
+
+
+def trace_collectives(prefix: Path) -> None:
+    """Let NCCL's watchdog write the last collectives of this rank to `prefix` + rank when one fails or times out.
+
+    Call before `connect`. What the user has set takes precedence. The watchdog then ends the process by SIGABRT, which
+    is torch's default (TORCH_NCCL_ASYNC_ERROR_HANDLING = 3); it waits for the file no longer than a few seconds, so
+    that this comes before the end by a missing heartbeat.
+    """
+    for name, value in {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(prefix),
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "3000",
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 def _exit_status(error: BaseException) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from onward.trainer.distributed.failures import install_excepthook
+from onward.trainer.distributed.mesh import backend_of
 from onward.trainer.distributed.processes import MPIContext, connect, disconnect
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RankReport, write_record
@@ -31,6 +32,7 @@ def run_preflight(run: RunDir) -> None:
         timeout_s=launch.collective_timeout_s,
         device=launch.device,
         threads=launch.threads_per_rank,
+        ranks_per_gpu=launch.ranks_per_gpu,
     )
     report = preflight(mpi, config.world_size)
     write_record(run.root / "preflight" / f"rank-{mpi.rank:05d}.json", report)
@@ -42,8 +44,20 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
     total = torch.tensor([mpi.rank + 1.0], dtype=torch.float64, device=mpi.device)
     # 1 + 2 + ... + n: a rank that is missing or counted twice changes the sum
     dist.all_reduce(total)
+    world = dist.group.WORLD
+    assert world is not None
     from mpi4py import MPI
 
+    on_gpu = mpi.device.type == "cuda"
+    versions = {
+        "torch": torch.__version__,
+        "mpi4py": mpi4py.__version__,
+        "MPI": MPI.Get_library_version().splitlines()[0].strip("\0 "),
+        "Python": platform.python_version(),
+    }
+    if on_gpu:
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl))}
     return RankReport(
         rank=mpi.rank,
         world_size=mpi.world_size,
@@ -51,12 +65,9 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
         host=mpi.host,
         pid=os.getpid(),
         device=str(mpi.device),
-        versions={
-            "torch": torch.__version__,
-            "mpi4py": mpi4py.__version__,
-            "MPI": MPI.Get_library_version().splitlines()[0].strip("\0 "),
-            "Python": platform.python_version(),
-        },
+        gpu=torch.cuda.get_device_name(mpi.device) if on_gpu else "",
+        backend=backend_of(world, mpi.device),
+        versions=versions,
         memory_bytes=free_memory(mpi.device),
         all_reduce=float(total),
         all_reduce_expected=expected_world_size * (expected_world_size + 1) / 2,

@@ -5,7 +5,8 @@ A rank calls `failures.StopSignal()` and `failures.install_excepthook()`, then `
 
     mpirun --> MPI_Init: rank, world size, which ranks share a host
            --> rank 0 opens a TCPStore and broadcasts its address over MPI
-           --> torch.distributed process group over that store (gloo on CPUs, gloo and NCCL on GPUs)
+           --> torch.distributed process group over that store (gloo on CPUs, gloo and NCCL on GPUs; gloo alone on
+               GPUs that ranks share)
 
 MPI only starts the job; tensors are sent by torch.distributed, whose calls have time-outs. MPI calls have none, so
 there are none after `connect()`, except for parallel.transport = 'mpi', which polls.
@@ -18,9 +19,12 @@ import datetime
 import os
 import signal
 import socket
+import zlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import mpi4py
 import numpy as np
@@ -55,34 +59,44 @@ class MPIContext:
 # -- joining and leaving the world
 
 
-def connect(*, expected_world_size: int, timeout_s: float, device: str = "auto", threads: int = 0) -> MPIContext:
+def connect(
+    *, expected_world_size: int, timeout_s: float, device: str = "auto", threads: int = 0, ranks_per_gpu: int = 1
+) -> MPIContext:
     """Join the job. Collective: the first call of every rank; a process started alone is a world of 1.
 
-    `timeout_s` bounds every later wait for another rank; `threads` of 0 are the host's cores over its ranks.
-    Raises RuntimeUnavailable when MPI is missing, the world has another size, or a rank finds no GPU.
+    `timeout_s` bounds every later wait for another rank; `threads` of 0 are the host's cores over its ranks;
+    `ranks_per_gpu` above 1 sends GPU tensors by gloo in place of NCCL. Raises RuntimeUnavailable when MPI is missing,
+    the world has another size, or a rank finds no GPU.
     """
     if launched_rank() is not None:
         die_with_parent()
     world = _init_mpi().COMM_WORLD
     if world.size != expected_world_size:
         raise RuntimeUnavailable(_wrong_world(world.size, expected_world_size))
-    local_rank, local_size = _place(world)
-    chosen = _choose_device(world, device, local_rank=local_rank, local_size=local_size)
-    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_size))
+    place = _place(world)
+    chosen = _choose_device(world, device, place, ranks_per_gpu=ranks_per_gpu)
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // place.local_size))
 
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = _open_store(world, single_host=local_size == world.size, timeout=timeout)
+    store = _open_store(world, single_host=place.local_size == world.size, timeout=timeout)
+    nccl = chosen.type == "cuda" and ranks_per_gpu == 1
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        # or init_device_mesh would set the device by the rank in the world
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    if nccl:
+        # NCCL executes the operations of several communicators in the order in which this process has started them.
+        # Without this, two that are started in one order on all ranks may still wait for each other on the GPU.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",  # gloo is for both
         store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
-        device_id=chosen if chosen.type == "cuda" else None,
+        device_id=chosen if nccl else None,
     )
-    return MPIContext(world.rank, world.size, local_rank, local_size, socket.gethostname(), chosen)
+    return MPIContext(world.rank, world.size, place.local_rank, place.local_size, socket.gethostname(), chosen)
 
 
 def disconnect() -> None:
@@ -142,35 +156,71 @@ def _wrong_world(found: int, expected: int) -> str:
     return f"{sentence}; start it with `mpirun -n {expected}` or change launch.num_ranks and [parallel]"
 
 
-def _place(world: MPI.Comm) -> tuple[int, int]:
-    """Return this rank's number among the ranks of its host, which can share memory, and their number."""
+class Place(NamedTuple):
+    """Where a rank runs, and which GPUs it sees."""
+
+    local_rank: int
+    """Its number among the ranks of its host, which can share memory."""
+    local_size: int
+    host: int
+    """The first rank of its host."""
+    num_gpus: int = 0
+    """GPUs that the process sees: all of the host, or those that a launcher such as Slurm has given to it."""
+    visible: int = 0
+    """A checksum of CUDA_VISIBLE_DEVICES."""
+
+
+def _place(world: MPI.Comm) -> Place:
+    """Return this rank's place, without its GPUs. Collective: every rank."""
     from mpi4py import MPI
 
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
     try:
-        return host.rank, host.size
+        first = np.array([world.rank], dtype=np.int64)
+        host.Bcast(first)
+        return Place(host.rank, host.size, int(first[0]))
     finally:
         host.Free()
 
 
-def _choose_device(world: MPI.Comm, wanted: str, *, local_rank: int, local_size: int) -> torch.device:
-    """Return one GPU for each rank, or the CPU for all. Collective: every rank decides, and fails, alike."""
+def _choose_device(world: MPI.Comm, wanted: str, place: Place, *, ranks_per_gpu: int) -> torch.device:
+    """Return a GPU for each rank, or the CPU for all. Collective: every rank decides, and fails, alike."""
     if wanted == "cpu":
         return torch.device("cpu")
-    found = np.array([local_rank, local_size, torch.cuda.device_count()], dtype=np.int64)
-    table = np.empty((world.size, 3), dtype=np.int64)
+    visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "").encode())
+    found = np.array([*place[:3], torch.cuda.device_count(), visible], dtype=np.int64)
+    table = np.empty((world.size, len(found)), dtype=np.int64)
     world.Allgather(found, table)
-    if wanted == "auto" and not table[:, 2].any():
+    places = [Place(*row) for row in table.tolist()]
+    if wanted == "auto" and not any(each.num_gpus for each in places):
         return torch.device("cpu")
-    problems = [
-        f"no GPU for rank {rank}: it is local rank {local} of {size} on its host, which has {count} GPUs; "
-        "start at most one rank per GPU, or set launch.device = 'cpu'"
-        for rank, (local, size, count) in enumerate(table.tolist())
-        if local >= count
-    ]
+    return torch.device("cuda", assign_gpus(places, ranks_per_gpu=ranks_per_gpu)[world.rank])
+
+
+def assign_gpus(places: Sequence[Place], *, ranks_per_gpu: int) -> list[int]:
+    """Return the index of each rank's GPU among those that it sees. Raises RuntimeUnavailable if there are too few.
+
+    a host of 2 GPUs, 1 rank per GPU      ranks 0 1      see GPUs 0,1 each            indices 0 1
+    a host of 2 GPUs, 2 ranks per GPU     ranks 0 1 2 3  see GPUs 0,1 each            indices 0 0 1 1
+    Slurm with --gpus-per-task=1          ranks 0 1      see one GPU, each another    indices 0 0
+    """
+    seen = Counter[tuple[int, int]]()
+    indices, problems = [], []
+    for rank, place in enumerate(places):
+        # ranks of one host that see the same GPUs divide them
+        index = seen[place.host, place.visible] // ranks_per_gpu
+        seen[place.host, place.visible] += 1
+        indices.append(index)
+        if index >= place.num_gpus:
+            problems.append(
+                f"no GPU for rank {rank}: it is local rank {place.local_rank} of {place.local_size} on its host, which "
+                f"has {place.num_gpus} GPUs; start at most {ranks_per_gpu} "
+                f"{'rank' if ranks_per_gpu == 1 else 'ranks'} per GPU, raise launch.ranks_per_gpu (slow), or set "
+                "launch.device = 'cpu'"
+            )
     if problems:
         raise RuntimeUnavailable(problems)
-    return torch.device("cuda", local_rank)
+    return indices
 
 
 # -- how ranks find each other

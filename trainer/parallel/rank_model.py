@@ -150,7 +150,7 @@ def build_rank_model(
         mpi=mpi,
         config=config.parallel,
         shared=layout.shared,
-        timeout_s=config.launch.collective_timeout_s,
+        timeout_s=config.collective_timeout_s,
     )
     return RankModel(
         stages=tuple(own),

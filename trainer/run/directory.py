@@ -14,8 +14,9 @@ it.
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
         attempt                 the number of the attempt that owns the directory (the fence)   train
         attempts/001/           train.log, result.json (AttemptResult)          train, rank 0
-        errors/001-rank-00003.json   RankError                 the rank that failed
-        heartbeat               touched by rank 0 while the job makes progress
+        attempts/001/rank-00003.traceback   Python tracebacks of a rank that a signal or its watchdog ended; else empty
+        errors/001-rank-00003.json   RankError                 the rank that failed, or train if a signal ended it
+        heartbeat               Beat, written by rank 0 while the job makes progress
         events.jsonl            the append-only event log      rank 0
         closed                  exists once nothing more is written to the log  the flow
         checkpoints/step-000000100/   manifest.json, rank-00000.safetensors     all ranks
@@ -141,6 +142,9 @@ class RunDir:
 
     def result(self, attempt: int) -> Path:
         return self.attempt(attempt) / "result.json"
+
+    def traceback(self, attempt: int, rank: int) -> Path:
+        return self.attempt(attempt) / f"rank-{rank:05d}.traceback"
 
     def rank_error(self, attempt: int, rank: int) -> Path:
         return self.errors / f"{attempt:03d}-rank-{rank:05d}.json"

@@ -44,8 +44,12 @@ class RankReport(Record):
     host: str
     pid: int
     device: str
+    gpu: str = ""
+    """The GPU's name; empty for a CPU."""
+    backend: str = "gloo"
+    """What sends tensors of the device: "nccl" or "gloo"."""
     versions: dict[str, str]
-    """torch, mpi4py, MPI library, Python."""
+    """torch, mpi4py, MPI library, Python; CUDA and NCCL on a GPU."""
     memory_bytes: int
     """Memory free on the device (RAM for CPU)."""
     all_reduce: float

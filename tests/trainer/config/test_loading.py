@@ -71,6 +71,10 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"parallel": {"data": 2, "zero": 3, "compression": "bf16"}},
         ["parallel.compression 'bf16' needs parallel.zero 0, not 3"],
     ),
+    "ranks that share no GPU": (
+        {"launch": {"device": "cpu", "ranks_per_gpu": 2}},
+        ["launch.ranks_per_gpu 2 is for GPUs; launch.device is 'cpu'"],
+    ),
     "buckets of ZeRO": (
         {"parallel": {"data": 2, "zero": 1, "bucket_mib": 8}},
         ["parallel.bucket_mib 8 needs parallel.zero 0, not 1"],

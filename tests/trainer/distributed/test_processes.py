@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 from onward.infra import mpirun
+from onward.trainer.config.loading import build_config
 from onward.trainer.distributed.failures import StopSignal, _exit_status, install_excepthook, lost_a_peer
 from onward.trainer.distributed.mesh import AXES, ParallelDims, make_mesh
 from onward.trainer.distributed.preflight import preflight
-from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.distributed.processes import MPIContext, Place, assign_gpus
 from onward.trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import write_record
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,6 +47,43 @@ def test_a_division_that_does_not_fit_the_world_is_refused_with_all_four_numbers
     ParallelDims(data=2, tensor=2, pipeline=2).check(8)
     with pytest.raises(RuntimeUnavailable, match=r"data 2 x tensor 3 x pipeline 2 needs 12 ranks, .* started 8"):
         ParallelDims(data=2, tensor=3, pipeline=2).check(8)
+
+
+def host_of(local_size: int, num_gpus: int, *, first: int = 0, visible: Sequence[int] = ()) -> list[Place]:
+    """The ranks of one host. visible: for each rank a number that stands for the GPUs it sees; default: all alike."""
+    numbers = visible or [0] * local_size
+    return [Place(local, local_size, first, num_gpus, seen) for local, seen in enumerate(numbers)]
+
+
+@pytest.mark.parametrize(
+    ("places", "ranks_per_gpu", "indices"),
+    [
+        (host_of(2, 2), 1, [0, 1]),
+        (host_of(2, 4), 1, [0, 1]),
+        (host_of(2, 2) + host_of(2, 2, first=2), 1, [0, 1, 0, 1]),
+        (host_of(4, 1), 4, [0, 0, 0, 0]),
+        (host_of(4, 2), 2, [0, 0, 1, 1]),
+        (host_of(3, 2), 2, [0, 0, 1]),
+        # Slurm with one GPU for each task; with one for each two tasks
+        (host_of(3, 1, visible=[7, 8, 9]), 1, [0, 0, 0]),
+        (host_of(4, 1, visible=[7, 7, 8, 8]), 2, [0, 0, 0, 0]),
+    ],
+)
+def test_ranks_of_a_host_divide_the_gpus_that_they_see(
+    places: list[Place], ranks_per_gpu: int, indices: list[int]
+) -> None:
+    assert assign_gpus(places, ranks_per_gpu=ranks_per_gpu) == indices
+
+
+def test_more_ranks_than_gpus_are_refused_for_all_ranks_that_have_none() -> None:
+    with pytest.raises(RuntimeUnavailable) as refused:
+        assign_gpus(host_of(4, 1), ranks_per_gpu=2)
+    first, second = refused.value.problems
+    assert first == (
+        "no GPU for rank 2: it is local rank 2 of 4 on its host, which has 1 GPUs; start at most 2 ranks per GPU, "
+        "raise launch.ranks_per_gpu (slow), or set launch.device = 'cpu'"
+    )
+    assert second.startswith("no GPU for rank 3")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +186,44 @@ def test_a_failing_rank_leaves_its_error_as_data_and_the_echo_does_not_mask_it(t
     assert error is not None
     assert (error.rank, error.step, error.cause, error.secondary) == (1, 12, "ValueError: the root cause", False)
     assert "fail_on_one" in error.traceback
+
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
+ASSERTED = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+
+
+def fail_on_the_device(mpi: MPIContext, root: str, text: str) -> None:
+    """Rank 1 fails as torch does on a GPU."""
+    install_excepthook(RunDir(Path(root)), attempt=4, step=lambda: 2)
+    try:
+        if mpi.rank == 1:
+            raise torch.OutOfMemoryError(text) if "memory" in text else RuntimeError(text)
+        dist.barrier()
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (OUT_OF_MEMORY, f"OutOfMemory: {OUT_OF_MEMORY}. To need less memory: raise train.gradient_accumulation_steps "),
+        (ASSERTED, "DeviceAssertion: a GPU kernel was given an index out of range, such as a label or token id"),
+    ],
+)
+def test_a_rank_records_errors_of_its_device_as_errors_that_a_retry_would_repeat(
+    tmp_path: Path, text: str, cause: str
+) -> None:
+    run = RunDir(tmp_path)
+    given = {"model": {"path": "model.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 1}}
+    write_record(run.config, build_config(given))
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(2, "tests.trainer.distributed.test_processes:fail_on_the_device", str(tmp_path), text)
+    error = run.first_error(4)
+    assert error is not None
+    assert (error.rank, error.step, error.secondary) == (1, 2, False)
+    assert error.cause.startswith(cause)
+    assert text.splitlines()[0] in error.traceback
 
 
 def wait_to_be_orphaned(mpi: MPIContext, folder: str) -> None:

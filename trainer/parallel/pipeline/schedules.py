@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from onward.trainer.data.batches import Batch
+from onward.trainer.distributed.mesh import message_device
 from onward.trainer.errors import ConfigError
 from onward.trainer.parallel.pipeline.stage import Stage
 
@@ -77,9 +78,12 @@ class ScheduledStages:
     ) -> None:
         self.schedule = schedule
         self._stages_for = stages_for
-        self._device = device
+        self._message_device = message_device(group, device)
         self._group = group
-        self._modules = [_ScheduledStage(stage, autocast, copies=schedule == "zero_bubble") for stage in stages]
+        self._modules = [
+            _ScheduledStage(stage, autocast, device, self._message_device, copies=schedule == "zero_bubble")
+            for stage in stages
+        ]
         self._schedules: OrderedDict[object, tuple[Schedule, list[PipelineStage]]] = OrderedDict()
         if schedule == "zero_bubble" and (problem := _zero_bubble_problem(stages)):
             raise ConfigError(f"parallel.schedule 'zero_bubble' {problem}; use 'interleaved' or '1f1b'")
@@ -140,7 +144,7 @@ class ScheduledStages:
                     module,
                     stage.index,
                     stage.num_stages,
-                    self._device,
+                    self._message_device,
                     input_args=tuple(map(_receive_buffer, stage.received_meta)),
                     output_args=loss if is_last else tuple(map(_receive_buffer, stage.output_meta)),
                     group=self._group,
@@ -167,12 +171,16 @@ def _root_cause(error: BaseException) -> BaseException:
 class _ScheduledStage(nn.Module):
     """A stage as torch's schedules see it: called with what it receives and the micro-batch's number.
 
+    device: where it computes; message_device: where what it receives and sends is, another one only with gloo and GPUs.
     copies: whether sent tensors are copies. zero_bubble needs that, because it detaches what it sends while this
     stage's own graph may still read it.
     """
 
-    def __init__(self, stage: Stage, autocast: Autocast, *, copies: bool) -> None:
+    def __init__(
+        self, stage: Stage, autocast: Autocast, device: torch.device, message_device: torch.device, *, copies: bool
+    ) -> None:
         super().__init__()
+        self._device, self._message_device = device, message_device
         # In a tuple torch does not find the stage's modules. It would reset the gradients of FSDP modules whenever it
         # prepares for other shapes, and divide the gradients of weights that two stages share twice.
         self._hidden = (stage,)
@@ -194,13 +202,15 @@ class _ScheduledStage(nn.Module):
         values: tuple[Tensor, ...]
         with self._autocast():
             inputs = [batch.inputs[position] for position in stage.input_positions]
-            values = stage.chain(*_unpack_received(received, self.received_meta), *inputs)
+            unpacked = [value.to(self._device) for value in _unpack_received(received, self.received_meta)]
+            values = stage.chain(*unpacked, *inputs)
         self.beat()
         if self._is_last:
             loss = self.on_outputs(batch, values)
             values = () if loss is None else (loss,)
         else:
-            values = tuple(_pack_to_send(value, copies=self._copies) for value in values)
+            sent = [value.to(self._message_device) for value in values]
+            values = tuple(_pack_to_send(value, copies=self._copies) for value in sent)
         for value in [value for value in values if value.requires_grad][:1]:
             value.register_hook(self._beat_in_backward)  # type: ignore[no-untyped-call]
         return values

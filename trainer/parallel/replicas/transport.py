@@ -140,7 +140,7 @@ class CommunicationStream:
 
 
 class CommunicationThread:
-    """A background thread that runs one job after another while the backward pass computes.
+    """A background thread that runs one job after another while the backward pass computes, on the CPU.
 
     After a job has failed, all later jobs fail with the same error.
     """

@@ -1,0 +1,136 @@
+"""Turn a failed attempt into the error to raise, from the records of its ranks, its log and what mpirun said."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+
+from onward.infra import mpirun
+from onward.infra.rank_endings import RankEnding, first_ending
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
+from onward.trainer.events import last_beat
+from onward.trainer.run.causes import Cause, explain, memory_advice
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import RankError, recorded_error, write_record
+
+TAIL_LINES = 20
+TAIL_BYTES = 1 << 16
+"""How much of the log's end is searched for the cause."""
+FIRST_STEPS = 2
+"""A rank that gets through the first steps has allocated all that it needs, unless shapes change."""
+
+_SIGNALS = {
+    "SIGSEGV": "a crash in native code",
+    "SIGBUS": "a crash in native code, or /dev/shm or a file system that is full",
+    "SIGABRT": "native code aborted",
+    "SIGILL": "native code for another processor",
+    "SIGTERM": "asked to end from outside",
+}
+
+
+def describe(outcome: mpirun.Outcome, config: RunConfig) -> str:
+    """Describe how the job ended, for a failure without an error record of a rank."""
+    start, silence = config.launch.start_timeout_s, config.launch.heartbeat_timeout_s
+    compiling = f"; while compiling {config.compile_timeout_s:g} s, launch.compile_timeout_s" * config.graph.compile
+    return {
+        "exited": f"mpirun ended with status {outcome.returncode} without a result",
+        "stopped": "it was stopped",
+        "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s{compiling})",
+        "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",
+    }[outcome.reason]
+
+
+def failure(run: RunDir, attempt: int, config: RunConfig, *, ending: str, oom_kills: int = 0) -> OnwardError:
+    """Return the error to raise for a failed attempt: the first rank's own, or TrainingFailed with the log's end.
+
+    Writes the error record of a rank that ended without one. oom_kills: processes that the out-of-memory killer ended
+    on this host during the attempt.
+    """
+    output = _tail(run, attempt)
+    if (found := first_ending(output)) is not None:
+        _record_ending(run, attempt, config, found, output, oom_kills=oom_kills)
+    first = run.first_error(attempt)
+    if first is not None:
+        # `cause` is "ClassName: message", as the rank's exception hook has written it.
+        kind, _, message = first.cause.partition(": ")
+        where = f"rank {first.rank} on {first.host}, step {first.step}: "
+        own = recorded_error(kind, message.splitlines(), where=where)
+        if own is not None and not (isinstance(own, OutOfMemory) and may_pass(run, first)):
+            return own
+    cause = f"rank {first.rank} on {first.host}, step {first.step}: {first.cause}; {ending}" if first else ending
+    lines = output.splitlines()[-TAIL_LINES:]
+    return TrainingFailed("\n  | ".join([f"attempt {attempt}: {cause}. The end of {run.log(attempt)}:", *lines]))
+
+
+def may_pass(run: RunDir, error: RankError) -> bool:
+    """Return whether another attempt may have enough memory: a new process begins without fragmentation.
+
+    Not in the first steps, which need what all others need; nor when an earlier attempt ran out of memory already.
+    """
+    earlier = [run.first_error(attempt) for attempt in range(1, error.attempt)]
+    ran_out = [each for each in earlier if each is not None and each.cause.startswith(OutOfMemory.__name__)]
+    return error.step > FIRST_STEPS and not ran_out
+
+
+def _record_ending(
+    run: RunDir, attempt: int, config: RunConfig, ending: RankEnding, output: str, *, oom_kills: int
+) -> None:
+    """Write the record of a rank that ended by a signal, or by a status whose cause its output explains."""
+    path = run.rank_error(attempt, ending.rank)
+    if path.exists():
+        return
+    dump = run.traceback(attempt, ending.rank)
+    traceback = dump.read_text(errors="replace") if dump.exists() else ""
+    cause = explain(traceback + _lines_of(ending.rank, output)) if ending.signal != "SIGKILL" else None
+    if not ending.signal and cause is None:
+        return  # it printed what happened, and the log's end shows it
+    error = RankError(
+        attempt=attempt,
+        rank=ending.rank,
+        host=ending.host or ("unknown host" if config.launch.hostfile else socket.gethostname()),
+        step=last_beat(run.heartbeat).step,
+        cause=_sentence(ending, cause, config, traceback, oom_kills=oom_kills),
+        traceback=traceback,
+        at_ms=time.time_ns() // 1_000_000,
+    )
+    write_record(path, error)
+
+
+def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceback: str, *, oom_kills: int) -> str:
+    how = ending.signal or f"status {ending.status}"
+    if cause is not None:
+        advice = f". {memory_advice(config)}" if cause.kind is OutOfMemory else ""
+        # the class name first, if it decides about a retry
+        decided = f"{cause.kind.__name__}: " if cause.kind is not TrainingFailed else ""
+        return f"{decided}{how}: {cause.sentence}{advice}"
+    if ending.signal == "SIGKILL":
+        return f"{how}: " + (
+            f"the kernel's out-of-memory killer ended {oom_kills} process{'es' * (oom_kills > 1)} on this host "
+            "meanwhile: the host has too little memory for its ranks"
+            if oom_kills
+            else "killed from outside: by a person, a job scheduler, or the out-of-memory killer of another host or "
+            "container"
+        )
+    # the innermost line of Python code
+    where = re.search(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)', traceback)
+    place = f", in {where['name']} ({where['file']}:{where['line']})" if where else ""
+    return f"{how}: {_SIGNALS.get(ending.signal, 'ended by a signal')}{place}"
+
+
+def _lines_of(rank: int, output: str) -> str:
+    """Return the output without the lines that another rank has signed, as NCCL's watchdog and error records do."""
+    signed = re.compile(r"^(?:\[rank(\d+)\]:|rank (\d+): )")
+    lines = []
+    for line in output.splitlines():
+        by = signed.match(line)
+        if by is None or int(by[1] or by[2]) == rank:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _tail(run: RunDir, attempt: int) -> str:
+    with run.log(attempt).open("rb") as log:
+        log.seek(max(0, log.seek(0, 2) - TAIL_BYTES))
+        return log.read().decode(errors="replace")

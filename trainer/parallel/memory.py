@@ -26,6 +26,10 @@ m is the number of moments: 2 for Adam and LAMB (1 if they are bf16), 1 for SGD 
 the unit in use and the one that is gathered or scattered meanwhile. Source: Rajbhandari et al. 2020
 (https://arxiv.org/abs/1910.02054), with copies as trainer/parallel/replicas/zero.py keeps them.
 
+While a rank model is built, the device holds W - S + S/n and at most one unit and two shards of it: less than in a
+step. What ZeRO shards stays on the host until then, where every rank reads the whole file first. On a CPU that is the
+same memory, and these numbers do not contain it.
+
 Activations and the rest of the transient bytes come from a dry run of each stage (dry_run.py) and from the order of the
 passes in the schedule: the activations of all micro-batches in flight are
 held during each pass.

@@ -47,7 +47,7 @@ from onward.trainer.parallel.layout import (
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.reducer import Reducer
-from onward.trainer.parallel.replicas.zero import Sharded
+from onward.trainer.parallel.replicas.zero import Sharded, is_sharded
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def build_rank_model(
     _copy_shared_parameters(own)
     for stage in own:
         # the stages of this rank only: the full model may not fit on the device
-        stage.chain.to(mpi.device)
+        _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config))
         for number, unit in enumerate(stage.chain.units):
             stage.chain.units[number] = accelerate(cast("ImportedGraph", unit), config.graph, mpi.device)
     weights = layout.weights(own, here)
@@ -162,6 +162,19 @@ def build_rank_model(
         reported_weights=_reported_weights(weights, reducer.weights, mesh),
         total_squares=_total_squares(weights, reducer.weights, mesh, layout.placements),
     )
+
+
+def _sharded_tensors(weights: Sequence[Weight], config: RunConfig) -> set[Tensor]:
+    """Return the weights that ZeRO shards. They stay on the host until `Sharded` moves them, unit by unit."""
+    zero = config.parallel.zero
+    return {weight.tensor for weight in weights if zero and is_sharded(weight, zero=zero)}
+
+
+def _move(chain: nn.Module, device: torch.device, *, but: Collection[Tensor]) -> None:
+    """Move parameters and buffers to the device, except those in `but`."""
+    # Module.to would make copies of a buffer that several modules share
+    moved: dict[Tensor, Tensor] = {}
+    chain._apply(lambda tensor: tensor if tensor in but else moved.setdefault(tensor, tensor.to(device)))  # type: ignore[no-untyped-call]
 
 
 # -- what runs where

@@ -25,7 +25,8 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,7 +78,7 @@ class Sharded:
         sharded = [weight for weight in weights if is_sharded(weight, zero=config.zero)]
         owners = _owners(stages)
         for stage in stages:
-            _shard(stage.chain, {weight.tensor for weight in sharded}, grid, regather=config.zero == 3)
+            _shard(stage.chain, {weight.tensor for weight in sharded}, grid, mpi.device, regather=config.zero == 3)
         # FSDP has replaced the parameters in their modules by DTensors, and keeps these for good
         held = [getattr(*owners[weight.tensor]) for weight in sharded]
         parts = {weight: _part(weight, parameter, shard) for weight, parameter in zip(sharded, held, strict=True)}
@@ -86,9 +87,6 @@ class Sharded:
         self._trained = [
             (parameter, part) for parameter, part in zip(held, parts.values(), strict=True) if part.trained
         ]
-        for weight in sharded:
-            weight.tensor.data = weight.tensor.data.new_empty(0)  # frees it, even if something else refers to it
-
         trained = [part for _, part in self._trained]
         self._unsharded = Reducer(
             [weight for weight in weights if weight not in parts],
@@ -296,8 +294,10 @@ def _owners(stages: Iterable[Stage]) -> dict[Tensor, tuple[nn.Module, str]]:
     }
 
 
-def _shard(chain: Chain, sharded: Set[Tensor], mesh: DeviceMesh, *, regather: bool) -> None:
-    """Shard the parameters of one chain, each unit's as one FSDP group.
+def _shard(chain: Chain, sharded: Set[Tensor], mesh: DeviceMesh, device: torch.device, *, regather: bool) -> None:
+    """Move the parameters of one chain to the device and shard them, each unit's as one FSDP group.
+
+    One unit after the other: the device holds the shards and one unit, the host what is left.
 
         units        [ embedding, a ]   [ b, c ]   [ d, embedding ]
         FSDP groups    a                  b, c       d                 embedding: the group of the chain
@@ -308,16 +308,16 @@ def _shard(chain: Chain, sharded: Set[Tensor], mesh: DeviceMesh, *, regather: bo
     uses = Counter(parameter for parameters in own for parameter in parameters)
     common = {parameter for parameter, times in uses.items() if times > 1}
     others = {parameter for parameter in chain.parameters() if parameter not in sharded}
-    for parameter in uses:
-        parameter.data = parameter.data.contiguous()  # a row-parallel shard may be a view of columns
     for place, parameter in enumerate(parameter for parameter in uses if parameter in common):
         chain.register_parameter(f"common_{place}", parameter)  # FSDP replaces it in the units as well
 
     for unit, parameters in zip(chain.units, own, strict=True):
-        if not common.issuperset(parameters):
-            _fully_shard(unit, mesh, regather=regather, ignored=others | common)
+        if alone := [parameter for parameter in parameters if parameter not in common]:
+            with _on_device(alone, device):
+                _fully_shard(unit, mesh, regather=regather, ignored=others | common)
     # after the units, because FSDP gives a module the parameters that no submodule has taken
-    _fully_shard(chain, mesh, regather=regather, ignored=others)
+    with _on_device(common, device):
+        _fully_shard(chain, mesh, regather=regather, ignored=others)
     # FSDP would prefetch in the order of the last pass, which is wrong with several micro-batches in flight
     assert isinstance(chain, FSDPModule)
     root: list[FSDPModule] = [chain]
@@ -326,6 +326,21 @@ def _shard(chain: Chain, sharded: Set[Tensor], mesh: DeviceMesh, *, regather: bo
         this.set_modules_to_forward_prefetch([following])
     for this, before in itertools.pairwise(root + units[::-1] + units[:1]):
         this.set_modules_to_backward_prefetch([before])  # the first unit prefetches itself, which does nothing
+
+
+@contextmanager
+def _on_device(parameters: Collection[nn.Parameter], device: torch.device) -> Iterator[None]:
+    """Move parameters to the device for a block, and free them after it: FSDP has put its own in their place."""
+    for parameter in parameters:
+        parameter.data = _moved(parameter.data, device)
+    yield
+    for parameter in parameters:
+        parameter.data = parameter.data.new_empty(0)  # even if something else refers to the parameter
+
+
+def _moved(data: Tensor, device: torch.device) -> Tensor:
+    # a row-parallel shard may be a view of columns
+    return data.contiguous().to(device)
 
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, *, regather: bool, ignored: set[nn.Parameter]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,8 +21,10 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, slices
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.parallel.dry_run import MemoryCounter
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
+from onward.trainer.parallel.replicas import zero as zero_module
 from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
 from tests.support.ranks import run_ranks
@@ -31,7 +34,7 @@ from tests.trainer.parallel.replicas.test_zero import MODELS, Training, accumula
 
 def everything(mpi: MPIContext) -> dict[str, Any]:
     """All that two ranks are asked for: starting them takes longer."""
-    return {asked.__name__: asked(mpi) for asked in (conduct, oddities, branches, halves, order)}
+    return {asked.__name__: asked(mpi) for asked in (conduct, oddities, branches, halves, order, loading)}
 
 
 @pytest.fixture(scope="module")
@@ -343,12 +346,17 @@ class Layer(nn.Module):
 
 def layers(mpi: MPIContext, zero: int, recomputed: Sequence[int] = ()) -> tuple[Stage, Sharded]:
     """Four units of one matrix product each."""
+    stage, weights = undivided(recomputed)
+    return stage, sharded(mpi, stage, weights, zero)
+
+
+def undivided(recomputed: Sequence[int] = ()) -> tuple[Stage, list[Weight]]:
     own = [Layer(seed) for seed in range(4)]
     parts = [Part(layer, (f"x{place}",), (f"x{place + 1}",)) for place, layer in enumerate(own)]
     stage = Stage(0, 1, Chain(parts, input_names=("x0",), output_names=("x4",)), (), (0,), ("x4",), (), ())
     weights = [Weight(str(place), it.weight, Placement.full((16, 16)), True) for place, it in enumerate(own)]
     recompute(stage.chain, "whole", recomputed)
-    return stage, sharded(mpi, stage, weights, zero)
+    return stage, weights
 
 
 def order(mpi: MPIContext) -> dict[str, str]:
@@ -382,6 +390,37 @@ def halves(mpi: MPIContext) -> dict[str, list[Any]]:
         gradients = [gradient(weight).tolist() for weight in engine.weights]
         found[name] = [gradients, alive, casts.most]
     return found
+
+
+class PlainTensors(MemoryCounter):
+    """Counts no DTensors, whose content is another tensor."""
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        with contextlib.suppress(RuntimeError):  # a DTensor's own storage has no address
+            storage.data_ptr()
+            super()._add(storage)
+
+
+def loading(mpi: MPIContext) -> list[int]:
+    """Bytes on the device while four units of 1024 bytes are sharded: at most, and in the end. A copy stands for what
+    is moved from the host; the weights themselves, for what the host has."""
+    stage, weights = undivided()
+    patched = pytest.MonkeyPatch()
+    patched.setattr(zero_module, "_moved", lambda data, device: data.clone())
+    with PlainTensors() as counter:
+        engine = sharded(mpi, stage, weights, 3)
+    patched.undo()
+    assert all(weight.tensor.numel() == 128 for weight in engine.weights)
+    return [counter.peak_bytes, counter.current_bytes]
+
+
+@pytest.mark.mpi
+def test_while_it_is_loaded_the_device_holds_the_shards_and_one_unit(ranks: list[dict[str, Any]]) -> None:
+    shards, unit = 4 * 512, 1024
+    for rank in ranks:
+        peak, end = rank["loading"]
+        assert end == pytest.approx(shards, abs=256), "and a few numbers"
+        assert peak <= shards + 1.5 * unit + 256, "FSDP copies the shard of a unit once; all units are 4096 bytes"
 
 
 @pytest.mark.mpi

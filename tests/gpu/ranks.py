@@ -118,7 +118,9 @@ def main(store: str, rank: int, world_size: int, what: str, *words: str) -> int:
     from onward.trainer.distributed.processes import MPIContext
     from tests.gpu.device import DEVICE
 
-    def join(*, expected_world_size: int, timeout_s: float, device: str = "auto", threads: int = 0) -> MPIContext:
+    def join(
+        *, expected_world_size: int, timeout_s: float, device: str = "auto", threads: int = 0, ranks_per_gpu: int = 1
+    ) -> MPIContext:
         """Do what `connect` does, without MPI."""
         chosen = torch.device("cpu") if device == "cpu" else DEVICE
         torch.set_num_threads(max(1, threads))

@@ -37,6 +37,12 @@ STEPS: tuple[Step, ...] = (
         (*PYTEST, "onnxruntime"),
     ),
     Step(
+        "links",
+        "test_links",
+        "gradients on a stream of their own, compressed, by Adasum; two ranks on one GPU under mpirun; memory segments",
+        PYTEST,
+    ),
+    Step(
         "resume",
         "test_resume",
         "killed and resumed with the same bits under deterministic algorithms; a checkpoint from CPU to GPU and back",

@@ -47,10 +47,10 @@ def needs_mpi() -> None:
         pytest.skip(str(error))
 
 
-def under_mpirun(command: str, run: RunDir) -> subprocess.CompletedProcess[str]:
+def under_mpirun(command: str, run: RunDir, *, num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
     """`mpirun -n 1 python -m onward.trainer COMMAND RUN_DIR`, as users start it; forked in a rehearsal."""
     python = rank_server.command() if REHEARSAL else (sys.executable,)
-    words = ["-n", "1", "--bind-to", "none", *python, "-m", "onward.trainer", command, str(run.root)]
+    words = ["-n", str(num_ranks), "--bind-to", "none", *python, "-m", "onward.trainer", command, str(run.root)]
     return subprocess.run(
         [str(find_mpirun()), *words],
         env=os.environ | SETTINGS,

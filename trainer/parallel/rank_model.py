@@ -143,7 +143,8 @@ def build_rank_model(
     # the own stages hold their weights by now; what else the graph still refers to would double the memory
     others = [stage.chain for stage in layout.stages if stage not in own]
     drop_data(owner for tree in (module, *others) for owner in tree.modules())
-    replicas = partial(Sharded, own) if config.parallel.zero else Reducer
+    half = precision.COMPUTE.get(config.precision.compute)
+    replicas = partial(Sharded, own, half=half) if config.parallel.zero else Reducer
     reducer = replicas(
         weights,
         mesh=mesh,

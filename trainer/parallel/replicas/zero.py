@@ -10,6 +10,13 @@ Each rank keeps and updates a shard of every weight. The weights of a unit are a
 
 While a unit computes, the weights of the next unit and the gradients of the previous one are in transit.
 
+In bf16 and fp16 a weight that only products read is gathered in that type, in half the bytes:
+
+    shard (fp32) -- cast -- all-gather -- weight (bf16) -- matmul ... gradient (bf16) -- cast -- reduce-scatter (fp32)
+
+ZeRO 0 rounds at the same two places, since it casts the full weight and the gradient of that cast. Norms, embeddings
+and whatever else autocast leaves in fp32 are gathered in fp32.
+
 Hybrid sharding (parallel.data = 4, parallel.shard = 2): shards within a group, equal copies across groups.
 
                      shard 0    shard 1
@@ -21,29 +28,26 @@ Hybrid sharding (parallel.data = 4, parallel.shard = 2): shards within a group, 
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from onward.trainer.config.sections import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Weight
-from onward.trainer.model.weight_casts import forget_casts
 from onward.trainer.parallel.pipeline.stage import Chain, Stage
 from onward.trainer.parallel.replicas.copies import ReplicatedWeights, TiedGradients
+from onward.trainer.parallel.replicas.fsdp_groups import shard_chain, shard_dim
 from onward.trainer.parallel.replicas.norms import gradient, local_squares, sum_over_world
+from onward.trainer.parallel.replicas.recast import recast_in_backward
 from onward.trainer.parallel.replicas.reducer import Reducer
 
 # FSDP2 warns of views that are changed in place; the graph has no in-place operators, and a unit may end with Reshape
@@ -56,6 +60,7 @@ class Sharded:
     weights: all that this rank stores, in graph order, their tensors those of the stages' modules; the same on the
     replicas of its stages; may be empty. The modules hold shards afterwards, and the parameters passed in are empty.
     shared: name -> pipeline coordinates that hold it, for every weight of the model that several stages hold.
+    half: the type that autocast computes in; None where it casts nothing.
     The tensors of `self.weights` may be changed in place between `reduce` and the next forward pass, or before
     `begin`; other forward passes may compute with weights gathered earlier.
     Collective: every rank of the world makes one.
@@ -71,6 +76,7 @@ class Sharded:
         mpi: MPIContext,
         shared: Mapping[str, Sequence[int]],
         timeout_s: float,
+        half: torch.dtype | None = None,
     ) -> None:
         self._replicate = mesh["replicate"]
         shard = mesh["shard"]
@@ -78,7 +84,8 @@ class Sharded:
         sharded = [weight for weight in weights if is_sharded(weight, zero=config.zero)]
         owners = _owners(stages)
         for stage in stages:
-            _shard(stage.chain, {weight.tensor for weight in sharded}, grid, mpi.device, regather=config.zero == 3)
+            tensors = {weight.tensor for weight in sharded}
+            shard_chain(stage.chain, tensors, grid, mpi.device, regather=config.zero == 3, half=half)
         # FSDP has replaced the parameters in their modules by DTensors, and keeps these for good
         held = [getattr(*owners[weight.tensor]) for weight in sharded]
         parts = {weight: _part(weight, parameter, shard) for weight, parameter in zip(sharded, held, strict=True)}
@@ -102,7 +109,7 @@ class Sharded:
         self._passes = [_BackwardPasses(stage.chain, zero=config.zero) for stage in stages]
         if config.zero == 3:
             for stage in stages:
-                _recast_in_backward(stage.chain, self._device)
+                recast_in_backward(stage.chain, self._device)
 
     def begin(self, num_backwards: int, num_targets: float = 1.0, num_batchnorm_updates: int = 1) -> None:
         """Begin a step: drop the gradients, and remember the running statistics.
@@ -161,7 +168,7 @@ class _BackwardPasses:
     """
 
     def __init__(self, chain: Chain, *, zero: int) -> None:
-        self._modules = [module for module in (*chain.units, chain) if isinstance(module, FSDPModule)]
+        self._modules = [module for module in chain.modules() if isinstance(module, FSDPModule)]
         self._root = chain
         self._zero = zero
         self._left = 0
@@ -197,80 +204,6 @@ class _BackwardPasses:
             module.set_reshard_after_backward(last or self._zero == 3, recurse=False)
 
 
-# -- autocast
-
-VIEWS = {f"{view}Backward0" for view in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze")}
-"""Nodes of the autograd graph that change the shape of a tensor and not its memory."""
-
-
-def _recast_in_backward(chain: Chain, device: torch.device) -> None:
-    """Under autocast, cast weights to half precision again in the backward pass instead of saving the casts.
-
-        forward    weight (fp32 shard) -- all-gather --> weight (fp32) -- cast --> weight (bf16) --> matmul
-        saved      by autograd: weight (bf16); with these hooks: a reference to weight (fp32), which FSDP frees
-        backward   weight (fp32 shard) -- all-gather --> weight (fp32) -- cast --> weight (bf16) --> matmul
-
-    Autocast caches the casts for the whole forward pass, and autograd saves them for the backward pass: half the bytes
-    of all weights, where ZeRO 3 should need those of one unit. Casting again gives the same bits.
-    """
-    hooks = saved_tensors_hooks(_pack, _unpack)
-    inside = []
-
-    def enter(chain: nn.Module, inputs: object) -> None:
-        if torch.is_grad_enabled() and torch.is_autocast_enabled(device.type):
-            hooks.__enter__()
-            # `leave` also runs after an error, and must end only what `enter` has begun
-            inside.append(True)
-
-    def leave(chain: nn.Module, inputs: object, outputs: object) -> None:
-        if inside:
-            inside.pop()
-            hooks.__exit__()
-
-    chain.register_forward_pre_hook(enter)
-    chain.register_forward_hook(leave, always_call=True)
-    for unit in chain.units:
-        # what is kept refers to the casts, and would keep those of all units until the step ends
-        unit.register_forward_hook(lambda unit, inputs, outputs: forget_casts())
-
-
-@dataclass(frozen=True)
-class _Cast:
-    """Stands for a weight cast to half precision, or a view of the cast, among autograd's saved tensors."""
-
-    weight: Tensor
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-
-def _pack(tensor: Tensor) -> Tensor | _Cast:
-    if tensor.dtype not in (torch.float16, torch.bfloat16):
-        return tensor
-    # recognised by the autograd node that made it: a cast whose operand is a parameter
-    step = _behind_views(tensor.grad_fn)
-    if step is None or step.name() != "ToCopyBackward0":
-        return tensor
-    weight = getattr(_behind_views(step.next_functions[0][0]), "variable", None)
-    if weight is None or not weight.is_contiguous():
-        return tensor
-    # the cast has the memory order of the weight, so size, stride and offset describe the view of either
-    return _Cast(weight, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-
-def _behind_views(step: Node | None) -> Node | None:
-    while step is not None and step.name() in VIEWS:
-        step = step.next_functions[0][0]
-    return step
-
-
-def _unpack(kept: Tensor | _Cast) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    return kept.weight.detach().to(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
-
-
 # -- sharding
 
 
@@ -294,108 +227,10 @@ def _owners(stages: Iterable[Stage]) -> dict[Tensor, tuple[nn.Module, str]]:
     }
 
 
-def _shard(chain: Chain, sharded: Set[Tensor], mesh: DeviceMesh, device: torch.device, *, regather: bool) -> None:
-    """Move the parameters of one chain to the device and shard them, each unit's as one FSDP group.
-
-    One unit after the other: the device holds the shards and one unit, the host what is left.
-
-        units        [ embedding, a ]   [ b, c ]   [ d, embedding ]
-        FSDP groups    a                  b, c       d                 embedding: the group of the chain
-
-    A parameter that several units use belongs to the chain, which gathers it before the first unit.
-    """
-    own = [[parameter for parameter in unit.parameters() if parameter in sharded] for unit in chain.units]
-    uses = Counter(parameter for parameters in own for parameter in parameters)
-    common = {parameter for parameter, times in uses.items() if times > 1}
-    others = {parameter for parameter in chain.parameters() if parameter not in sharded}
-    for place, parameter in enumerate(parameter for parameter in uses if parameter in common):
-        chain.register_parameter(f"common_{place}", parameter)  # FSDP replaces it in the units as well
-
-    for unit, parameters in zip(chain.units, own, strict=True):
-        if alone := [parameter for parameter in parameters if parameter not in common]:
-            with _on_device(alone, device):
-                _fully_shard(unit, mesh, regather=regather, ignored=others | common)
-    # after the units, because FSDP gives a module the parameters that no submodule has taken
-    with _on_device(common, device):
-        _fully_shard(chain, mesh, regather=regather, ignored=others)
-    # FSDP would prefetch in the order of the last pass, which is wrong with several micro-batches in flight
-    assert isinstance(chain, FSDPModule)
-    root: list[FSDPModule] = [chain]
-    units: list[FSDPModule] = [unit for unit in chain.units if isinstance(unit, FSDPModule)]
-    for this, following in itertools.pairwise(root + units):
-        this.set_modules_to_forward_prefetch([following])
-    for this, before in itertools.pairwise(root + units[::-1] + units[:1]):
-        this.set_modules_to_backward_prefetch([before])  # the first unit prefetches itself, which does nothing
-
-
-@contextmanager
-def _on_device(parameters: Collection[nn.Parameter], device: torch.device) -> Iterator[None]:
-    """Move parameters to the device for a block, and free them after it: FSDP has put its own in their place."""
-    for parameter in parameters:
-        parameter.data = _moved(parameter.data, device)
-    yield
-    for parameter in parameters:
-        parameter.data = parameter.data.new_empty(0)  # even if something else refers to the parameter
-
-
-def _moved(data: Tensor, device: torch.device) -> Tensor:
-    # a row-parallel shard may be a view of columns
-    return data.contiguous().to(device)
-
-
-def _fully_shard(module: nn.Module, mesh: DeviceMesh, *, regather: bool, ignored: set[nn.Parameter]) -> None:
-    size = mesh.size(mesh.ndim - 1)
-    managed = fully_shard(
-        module,
-        mesh=mesh,
-        reshard_after_forward=regather,
-        shard_placement_fn=lambda parameter: Shard(_shard_dim(parameter.shape, size)),
-        ignored_params=ignored,
-    )
-    # gradients are sums over targets, so replicas are summed, not averaged; gloo has no other reduction
-    managed.set_gradient_divide_factor(1.0)
-    managed.set_force_sum_reduction_for_comms(True)
-    # replicas may take different branches of an If; the gradient of an unused weight must be reduced as zeros, else
-    # the replicas would reduce different weights together
-    if hasattr(managed, "set_reduce_scatter_unused_params"):
-        managed.set_reduce_scatter_unused_params(True)
-    else:  # torch < 2.13
-        _reduce_unused(managed._get_fsdp_state()._fsdp_param_group)
-
-
-def _reduce_unused(group: Any) -> None:
-    """Give unused weights of an FSDP group a gradient of zeros, as set_reduce_scatter_unused_params does."""
-    if group is None:  # this module has no parameters of its own
-        return
-    original = group.post_backward
-
-    def post_backward(*unused: Any) -> None:
-        weights = [each for each in group.fsdp_params if group.reduce_grads and hasattr(each, "_unsharded_param")]
-        for weight in weights:
-            full = weight.unsharded_param
-            if full.requires_grad and full.grad is None and weight.unsharded_accumulated_grad is None:
-                full.grad = torch.zeros_like(full)
-        original()
-
-    group.post_backward = post_backward
-
-
-def _shard_dim(shape: Sequence[int], size: int) -> int:
-    """Return the dimension along which FSDP shards a tensor.
-
-    The first if its length is a multiple of `size`, since its shards are contiguous; else the longest that is; else
-    the first, and the last shards are shorter or empty.
-    """
-    even = [dim for dim, length in enumerate(shape) if length % size == 0]
-    if 0 in even or not even:
-        return 0
-    return max(even, key=lambda dim: shape[dim])
-
-
 def _part(weight: Weight, held: Tensor, shard: DeviceMesh) -> Weight:
     """Return the shard of a weight that this rank keeps, as the memory that FSDP gathers from."""
     shape, size = weight.placement.local_shape, shard.size()
-    dim = _shard_dim(shape, size)
+    dim = shard_dim(shape, size)
     length = math.ceil(shape[dim] / size)
     start, stop = (min(length * place, shape[dim]) for place in (shard.get_local_rank(), shard.get_local_rank() + 1))
     part = replace(weight, tensor=_local(held), placement=weight.placement.narrow(dim, start, stop))

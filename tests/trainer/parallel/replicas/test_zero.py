@@ -15,10 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.config.sections import ParallelConfig, PrecisionConfig
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, slices
+from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.parallel.cost import estimate_costs
@@ -38,10 +39,11 @@ ROWS = 3
 """Of a micro-batch."""
 
 
-def stage_of(name: str) -> tuple[Stage, list[Weight]]:
+def stage_of(name: str, *, compute: str = "fp32") -> tuple[Stage, list[Weight]]:
     """The graph as one stage of several units, and its stored tensors."""
     build, data, num_units = MODELS[name]
     module = to_module(build())
+    insert_casts(module, PrecisionConfig.model_validate({"compute": compute}))
     found = estimate_costs(module, [data(ROWS, 0)[0]])
     points = choose_unit_cuts(
         module, find_cut_points(module.graph, found), node_work(module.graph, found), (), num_units
@@ -157,12 +159,15 @@ def alone(name: str, num_replicas: int) -> list[Seen]:
 class Training:
     """One rank's part of a training: `step()` is one weight update."""
 
-    def __init__(self, mpi: MPIContext, name: str, config: ParallelConfig) -> None:
+    def __init__(
+        self, mpi: MPIContext, name: str, config: ParallelConfig, *, compute: str = "fp32", **how: Any
+    ) -> None:
         dims = ParallelDims.of(config)
         self.mesh = make_mesh(mpi, dims, timeout_s=30)
-        stage, weights = stage_of(name)
+        stage, weights = stage_of(name, compute=compute)
         self.name, self.replica, self.chain = name, dims.coordinate(mpi.rank).data, stage.chain
-        self.engine = Sharded([stage], weights, config=config, mesh=self.mesh, mpi=mpi, shared={}, timeout_s=30)
+        shared: dict[str, Any] = {"shared": {}, "timeout_s": 30, **how}
+        self.engine = Sharded([stage], weights, config=config, mesh=self.mesh, mpi=mpi, **shared)
         self.trained = [weight for weight in self.engine.weights if weight.trained]
         tensors = [weight.tensor for weight in self.trained]
         self.optimizer = torch.optim.AdamW(tensors, lr=LEARNING_RATE, eps=EPSILON)

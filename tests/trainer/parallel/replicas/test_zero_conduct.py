@@ -24,7 +24,7 @@ from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.parallel.dry_run import MemoryCounter
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
-from onward.trainer.parallel.replicas import zero as zero_module
+from onward.trainer.parallel.replicas import fsdp_groups
 from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
 from tests.support.ranks import run_ranks
@@ -406,7 +406,7 @@ def loading(mpi: MPIContext) -> list[int]:
     is moved from the host; the weights themselves, for what the host has."""
     stage, weights = undivided()
     patched = pytest.MonkeyPatch()
-    patched.setattr(zero_module, "_moved", lambda data, device: data.clone())
+    patched.setattr(fsdp_groups, "_moved", lambda data, device: data.clone())
     with PlainTensors() as counter:
         engine = sharded(mpi, stage, weights, 3)
     patched.undo()

@@ -75,7 +75,8 @@ def train(
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
-    model = build_rank_model(open_trainable(config), config, mesh, mpi, example=batches.example().inputs)
+    shapes = {"example": batches.example().inputs, "one_shape": batches.one_shape}
+    model = build_rank_model(open_trainable(config), config, mesh, mpi, **shapes, beat=heartbeat.beat)
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(
         model.stages,

@@ -197,6 +197,34 @@ def _dropout(graph: GraphConfig) -> Iterable[str]:
         yield f"graph.dropout {graph.dropout:g} needs graph.fuse = true: it is added to the fused graph"
 
 
+def _compilation(
+    graph: GraphConfig, parallel: ParallelConfig, recompute: RecomputeConfig, launch: LaunchConfig
+) -> Iterable[str]:
+    if not graph.compile:
+        for name in ("shapes", "compile_mode", "compile_regions"):
+            if getattr(graph, name) != "auto":
+                yield f"graph.{name} {getattr(graph, name)!r} has no effect without graph.compile = true"
+        return
+    repeated = graph.compile_regions == "repeated"
+    if graph.compile_mode == "reduce-overhead":
+        obstacles = {
+            "launch.device 'cpu'": launch.device == "cpu",
+            "graph.shapes 'dynamic'": graph.shapes == "dynamic",
+            "graph.compile_regions 'repeated'": repeated,
+            f"parallel.pipeline {parallel.pipeline}": parallel.pipeline > 1,
+            f"parallel.zero {parallel.zero}": parallel.zero > 0,
+        }
+        if found := [what for what, is_there in obstacles.items() if is_there]:
+            yield (
+                "graph.compile_mode 'reduce-overhead' captures CUDA graphs and cannot be combined with "
+                f"{' and '.join(found)}; use 'default'"
+            )
+    # both are by unit, and a unit is a few layers already
+    if repeated and (parallel.zero or recompute.mode != "none"):
+        other = f"parallel.zero {parallel.zero}" if parallel.zero else f"recompute.mode {recompute.mode!r}"
+        yield f"graph.compile_regions 'repeated' cannot be combined with {other}; use 'whole', which compiles each unit"
+
+
 CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _world_size,
     _accumulation,
@@ -214,6 +242,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _surgery,
     _adapters,
     _dropout,
+    _compilation,
 )
 """Each rule names the sections it reads as its parameters."""
 

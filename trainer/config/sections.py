@@ -75,6 +75,15 @@ class GraphConfig(Section):
     """Rewrite attention, normalisation, GELU and linear layers into torch's fused kernels; false = node by node."""
     compile: bool = False
     """Compile the graph with torch.compile."""
+    shapes: Literal["auto", "static", "dynamic"] = "auto"
+    """Shapes of compiled code: `static` = those of a full micro-batch, and others run eagerly; `dynamic` = one code for
+    all. `auto` = static if all samples have one shape."""
+    compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune-no-cudagraphs"] = "auto"
+    """Mode of torch.compile. `reduce-overhead` = CUDA graphs: on a GPU, with static shapes, without pipeline and ZeRO.
+    `auto` = these for models so small that launching their kernels takes longer than computing them; else default."""
+    compile_regions: Literal["auto", "whole", "repeated"] = "auto"
+    """What is compiled as one: the `whole` graph, or each kind of `repeated` block (layer) once, which takes less time
+    to compile. `auto` = whole."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Memory format of images inside the graph; `auto` = channels_last for convolution graphs on a GPU."""
     dropout: Decay = 0.0

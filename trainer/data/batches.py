@@ -79,6 +79,8 @@ class Batches:
     ) -> None:
         self.num_rows = shards.num_rows
         self._collate = _Collate(shards, config, signature, device)
+        self.one_shape = self._collate.one_shape
+        """Whether the inputs of all samples have one shape."""
         self._train = config.train
         self._micro_batch_size = config.micro_batch_size
         self._num_samples = config.total_samples(shards.num_rows)
@@ -210,6 +212,8 @@ class _Collate:
                 "another model: start a new run"
             )
         self._has_labels = config.model.loss != "output"
+        inputs = self._feeds[:-1] if self._has_labels else self._feeds
+        self.one_shape = not any(shards.columns[name].variable for feed in inputs for name in feed.columns)
         # padded labels are ignored by cross-entropy; data.pad_values overrides the value of any column
         self._pad_values = dict.fromkeys(columns, 0.0)
         if self._has_labels and config.model.loss == "cross_entropy":

@@ -1,102 +1,179 @@
-"""Make an imported graph run faster: torch.compile, and images in channels-last format.
+"""Compile the modules that a rank runs with torch.compile, and say so.
 
-    chain.units[0] = accelerate(unit, config.graph, device)
+    forward pass of a chain                                              static shapes            dynamic shapes
+    shapes of a full micro-batch (training)                              compiled for them        compiled
+    shapes of the first evaluation batch                                 compiled for them        compiled
+    any other, such as the last, smaller micro-batch; padding            eager                    compiled; eager
 
-One compiled graph serves all batch sizes. Runtime nodes (loops, branches and shapes that depend on data) are graph
-breaks: a warning names them, and the parts between them are compiled.
+With static shapes each module is compiled twice and never again. What is compiled depends on the configuration and not
+on what was seen first, so a resumed run computes each micro-batch with the code of the uninterrupted one.
 
-For channels-last only the images are converted: torch's convolutions follow the format of their input and convert
-their weights in each call, which costs one pass over the weights. So parameters, gradients in the reducer's buckets,
-optimizer state and checkpoints keep the layout of the file.
+Runtime nodes (loops, branches and shapes that depend on data) are graph breaks: a warning names them, and the parts
+between them are compiled. Compiled code is kept in a directory that later runs read.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from onward.trainer.config.sections import GraphConfig
 from onward.trainer.errors import ConfigError
+from onward.trainer.model.channels_last import use_channels_last
+from onward.trainer.model.repeated_blocks import outline_repeated_blocks
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
+from onward.trainer.run.directory import onward_home
 
 log = logging.getLogger(__name__)
 
-CONVOLUTIONS = (F.conv2d, F.conv_transpose2d)
+Mode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class CompileChoice:
+    """How the modules of a rank are compiled, without `auto`."""
+
+    shapes: Literal["static", "dynamic"] = "dynamic"
+    mode: Mode = "default"
+    regions: Literal["whole", "repeated"] = "whole"
 
 
 def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device) -> nn.Module:
-    """Return the module to call in place of an imported one, which is changed; its weights are the same tensors.
+    """Return one imported graph in channels-last format and compiled, as configured; its weights are the same tensors.
 
-    Raises ConfigError where the graph is to be compiled and there is no compiler.
+    `auto` is dynamic shapes and one graph. Raises ConfigError where there is no compiler.
     """
-    # before compiling, so that the compiled graph contains the conversion
-    if _wants_channels_last(config, device) and (images := _images(module.graph)):
-        _convert(module, images)
+    use_channels_last(module, config, device)
     if not config.compile:
         return module
-    if problem := missing_compiler():
-        raise ConfigError(problem)
-    breaks = [f"{node.target} ({child.node.op_type})" for node, child in _runtime_nodes(module)]
-    if breaks:
-        log.warning(
-            "graph.compile: %d nodes are computed by Python when the graph runs, between compiled parts: %s",
-            len(breaks),
-            ", ".join(breaks),
+    choice = CompileChoice(
+        shapes="static" if config.shapes == "static" else "dynamic",
+        mode="default" if config.compile_mode == "auto" else config.compile_mode,
+        regions="repeated" if config.compile_regions == "repeated" else "whole",
+    )
+    return Compiler(choice).compile(module, module)
+
+
+class Compiler:
+    """Compiles the modules of one chain, which all run compiled or all eagerly in one forward pass.
+
+    beat: called before and after each compilation, which may take minutes. Raises ConfigError where there is no C++
+    compiler.
+    """
+
+    def __init__(self, choice: CompileChoice, *, beat: Callable[[], None] = lambda: None) -> None:
+        if problem := missing_compiler():
+            raise ConfigError(problem)
+        keep_compiled_code()
+        self.choice = choice
+        self.eager = False
+        """Whether the current forward pass is not compiled."""
+        self.num_modules = 0
+        self._beat = beat
+        self._compiled: dict[bool, list[float]] = {True: [], False: []}
+        """For training and for evaluation: the seconds of each module."""
+
+    def compile(self, unit: nn.Module, graph: fx.GraphModule) -> nn.Module:
+        """Return what to call in place of a unit: its imported graph, or a module that runs it."""
+        breaks = [f"{node.target} ({child.node.op_type})" for node, child in runtime_nodes(graph)]
+        if breaks:
+            log.warning(
+                "graph.compile: %d nodes are computed by Python when the graph runs, between compiled parts: %s",
+                len(breaks),
+                ", ".join(breaks),
+            )
+        # integers from another unit arrive as tensors
+        divided = bool(breaks or graph.graph.find_nodes(op="call_method", target="item"))
+        outlines = self.choice.regions == "repeated" and unit is graph and not divided
+        regions = outline_repeated_blocks(graph) if outlines else []
+        for region in regions:
+            setattr(graph, region.name, self._compile(graph.get_submodule(region.name), fullgraph=True))
+        return graph if regions else self._compile(unit, fullgraph=not divided)
+
+    def _compile(self, module: nn.Module, *, fullgraph: bool) -> nn.Module:
+        self.num_modules += 1
+        mode = None if self.choice.mode == "default" else self.choice.mode
+        dynamic = self.choice.shapes == "dynamic"
+        return Compiled(torch.compile(module, fullgraph=fullgraph, dynamic=dynamic, mode=mode), self)  # type: ignore[arg-type]
+
+    def watch(self, chain: nn.Module, training_shapes: Shapes) -> None:
+        """Decide before each forward pass of a chain whether it is compiled; it takes tensors of these shapes for a
+        full micro-batch."""
+        shapes: dict[bool, Shapes] = {True: training_shapes}
+
+        def before_forward(chain: nn.Module, inputs: Sequence[Tensor]) -> None:
+            # neither training nor evaluation: a padding micro-batch, which is alone
+            self.eager = chain.training != torch.is_grad_enabled()
+            if self.choice.shapes == "static" and not self.eager:
+                found = tuple(tuple(value.shape) for value in inputs)
+                # evaluation begins with the same batch each time
+                self.eager = found != shapes.setdefault(chain.training, found)
+            if self.choice.mode == "reduce-overhead":
+                # the results of the previous micro-batch have been used, so their memory may be written again
+                torch.compiler.cudagraph_mark_step_begin()
+
+        chain.register_forward_pre_hook(before_forward)
+
+    def first_call(self, compiled: nn.Module, values: Sequence[Any]) -> Any:
+        """Run a module for the first time, which compiles it, and log how long it took."""
+        self._beat()
+        started_at = time.monotonic()
+        result = compiled(*values)
+        done = self._compiled[compiled.training]
+        done.append(time.monotonic() - started_at)
+        self._beat()
+        log.info(
+            "graph.compile: %d of %d compiled for %s in %.1f s%s",
+            len(done),
+            self.num_modules,
+            "training" if compiled.training else "evaluation",
+            done[-1],
+            f", {sum(done):.1f} s in all" if len(done) == self.num_modules > 1 else "",
         )
-    lengths = module.graph.find_nodes(op="call_method", target="item")  # integers from another unit arrive as tensors
-    compiled: nn.Module = torch.compile(module, fullgraph=not (breaks or lengths), dynamic=True)  # type: ignore[assignment]
-    return compiled
+        return result
 
 
-def _runtime_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, RuntimeNode]]:
+class Compiled(nn.Module):
+    """A module that runs compiled, or eagerly where its compiler says so."""
+
+    def __init__(self, compiled: nn.Module, compiler: Compiler) -> None:
+        super().__init__()
+        self.compiled = compiled
+        self._compiler = compiler
+        self._seen: set[bool] = set()
+        self.train(compiled.training)
+
+    def forward(self, *values: Any) -> Any:
+        if self._compiler.eager:
+            original: Any = self.compiled._orig_mod
+            return original(*values)
+        if self.training in self._seen:
+            return self.compiled(*values)
+        self._seen.add(self.training)
+        return self._compiler.first_call(self.compiled, values)
+
+
+def runtime_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, RuntimeNode]]:
+    """Return the nodes of a graph that Python computes when the graph runs, which end a compiled part."""
     called = [(node, module.get_submodule(str(node.target))) for node in module.graph.nodes if node.op == "call_module"]
     return [(node, child) for node, child in called if isinstance(child, RuntimeNode)]
 
 
-# -- images
-
-
-def _wants_channels_last(config: GraphConfig, device: torch.device) -> bool:
-    """Return whether to convert: `auto` does on GPUs. On CPUs oneDNN has its own format, and conversions cost more."""
-    return config.memory_format == "channels_last" or (config.memory_format == "auto" and device.type == "cuda")
-
-
-def _images(graph: fx.Graph) -> list[fx.Node]:
-    """Return the inputs with four dimensions that a convolution depends on."""
-    reached: dict[fx.Node, bool] = {}
-    # backwards, so that the readers of a node are known when it is reached
-    for node in reversed(graph.nodes):
-        is_convolution = node.op == "call_function" and node.target in CONVOLUTIONS
-        reached[node] = is_convolution or any(reached[user] for user in node.users)
-    inputs = graph.find_nodes(op="placeholder")
-    return [node for node in inputs if reached[node] and _rank(node) == 4]
-
-
-def _rank(node: fx.Node) -> int:
-    """Return the number of dimensions seen while tracing; 0 if it is unknown."""
-    probes = node.meta.get("probes")
-    return probes[0].ndim if probes and isinstance(probes[0], torch.Tensor) else int(node.meta.get("rank") or 0)
-
-
-def _convert(module: fx.GraphModule, images: list[fx.Node]) -> None:
-    for image in images:
-        with module.graph.inserting_after(image):
-            converted = module.graph.call_method("contiguous", (image,), {"memory_format": torch.channels_last})
-        converted.meta.update(image.meta)
-        for user in [user for user in image.users if user is not converted]:
-            user.replace_input_with(image, converted)
-    module.recompile()
-
-
-# -- the compiler
+# -- the compiler of the machine, and its results
 
 
 @functools.cache
@@ -119,3 +196,36 @@ def _runs(compiler: str) -> bool:
         return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
+
+
+def keep_compiled_code() -> Path | None:
+    """Let torch keep compiled code below ONWARD_HOME, and not in /tmp, so that the next run does not compile again.
+
+    Returns the directory; None if it cannot be written, and torch's own place remains. TORCHINDUCTOR_CACHE_DIR, if it
+    is set, decides. Machines with other processors have other directories, since the code is made for the processor.
+    """
+    # here, since it takes seconds, and only who compiles needs it
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    # torch itself sets the variable to its default when the compiler is first used
+    if named and Path(named) != Path(default_cache_dir()):
+        return Path(named)
+    folder = onward_home() / "compiled" / hashlib.sha256(_processor().encode()).hexdigest()[:8]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("graph.compile: compiled code cannot be kept in %s (%s)", folder, error)
+        return None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return folder
+
+
+def _processor() -> str:
+    """Return the processor's instruction sets, or as much as the system says of them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {flags}"

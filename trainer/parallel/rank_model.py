@@ -1,6 +1,6 @@
 """Build what one rank computes and stores, from the imported graph.
 
-    trainable -> tensor parallel -> pipeline stages -> units -> torch.compile -> recomputation -> replicas (ZeRO)
+    trainable -> tensor parallel -> pipeline stages -> units -> recomputation -> torch.compile -> replicas (ZeRO)
 
     4 ranks, data 2 x pipeline 2          rank 0 and 1 hold stage 0, rank 2 and 3 hold stage 1
 
@@ -30,10 +30,11 @@ from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, checkpoint_key, slices
 from onward.trainer.model import precision
-from onward.trainer.model.compile import accelerate
+from onward.trainer.model.channels_last import use_channels_last
 from onward.trainer.model.loss import Loss
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
+from onward.trainer.parallel.compile_stages import compile_stages
 from onward.trainer.parallel.cost import Autocast, estimate_costs
 from onward.trainer.parallel.device import typical
 from onward.trainer.parallel.layout import (
@@ -115,11 +116,19 @@ class RankModel:
 
 
 def build_rank_model(
-    trainable: TrainableModel, config: RunConfig, mesh: DeviceMesh, mpi: MPIContext, *, example: Sequence[Tensor]
+    trainable: TrainableModel,
+    config: RunConfig,
+    mesh: DeviceMesh,
+    mpi: MPIContext,
+    *,
+    example: Sequence[Tensor],
+    one_shape: bool = False,
+    beat: Callable[[], None] = lambda: None,
 ) -> RankModel:
     """Build this rank's part of the model on its device. The trainable's module must not be used afterwards.
 
-    example: the inputs of one micro-batch, the same shapes on every rank. Collective: every rank. Raises ConfigError
+    example: the inputs of one micro-batch, the same shapes on every rank. one_shape: whether all samples have the
+    shapes of the example. beat: called before and after each compilation. Collective: every rank. Raises ConfigError
     or UnsupportedModel, with the same text on every rank, when the graph cannot be divided as configured.
     """
     module, here = trainable.module, ParallelDims.of(config.parallel).coordinate(mpi.rank)
@@ -136,10 +145,12 @@ def build_rank_model(
     for stage in own:
         # the stages of this rank only: the full model may not fit on the device
         _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config))
-        for number, unit in enumerate(stage.chain.units):
-            stage.chain.units[number] = accelerate(cast("ImportedGraph", unit), config.graph, mpi.device)
+        for part in stage.chain.parts:
+            use_channels_last(cast("ImportedGraph", part.module), config.graph, mpi.device)
     weights = layout.weights(own, here)
     recompute_units(layout, own, config, example, pipeline=here.pipeline)
+    # the recomputation, too: the compiler then skips what the gradients do not need
+    compile_stages(own, module, config, example, device=mpi.device, one_shape=one_shape, autocast=autocast, beat=beat)
     # the own stages hold their weights by now; what else the graph still refers to would double the memory
     others = [stage.chain for stage in layout.stages if stage not in own]
     drop_data(owner for tree in (module, *others) for owner in tree.modules())

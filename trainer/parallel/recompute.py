@@ -38,21 +38,13 @@ Mode = Literal["none", "whole", "selective"]
 def recompute(chain: Chain, mode: Mode, chosen: Collection[int]) -> None:
     """Wrap the chosen units of a chain in `Recomputed`, in place.
 
-    A compiled unit is compiled again with its recomputation, since the compiler then skips what the gradients do not
-    need; gradients are then equal up to rounding. In eager mode `selective` costs time for every operator, which pays
-    on GPUs; on a CPU it may be slower than `whole`.
+    Gradients of compiled units are equal up to rounding. In eager mode `selective` costs time for every operator, which
+    pays on GPUs; on a CPU it may be slower than `whole`.
     """
     if mode == "none":
         return
     for number in chosen:
-        unit = chain.units[number]
-        # `_orig_mod` is the mark of torch's OptimizedModule; to import that class takes a second
-        if hasattr(unit, "_orig_mod"):
-            original: Any = unit._orig_mod
-            compiled: Any = type(unit)
-            chain.units[number] = compiled(Recomputed(original, selective=mode == "selective"), unit.dynamo_ctx)
-        else:
-            chain.units[number] = Recomputed(unit, selective=mode == "selective")
+        chain.units[number] = Recomputed(chain.units[number], selective=mode == "selective")
 
 
 class Recomputed(nn.Module):

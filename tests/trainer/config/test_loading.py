@@ -92,6 +92,18 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"parallel": {"schedule": "zero_bubble", "zero": 2}, "graph": {"compile": True}},
         ["'zero_bubble'", "cannot be combined with parallel.zero 2 and graph.compile", "'1f1b'"],
     ),
+    "compiled settings of an eager graph": (
+        {"graph": {"compile_regions": "repeated"}},
+        ["graph.compile_regions 'repeated' has no effect without graph.compile = true"],
+    ),
+    "CUDA graphs on a CPU": (
+        {"graph": {"compile": True, "compile_mode": "reduce-overhead"}, "launch": {"device": "cpu"}},
+        ["'reduce-overhead' captures CUDA graphs and cannot be combined with launch.device 'cpu'; use 'default'"],
+    ),
+    "repeated blocks and ZeRO": (
+        {"graph": {"compile": True, "compile_regions": "repeated"}, "parallel": {"data": 2, "zero": 1}},
+        ["graph.compile_regions 'repeated' cannot be combined with parallel.zero 1; use 'whole'"],
+    ),
     "nothing recomputed": (
         {"recompute": {"units": ["h*", "x"]}},
         ["recompute.units ['h*', 'x'] needs recompute.mode 'whole' or 'selective'"],

@@ -67,7 +67,7 @@ def test_nodes_computed_by_python_are_named_and_the_rest_is_compiled(
     with caplog.at_level(logging.WARNING):
         accelerate(to_module(onnx.parser.parse_model(LEAF)), GraphConfig(compile=True), CPU)
     assert "(NonZero)" in caplog.text
-    assert asked == {"fullgraph": False, "dynamic": True}
+    assert asked == {"fullgraph": False, "dynamic": True, "mode": None}
 
 
 def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""Compile the units of a rank's stages, and decide how where the settings say `auto`.
+
+    graph.shapes            auto = static if all samples have one shape, else dynamic
+    graph.compile_mode      auto = reduce-overhead (CUDA graphs) if nothing forbids them and kernels are launch-bound
+    graph.compile_regions   auto = whole
+
+A model is launch-bound if launching its kernels takes longer than computing them, by this estimate for one micro-batch:
+
+    launches      LAUNCH_S x nodes of the graph        compiled, forward and backward make about one kernel for each
+    computing     3 x (FLOPs of the forward pass / FLOPS_PER_S + bytes of its results / BYTES_PER_S)
+
+A CUDA graph is launched as one, but its memory is never given to anything else, and what it reads must stay at one
+address. So larger models keep the ordinary mode, in which the host runs ahead of the GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.model.compile import CompileChoice, Compiler, Mode, runtime_nodes
+from onward.trainer.parallel.cost import Autocast, estimate_costs
+from onward.trainer.parallel.pipeline.stage import Stage
+
+log = logging.getLogger(__name__)
+
+LAUNCH_S = 5e-6
+"""Time to launch one kernel from the host."""
+FLOPS_PER_S = {"fp32": 3e13, "tf32": 2e14}
+"""Order of magnitude of what a GPU of a data centre computes in a second; in half precision HALF_FLOPS_PER_S."""
+HALF_FLOPS_PER_S = 4e14
+BYTES_PER_S = 3e12
+"""Order of magnitude of the bandwidth of its memory."""
+
+
+def compile_stages(
+    stages: Sequence[Stage],
+    graph: fx.GraphModule,
+    config: RunConfig,
+    example: Sequence[Tensor],
+    *,
+    device: torch.device,
+    one_shape: bool,
+    autocast: Autocast,
+    beat: Callable[[], None],
+) -> None:
+    """Replace the units of a rank's stages by compiled ones, in place, if `graph.compile` is set.
+
+    graph: the whole graph; example: its inputs for one micro-batch. one_shape: whether all samples have one shape.
+    beat: called before and after each compilation. Raises ConfigError for what cannot be compiled as configured.
+    """
+    if not config.graph.compile:
+        return
+    choice = choose(graph, config, example, device=device, one_shape=one_shape, autocast=autocast)
+    for stage in stages:
+        compiler = Compiler(choice, beat=beat)
+        for number, part in enumerate(stage.chain.parts):
+            assert isinstance(part.module, fx.GraphModule)
+            stage.chain.units[number] = compiler.compile(stage.chain.units[number], part.module)
+        inputs = [*stage.received_meta, *(example[position] for position in stage.input_positions)]
+        compiler.watch(stage.chain, tuple(tuple(value.shape) for value in inputs))
+        log.info(
+            "graph.compile: %d modules of stage %d, each at its first forward pass, for training and for evaluation",
+            compiler.num_modules,
+            stage.index,
+        )
+
+
+def choose(
+    graph: fx.GraphModule,
+    config: RunConfig,
+    example: Sequence[Tensor],
+    *,
+    device: torch.device,
+    one_shape: bool,
+    autocast: Autocast,
+) -> CompileChoice:
+    """Return how to compile, and log it; the same on every rank. Arguments and errors as of `compile_stages`."""
+    if config.graph.shapes == "static" and not one_shape:
+        raise ConfigError(
+            "graph.shapes 'static' needs samples of one shape, but an input of the model is fed by a column of varying "
+            "length; use 'dynamic', or pad the rows to one length in the data"
+        )
+    is_static = one_shape and config.graph.shapes != "dynamic"
+    mode, reason = _mode(graph, config, example, device=device, is_static=is_static, autocast=autocast)
+    choice = CompileChoice(
+        shapes="static" if is_static else "dynamic",
+        mode=mode,
+        regions="repeated" if config.graph.compile_regions == "repeated" else "whole",
+    )
+    log.info("graph.compile: %s shapes, mode %s%s, %s", choice.shapes, mode, reason, choice.regions)
+    return choice
+
+
+def _mode(
+    graph: fx.GraphModule,
+    config: RunConfig,
+    example: Sequence[Tensor],
+    *,
+    device: torch.device,
+    is_static: bool,
+    autocast: Autocast,
+) -> tuple[Mode, str]:
+    """Return the mode of torch.compile, and the reason in brackets where it was chosen here."""
+    wanted = config.graph.compile_mode
+    obstacles = list(_cuda_graph_obstacles(graph, config, device, is_static=is_static))
+    if wanted == "reduce-overhead" and obstacles:
+        raise ConfigError(
+            "graph.compile_mode 'reduce-overhead' captures CUDA graphs, which is impossible "
+            f"{' and '.join(obstacles)}; use 'default'"
+        )
+    if wanted != "auto":
+        return wanted, ""
+    # tensor parallelism would put collectives into the graph, which nothing here has tried
+    if obstacles or config.parallel.tensor > 1:
+        return "default", ""
+    nodes = {node.name: node for node in graph.graph.nodes}
+    try:
+        costs = estimate_costs(graph, example, autocast=autocast)
+    except UnsupportedModel:
+        return "default", ""
+    calls = sum(bool(cost.outputs) for name, cost in costs.items() if nodes[name].op not in ("placeholder", "get_attr"))
+    speed = FLOPS_PER_S.get(config.precision.compute, HALF_FLOPS_PER_S)
+    flops, num_bytes = (sum(each) for each in zip(*((c.flops, c.output_bytes) for c in costs.values()), strict=True))
+    launch_ms = 1e3 * LAUNCH_S * calls
+    computing_ms = 3e3 * (flops / speed + num_bytes / BYTES_PER_S)
+    reason = f" (estimated for a micro-batch: {launch_ms:.3f} ms of launches, {computing_ms:.3f} ms of computing)"
+    return "reduce-overhead" if launch_ms > computing_ms else "default", reason
+
+
+def _cuda_graph_obstacles(
+    graph: fx.GraphModule, config: RunConfig, device: torch.device, *, is_static: bool
+) -> Iterable[str]:
+    """Yield what forbids CUDA graphs. The rules of the configuration refuse some of it before a job starts."""
+    if device.type != "cuda":
+        yield "on a CPU"
+    if not is_static:
+        yield "with dynamic shapes"
+    if config.parallel.pipeline > 1:
+        yield f"with parallel.pipeline {config.parallel.pipeline}, which keeps results of several micro-batches"
+    if config.parallel.zero:
+        yield f"with parallel.zero {config.parallel.zero}, which gathers weights at other addresses"
+    if config.graph.compile_regions == "repeated":
+        yield "with graph.compile_regions 'repeated', where one graph reads the weights of several layers"
+    if breaks := runtime_nodes(graph):
+        yield f"with {len(breaks)} nodes that are computed by Python"

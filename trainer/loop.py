@@ -75,8 +75,8 @@ def train(
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
-    shapes = {"example": batches.example().inputs, "one_shape": batches.one_shape}
-    model = build_rank_model(open_trainable(config), config, mesh, mpi, **shapes, beat=heartbeat.beat)
+    example, one_shape, beat = batches.example().inputs, batches.one_shape, heartbeat.beat
+    model = build_rank_model(open_trainable(config), config, mesh, mpi, example=example, one_shape=one_shape, beat=beat)
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(
         model.stages,

@@ -41,6 +41,10 @@ SETTINGS: dict[str, Sections] = {
     "bf16 moments": {"optimizer": {"name": "adamw", "learning_rate": 5e-3, "moments": "bf16"}},
     "4 micro-batches, fp16": {"train": {"gradient_accumulation_steps": 4}, "precision": {"compute": "fp16"}},
     "compile": {"graph": {"compile": True}},
+    "compile, dynamic shapes": {"graph": {"compile": True, "shapes": "dynamic"}},
+    "compile, CUDA graphs": {"graph": {"compile": True, "compile_mode": "reduce-overhead"}},
+    "compile, autotuned": {"graph": {"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}},
+    "compile, repeated blocks": {"graph": {"compile": True, "compile_regions": "repeated"}},
     "compile, bf16": {"graph": {"compile": True}, "precision": {"compute": "bf16"}},
 }
 REHEARSED = ("fp32", "bf16", "recompute whole", "ZeRO 3", "LoRA")

@@ -1,27 +1,33 @@
-"""Convert the images inside a graph to channels-last format.
+"""Compute convolutions in channels-last format.
 
-    images [B, C, H, W], contiguous --- contiguous(channels_last) --- convolution --- ... --- convolution
+    before    images [B, C, H, W] ------------------------ conv2d       weight (fp32) -- half ----------------- conv2d
+    after     images -- contiguous(channels_last) -------- conv2d       weight (fp32) -- half(channels_last) -- conv2d
 
-Only the images are converted: torch's convolutions follow the format of their input and convert their weights in each
-call, which costs one pass over the weights. So parameters, gradients in the reducer's buckets, optimizer state and
-checkpoints keep the layout of the file.
+torch's convolutions follow the format of their input, and would convert a contiguous weight in every forward and
+backward pass. The `half` node (weight_casts.py) converts it once in a step, in the pass that casts it; in fp32 it does
+nothing else. Parameters, gradients in the reducer's buckets, optimizer state and checkpoints keep the layout of the
+file.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 
 from onward.trainer.config.sections import GraphConfig
+from onward.trainer.model.weight_casts import half
 
 CONVOLUTIONS = (F.conv2d, F.conv_transpose2d)
 
 
-def use_channels_last(module: fx.GraphModule, config: GraphConfig, device: torch.device) -> None:
-    """Convert the images of a graph where it is configured, in place. Call before compiling, which then contains it.
+def use_channels_last(
+    module: fx.GraphModule, config: GraphConfig, device: torch.device, *, weights: bool = True
+) -> None:
+    """Convert images and weights of a graph's convolutions where it is configured, in place. Call before compiling.
 
-    `auto` converts on GPUs. On CPUs oneDNN has its own format, and conversions cost more.
+    `auto` converts on GPUs. On CPUs oneDNN has its own format, and conversions cost more. weights: false leaves the
+    conversion of weights to the convolutions.
     """
     wanted = config.memory_format == "channels_last" or (config.memory_format == "auto" and device.type == "cuda")
     images = _images(module.graph) if wanted else []
@@ -31,8 +37,35 @@ def use_channels_last(module: fx.GraphModule, config: GraphConfig, device: torch
         converted.meta.update(image.meta)
         for user in [user for user in image.users if user is not converted]:
             user.replace_input_with(image, converted)
+    if images and weights:
+        _convert_weights(module)
     if images:
         module.recompile()
+
+
+def _convert_weights(module: fx.GraphModule) -> None:
+    """Put a `half` node with the format before each convolution, once for all that read one parameter."""
+    made: dict[fx.Node, fx.Node] = {}
+    for node in [
+        node for target in CONVOLUTIONS for node in module.graph.find_nodes(op="call_function", target=target)
+    ]:
+        cast = node.args[1]
+        read = cast.args[0] if isinstance(cast, fx.Node) and cast.target is half else cast
+        if not isinstance(read, fx.Node) or not isinstance(_stored(module, read), nn.Parameter):
+            continue
+        if read not in made:
+            with module.graph.inserting_after(read):
+                made[read] = module.graph.call_function(half, (read, torch.channels_last))
+            made[read].meta.update({key: value for key, value in read.meta.items() if key != "probes"})
+        node.update_arg(1, made[read])
+        if isinstance(cast, fx.Node) and cast is not read and not cast.users:
+            module.graph.erase_node(cast)
+
+
+def _stored(module: fx.GraphModule, node: fx.Node) -> object:
+    """Return what a node reads of the module; None for a computed value."""
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(module.get_submodule(owner), name) if node.op == "get_attr" else None
 
 
 def _images(graph: fx.Graph) -> list[fx.Node]:

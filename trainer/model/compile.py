@@ -124,7 +124,7 @@ class Compiler:
                 self.eager = found != shapes.setdefault(chain.training, found)
             if self.choice.mode == "reduce-overhead":
                 # the results of the previous micro-batch have been used, so their memory may be written again
-                torch.compiler.cudagraph_mark_step_begin()
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
         chain.register_forward_pre_hook(before_forward)
 

@@ -45,11 +45,11 @@ class _Run(NamedTuple):
 
     start: int
     period: int
-    count: int
+    times: int
 
     @property
     def end(self) -> int:
-        return self.start + self.period * self.count
+        return self.start + self.period * self.times
 
 
 def outline_repeated_blocks(module: fx.GraphModule) -> list[Region]:
@@ -59,13 +59,13 @@ def outline_repeated_blocks(module: fx.GraphModule) -> list[Region]:
     runs = sorted(sequence.find(0, len(calls)))
     if not runs:
         return []
-    regions = []
+    regions: list[Region] = []
     for run in [*_with_rests(runs, len(calls))]:
         blocks = [calls[first : first + run.period] for first in range(run.start, run.end, run.period)]
         if any(_is_tensor(node) for node in blocks[0]):
             name = f"region_{len(regions)}"
             _outline(module, name, blocks)
-            regions.append(Region(name, run.period, run.count))
+            regions.append(Region(name, run.period, run.times))
     module.graph.lint()
     module.recompile()
     return regions
@@ -77,7 +77,7 @@ def _with_rests(runs: Sequence[_Run], end: int) -> Iterator[_Run]:
     for run in [*runs, _Run(end, 0, 0)]:
         if run.start > position:
             yield _Run(position, run.start - position, 1)
-        if run.count:
+        if run.times:
             yield run
         position = run.end
 

@@ -39,23 +39,27 @@ VIEWS = frozenset({"t", "permute", "transpose", "reshape", "view", "flatten", "u
 """Tensor methods, and functions of torch, that change a shape and no value."""
 
 
-def half(weight: Tensor) -> Tensor:
-    """Return a weight in autocast's type, as a product would cast it; the weight itself outside of autocast."""
-    kind = weight.device.type
-    if weight.dtype != torch.float32 or weight.is_meta or not torch.is_autocast_enabled(kind):
+def half(weight: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+    """Return a weight in autocast's type, as a product would cast it, and in a memory format, in one pass.
+
+    Outside of autocast the type stays; the weight itself is returned if nothing is to be changed.
+    """
+    kind, dtype = weight.device.type, weight.dtype
+    if dtype == torch.float32 and not weight.is_meta and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    if dtype == weight.dtype and memory_format == torch.preserve_format:
         return weight
-    dtype = torch.get_autocast_dtype(kind)
     # the compiler records the cast and cannot follow the dictionary
     if torch.compiler.is_compiling() or _kept is None:
-        return weight.to(dtype)
+        return weight.to(dtype, memory_format=memory_format)
     # a cast made without gradients has no history, so a forward pass that needs gradients makes its own
-    key = weight, torch.is_grad_enabled()
+    key = weight, torch.is_grad_enabled(), memory_format
     if key not in _kept:
-        _kept[key] = weight.to(dtype)
+        _kept[key] = weight.to(dtype, memory_format=memory_format)
     return _kept[key]
 
 
-_kept: dict[tuple[Tensor, bool], Tensor] | None = None
+_kept: dict[tuple[Tensor, bool, torch.memory_format], Tensor] | None = None
 
 
 @contextmanager

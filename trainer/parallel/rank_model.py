@@ -146,7 +146,9 @@ def build_rank_model(
         # the stages of this rank only: the full model may not fit on the device
         _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config))
         for part in stage.chain.parts:
-            use_channels_last(cast("ImportedGraph", part.module), config.graph, mpi.device)
+            # FSDP2 has weights at other addresses in each pass: what would be kept of a step are copies of all
+            weights = not config.parallel.zero
+            use_channels_last(cast("ImportedGraph", part.module), config.graph, mpi.device, weights=weights)
     weights = layout.weights(own, here)
     recompute_units(layout, own, config, example, pipeline=here.pipeline)
     # the recomputation, too: the compiler then skips what the gradients do not need

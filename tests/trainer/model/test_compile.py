@@ -10,11 +10,15 @@ from typing import Any
 import onnx
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from onward.trainer.config.sections import GraphConfig
+from onward.trainer.config.sections import GraphConfig, PrecisionConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import compile as accelerate_module
 from onward.trainer.model.compile import accelerate, missing_compiler
+from onward.trainer.model.precision import autocast
+from onward.trainer.model.weight_casts import casts_kept, insert_casts
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from tests.support import graphs, runs
@@ -93,7 +97,8 @@ def test_images_have_their_channels_last_where_it_is_asked_or_pays() -> None:
         converted(conv(), *which)
         for which in (("channels_last", CPU), ("auto", CUDA), ("auto", CPU), ("contiguous", CUDA))
     ]
-    assert found == [1, 1, 0, 0]
+    convolutions = 1 + len(conv().graph.find_nodes(op="call_function", target=F.conv2d))
+    assert found == [convolutions, convolutions, 0, 0]  # the images, and the weight of each convolution
     assert converted(to_module(graphs.tiny_transformer()), "channels_last", CPU) == 0
 
 
@@ -114,6 +119,47 @@ def test_weights_gradients_and_the_file_know_nothing_of_channels_last(name: str)
     accelerate(untrained, GraphConfig(memory_format="channels_last"), CPU)
     untrained(*x)
     assert model_with_weights(untrained, model).SerializeToString() == model.SerializeToString()
+
+
+class Conversions(TorchDispatchMode):
+    """Counts copies of convolution weights, and the convolutions that read a weight in channels-last format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.convolutions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        # of one channel both formats are the same
+        last = isinstance(args[0], torch.Tensor) and args[0].ndim == 4 and args[0].requires_grad
+        self.copies += name in ("aten::_to_copy", "aten::clone") and last and isinstance(args[0], torch.nn.Parameter)
+        if name == "aten::convolution":
+            self.convolutions += args[1].is_contiguous(memory_format=torch.channels_last)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_weights_of_convolutions_are_converted_once_in_a_step(compute: str) -> None:
+    model, precision = graphs.tiny_resnet(), PrecisionConfig(compute=compute)  # type: ignore[arg-type]
+    results = []
+    for memory_format in ("contiguous", "channels_last"):
+        module = to_module(model)
+        insert_casts(module, precision)
+        accelerate(module, GraphConfig(memory_format=memory_format), CPU)  # type: ignore[arg-type]
+        number = len(module.graph.find_nodes(op="call_function", target=F.conv2d))
+        with casts_kept(CPU), Conversions() as seen:
+            for _ in range(3):
+                with autocast(precision, CPU):
+                    loss = summed(module(*inputs_of(model, 4)))
+                loss.backward()  # type: ignore[no-untyped-call]
+        if memory_format == "channels_last":
+            assert (seen.copies, seen.convolutions) == (number, 3 * number)
+        assert all(weight.is_contiguous() for weight in module.parameters())
+        results.append([loss.detach(), *(weight.grad for weight in module.parameters())])
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if compute == "fp32" else {"rtol": 0.05, "atol": 0.05}
+    scale = max(float(value.abs().max()) for value in results[0][1:])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine / scale, theirs / scale, **tolerance)
 
 
 @pytest.mark.slow

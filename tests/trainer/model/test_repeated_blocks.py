@@ -52,7 +52,7 @@ def assert_equal_bits(one: ImportedGraph, other: ImportedGraph, inputs: list[tor
         torch.manual_seed(0)
         outputs: Any = module(*inputs)
         outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-        sum(output.square().mean() for output in outputs).backward()  # type: ignore[union-attr]
+        sum(output.square().mean() for output in outputs).backward()
         results.append([*outputs, *(weight.grad for weight in module.parameters())])
     assert [name for name, _ in one.named_parameters()] == [name for name, _ in other.named_parameters()]
     for mine, theirs in zip(*results, strict=True):

@@ -93,7 +93,7 @@ def test_cuda_graphs_are_refused_with_every_reason() -> None:
     with pytest.raises(ConfigError, match="impossible with 2 nodes that are computed by Python"):
         chosen(onnx.parser.parse_model(LEAF), wanted)
     assert chosen(graphs.tiny_mlp(), wanted).mode == "reduce-overhead"
-    problems = {
+    problems: dict[str, dict[str, Any]] = {
         "pipeline": {"parallel": {"pipeline": 2}},
         "zero": {"parallel": {"zero": 3}},
         "'cpu'": {"launch": {"device": "cpu"}},

@@ -7,7 +7,7 @@
 A model is launch-bound if launching its kernels takes longer than computing them, by this estimate for one micro-batch:
 
     launches      LAUNCH_S x nodes of the graph        compiled, forward and backward make about one kernel for each
-    computing     3 x (FLOPs of the forward pass / FLOPS_PER_S + bytes of its results / BYTES_PER_S)
+    computing     3 x (FLOPs of the forward pass / FLOPs per s of a typical GPU + bytes of its results / BYTES_PER_S)
 
 A CUDA graph is launched as one, but its memory is never given to anything else, and what it reads must stay at one
 address. So larger models keep the ordinary mode, in which the host runs ahead of the GPU.
@@ -25,17 +25,15 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model.compile import CompileChoice, Compiler, Mode, runtime_nodes
 from onward.trainer.parallel.cost import Autocast, estimate_costs
+from onward.trainer.parallel.device import typical
 from onward.trainer.parallel.pipeline.stage import Stage
 
 log = logging.getLogger(__name__)
 
 LAUNCH_S = 5e-6
 """Time to launch one kernel from the host."""
-FLOPS_PER_S = {"fp32": 3e13, "tf32": 2e14}
-"""Order of magnitude of what a GPU of a data centre computes in a second; in half precision HALF_FLOPS_PER_S."""
-HALF_FLOPS_PER_S = 4e14
-BYTES_PER_S = 3e12
-"""Order of magnitude of the bandwidth of its memory."""
+BYTES_PER_S = 1.5e12
+"""Order of magnitude of the bandwidth of a GPU's memory."""
 
 
 def compile_stages(
@@ -125,10 +123,9 @@ def _mode(
     except UnsupportedModel:
         return "default", ""
     calls = sum(bool(cost.outputs) for name, cost in costs.items() if nodes[name].op not in ("placeholder", "get_attr"))
-    speed = FLOPS_PER_S.get(config.precision.compute, HALF_FLOPS_PER_S)
     flops, num_bytes = (sum(each) for each in zip(*((c.flops, c.output_bytes) for c in costs.values()), strict=True))
     launch_ms = 1e3 * LAUNCH_S * calls
-    computing_ms = 3e3 * (flops / speed + num_bytes / BYTES_PER_S)
+    computing_ms = 3e3 * (flops / typical("cuda", config.precision.compute).flops_per_s + num_bytes / BYTES_PER_S)
     reason = f" (estimated for a micro-batch: {launch_ms:.3f} ms of launches, {computing_ms:.3f} ms of computing)"
     return "reduce-overhead" if launch_ms > computing_ms else "default", reason
 

@@ -1,6 +1,6 @@
 """What a layout costs: one weight update on two ranks beside one rank's, at equal work.
 
-    python -m tests.bench.layouts            about 5 minutes on 2 cores
+    python -m tests.bench.layouts [--layouts dp2 tp2 ...] [--turns 3]            about 5 minutes on 2 cores
 
 Each layout is a real run of the loop (GPT-2, 4 layers of width 256; 16 sequences of 128 bytes in 8 micro-batches), one
 thread a rank. Printed is the median time of a step over one rank's, runs taking turns (0.5 would be perfect), and the
@@ -9,6 +9,7 @@ time that a rank's collectives were under way, relative to the step: more than w
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 from pathlib import Path
@@ -25,8 +26,9 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import Array, events, make_run
 
 TURNS, NUM_STEPS, MICRO_BATCHES = 3, 6, 8
+ALONE = "1x1x1"
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "1x1x1": {},
+    ALONE: {},
     "dp2": {"data": 2},
     "dp2, MPI": {"data": 2, "transport": "mpi"},
     "dp2, ZeRO 1": {"data": 2, "zero": 1},
@@ -80,11 +82,17 @@ def step_times(run: RunDir) -> list[float]:
 
 def main() -> None:
     """Take turns over the layouts; print the table."""
-    times: dict[str, list[float]] = {name: [] for name in LAYOUTS}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="LAYOUT")
+    parser.add_argument("--turns", type=int, default=TURNS, help="at least 2: the first one is profiled and not timed")
+    options = parser.parse_args()
+    # one rank is always there: all others are compared with it
+    layouts = {name: LAYOUTS[name] for name in dict.fromkeys((ALONE, *options.layouts))}
+    times: dict[str, list[float]] = {name: [] for name in layouts}
     under_way: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
-        for turn in range(TURNS):
-            for name, parallel in LAYOUTS.items():
+        for turn in range(options.turns):
+            for name, parallel in layouts.items():
                 run = make(Path(folder) / f"{turn} {name}", parallel)
                 size = read_config(run).world_size
                 function = "profiled" if turn == 0 else "trained"
@@ -93,7 +101,7 @@ def main() -> None:
                     under_way[name] = seconds[0] / NUM_STEPS
                 else:
                     times[name] += step_times(run)
-    alone = statistics.median(times["1x1x1"])
+    alone = statistics.median(times[ALONE])
     for name, found in times.items():
         median = statistics.median(found)
         share = under_way[name] / median

@@ -9,7 +9,9 @@ A trace is torch's (Chrome's format): a list of events with a category, a start 
 
 from __future__ import annotations
 
+import bisect
 import json
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -121,16 +123,18 @@ def step_figures(events: Sequence[Event], *, steps: int = PROFILED) -> dict[str,
 def device_us(events: Iterable[Event], names: Collection[str]) -> float:
     """Return the microseconds of the kernels that were launched inside host events of these names."""
     events = list(events)
-    windows: dict[Any, list[Interval]] = {}
+    by_thread: dict[Any, list[Event]] = {}
     for event in events:
         if event["name"] in names and event.get("cat") not in ON_DEVICE:
-            windows.setdefault(event["tid"], []).append((event["ts"], _end(event)))
-    launched = {
-        event["args"]["correlation"]
-        for event in events
-        if event.get("cat") in LAUNCHES
-        and any(start <= event["ts"] <= end for start, end in windows.get(event["tid"], ()))
-    }
+            by_thread.setdefault(event["tid"], []).append(event)
+    windows = {thread: union(members) for thread, members in by_thread.items()}
+
+    def inside(launch: Event) -> bool:
+        mine = windows.get(launch["tid"], [])
+        place = bisect.bisect_right(mine, (launch["ts"], math.inf)) - 1
+        return place >= 0 and launch["ts"] <= mine[place][1]
+
+    launched = {event["args"]["correlation"] for event in events if event.get("cat") in LAUNCHES and inside(event)}
     return sum(e["dur"] for e in events if e.get("cat") == "kernel" and e["args"].get("correlation") in launched)
 
 

@@ -1,0 +1,61 @@
+"""Every benchmark still runs: quick ones at their smallest in every run of the tests, all of them in `make slow`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bench import imported_graph, pipeline_bubble
+from tests.support.ranks import ROOT, run_ranks
+
+SMALLEST = {
+    "imported_graph": ("--models", "gpt2", "squeezenet", "--rounds", "1"),
+    "layouts": ("--turns", "2", "--layouts", "dp2, MPI"),
+    "memory_prediction": ("SqueezeNet 96: micro-batches 1", "SqueezeNet 96: pipeline"),
+    "pipeline_bubble": ("--ranks", "2", "--micro-batches", "2", "--forward-ms", "1"),
+    "reduction": ("--sizes-kib", "64", "--rounds", "3"),
+    "sharding_memory": ("2", "4"),
+    "update_time": ("--rounds", "1"),
+}
+"""Benchmark -> its arguments for the least work."""
+NO_BENCHMARKS = {"__init__", "handwritten", "test_benchmarks"}
+
+
+def test_every_benchmark_is_in_the_table() -> None:
+    assert {path.stem for path in Path(__file__).parent.glob("*.py")} - NO_BENCHMARKS == set(SMALLEST)
+
+
+def test_an_imported_graph_and_its_module_have_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imported_graph, "ROUND_S", 0.01)
+    row = imported_graph.compare("gpt2", "legacy-14", 1, compiled=False, device=torch.device("cpu"), rounds=1)
+    assert row.startswith("| gpt2, legacy-14, batch 1, eager |")
+
+
+@pytest.mark.mpi
+def test_an_update_is_timed_beside_the_loop_written_by_hand() -> None:
+    (found,) = run_ranks(1, "tests.bench.update_time:compare", "squeezenet", 1)
+    assert found["onward_ms"] > 0 < found["handwritten_ms"]
+
+
+@pytest.mark.mpi
+def test_the_bubble_of_a_pipeline_is_measured() -> None:
+    cases = [(*schedule, 2) for schedule in pipeline_bubble.SCHEDULES]
+    for times in run_ranks(2, "tests.bench.pipeline_bubble:step_s", cases, 0.001):
+        assert len(times) == len(cases)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_benchmark_runs_at_its_smallest(name: str) -> None:
+    words = [sys.executable, "-m", f"tests.bench.{name}", *SMALLEST[name]]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    # 1 = a bound was not kept, which a busy machine and sizes as small as these may do
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert len(ended.stdout.splitlines()) > 1, ended.stdout

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import os
 import statistics
 import tempfile
 import time
@@ -32,10 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from onward.trainer.distributed.processes import MPIContext, connect, disconnect
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import Heartbeat
 from onward.trainer.loop import train
 from onward.trainer.run.directory import RunDir, read_config
+from tests.gpu import ranks
 from tests.gpu.device import DEVICE, REHEARSAL, synchronize
 from tests.support.runs import Array, events, make_run
 
@@ -59,8 +61,10 @@ def connected() -> Iterator[MPIContext]:
     """Join a world of one rank on the device, as a rank of a job does."""
     if REHEARSAL:  # compiling would take minutes
         torch.compiler.set_stance("force_eager")
-    yield connect(expected_world_size=1, timeout_s=100, device=DEVICE.type)
-    disconnect()
+    threads = 1 if REHEARSAL else len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        yield ranks.join(str(Path(folder) / "store"), 0, 1, timeout_s=100, threads=threads)
+        dist.destroy_process_group()
 
 
 @contextmanager

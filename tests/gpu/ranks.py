@@ -21,13 +21,16 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import AttemptResult, read_record
 from tests.support import rank_server
 from tests.support.ranks import ROOT
+
+if TYPE_CHECKING:
+    from onward.trainer.distributed.processes import MPIContext
 
 STOPPED = 75
 ENDED_BY_OTHERS_S = 5.0
@@ -109,36 +112,43 @@ def _start(size: int, folder: Path, log: Path, *words: str) -> list[subprocess.P
 # -- on a rank
 
 
-def main(store: str, rank: int, world_size: int, what: str, *words: str) -> int:
-    """Join the others and do what `words` say."""
+def join(
+    store: str, rank: int, world_size: int, *, timeout_s: float, device: str = "auto", threads: int = 0
+) -> MPIContext:
+    """Do what `connect` does, without MPI: the ranks meet in the file `store`. Collective: every rank."""
     import torch
     import torch.distributed as dist
 
-    from onward.trainer import __main__ as trainer
     from onward.trainer.distributed.processes import MPIContext
     from tests.gpu.device import DEVICE
 
-    def join(
-        *, expected_world_size: int, timeout_s: float, device: str = "auto", threads: int = 0, ranks_per_gpu: int = 1
-    ) -> MPIContext:
-        """Do what `connect` does, without MPI."""
-        chosen = torch.device("cpu") if device == "cpu" else DEVICE
-        torch.set_num_threads(max(1, threads))
-        if chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
-            if limit := os.environ.get(MEMORY_LIMIT):
-                total = torch.cuda.get_device_properties(chosen).total_memory
-                torch.cuda.set_per_process_memory_fraction(int(limit) / total, chosen)
-        alone = chosen.type == "cuda" and world_size == 1
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if alone else "gloo",
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=chosen if alone else None,
-        )
-        return MPIContext(rank, world_size, rank, world_size, socket.gethostname(), chosen)
+    chosen = torch.device("cpu") if device == "cpu" else DEVICE
+    torch.set_num_threads(max(1, threads))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        if limit := os.environ.get(MEMORY_LIMIT):
+            total = torch.cuda.get_device_properties(chosen).total_memory
+            torch.cuda.set_per_process_memory_fraction(int(limit) / total, chosen)
+    alone = chosen.type == "cuda" and world_size == 1
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if alone else "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=chosen if alone else None,
+    )
+    return MPIContext(rank, world_size, rank, world_size, socket.gethostname(), chosen)
+
+
+def main(store: str, rank: int, world_size: int, what: str, *words: str) -> int:
+    """Join the others and do what `words` say."""
+    import torch.distributed as dist
+
+    from onward.trainer import __main__ as trainer
+
+    def connect(*, expected_world_size: int, ranks_per_gpu: int = 1, **options: Any) -> MPIContext:
+        return join(store, rank, world_size, **options)
 
     def leave() -> None:
         dist.destroy_process_group()
@@ -147,14 +157,14 @@ def main(store: str, rank: int, world_size: int, what: str, *words: str) -> int:
     if step := os.environ.get(HANG_AT_STEP):
         _hang_at(int(step))
     if what == "train":
-        trainer.connect, trainer.disconnect = join, leave  # type: ignore[assignment]
+        trainer.connect, trainer.disconnect = connect, leave  # type: ignore[assignment]
         try:
             return trainer.train_rank(RunDir(Path(words[0])))
         except Exception as error:  # a fork of the server of ranks has no interpreter that calls the hook
             sys.excepthook(type(error), error, error.__traceback__)
             raise
     module, _, name = words[0].partition(":")
-    mpi = join(expected_world_size=world_size, timeout_s=60, device="cuda", threads=1)
+    mpi = join(store, rank, world_size, timeout_s=60, device="cuda", threads=1)
     getattr(importlib.import_module(module), name)(mpi, *json.loads(words[1]))
     leave()
     return 0

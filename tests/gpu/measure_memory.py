@@ -35,6 +35,7 @@ from tests.gpu.measure import Enough, connected, free, run_of, train_until_enoug
 from tests.gpu.measure_gpt2 import SIZES, TINY
 from tests.gpu.measure_vision import SIDE, resnet50
 from tests.gpu.results import attempt, is_finished
+from tests.support import rank_server
 
 FROM_STEP, TO_STEP = 3, 5
 """The peak is that of the steps in between; before, kernels are chosen and the optimizer makes its state."""
@@ -49,7 +50,7 @@ LARGE: dict[str, dict[str, Any]] = {
     "bf16, recompute selective": BF16 | {"recompute": {"mode": "selective"}},
 }
 LIMITS_GIB = (8, 16, 40)
-CONFIGURATIONS = [CASES[0], CASES[5], CASES[8]] if REHEARSAL else CASES
+CONFIGURATIONS = [CASES[0], CASES[8]] if REHEARSAL else CASES
 
 
 # -- on the ranks
@@ -205,7 +206,7 @@ def bare_rank() -> dict[str, float]:
 
 def bare_rank_alone() -> dict[str, float]:
     """Return what `bare_rank` returns in a process of its own; each figure contains those before it."""
-    words = [sys.executable, "-m", "tests.gpu.measure_memory", "bare-rank"]
+    words = [*rank_server.command(), "-m", "tests.gpu.measure_memory", "bare-rank"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert not ended.returncode, ended.stderr[-2000:]
     found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])

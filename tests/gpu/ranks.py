@@ -122,6 +122,7 @@ def join(
     from onward.trainer.distributed.processes import MPIContext
     from tests.gpu.device import DEVICE
 
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     chosen = torch.device("cpu") if device == "cpu" else DEVICE
     torch.set_num_threads(max(1, threads))
     if chosen.type == "cuda":
@@ -153,7 +154,6 @@ def main(store: str, rank: int, world_size: int, what: str, *words: str) -> int:
     def leave() -> None:
         dist.destroy_process_group()
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if step := os.environ.get(HANG_AT_STEP):
         _hang_at(int(step))
     if what == "train":

@@ -113,8 +113,9 @@ def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceb
             else "killed from outside: by a person, a job scheduler, or the out-of-memory killer of another host or "
             "container"
         )
-    # the innermost line of Python code
-    where = re.search(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)', traceback)
+    # the innermost line of Python code, of the thread that was running; the file has all threads
+    running = traceback[max(0, traceback.find("Current thread")) :]
+    where = re.search(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)', running)
     place = f", in {where['name']} ({where['file']}:{where['line']})" if where else ""
     return f"{how}: {_SIGNALS.get(ending.signal, 'ended by a signal')}{place}"
 

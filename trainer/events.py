@@ -136,8 +136,8 @@ class Heartbeat:
     if it is inside a C call that holds the GIL. The time is `timeout_s`, or `compile_timeout_s` while the rank
     compiles:
 
-        start   evaluation   step 1   step 2   step 3   evaluation   step 4
-        compile_timeout_s ------------>|                |---------->|
+        start   evaluation   step 1   step 2   step 3   evaluation   step 4   last step, with fewer samples
+        compile_timeout_s ------------>|                |---------->|        |----------------------------->
     """
 
     MARGIN_S = 2.0
@@ -146,6 +146,8 @@ class Heartbeat:
     def __init__(self, path: Path) -> None:
         self.step = 0
         """The current step, for the error record."""
+        self.new_shapes = False
+        """Whether the next step has other shapes than those before it, for which a rank compiles again."""
         self._path = path
         self._writes = False
         self._timeout_s = self._compile_timeout_s = 0.0
@@ -170,11 +172,10 @@ class Heartbeat:
         """Call at least once in every step, evaluation batch and checkpoint file."""
         if step is not None:
             self.step = step
-            if self._first_step is None:
-                self._first_step = step
-            elif self._compiles and step != self._first_step:
-                # the first step is complete, and with it what it has compiled
-                self._compiles, self._touched_at = False, -math.inf
+            self._first_step = step if self._first_step is None else self._first_step
+            compiles = self._compile_timeout_s > 0 and (step == self._first_step or self.new_shapes)
+            if compiles != self._compiles:
+                self._compiles, self._touched_at = compiles, -math.inf
         # steps may take less than a millisecond
         if (now := time.monotonic()) - self._touched_at < 0.2 or not self._timeout_s:
             return

@@ -144,9 +144,10 @@ def train(
     stopping, timed_from, timed_samples = False, time.monotonic(), 0
     while state.step < num_steps and not stopping:
         step = state.step + 1
+        size = min(config.train.global_batch_size, num_samples - state.samples_seen)
+        heartbeat.new_shapes = size < config.train.global_batch_size
         heartbeat.beat(step)
         checkpoints.poll()  # of the one that is being written in the background
-        size = min(config.train.global_batch_size, num_samples - state.samples_seen)
         # equal on tensor-parallel ranks, which compute the same activations between regions and must drop the same ones
         torch.manual_seed(dropout_seed(config.train.seed, step, mpi.rank // dims.tensor))
         rate = learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=num_steps)

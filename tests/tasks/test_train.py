@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prefect import State
 from prefect.states import Failed
@@ -26,8 +29,11 @@ from onward.trainer.errors import (
     RuntimeUnavailable,
     TrainingFailed,
 )
+from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import TrainResult, read_record, write_record
+from tests.support.graphs import tiny_conv_net
+from tests.support.runs import events, make_run, tiny_images
 
 pytestmark = pytest.mark.mpi
 
@@ -145,6 +151,35 @@ def test_a_rank_that_a_signal_ended_has_a_record_with_the_cause(
 def cause_in_message(cause: str) -> str:
     """Of an error that is raised as its own class, the message is in the cause after the class's name."""
     return cause.removeprefix("DeviceAssertion: ")
+
+
+@pytest.mark.slow
+def test_a_rank_that_aborts_in_the_middle_of_training_leaves_its_step_and_traceback(tmp_path: Path) -> None:
+    """The whole trainer; SIGABRT is what NCCL's watchdog ends a rank with."""
+    sections: dict[str, Any] = {"parallel": {"data": 2}, "checkpoint": {"period": 5}}
+    step = {"global_batch_size": 8, "num_steps": 600, "evaluation_period": 0}
+    trained = make_run(tmp_path, tiny_conv_net(), tiny_images(80), train=step, **sections)
+
+    def abort_rank_one() -> None:
+        while last_beat(trained.heartbeat).step < 10 or not events(trained, "checkpoint"):
+            time.sleep(0.005)
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            environment = process.info["environ"] or {}
+            if str(trained.root) in (process.info["cmdline"] or ()) and environment.get("PMIX_RANK") == "1":
+                process.send_signal(signal.SIGABRT)
+
+    aborting = threading.Thread(target=abort_rank_one, daemon=True)
+    aborting.start()
+    with pytest.raises(TrainingFailed, match=r"rank 1 on \S+, step \d+: SIGABRT: native code aborted, in "):
+        train.fn(trained)
+    aborting.join()
+    error = trained.first_error(1)
+    assert error is not None
+    assert error.step >= 10
+    assert "trainer/loop.py" in error.traceback
+    result = train.fn(trained)
+    assert isinstance(result, TrainResult)
+    assert (result.status, result.attempts, result.step) == ("done", 2, 600)
 
 
 def test_the_out_of_memory_killer_is_named_if_it_ended_a_process_meanwhile(

@@ -101,8 +101,12 @@ def test_while_a_rank_compiles_the_job_may_be_silent_for_longer(tmp_path: Path) 
         with heartbeat.compiling():
             assert last_beat(path).silence_s == 902
         assert last_beat(path).silence_s == 62
+        heartbeat.new_shapes = True
+        heartbeat.beat(9)
+        assert last_beat(path) == Beat(step=9, silence_s=902)
         heartbeat.start(rank=0, timeout_s=60)
         with heartbeat.compiling():
+            heartbeat.beat(10)
             assert last_beat(path).silence_s == 62, "nothing is compiled"
     finally:
         heartbeat.stop()

@@ -352,8 +352,9 @@ class LaunchConfig(Section):
     collective_timeout_s: PositiveFloat = 100.0
     """Longest time that a rank waits for the others in a collective."""
     compile_timeout_s: PositiveFloat = 1800.0
-    """With graph.compile: longest time between two heartbeats until the first step of an attempt is complete and during
-    evaluations, in which a rank compiles; and longest time in a collective, because ranks compile different stages."""
+    """With graph.compile: longest time between two heartbeats while ranks may compile, that is until the first step of
+    an attempt is complete, in a last step with fewer samples, and during evaluations. It is the longest time in a
+    collective, too, because ranks compile different stages."""
     stop_grace_s: PositiveFloat = 20.0
     """Time that a job has to save a checkpoint and exit when it is asked to stop; then it is killed."""
 

@@ -33,6 +33,7 @@ mpirun kills the others, and the rank with the root cause must have written its 
 
 _PEER_LOST = re.compile(
     "Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|nccl(Remote|System)Error"
+    "|NCCL communicator (was aborted|encountered error)"
     "|Timed out (waiting|after)|has timed out|[Ww]ait timeout|(Socket|Application) [Tt]imeout|operation timeout"
 )
 

@@ -93,6 +93,7 @@ def test_more_ranks_than_gpus_are_refused_for_all_ranks_that_have_none() -> None
         (RuntimeError("Read error [127.0.0.1]:9: Connection reset by peer"), True),
         (RuntimeError("Timed out waiting 6000ms for recv operation to complete"), True),
         (RuntimeError("Timed out after 31 seconds waiting for clients. 1/2 clients joined."), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1."), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 5x2)"), False),
         (ConnectionResetError("Connection reset by peer"), False),  # a file or a server, not a rank
     ],

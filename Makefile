@@ -23,7 +23,7 @@ check: .venv/ready
 
 # With .venv, else with the Python of a machine that has its own torch. WHEELS names a folder of wheels to install first.
 gpu:
-	PYTHONPATH=.package:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu $(if $(WHEELS),--wheels $(WHEELS)) $(STEPS)
+	PYTHONPATH=.package:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu $(if $(WHEELS),--wheels $(WHEELS)) $(if $(LIMIT_S),--limit-s $(LIMIT_S)) $(STEPS)
 
 bench: .venv/ready
 	$(BIN)/python -m tests.bench.update_time

@@ -149,13 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(each.name for each in STEPS)}")
     parser.add_argument("--again", action="store_true", help="run what is finished, too")
+    parser.add_argument("--limit-s", type=float, default=TOTAL_LIMIT_S, help="seconds for all steps together")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels to install first, without a network")
     given = parser.parse_args(arguments)
     if unknown := set(given.steps) - {step.name for step in STEPS}:
         parser.error(f"there is no step {', '.join(sorted(unknown))}")
     if given.wheels:
-        again = ["--again"] * given.again
-        environment.continue_with(given.wheels, ["-m", "tests.gpu", *again, *given.steps])
+        options = [*(["--again"] * given.again), "--limit-s", str(given.limit_s)]
+        environment.continue_with(given.wheels, ["-m", "tests.gpu", *options, *given.steps])
     search = [str(results.ROOT / ".package"), str(results.ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search))
     if given.again:
@@ -167,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"nothing was examined: {error}. ONWARD_GPU_REHEARSAL=1 rehearses on the CPU.")
         return 3
     print(f"{mine['device']}, commit {mine['commit']}, {mine['versions']}", flush=True)
-    return run_steps([step for step in STEPS if not given.steps or step.name in given.steps])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which kills the step first
+    chosen = [step for step in STEPS if not given.steps or step.name in given.steps]
+    return run_steps(chosen, total_limit_s=given.limit_s)
 
 
 if __name__ == "__main__":

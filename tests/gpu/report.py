@@ -35,6 +35,7 @@ that is interrupted continues where it was. A second command, which needs no GPU
 make gpu                                     # all steps, with .venv, or without it with the Python that PYTHON names
 make gpu STEPS="operators resume"            # some of them
 make gpu WHEELS=wheels PYTHON=python3        # install the wheels of a folder first, beside the machine's own packages
+make gpu LIMIT_S=540                         # end after nine minutes; the next call continues
 python -m tests.gpu.report                   # write this page
 ONWARD_GPU_REHEARSAL=1 make gpu              # rehearse on the CPU
 ```

@@ -5,9 +5,11 @@ Exit status: 0 = the step has ended, 1 = it has ended and a check failed. Any ot
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -108,4 +110,5 @@ def run(step: Step) -> int:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive a killed examination
     sys.exit(run(next(step for step in STEPS if step.name == sys.argv[1])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -77,6 +78,27 @@ def test_a_step_that_hangs_is_killed_with_all_its_processes_and_keeps_what_it_ha
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not Path(f"/proc/{pid}/exe").exists(), "a process outside of the step's group was left"
+
+
+def test_an_examination_that_is_asked_to_end_ends_its_step_first(
+    lines: Lines, programs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = tmp_path / "pid"
+    programs["long"] = (
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+        "os.kill(os.getppid(), 15)\n"
+        "time.sleep(600)"
+    )
+    monkeypatch.setattr(examination, "STEPS", (Step("long", "test_nothing", "nothing"),))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            examination.main([])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
 def test_a_killed_step_that_prints_rubbish_fails_alone(lines: Lines, programs: dict) -> None:

@@ -108,6 +108,8 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 def serve(path: str, alive: int, written: int) -> None:
     """Import what ranks need, then fork one rank for each request until `alive` is closed at its other end."""
+    import torch._dynamo  # noqa: F401  half the CPU time of a small training: tracing the first graph imports it
+
     import onward.trainer.export.export
     import onward.trainer.loop  # noqa: F401
 

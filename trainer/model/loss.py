@@ -17,7 +17,8 @@ from onward.trainer.config.sections import ModelConfig
 from onward.trainer.data.batches import Batch
 from onward.trainer.data.targets import count_targets
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.model.vocabulary_loss import ClassShard, cross_entropy
+from onward.trainer.model.chunked_loss import cross_entropy
+from onward.trainer.model.vocabulary_loss import ClassShard
 
 
 def _cross_entropy(output: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -58,9 +59,11 @@ class Loss:
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
         """Return the loss summed over the targets that count: a scalar, differentiable."""
         own = self._own(outputs)
-        if self.name == "cross_entropy" and (self._classes or own.dtype in (torch.float16, torch.bfloat16)):
-            assert labels is not None
-            return cross_entropy(own, labels, self._ignore_index, self._classes)
+        if self.name == "cross_entropy" and labels is not None:
+            if self._classes:
+                return self._classes.cross_entropy(own, labels, self._ignore_index)
+            if own.dtype in (torch.float16, torch.bfloat16):
+                return cross_entropy(own, labels, self._ignore_index)
         output = self.output(outputs)
         if self.name == "output" or labels is None:
             return output.mean() * size  # a loss that the graph computes is a mean over its batch

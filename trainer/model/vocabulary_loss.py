@@ -1,6 +1,6 @@
-"""Cross-entropy over half-precision logits without an fp32 copy, and over sharded classes without gathering them.
+"""Cross-entropy over logits whose classes are sharded over a tensor-parallel group, without gathering them.
 
-Megatron-LM (arXiv:1909.08053) calls the latter vocabulary-parallel cross-entropy. For classes c on several ranks:
+Megatron-LM (arXiv:1909.08053) calls it vocabulary-parallel cross-entropy. For classes c on several ranks:
 
     rank 0  z_0 .. z_k        max over the group -> m           one all-reduce of a number per label
     rank 1  z_k+1 .. z_C      sum over the group of
@@ -12,17 +12,14 @@ Megatron-LM (arXiv:1909.08053) calls the latter vocabulary-parallel cross-entrop
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onward.trainer.distributed.collectives import all_reduce
-
-CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Logits that are fp32 at a time: 4 MiB where the cache of a core should hold them, 128 MiB to keep a GPU busy."""
+from onward.trainer.model.chunked_loss import chunks
 
 
 @dataclass(frozen=True)
@@ -53,40 +50,37 @@ class ClassShard:
         chosen = torch.where(value == all_reduce(value, self.group, "max"), index + self.start, self.total)
         return all_reduce(chosen, self.group, "min")
 
+    def cross_entropy(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        """Return the cross-entropy of all logits, summed over labels, on every rank; its gradient is of this shard.
 
-def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, classes: ClassShard | None) -> Tensor:
-    """Return the cross-entropy summed over labels, fp32: logits [..., C] in half precision or sharded, labels [...].
-
-    The arithmetic is in fp32; the gradient has the dtype of the logits. It adds two bytes for each half-precision logit
-    to the two of the logits themselves, where torch's function on fp32 copies of them adds twelve. With `classes` the
-    result is that of all logits, on every rank, and the gradient that of this shard; two all-reduces in the forward
-    pass, of one and two numbers per label, and none in the backward pass. Collective then: every rank of the group.
-    """
-    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), ignore_index, classes)  # type: ignore[no-any-return, no-untyped-call]
+        Two all-reduces in the forward pass, of one and two numbers per label; none in the backward pass. Collective:
+        every rank of the group.
+        """
+        return _ShardedCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), ignore_index, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """-log(exp(z_label - m) / sum of exp(z - m)), m being the greatest logit, in fp32.
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """-log(exp(z_label - m) / sum of exp(z - m)) in fp32.
 
-    Keeps the logits z and two numbers per label. The backward pass computes exp(z - m) again. Both passes go through
+    Keeps the logits z and two numbers per label; the backward pass computes exp(z - m) again. Both passes go through
     the logits in chunks of rows, so that no fp32 copy of all of them is made.
     """
 
     @staticmethod
-    def forward(context: Any, logits: Tensor, labels: Tensor, ignore_index: int, classes: ClassShard | None) -> Tensor:
-        start, is_last = (classes.start, classes.stop == classes.total) if classes else (0, True)
+    def forward(context: Any, logits: Tensor, labels: Tensor, ignore_index: int, classes: ClassShard) -> Tensor:
         counted = labels != ignore_index
-        index = torch.where(counted, labels - start, 0)
+        index = torch.where(counted, labels - classes.start, 0)
         # a label that is not a class of any rank stays in on the first or last rank, so that gather fails as in torch
-        own = counted & ((index >= 0) | (start == 0)) & ((index < logits.shape[-1]) | is_last)
+        is_last = classes.stop == classes.total
+        own = counted & ((index >= 0) | (classes.start == 0)) & ((index < logits.shape[-1]) | is_last)
         index = torch.where(own, index, 0)[:, None]
-        greatest = _reduced(logits.amax(-1).float(), classes, "max")
+        greatest = all_reduce(logits.amax(-1).float(), classes.group, "max")
         sums = torch.empty(2, len(labels), device=logits.device)
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             shifted = _shifted(logits[rows], greatest[rows])
             sums[1, rows] = torch.where(own[rows], shifted.gather(1, index[rows])[:, 0], 0.0)
             sums[0, rows] = shifted.exp_().sum(-1)
-        total, target = _reduced(sums, classes, "sum")
+        total, target = all_reduce(sums, classes.group, "sum")
         context.save_for_backward(logits, greatest, total, index, own, counted)
         return torch.where(counted, total.log() - target, 0.0).sum()
 
@@ -98,7 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
         each = torch.where(counted, gradient, 0.0)
         factor, at_label = (each / total)[:, None], torch.where(own, each, 0.0)[:, None]
         result = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             part = _shifted(logits[rows], greatest[rows]).exp_().mul_(factor[rows])
             # each row has one index, so this needs no atomic addition, whose order would not be determined
             part.scatter_(1, index[rows], part.gather(1, index[rows]) - at_label[rows])
@@ -109,14 +103,3 @@ class _CrossEntropy(torch.autograd.Function):
 def _shifted(logits: Tensor, greatest: Tensor) -> Tensor:
     # half precision becomes fp32 here already, because `greatest` is fp32
     return (logits - greatest[:, None]).float()
-
-
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of rows with about CHUNK logits each."""
-    size = max(1, CHUNK["cpu" if logits.device.type == "cpu" else "cuda"] // max(1, logits.shape[-1]))
-    for first in range(0, len(logits), size):
-        yield slice(first, first + size)
-
-
-def _reduced(x: Tensor, classes: ClassShard | None, op: Literal["sum", "max"]) -> Tensor:
-    return all_reduce(x, classes.group, op) if classes else x

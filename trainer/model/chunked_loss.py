@@ -1,0 +1,67 @@
+"""Cross-entropy of half-precision logits, without an fp32 copy of all of them.
+
+    bytes per logit               F.cross_entropy(z.float())      here
+    z, from the forward pass      2                               2
+    fp32 copy                     4                               of one chunk of rows
+    log-softmax, kept             4                               of one chunk of rows, not kept
+    gradient of it                4                               -
+    gradient of the copy, of z    4 + 2                           2
+
+The backward pass computes the softmax again. In fp32 there is no copy to save: `loss.py` calls torch's function then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Logits that are fp32 at a time: 4 MiB where the cache of a core should hold them, 128 MiB to keep a GPU busy."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Return the cross-entropy summed over labels: logits [..., C] in half precision, labels [...] -> an fp32 scalar.
+
+    All arithmetic is in fp32; the gradient is rounded once, to the dtype of the logits.
+    """
+    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), ignore_index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def chunks(logits: Tensor) -> Iterator[slice]:
+    """Yield slices of the rows of [rows, C], with about CHUNK logits each."""
+    size = max(1, CHUNK["cpu" if logits.device.type == "cpu" else "cuda"] // max(1, logits.shape[-1]))
+    for first in range(0, len(logits), size):
+        yield slice(first, first + size)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        losses = torch.empty(len(labels), device=logits.device)
+        for rows in chunks(logits):
+            # softmax functions with a dtype convert while they read
+            likelihoods = F.log_softmax(logits[rows], -1, dtype=torch.float32)
+            losses[rows] = F.nll_loss(likelihoods, labels[rows], ignore_index=ignore_index, reduction="none")
+        context.save_for_backward(logits, labels)
+        context.ignore_index = ignore_index
+        return losses.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, labels = context.saved_tensors
+        counted = labels != context.ignore_index
+        index = torch.where(counted, labels, 0)[:, None]
+        # ignored labels are multiplied by 0, not set to 0, so that a NaN stays a NaN as in torch's cross-entropy
+        each = torch.where(counted, gradient, 0.0)[:, None]
+        result = torch.empty_like(logits)
+        for rows in chunks(logits):
+            part = F.softmax(logits[rows], -1, dtype=torch.float32)
+            # each row has one index, so this needs no atomic addition, whose order would not be determined
+            part.scatter_(1, index[rows], part.gather(1, index[rows]) - 1.0)
+            torch.mul(part, each[rows], out=result[rows])  # rounds while it writes
+        return result, None, None

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,16 @@ def _running_statistics(unit: nn.Module) -> Iterator[tuple[nn.Module, str, Tenso
 # -- selective: keep the results of products, attention and collectives
 
 
-class _KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _EagerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that is never compiled: torch.compile has `_policy`. torch hides other modes from its compiler, which
+    takes longer in each call than what these two do."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _KeepResults(_EagerMode):
     """Keep the results of selected operators in the first forward pass.
 
     torch's own mode (`create_selective_checkpoint_contexts`) also counts all other operators, and refuses a second pass
@@ -136,10 +145,10 @@ class _KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
+        if _kind(func).writes:
             self._refuse_overwriting(func, args)
         result = func(*args, **(kwargs or {}))
-        if _keeps_result(func, args, kwargs or {}):
+        if _keeps_result(func, args, kwargs):
             # autograd attaches its history to the result itself, which would keep the graph of the first pass alive
             self._kept.setdefault(func, []).append(tree_map_only(Tensor, torch.detach, result))
             self._storages |= {x.untyped_storage()._cdata for x in tree_leaves(result) if isinstance(x, Tensor)}
@@ -156,7 +165,7 @@ class _KeepResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
 
-class _ReuseResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ReuseResults(_EagerMode):
     """Return the kept results, in order, in place of running their operators in the second forward pass."""
 
     def __init__(self, kept: dict[Any, list[Any]]) -> None:
@@ -170,7 +179,7 @@ class _ReuseResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _keeps_result(func, args, kwargs or {}):
+        if _keeps_result(func, args, kwargs):
             return tree_map_only(Tensor, torch.detach, next(self._next[func]))
         return func(*args, **(kwargs or {}))
 
@@ -183,17 +192,43 @@ COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "reduce_scatter
 """Collectives, whose results are kept so that nothing is sent twice. Waiting a second time costs nothing."""
 
 
-def _keeps_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if func.namespace == "_c10d_functional":
-        return func._opname in COLLECTIVES
-    return func._overloadpacket in PRODUCTS and not _draws_dropout(func, args, kwargs)
+class _Kind(NamedTuple):
+    """What the modes do with an operator."""
+
+    func: Any
+    is_kept: bool
+    """A product or a collective: its result is kept, unless it draws a dropout mask."""
+    may_drop: bool
+    """It may draw one."""
+    writes: bool
+    """It changes an argument."""
+
+
+_KINDS: dict[int, _Kind] = {}
+"""By the address of the operator, whose own hash is slow; the entry keeps the operator alive."""
+
+
+def _kind(func: Any) -> _Kind:
+    kind = _KINDS.get(id(func))
+    if kind is None:
+        is_collective = func.namespace == "_c10d_functional"
+        kind = _KINDS[id(func)] = _Kind(
+            func,
+            is_kept=func._opname in COLLECTIVES if is_collective else func._overloadpacket in PRODUCTS,
+            may_drop=torch.Tag.nondeterministic_seeded in func.tags,
+            writes=func._schema.is_mutable,
+        )
+    return kind
+
+
+def _keeps_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    kind = _kind(func)
+    return kind.is_kept and not (kind.may_drop and _draws_dropout(func, args, kwargs or {}))
 
 
 def _draws_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a kernel draws a dropout mask. If the second pass skipped it, the next operator that draws would
-    get its random numbers."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
+    """Return whether a kernel that may draw a dropout mask does. If the second pass skipped it, the next operator that
+    draws would get its random numbers."""
     names = [argument.name for argument in func._schema.arguments]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p"))
 

@@ -109,6 +109,18 @@ def insert_casts(module: ImportedGraph, config: PrecisionConfig) -> None:
     module.recompile()
 
 
+def cast_weights(module: fx.GraphModule) -> set[nn.Parameter]:
+    """Return the parameters that a `half` node reads."""
+    casts = module.graph.find_nodes(op="call_function", target=half)
+    return {module.get_parameter(str(node.all_input_nodes[0].target)) for node in casts}
+
+
+def make_casts(module: nn.Module) -> list[Tensor]:
+    """Cast now, inside `casts_kept` and autocast, every weight that a step casts; return the casts."""
+    graphs = [each for each in module.modules() if isinstance(each, fx.GraphModule)]
+    return [half(weight) for graph in graphs for weight in cast_weights(graph)]
+
+
 def read_in_half_only(module: fx.GraphModule) -> set[nn.Parameter]:
     """Return the parameters that nothing reads but `half` nodes."""
     reads = module.graph.find_nodes(op="get_attr")

@@ -9,7 +9,8 @@ autocast of training. So the costs are those of the operators that training call
     everything else              0
     backward pass                2 x forward, one product for the gradient of each factor
 
-Kept memory is what autograd saves (torch.autograd.graph.saved_tensors_hooks), each storage once, without weights.
+Kept memory is what autograd saves (torch.autograd.graph.saved_tensors_hooks), each storage once, without weights and
+their casts to half precision.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.model.weight_casts import half
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -112,8 +114,8 @@ class _CostInterpreter(fx.Interpreter):
             ) from error
         outputs = [result] if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else []
         tensors = [output for output in outputs if isinstance(output, Tensor)]
-        # inputs and weights are in memory whether or not autograd saves them
-        if n.op in ("placeholder", "get_attr"):
+        # inputs, weights and their casts are in memory whether or not autograd saves them
+        if n.op in ("placeholder", "get_attr") or n.target is half:
             self._counted |= {_storage(tensor) for tensor in tensors}
         self._costs[n.name] = NodeCost(
             flops=self._flops.get_total_flops() - flops_before,

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from onward.trainer.model.weight_casts import casts_kept, make_casts
 from onward.trainer.parallel.cost import Autocast
 from onward.trainer.parallel.pipeline.stage import Stage
 
@@ -34,7 +35,7 @@ class DryRun:
     """What one micro-batch takes in one stage, beyond weights and their gradients."""
 
     kept_bytes: int
-    """Alive between its forward and its backward pass."""
+    """Alive between its forward and its backward pass, without casts of weights."""
     peak_bytes: int
     """The most that is alive during either."""
     collectives: tuple[tuple[str, int], ...]
@@ -63,7 +64,11 @@ def dry_run(
             return fake.requires_grad_(tensor.requires_grad)
 
         # the modules of training run, with their weights replaced: a copy would have to copy the data too
-        with _fake_weights(stage.chain, fake_like):
+        with _fake_weights(stage.chain, fake_like), casts_kept(device):
+            # casts of weights are made once in a step and not in each micro-batch, so memory.py counts them
+            with autocast():
+                for cast in make_casts(stage.chain):
+                    counter.ignore(cast)
             read = [inputs[position].detach() for position in stage.input_positions]
             arguments = [fake_like(value) for value in (*stage.received_meta, *read)]
             with counter:

@@ -22,6 +22,9 @@ ZeRO shards over n replicas (of these, trained), u = of the largest unit that Ze
     optimizer    m T        m (T - T_S + T_S/n)   the same            the same
     transient    ...        ... + 2u              ... + 2u            ... + 2u
 
+In bf16 and fp16 there is one cast of each weight that products read, in half of its bytes: W contains it without ZeRO.
+With ZeRO such a weight is gathered in half of its bytes instead (u, and S in ZeRO 1 and 2), if nothing else reads it.
+
 m is the number of moments: 2 for Adam and LAMB (1 if they are bf16), 1 for SGD with momentum, else 0. The factor 2u is
 the unit in use and the one that is gathered or scattered meanwhile. Source: Rajbhandari et al. 2020
 (https://arxiv.org/abs/1910.02054), with copies as trainer/parallel/replicas/zero.py keeps them.
@@ -40,19 +43,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from torch import nn
+from torch import Tensor, fx, nn
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import OptimizerConfig, ParallelConfig
 from onward.trainer.distributed.weights import Weight
+from onward.trainer.model.weight_casts import cast_weights
 from onward.trainer.parallel.device import reserve
 from onward.trainer.parallel.dry_run import DryRun
 from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.plan_record import Memory
+from onward.trainer.parallel.replicas.fsdp_groups import gathered_in_half
 from onward.trainer.parallel.replicas.zero import is_sharded
 
 
@@ -145,6 +150,11 @@ class ZeroSharding:
     """The weights that are gathered as one: those of each unit alone, and those that several units of a stage use."""
     trained_bytes: int
 
+    scattered_bytes: tuple[int, ...]
+    """The gradients of the same groups, fp32."""
+    stored_bytes: int
+    """All of these weights in fp32."""
+
     @property
     def total_bytes(self) -> int:
         return sum(self.unit_bytes)
@@ -153,16 +163,27 @@ class ZeroSharding:
 def zero_sharding(stages: Sequence[Stage], weights: Sequence[Weight], parallel: ParallelConfig) -> ZeroSharding:
     """Return what trainer/parallel/replicas/zero.py shards, and what it gathers together."""
     sharded = [weight for weight in weights if parallel.zero and is_sharded(weight, zero=parallel.zero)]
-    sizes = {weight.tensor: weight.tensor.nbytes for weight in sharded}
-    # a weight that several units of a stage use is gathered with none of them, but with the stage
-    unit_bytes: list[int] = []
+    tensors = {weight.tensor for weight in sharded}
+    # (parameters that are gathered as one, whether in half precision)
+    groups: list[tuple[list[nn.Parameter], bool]] = []
     for stage in stages:
-        units = [[tensor for tensor in unit.parameters() if tensor in sizes] for unit in stage.chain.units]
-        uses = Counter(tensor for tensors in units for tensor in tensors)
-        unit_bytes.append(sum(sizes[tensor] for tensor, times in uses.items() if times > 1))
-        unit_bytes += [sum(sizes[tensor] for tensor in tensors if uses[tensor] == 1) for tensors in units]
-    trained_bytes = sum(weight.tensor.nbytes for weight in sharded if weight.trained)
-    return ZeroSharding(parallel.shard or parallel.data, tuple(filter(None, unit_bytes)), trained_bytes)
+        halves = gathered_in_half(stage.chain)
+        units = [[tensor for tensor in unit.parameters() if tensor in tensors] for unit in stage.chain.units]
+        uses = Counter(tensor for unit in units for tensor in unit)
+        # a weight that several units of a stage use is gathered with none of them, but with the stage
+        common = [tensor for tensor, times in uses.items() if times > 1]
+        groups.append((common, halves.issuperset(common)))
+        for unit in units:
+            for half in (False, True):
+                groups.append(([each for each in unit if uses[each] == 1 and (each in halves) == half], half))
+    groups = [(group, half) for group, half in groups if group]
+    return ZeroSharding(
+        num_shards=parallel.shard or parallel.data,
+        unit_bytes=tuple(sum(each.nbytes for each in group) // (2 if half else 1) for group, half in groups),
+        trained_bytes=sum(weight.tensor.nbytes for weight in sharded if weight.trained),
+        scattered_bytes=tuple(sum(each.nbytes for each in group) for group, _ in groups),
+        stored_bytes=sum(weight.tensor.nbytes for weight in sharded),
+    )
 
 
 @dataclass(frozen=True)
@@ -180,23 +201,35 @@ def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: R
     trained = sum(weight.tensor.nbytes for weight in weights if weight.trained)
     held = sum(weight.tensor.nbytes for weight in weights if isinstance(weight.tensor, nn.Parameter))
     held += sum(buffer.nbytes for buffer in {buffer for stage in stages for buffer in stage.chain.buffers()})
+    casts = {weight for stage in stages for part in stage.chain.parts for weight in _cast_weights(part.module)}
     if not zero:
+        held += _bytes_in_half(casts)
         return _StaticMemory(held, trained, _optimizer_bytes(config.optimizer, trained), 0)
     sharding = zero_sharding(stages, weights, config.parallel)
-    largest = max(sharding.unit_bytes, default=0)
     # the rank keeps its shard of these only; what is gathered at a time is added below
-    held -= sharding.total_bytes - sharding.total_bytes // sharding.num_shards
+    held -= sharding.stored_bytes - sharding.stored_bytes // sharding.num_shards
     own_trained = trained - sharding.trained_bytes + sharding.trained_bytes // sharding.num_shards
     # ZeRO 1 and 2 keep the gathered weights for the whole step, ZeRO 3 two units at a time
-    gathered = sharding.total_bytes if zero < 3 else 2 * largest
+    gathered = sharding.total_bytes if zero < 3 else 2 * max(sharding.unit_bytes, default=0)
+    if zero < 3:
+        # what is not gathered in half precision is cast; ZeRO 3 casts it again in each pass
+        gathered += _bytes_in_half(casts.difference(*(gathered_in_half(stage.chain) for stage in stages)))
     # ZeRO 1 accumulates complete gradients and scatters them at the end of the step
     unsharded_gradients = sharding.trained_bytes if zero == 1 else 0
     return _StaticMemory(
         weights=held + gathered,
         gradients=own_trained + unsharded_gradients,
         optimizer=_optimizer_bytes(config.optimizer, own_trained),
-        gathered=2 * largest,
+        gathered=2 * max(sharding.scattered_bytes, default=0),
     )
+
+
+def _cast_weights(module: nn.Module) -> set[nn.Parameter]:
+    return cast_weights(module) if isinstance(module, fx.GraphModule) else set()
+
+
+def _bytes_in_half(weights: Iterable[Tensor]) -> int:
+    return sum(weight.nbytes // 2 for weight in weights)
 
 
 def _optimizer_bytes(config: OptimizerConfig, trained: int) -> int:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
-from onward.trainer.config.sections import ModelConfig, ParallelConfig
+from onward.trainer.config.sections import ModelConfig, ParallelConfig, PrecisionConfig
 from onward.trainer.model.loss import Loss
+from onward.trainer.model.weight_casts import casts_kept, insert_casts, make_casts
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.cost import estimate_costs
@@ -30,10 +31,11 @@ CPU = torch.device("cpu")
 NAMES = ("tiny_transformer", "tiny_bert", "tiny_llama", "tiny_resnet")
 
 
-def in_units(name: str, mode: Mode) -> tuple[Stage, list[Tensor], Loss]:
+def in_units(name: str, mode: Mode, *, compute: str = "fp32") -> tuple[Stage, list[Tensor], Loss]:
     """Return a graph as one stage of three recomputed units, its inputs, and its loss."""
     model = getattr(graphs, name)()
     module = to_module(model)
+    insert_casts(module, PrecisionConfig.model_validate({"compute": compute}))
     select_trained(module, train=("*",), freeze=())
     inputs = [torch.from_numpy(value) for value in feed(model, 6).values()]
     node_costs = estimate_costs(module, inputs)
@@ -48,7 +50,7 @@ def in_units(name: str, mode: Mode) -> tuple[Stage, list[Tensor], Loss]:
 @pytest.mark.parametrize("mode", ["none", "whole", "selective"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dry_run_counts_the_bytes_of_the_real_step(name: str, mode: Mode, halves: bool) -> None:
-    stage, inputs, loss = in_units(name, mode)
+    stage, inputs, loss = in_units(name, mode, compute="bf16" if halves else "fp32")
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=halves)
 
     def loss_of(outputs: Any) -> Tensor:
@@ -61,11 +63,15 @@ def test_a_dry_run_counts_the_bytes_of_the_real_step(name: str, mode: Mode, halv
     gradients = (weight.grad for weight in stage.chain.parameters() if weight.grad is not None)
     for tensor in (*stage.chain.parameters(), *stage.chain.buffers(), *gradients, *inputs):
         measured.ignore(tensor)
-    with measured:
+    with casts_kept(CPU):
         with autocast():
-            outputs = stage.chain(*inputs)
-        kept_bytes = measured.current_bytes
-        loss_of(outputs).backward()  # type: ignore[no-untyped-call]
+            for cast in make_casts(stage.chain):
+                measured.ignore(cast)
+        with measured:
+            with autocast():
+                outputs = stage.chain(*inputs)
+            kept_bytes = measured.current_bytes
+            loss_of(outputs).backward()  # type: ignore[no-untyped-call]
     # a few scalars are made once, in the first run
     assert estimated.kept_bytes == pytest.approx(kept_bytes, rel=0.01)
     assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.06)

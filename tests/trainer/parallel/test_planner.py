@@ -127,6 +127,22 @@ def test_a_plan_has_the_bytes_that_zero_gathers_scatters_and_saves(tmp_path: Pat
     assert memory[3].weights < memory[2].weights
 
 
+def test_in_bf16_zero_gathers_what_products_read_in_half_and_a_rank_without_zero_has_casts(tmp_path: Path) -> None:
+    def planned(compute: str, zero: int) -> Plan:
+        parallel = {"data": 2, "zero": zero, "units": 2}
+        folder = tmp_path / f"{compute}-{zero}"
+        return plan(gpt2(folder, parallel=parallel, train=SHORT, precision={"compute": compute}))
+
+    (full, whole), (half, casts) = ([planned(compute, zero) for zero in (2, 0)] for compute in ("tf32", "bf16"))
+    assert [found.compute for found in (whole, casts)] == ["fp32", "bf16"], "a CPU has no TF32"
+    products = LAYERS * (64 * (192 + 64 + 256 + 256) + 192 + 64 + 256 + 64)
+    tied = 96 * 64
+    gathered = [sent(found, "data")["weights gathered"][1] for found in (full, half)]
+    assert gathered[0] - gathered[1] == 2 * products
+    assert casts.memory[0].weights - whole.memory[0].weights == 2 * (products + tied)
+    assert full.memory[0].weights - half.memory[0].weights == 2 * (products - tied), "the tied weight is cast"
+
+
 SHORT = {"global_batch_size": 16, "gradient_accumulation_steps": 4, "num_steps": 1}
 
 

@@ -132,8 +132,9 @@ class CommunicationStream:
         self._stream.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._stream):
             job()
-            done = self._stream.record_event()
-        return lambda: self._streams.current_stream(self._device).wait_event(done)
+        done = self._streams.Event()
+        done.record(self._stream)
+        return lambda: done.wait(self._streams.current_stream(self._device))
 
     def close(self) -> None:
         """Do nothing: there is no thread to end."""

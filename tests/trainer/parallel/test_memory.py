@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from onward.trainer.config.sections import ModelConfig, ParallelConfig, PrecisionConfig
 from onward.trainer.model.loss import Loss
 from onward.trainer.model.weight_casts import casts_kept, insert_casts, make_casts
+from onward.trainer.onnx_graph.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.cost import estimate_costs
@@ -76,6 +77,42 @@ def test_a_dry_run_counts_the_bytes_of_the_real_step(name: str, mode: Mode, halv
     assert estimated.kept_bytes == pytest.approx(kept_bytes, rel=0.01)
     assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.06)
     assert 0 < kept_bytes < measured.peak_bytes
+
+
+def peaks_of_logits(halves: bool) -> tuple[int, int, int]:
+    """(estimated, measured peak, logits) of a model that is next to nothing but 8 x 128 x 4096 logits."""
+    model = build_gpt2(vocab_size=4096, sequence_length=128, num_layers=1, num_heads=1, width=8, dropout=0.0)
+    module = to_module(model)
+    inputs = [torch.randint(0, 4096, (8, 128))]
+    costs = estimate_costs(module, inputs)
+    stage = build_stages(module, [split(module, ())], costs)[0]
+    loss = Loss(ModelConfig(path="model.onnx"), module.output_names)
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=halves)
+
+    def loss_of(outputs: Any) -> Tensor:
+        return loss(outputs, inputs[0], 8)
+
+    estimated = dry_run(stage, inputs, autocast, device=CPU, loss=loss_of)
+    for weight in stage.chain.parameters():
+        weight.grad = torch.zeros_like(weight)
+    measured = MemoryCounter()
+    for tensor in (*stage.chain.parameters(), *(weight.grad for weight in stage.chain.parameters()), *inputs):
+        measured.ignore(tensor)  # type: ignore[arg-type]
+    with measured:
+        with autocast():
+            outputs = stage.chain(*inputs)
+        loss_of(outputs).backward()  # type: ignore[no-untyped-call]
+    return estimated.peak_bytes, measured.peak_bytes, 8 * 128 * 4096
+
+
+def test_a_dry_run_counts_the_logits_as_the_loss_allocates_them() -> None:
+    estimated, measured, logits = peaks_of_logits(halves=False)
+    assert estimated == pytest.approx(measured, rel=0.02)
+    whole = estimated / logits
+    estimated, measured, logits = peaks_of_logits(halves=True)
+    assert estimated == pytest.approx(measured, rel=0.02)
+    # in bf16 the loss keeps no copy of all logits in fp32, and the estimate knows
+    assert estimated / logits < 0.75 * whole, f"{estimated / logits:.1f} and {whole:.1f} bytes for each logit"
 
 
 def test_a_dry_run_changes_nothing() -> None:

@@ -147,8 +147,8 @@ def build_rank_model(
         _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config))
         for part in stage.chain.parts:
             # FSDP2 has weights at other addresses in each pass: what would be kept of a step are copies of all
-            weights = not config.parallel.zero
-            use_channels_last(cast("ImportedGraph", part.module), config.graph, mpi.device, weights=weights)
+            complete = not config.parallel.zero
+            use_channels_last(cast("ImportedGraph", part.module), config.graph, mpi.device, weights=complete)
     weights = layout.weights(own, here)
     recompute_units(layout, own, config, example, pipeline=here.pipeline)
     # the recomputation, too: the compiler then skips what the gradients do not need

@@ -47,10 +47,10 @@ WARM_UP, TIMED, BLOCK = (1, 2, 1) if REHEARSAL else (20, 50, 10)
 LEARNING_RATE = 1e-4
 
 PEAK_TFLOPS = {
-    "H100": {"bf16": 989.0, "fp16": 989.0, "tf32": 495.0, "fp32": 67.0},
+    "H100 80GB HBM3": {"bf16": 989.0, "fp16": 989.0, "tf32": 495.0, "fp32": 67.0},
     "H200": {"bf16": 989.0, "fp16": 989.0, "tf32": 495.0, "fp32": 67.0},
 }
-"""Part of the device's name -> dense TFLOP/s by type, of the SXM form, from NVIDIA's data sheets."""
+"""Part of the name of an SXM module -> its dense TFLOP/s by type, from NVIDIA's data sheets."""
 
 
 # -- runs

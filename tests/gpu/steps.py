@@ -22,7 +22,7 @@ class Step:
     limit_s: float = STEP_LIMIT_S
 
 
-PYTEST, RUNS = ("pytest", "pytest_timeout"), ("pyarrow", "safetensors", "onnxscript")
+PYTEST = ("pytest", "pytest_timeout")
 STEPS: tuple[Step, ...] = (
     Step(
         "operators",
@@ -60,34 +60,16 @@ STEPS: tuple[Step, ...] = (
         "out of memory, a killed rank, a label out of range, a kernel that never ends: the message and the record",
         PYTEST,
     ),
-    Step(
-        "speed-gpt2",
-        "measure_gpt2",
-        "GPT-2 124M beside a loop written by hand, in fp32, TF32, bf16, compiled, batch 1",
-        RUNS,
-    ),
-    Step(
-        "speed-large", "measure_large", "GPT-2 of 1.0 billion parameters beside a loop written by hand, in bf16", RUNS
-    ),
-    Step("speed-vision", "measure_vision", "ResNet-50, channels_last and contiguous", (*RUNS, "torchvision")),
-    Step("speed-bert", "measure_bert", "BERT-base with padded sequences, eager and compiled", RUNS),
-    Step(
-        "one-step",
-        "measure_step",
-        "one step under the profiler: kernels, idle time, waits, copies, optimizer, norm",
-        RUNS,
-    ),
-    Step("attention", "measure_attention", "the kernel that computes attention, for each form of mask", RUNS),
-    Step(
-        "input", "measure_input", "batches from shards beside the step's rate, and their copies", (*RUNS, "torchvision")
-    ),
-    Step("checkpoint", "measure_checkpoint", "what a checkpoint costs the steps around it", RUNS),
-    Step(
-        "memory",
-        "measure_memory",
-        "predicted and measured peaks, 28 layouts and larger models; a rank before it trains",
-        RUNS,
-    ),
+    Step("speed-gpt2", "measure_gpt2", "GPT-2 124M beside a loop written by hand: fp32, TF32, bf16, compiled, batch 1"),
+    Step("speed-large", "measure_large", "GPT-2 of 1.0 billion parameters beside a loop written by hand, in bf16"),
+    Step("one-step", "measure_step", "one step under the profiler: kernels, idle time, waits, copies, optimizer, norm"),
+    Step("attention", "measure_attention", "the kernel that computes attention, for each form of mask"),
+    Step("speed-vision", "measure_vision", "ResNet-50, channels_last and contiguous", ("torchvision",)),
+    Step("speed-bert", "measure_bert", "BERT-base with padded sequences, eager and compiled"),
+    Step("input", "measure_input", "batches from shards beside the step's rate, and their copies", ("torchvision",)),
+    Step("checkpoint", "measure_checkpoint", "what a checkpoint costs the steps around it"),
+    Step("memory", "measure_memory", "predicted and measured peaks, 28 layouts and larger; a rank before it trains"),
+    Step("compile", "measure_compile", "compiled with static and dynamic shapes, CUDA graphs, by repeated blocks"),
 )
 
 EVERY_STEP_NEEDS = ("torch", "onnx", "numpy", "pydantic", "psutil", "pyarrow", "safetensors", "mpi4py")

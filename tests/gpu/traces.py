@@ -134,7 +134,8 @@ def device_us(events: Iterable[Event], names: Collection[str]) -> float:
         place = bisect.bisect_right(mine, (launch["ts"], math.inf)) - 1
         return place >= 0 and launch["ts"] <= mine[place][1]
 
-    launched = {event["args"]["correlation"] for event in events if event.get("cat") in LAUNCHES and inside(event)}
+    launches = (event for event in events if event.get("cat") in LAUNCHES and inside(event))
+    launched = {launch["args"].get("correlation", -1) for launch in launches}
     return sum(e["dur"] for e in events if e.get("cat") == "kernel" and e["args"].get("correlation") in launched)
 
 

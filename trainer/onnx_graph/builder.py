@@ -15,6 +15,9 @@ from onward.trainer.onnx_graph.index import all_names
 OPSET = 20
 """The first opset with LayerNormalization and Gelu as single nodes."""
 
+CHECKED_BYTES, SMALL_BYTES = 2_000_000_000, 1024
+"""Weights that the checker reads at once, at most; initializers below the second size may be shapes."""
+
 Array = np.ndarray[Any, np.dtype[Any]]
 Dims = Sequence[int | str]
 
@@ -51,7 +54,7 @@ class GraphWriter:
         return names[0]
 
     def model(self) -> onnx.ModelProto:
-        """Return the finished model, checked (shapes and types included)."""
+        """Return the finished model, checked (shapes and types included). It may be too large for one file."""
         opsets = [helper.make_opsetid("", self._opset)]
         model = helper.make_model(
             self._graph,
@@ -59,7 +62,7 @@ class GraphWriter:
             opset_imports=opsets,
             ir_version=helper.find_min_ir_version_for(opsets),
         )
-        onnx.checker.check_model(model, full_check=True)
+        onnx.checker.check_model(_without_large_weights(self._graph, model), full_check=True)
         return model
 
     def kaiming_uniform(self, *shape: int) -> Array:
@@ -73,6 +76,21 @@ class GraphWriter:
     def normal(self, std: float, *shape: int) -> Array:
         """Draw from a normal distribution with mean 0 and the given standard deviation."""
         return self.random.standard_normal(shape, np.float32) * np.float32(std)
+
+
+def _without_large_weights(graph: onnx.GraphProto, model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with inputs in place of its large weights, if the checker cannot read it as it is.
+
+    The checker reads a serialised message, which holds at most 2 GiB. The shapes of other values depend on small
+    initializers only.
+    """
+    if sum(len(tensor.raw_data) for tensor in graph.initializer) < CHECKED_BYTES:
+        return model
+    small = [tensor for tensor in graph.initializer if len(tensor.raw_data) < SMALL_BYTES]
+    large = [tensor for tensor in graph.initializer if len(tensor.raw_data) >= SMALL_BYTES]
+    inputs = [helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in large]
+    checked = helper.make_graph(graph.node, graph.name, [*graph.input, *inputs], graph.output, small)
+    return helper.make_model(checked, opset_imports=model.opset_import, ir_version=model.ir_version)
 
 
 class GraphExtender:

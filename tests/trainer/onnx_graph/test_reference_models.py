@@ -9,6 +9,7 @@ import pytest
 from onnx import numpy_helper
 
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph import builder
 from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
 from tests.support.graphs import MODELS, feed
 
@@ -87,3 +88,21 @@ def test_the_same_seed_gives_the_same_bytes_and_the_model_runs(name):
     assert model.SerializeToString() == MODELS[name]().SerializeToString()
     for batch in (2, 3):
         assert all(np.isfinite(output).all() for output in run(model, feed(model, batch)))
+
+
+def test_a_model_too_large_for_the_checker_is_checked_without_its_large_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[onnx.ModelProto] = []
+    monkeypatch.setattr(builder, "CHECKED_BYTES", 1)
+    monkeypatch.setattr(onnx.checker, "check_model", lambda model, *, full_check: checked.append(model))
+    model = build_gpt2(vocab_size=64, sequence_length=8, num_layers=1, num_heads=2, width=16, dropout=0.0)
+    monkeypatch.undo()
+    (small,) = checked
+    onnx.checker.check_model(model, full_check=True)
+    onnx.checker.check_model(small, full_check=True)
+    assert max(len(tensor.raw_data) for tensor in small.graph.initializer) < builder.SMALL_BYTES
+    assert len(small.graph.initializer) + len(small.graph.input) == len(model.graph.initializer) + 1
+    del small.graph.input[-1]
+    with pytest.raises(onnx.checker.ValidationError):
+        onnx.checker.check_model(small, full_check=True)

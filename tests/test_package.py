@@ -348,3 +348,12 @@ def test_the_image_runs_the_demo_by_its_name() -> None:
     """The command that `test_the_demo_runs_by_its_name_...` runs, in full."""
     started = [json.loads(arguments) for name, arguments in instructions() if name in ("ENTRYPOINT", "CMD")]
     assert started == [["onward"], ["run", "squeezenet-digits"]]
+
+
+def test_every_error_can_be_imported_from_the_package() -> None:
+    import onward
+    from onward.trainer import errors
+
+    classes = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    own = {name for name in classes if issubclass(getattr(errors, name), errors.OnwardError)}
+    assert own <= set(onward.__all__)

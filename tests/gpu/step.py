@@ -68,21 +68,22 @@ def reason_of(report: pytest.TestReport) -> str:
     return str(crash.message if crash else report.longrepr)
 
 
-def run_tests(module: str) -> None:
-    """Run the tests marked `gpu` of one file. Raises RuntimeError when pytest itself fails or finds no test."""
+def run_tests(step: Step) -> None:
+    """Run the tests marked `gpu` of one step. Raises RuntimeError when pytest itself fails or finds no test."""
     import pytest
 
     recorder = Recorder()
     # a warning of another version of a package is no result of this examination
     options = ["-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"]
-    status = pytest.main([*options, f"--rootdir={results.ROOT}", f"tests/gpu/{module}.py"], plugins=[recorder])
+    words = [*options, "-k", step.keyword, f"--rootdir={results.ROOT}", f"tests/gpu/{step.module}.py"]
+    status = pytest.main(words, plugins=[recorder])
     if status not in (0, 1) and not (status == 5 and recorder.left_out):
         raise RuntimeError(f"pytest ended with status {int(status)}")
 
 
-def measure(module: str) -> None:
-    """Call `main` of one module; a name in its CHECKS that has no line afterwards is a failed check."""
-    found = importlib.import_module(f"tests.gpu.{module}")
+def measure(step: Step) -> None:
+    """Call `main` of the step's module; a name in its CHECKS that has no line afterwards is a failed check."""
+    found = importlib.import_module(f"tests.gpu.{step.module}")
     found.main()
     for check in getattr(found, "CHECKS", ()):
         if not results.is_finished(check):
@@ -97,7 +98,7 @@ def run(step: Step) -> int:
         reason = f"this Python has no package {', '.join(missing)}"
         results.record(results.WHOLE_STEP, status="skipped", reason=reason)
         return 0
-    (run_tests if step.module.startswith("test_") else measure)(step.module)
+    (run_tests if step.module.startswith("test_") else measure)(step)
     lines = results.newest(results.present(results.read()[0]))
     mine = [
         line["status"] for (name, check), line in lines.items() if name == step.name and check != results.WHOLE_STEP

@@ -19,6 +19,8 @@ class Step:
     """What it proves or measures, for the page."""
     needs: tuple[str, ...] = ()
     """Packages without which the step is skipped, beside EVERY_STEP_NEEDS."""
+    keyword: str = ""
+    """The tests of the module that belong to this step, as pytest's option -k; empty = all."""
     limit_s: float = STEP_LIMIT_S
 
 
@@ -51,8 +53,16 @@ STEPS: tuple[Step, ...] = (
     Step(
         "settings",
         "test_settings",
-        "every precision, fp16 overflow, recomputation, ZeRO 1-3, compile, channels_last, LoRA: trains, and exports",
+        "every precision, fp16 overflow, recomputation, ZeRO 1-3, channels_last, LoRA: trains, and exports",
         (*PYTEST, "onnxruntime"),
+        keyword="not compile",
+    ),
+    Step(
+        "compiled",
+        "test_settings",
+        "every way to compile: the loss falls, and the exported file passes its gate",
+        (*PYTEST, "onnxruntime"),
+        keyword="compile",
     ),
     Step(
         "failures",

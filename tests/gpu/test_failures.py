@@ -87,6 +87,15 @@ def test_a_label_out_of_range_is_refused_by_the_data_and_named_by_the_rank(
     assert any(word in error.cause for word in ("label", "Target", "out of bounds", "device-side assert"))
 
 
+def test_a_token_id_out_of_range_is_named_by_the_rank(tmp_path: Path, record_property: Record) -> None:
+    """On a GPU by a device-side assert, which comes long after the kernel was started."""
+    sections = {"train": {"num_steps": 2, "global_batch_size": 8}, "launch": LAUNCH}
+    run = make_run(tmp_path, graphs.tiny_transformer(vocab_size=32), tiny_text(40, vocabulary=32), **sections)
+    (tmp_path / "model.onnx").write_bytes(graphs.tiny_transformer(vocab_size=16).SerializeToString())
+    error = failed(run, record_property)
+    assert any(word in error.cause for word in ("out of range", "DeviceAssertion"))
+
+
 def test_a_kernel_that_never_ends_is_ended_by_the_watchdog(
     tmp_path: Path, record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,12 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(
     if not DETERMINISTIC:
         pytest.skip("this Onward has no setting train.deterministic")
     undisturbed, killed = make(name, tmp_path / "undisturbed"), make(name, tmp_path / "killed")
-    ranks.train(undisturbed)
+    try:
+        ranks.train(undisturbed)
+    except AssertionError as error:
+        if found := re.search(r"torch has no deterministic implementation of \S+", str(error)):
+            pytest.skip(found[0])
+        raise
     ranks.train_until(killed, lambda event: event.step >= 3 and event.kind == "scalars")
     assert not killed.result(1).exists()
     result = ranks.train(killed)

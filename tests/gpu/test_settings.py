@@ -47,7 +47,7 @@ SETTINGS: dict[str, Sections] = {
     "compile, repeated blocks": {"graph": {"compile": True, "compile_regions": "repeated"}},
     "compile, bf16": {"graph": {"compile": True}, "precision": {"compute": "bf16"}},
 }
-REHEARSED = ("fp32", "bf16", "recompute whole", "ZeRO 3", "LoRA")
+REHEARSED = ("fp32", "bf16", "recompute whole", "ZeRO 3", "LoRA", "compile")
 MODELS = {"GPT-2": (graphs.tiny_transformer, tiny_text), "conv net": (graphs.tiny_resnet, tiny_images)}
 CASES = [
     (setting, model)
@@ -74,8 +74,11 @@ def test_the_loss_falls_and_the_export_passes_its_gate(
     setting: str, model: str, tmp_path: Path, record_property: Record
 ) -> None:
     sections = SETTINGS[setting]
-    if sections.get("graph", {}).get("compile") and (problem := missing_compiler()):
-        pytest.skip(problem)
+    if sections.get("graph", {}).get("compile"):
+        if problem := missing_compiler():
+            pytest.skip(problem)
+        if REHEARSAL:
+            pytest.skip("a C++ compiler takes most of a minute for it; a rehearsal compiles in its measurements")
     run = make(tmp_path, model, sections)
     result = ranks.train(run, timeout_s=290)
     found = losses(run)
@@ -106,9 +109,10 @@ def test_an_fp16_overflow_skips_its_step_and_training_goes_on(tmp_path: Path, re
     scalars = [event.fields["values"] for event in events(run, "scalars")]
     skipped = [values["loss_scale"] for values in scalars if values.get("skipped")]
     record_property("skipped", len(skipped))
-    record_property("loss_scale", scalars[-1]["loss_scale"])
+    last = [values["loss_scale"] for values in scalars if "loss_scale" in values][-1]
+    record_property("loss_scale", last)
     assert skipped
-    assert scalars[-1]["loss_scale"] < 2.0**24
+    assert last < 2.0**24
     assert len(losses(run)) == NUM_STEPS
 
 

@@ -12,11 +12,13 @@ import torch
 from tests.bench import imported_graph, pipeline_bubble
 from tests.support.ranks import ROOT, run_ranks
 
-SMALLEST = {
+SMALLEST: dict[str, tuple[str, ...]] = {
+    "checkpoint_stall": (),
     "imported_graph": ("--models", "gpt2", "squeezenet", "--rounds", "1"),
     "layouts": ("--turns", "2", "--layouts", "dp2, MPI"),
     "memory_prediction": ("SqueezeNet 96: micro-batches 1", "SqueezeNet 96: pipeline"),
     "pipeline_bubble": ("--ranks", "2", "--micro-batches", "2", "--forward-ms", "1"),
+    "recompute": (),
     "reduction": ("--sizes-kib", "64", "--rounds", "3"),
     "sharding_memory": ("2", "4"),
     "update_time": ("--rounds", "1"),

@@ -14,20 +14,13 @@ SIZES = {"vocabulary": 50257, "length": 1024, "layers": 12, "heads": 12, "width"
 TINY = {"vocabulary": 64, "length": 16, "layers": 1, "heads": 2, "width": 16}
 
 
-def compiled(**graph: str) -> dict[str, object]:
-    """Return arguments of `compare` for bf16 with settings of compilation, which a CPU refuses."""
-    return {"compute": "bf16", "compiled": True, "graph": {"compile": True, **({} if REHEARSAL else graph)}}
-
-
 CHECKS = {
     "fp32": (16, {"compute": "fp32"}, ""),
     "TF32": (16, {"compute": "tf32"}, ""),
     "bf16": (16, {"compute": "bf16"}, ""),
     "bf16, compiled": (16, {"compute": "bf16", "compiled": True}, "1.1 times as fast as the compiled loop by hand"),
     "bf16, batch 1": (1, {"compute": "bf16"}, ""),
-    "bf16, compiled, batch 1": (1, compiled(compile_mode="default"), ""),
-    "bf16, compiled into CUDA graphs, batch 1": (1, compiled(compile_mode="reduce-overhead"), ""),
-    "bf16, repeated layers compiled once, batch 1": (1, compiled(compile_regions="repeated"), ""),
+    "bf16, compiled, batch 1": (1, {"compute": "bf16", "compiled": True}, ""),
 }
 """Check -> (sequences in a step, arguments of `compare`, goal)."""
 

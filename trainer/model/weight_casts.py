@@ -7,16 +7,20 @@ needs a gradient and is read directly, not of its transpose and not of a frozen 
     after       w (fp32) ---- half ---- t ---- linear   `half` casts w in the first forward pass of `casts_kept`
 
 Results and gradients have the same bits: a cast and a transpose commute, and all backward passes go through one cast
-node, which saves no tensors. Only products and convolutions that autocast computes in half precision on every device
-get the node; every other reader of a weight (look-ups of rows, norms, sums) still reads fp32. If several products read
-transposes of one weight, their gradients are now summed in half precision, as autocast sums those of direct readers.
+node, which saves no tensors. A weight that several products read (the layers of ALBERT) is cast once as well, but each
+product gets a node with a backward of its own (`half_apart`), so that their gradients are summed in fp32.
+
+Only products and convolutions that autocast computes in half precision on every device get the node; every other reader
+of a weight (look-ups of rows, norms, sums) still reads fp32.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +48,7 @@ def half(weight: Tensor, memory_format: torch.memory_format = torch.preserve_for
 
     Outside of autocast the type stays; the weight itself is returned if nothing is to be changed.
     """
-    kind, dtype = weight.device.type, weight.dtype
-    if dtype == torch.float32 and not weight.is_meta and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(weight.device.type) if _is_cast(weight) else weight.dtype
     if dtype == weight.dtype and memory_format == torch.preserve_format:
         return weight
     # the compiler records the cast and cannot follow the dictionary
@@ -57,6 +59,33 @@ def half(weight: Tensor, memory_format: torch.memory_format = torch.preserve_for
     if key not in _kept:
         _kept[key] = weight.to(dtype, memory_format=memory_format)
     return _kept[key]
+
+
+def half_apart(weight: Tensor) -> Tensor:
+    """Return what `half` returns, with a backward node of its own: its gradient is cast to fp32 before it is summed."""
+    if torch.compiler.is_compiling() or _kept is None or not _is_cast(weight):
+        return half(weight)
+    with torch.no_grad():
+        cast = half(weight)
+    return _CastBackward.apply(weight, cast)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _CastBackward(torch.autograd.Function):
+    """The gradient of a cast that has been made before."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor, cast: Tensor) -> Tensor:
+        context.dtype = weight.dtype
+        return cast.view_as(cast)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(context.dtype), None
+
+
+def _is_cast(weight: Tensor) -> bool:
+    is_full = weight.dtype == torch.float32 and not weight.is_meta
+    return is_full and torch.is_autocast_enabled(weight.device.type)
 
 
 _kept: dict[tuple[Tensor, bool, torch.memory_format], Tensor] | None = None
@@ -92,52 +121,73 @@ def forget_casts() -> None:
 
 
 def insert_casts(module: ImportedGraph, config: PrecisionConfig) -> None:
-    """Add a `half` node for each parameter that products and convolutions read, in place."""
+    """Add a cast before every product and convolution that reads a parameter, in place."""
     if config.compute not in COMPUTE:
         return
-    for node in list(module.graph.find_nodes(op="get_attr")):
-        owner, _, name = str(node.target).rpartition(".")
-        tensor = getattr(module.get_submodule(owner), name)
-        if not isinstance(tensor, nn.Parameter) or tensor.dtype != torch.float32:
-            continue
-        if readers := [user for user in node.users if _computes_in_half(user)]:
-            with module.graph.inserting_after(node):
-                cast = module.graph.call_function(half, (node,))
-            cast.meta = {key: value for key, value in node.meta.items() if key != "probes"}
-            for reader in readers:
-                reader.replace_input_with(node, cast)
+    reads = [node for node in module.graph.find_nodes(op="get_attr") if _is_fp32_parameter(module, node)]
+    paths = {node: list(_paths_to_products(node)) for node in reads}
+    times = Counter(str(node.target) for node in reads for _ in paths[node])
+    for node in reads:
+        for *views, product in paths[node]:
+            last = views[-1] if views else node
+            with module.graph.inserting_before(product):
+                cast = module.graph.call_function(half_apart if times[str(node.target)] > 1 else half, (node,))
+                cast.meta = {key: value for key, value in node.meta.items() if key != "probes"}
+                for view, before in zip(views, [node, *views], strict=False):
+                    copied = {before: cast}
+                    cast = module.graph.node_copy(view, lambda x, copied=copied: copied.get(x, x))  # type: ignore[misc]
+            product.replace_input_with(last, cast)
+            for view in reversed(views):
+                if not view.users:
+                    module.graph.erase_node(view)
     module.recompile()
 
 
+def _paths_to_products(node: fx.Node) -> Iterator[tuple[fx.Node, ...]]:
+    """Yield (view, view, ..., product) for each product that reads a value directly or through views."""
+    for user in node.users:
+        if user.op == "call_function" and user.target in PRODUCTS:
+            yield (user,)
+        elif _is_view(user) and user.all_input_nodes == [node]:
+            yield from ((user, *rest) for rest in _paths_to_products(user))
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in VIEWS
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and name in VIEWS and getattr(torch, name, None) is node.target
+
+
+def _is_fp32_parameter(module: nn.Module, node: fx.Node) -> bool:
+    owner, _, name = str(node.target).rpartition(".")
+    tensor = getattr(module.get_submodule(owner), name)
+    return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32
+
+
 def cast_weights(module: fx.GraphModule) -> set[nn.Parameter]:
-    """Return the parameters that a `half` node reads."""
-    casts = module.graph.find_nodes(op="call_function", target=half)
-    return {module.get_parameter(str(node.all_input_nodes[0].target)) for node in casts}
+    """Return the parameters that are cast."""
+    return {module.get_parameter(str(node.all_input_nodes[0].target)) for node in _cast_nodes(module)}
 
 
 def make_casts(module: nn.Module) -> list[Tensor]:
     """Cast now, inside `casts_kept` and autocast, every weight that a step casts; return the casts."""
-    graphs = [each for each in module.modules() if isinstance(each, fx.GraphModule)]
-    return [half(weight) for graph in graphs for weight in cast_weights(graph)]
+    made = []
+    for graph in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
+        for node in _cast_nodes(graph):
+            cast: Any = node.target
+            made.append(cast(graph.get_parameter(str(node.all_input_nodes[0].target)), *node.args[1:]))
+    return made
+
+
+def _cast_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    targets = (half, half_apart)
+    return [node for target in targets for node in module.graph.find_nodes(op="call_function", target=target)]
 
 
 def read_in_half_only(module: fx.GraphModule) -> set[nn.Parameter]:
-    """Return the parameters that nothing reads but `half` nodes."""
-    reads = module.graph.find_nodes(op="get_attr")
-    found = {node: module.get_parameter(str(node.target)) for node in reads if _is_parameter(module, node)}
+    """Return the parameters that nothing reads but one product of the whole graph, in half precision."""
+    reads = [node for node in module.graph.find_nodes(op="get_attr") if _is_fp32_parameter(module, node)]
+    found = {node: module.get_parameter(str(node.target)) for node in reads}
     others = {found[node] for node in found if any(user.target is not half for user in node.users)}
     return set(found.values()) - others
-
-
-def _is_parameter(module: fx.GraphModule, node: fx.Node) -> bool:
-    owner, _, name = str(node.target).rpartition(".")
-    return isinstance(getattr(module.get_submodule(owner), name), nn.Parameter)
-
-
-def _computes_in_half(node: fx.Node) -> bool:
-    """Return whether a reader is a product, or a view that only products read."""
-    if node.op == "call_function" and node.target in PRODUCTS:
-        return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_view = node.op == "call_method" or getattr(torch, name, None) is node.target
-    return bool(is_view and name in VIEWS and node.users and all(map(_computes_in_half, node.users)))

@@ -172,7 +172,7 @@ def zero_sharding(stages: Sequence[Stage], weights: Sequence[Weight], parallel: 
         uses = Counter(tensor for unit in units for tensor in unit)
         # a weight that several units of a stage use is gathered with none of them, but with the stage
         common = [tensor for tensor, times in uses.items() if times > 1]
-        groups.append((common, halves.issuperset(common)))
+        groups.append((common, False))
         for unit in units:
             for half in (False, True):
                 groups.append(([each for each in unit if uses[each] == 1 and (each in halves) == half], half))

@@ -28,7 +28,10 @@ from onward.trainer.parallel.pipeline.stage import Chain
 
 
 def gathered_in_half(chain: Chain) -> set[Tensor]:
-    """Return the fp32 parameters of a chain that ZeRO gathers in half precision under autocast."""
+    """Return the fp32 parameters of a chain that ZeRO gathers in half precision under autocast.
+
+    One product reads each. The gradients of several would be summed in half precision, and without ZeRO are in fp32.
+    """
     half, full = set[Tensor](), set[Tensor]()
     for part in chain.parts:
         read = read_in_half_only(part.module) if isinstance(part.module, fx.GraphModule) else set()
@@ -92,7 +95,7 @@ def shard_chain(
                 groups[-1].insert(0, _fully_shard(unit, mesh, regather=regather, ignored=others | common))
     # after the units, because FSDP gives a module the parameters that no submodule has taken
     with _on_device(common, device):
-        root = _fully_shard(chain, mesh, regather=regather, ignored=others, half=half if common <= halves else None)
+        root = _fully_shard(chain, mesh, regather=regather, ignored=others)
     _prefetch(root, [group for group in groups if group])
 
 

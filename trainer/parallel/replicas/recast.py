@@ -21,6 +21,8 @@ from onward.trainer.parallel.pipeline.stage import Chain
 
 VIEWS = {f"{view}Backward0" for view in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze")}
 """Nodes of the autograd graph that change the shape of a tensor and not its memory."""
+CASTS = ("ToCopyBackward0", "_CastBackwardBackward")
+"""Nodes whose first operand is what was cast: torch's, and that of `half_apart`."""
 
 
 def recast_in_backward(chain: Chain, device: torch.device) -> None:
@@ -66,7 +68,7 @@ def _pack(tensor: Tensor) -> Tensor | _Cast:
         return tensor
     # recognised by the autograd node that made it: a cast whose operand is a parameter
     step = _behind_views(tensor.grad_fn)
-    if step is None or step.name() != "ToCopyBackward0":
+    if step is None or step.name() not in CASTS:
         return tensor
     weight = getattr(_behind_views(step.next_functions[0][0]), "variable", None)
     if weight is None or not weight.is_contiguous():

@@ -1,4 +1,4 @@
-"""Under autocast a step casts each weight once, and computes the gradients of casting in every micro-batch."""
+"""Under autocast a step casts each weight once, and computes the gradients of a cast at every use."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.model.weight_casts import PRODUCTS, half
+from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.parallel import layout
 from onward.trainer.parallel.layout import build_layout, recompute_units
 from onward.trainer.parallel.pipeline import engine
@@ -106,6 +107,18 @@ class Step:
         return self.pipeline.evaluate(self.batches, totals, lambda: None)
 
 
+def shared_layers() -> onnx.ModelProto:
+    """Three layers with one weight and one bias: `x` [batch, 8] -> `y` [batch, 8]."""
+    g = GraphWriter("shared_layers", seed=0)
+    x = g.input("x", ("batch", 8))
+    weight, bias = g.weight("weight", g.normal(0.3, 8, 8)), g.weight("bias", g.normal(0.3, 8))
+    for _ in range(2):
+        x = g.op("Tanh", g.op("Gemm", x, weight, bias))
+    g.op("Gemm", x, weight, bias, outputs="y")
+    g.output("y", ("batch", 8))
+    return g.model()
+
+
 CASES: dict[str, tuple[Callable[[], onnx.ModelProto], dict[str, Any]]] = {
     "tied weights, dropout": (graphs.tiny_transformer, {"graph": {"dropout": 0.1}}),
     "convolutions": (graphs.tiny_resnet, {}),
@@ -114,12 +127,13 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], dict[str, Any]]] = {
         {"recompute": {"mode": "whole"}, "parallel": {"units": 3}, "graph": {"dropout": 0.1}},
     ),
     "recomputed in part": (graphs.tiny_bert, {"recompute": {"mode": "selective"}, "parallel": {"units": 3}}),
+    "weights of several products": (shared_layers, {}),
     "adapters": (graphs.tiny_llama, {"lora": {"weights": ["*"], "rank": 2}}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_casts_each_weight_once_and_has_the_bits_of_casting_in_every_micro_batch(
+def test_a_step_casts_each_weight_once_and_has_the_bits_of_casting_it_at_every_use(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, sections = CASES[name]
@@ -130,8 +144,12 @@ def test_a_step_casts_each_weight_once_and_has_the_bits_of_casting_in_every_micr
     monkeypatch.setattr(layout, "insert_casts", lambda module, config: None)
     monkeypatch.setattr(engine, "casts_kept", lambda device: nullcontext())
     reference = Step(tmp_path, proto, **sections)
-    with Casts(reference.weights) as each:
-        expected = reference.gradients()
+    torch.set_autocast_cache_enabled(False)  # so that it casts a weight each time that it is read
+    try:
+        with Casts(reference.weights) as each:
+            expected = reference.gradients()
+    finally:
+        torch.set_autocast_cache_enabled(True)
     assert set(once.casts.values()) == {1}
     assert once.casts.keys() == each.casts.keys()
     assert min(each.casts.values()) >= NUM_MICRO_BATCHES

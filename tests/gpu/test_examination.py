@@ -318,10 +318,10 @@ def test_the_page_has_every_check_of_a_device_once_with_its_figures(lines: Lines
         page = report.page(report.gather([results.RESULTS], kept))
     assert len(kept.read_text().splitlines()) == 2
     assert "No GPU was available" not in page
-    assert "| GPT-2, bf16 | passed | tokens\\_per\\_s 200,000, mfu 0.6 |" in page
+    assert "| check | tokens per s | mfu |\n|---|---|---|\n| GPT-2, bf16 | 200,000 | 0.6 |" in page
     assert "| is \\| wrong | failed: 3 of 4 differ |" in page
     assert "1 passed, 1 failed, 0 skipped" in page
-    assert "Commit abc" in page
+    assert "## a GPU, commit abc" in page
     assert "torch 2.13.0" in page
 
 

@@ -45,6 +45,12 @@ STEPS: tuple[Step, ...] = (
         PYTEST,
     ),
     Step(
+        "hot-loop",
+        "test_hot_loop",
+        "one wait of the host in a step; copies beside the computation; norm and half-precision loss as on the CPU",
+        (*PYTEST, "onnxruntime"),
+    ),
+    Step(
         "resume",
         "test_resume",
         "killed and resumed with the same bits under deterministic algorithms; a checkpoint from CPU to GPU and back",

@@ -84,7 +84,7 @@ def test_a_label_out_of_range_is_refused_by_the_data_and_named_by_the_rank(
     # the check of the data is past; a file with fewer classes takes the place of the one that it was made for
     (tmp_path / "asserted" / "model.onnx").write_bytes(graphs.tiny_conv_net(num_classes=4).SerializeToString())
     error = failed(run, record_property)
-    assert any(word in error.cause for word in ("label", "Target", "out of bounds", "device-side assert"))
+    assert "are not classes: the output that the loss reads has 4 of them" in error.cause
 
 
 def test_a_token_id_out_of_range_is_named_by_the_rank(tmp_path: Path, record_property: Record) -> None:

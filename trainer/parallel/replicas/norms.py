@@ -58,8 +58,11 @@ def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     digit."""
     # A GPU computes all norms in a few kernels. The CPU converts one element after the other to fp64, which takes less
     # time than the row-wise sums only for small tensors.
-    small = [tensor for tensor in tensors if tensor.numel() < ROW_ELEMENTS or tensor.device.type != "cpu"]
-    large = [tensor for tensor in tensors if tensor.numel() >= ROW_ELEMENTS and tensor.device.type == "cpu"]
+    small: list[Tensor] = []
+    large: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel():  # ZeRO leaves some ranks empty shards
+            (large if tensor.device.type == "cpu" and tensor.numel() >= ROW_ELEMENTS else small).append(tensor)
     # squared in fp64: a norm of fp32 numbers is representable where its square may overflow
     found = [torch.stack(torch._foreach_norm(small, dtype=torch.float64))] if small else []
     found += [_row_norms(tensor.reshape(-1)) for tensor in large]

@@ -103,6 +103,11 @@ def _folder() -> Path:
 
 def export(name: str, exporter: str, *, folded: bool) -> onnx.ModelProto:
     """What this exporter writes for this architecture; made once in a session."""
+    return onnx.load(exported_file(name, exporter, folded=folded))
+
+
+def exported_file(name: str, exporter: str, *, folded: bool) -> Path:
+    """Return the file of `export`."""
     final = _folder() / f"{name}-{exporter}-{folded}.onnx"
     path = final.with_suffix(f".{os.getpid()}.onnx")
     if not final.exists():
@@ -117,7 +122,7 @@ def export(name: str, exporter: str, *, folded: bool) -> onnx.ModelProto:
             after(model)
             onnx.save(model, path)
         path.rename(final)
-    return onnx.load(final)
+    return final
 
 
 def _dynamo(name: str, path: Path, opset: int, folded: bool) -> None:

@@ -207,7 +207,7 @@ class Tracer:
         else:
             truth = bool(numbers) and all(isinstance(number, bool) for number in numbers)
             dtype = torch.bool if truth else torch.int64
-            return torch.tensor(numbers, dtype=dtype, device=self.constants_device).reshape(shape)
+            return filled(torch.empty(0, device=self.constants_device), numbers, dtype).reshape(shape)
         # a later rule that reads this tensor as a shape gets the integers back
         self._shape_arrays[traced.node] = value
         return traced
@@ -247,12 +247,21 @@ class Tracer:
 
 def floats_to_tensor(anchor: torch.Tensor, values: list[float], shape: list[int]) -> torch.Tensor:
     """Return an fp32 tensor of the given numbers, on the anchor's device."""
-    return torch.tensor(values, dtype=torch.float32, device=anchor.device).reshape(shape)
+    return filled(anchor, values, torch.float32).reshape(shape)
 
 
 def ints_to_tensor(anchor: torch.Tensor, values: list[int], shape: list[int]) -> torch.Tensor:
     """Return an int64 tensor of the given numbers, on the anchor's device."""
-    return torch.tensor(values, dtype=torch.int64, device=anchor.device).reshape(shape)
+    return filled(anchor, values, torch.int64).reshape(shape)
+
+
+def filled(anchor: torch.Tensor, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of the given numbers, one dimension, on the anchor's device.
+
+    It is filled there: a copy from the host would make a GPU wait, and cannot be captured in a CUDA graph.
+    """
+    parts = [anchor.new_full((1,), value, dtype=dtype) for value in values]
+    return torch.cat(parts) if parts else anchor.new_empty(0, dtype=dtype)
 
 
 def _identifier(part: str) -> str:

@@ -79,6 +79,7 @@ def call_in_int64(tracer: Tracer, function: Callable[..., Any] | str, args: Any,
 def to_int64_if_it_fits(x: torch.Tensor) -> torch.Tensor:
     """Cast uint64 to int64. Raises RuntimeError for values of 2^63 and more."""
     cast = x.to(torch.int64)
-    if cast.device.type != "meta" and bool((cast < 0).any()):
-        raise RuntimeError("uint64 values of 2^63 and more are not implemented here")
+    # without reading it on the host, which would wait for the device
+    if cast.device.type != "meta":
+        torch._assert_async((cast >= 0).all(), "uint64 values of 2^63 and more are not implemented here")
     return cast

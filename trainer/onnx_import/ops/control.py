@@ -48,8 +48,11 @@ def loop(c: Call, limit: Value, condition: Value, *state: Value) -> Value:
     iteration = 0
     while goes_on and (iterations is None or iteration < iterations):
         # the condition that the body reads is true whenever it runs
-        going, *results = c.body("body", [torch.tensor(iteration), torch.tensor(True), *state])
-        goes_on = bool(c.number(c.tracer.to_tensor(going)))
+        # filled and not copied from the host: in a runtime node the default device may be a GPU
+        number, true = torch.full((), iteration), torch.full((), True)
+        going, *results = c.body("body", [number, true, *state])
+        # a condition that the body only passes on stays true, and need not be read from the device
+        goes_on = going is true or bool(c.number(c.tracer.to_tensor(going)))
         state, row = tuple(results[: len(state)]), results[len(state) :]
         rows.append(row)
         iteration += 1

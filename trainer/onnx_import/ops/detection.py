@@ -43,9 +43,11 @@ def non_max_suppression(
     exceeds `iou`. A score must exceed `score_threshold`; at most `count` boxes are chosen of each class.
     """
     found: list[list[int]] = []
-    # the result is indices, which have no gradient
-    boxes = box_corners(boxes.detach(), center_point_box)
-    for sample, by_class in enumerate(scores.detach()):
+    # the result is indices, which have no gradient. On the host: a GPU would wait at each box for how many are left
+    device = boxes.device
+    boxes, scores = boxes.detach().cpu(), scores.detach().cpu()
+    boxes = box_corners(boxes, center_point_box)
+    for sample, by_class in enumerate(scores):
         # greedy, best score first; equal scores in the order of the boxes
         for label, score in enumerate(by_class):
             order = torch.sort(score, descending=True, stable=True).indices
@@ -56,7 +58,7 @@ def non_max_suppression(
                 found.append([sample, label, int(best)])
                 taken += 1
                 left = left[intersection_over_union(boxes[sample, best], boxes[sample, left]) <= iou]
-    return torch.tensor(found, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
+    return torch.tensor(found, dtype=torch.int64, device="cpu").reshape(-1, 3).to(device)
 
 
 @lower("NonMaxSuppression", since=(10, 11))

@@ -68,9 +68,16 @@ def gather_nd_(c: Call, x: Value, indices: Value) -> Value:
 REDUCE = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
+def to_one_type(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both in the wider of their types: under autocast one may be in half precision, which scatter refuses."""
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.to(dtype), y.to(dtype)
+
+
 def scatter(x: torch.Tensor, axis: int, indices: torch.Tensor, updates: torch.Tensor, reduction: str) -> torch.Tensor:
     """Write one update at each index along `axis`, or combine it with what is there."""
     indices = non_negative_indices(indices, x.shape[axis])
+    x, updates = to_one_type(x, updates)
     if reduction == "none":
         return x.scatter(axis, indices, updates)
     return x.scatter_reduce(axis, indices, updates, REDUCE[reduction], include_self=True)
@@ -111,6 +118,7 @@ def tensor_scatter(
     positions = positions % cache.shape[axis] if circular else positions
     shape = [cache.shape[0]] + [1] * (cache.ndim - 1)
     shape[axis] = update.shape[axis]
+    cache, update = to_one_type(cache, update)
     return cache.scatter(axis, positions.reshape(shape).expand(update.shape), update)
 
 
@@ -160,7 +168,9 @@ def strided(x: torch.Tensor, axis: int, start: int, end: int, step: int) -> torc
     # torch has no negative steps: the positions are listed
     end = max(end, -x.shape[axis] - 1)
     chosen = range(*slice(start, None if end < -x.shape[axis] else end, step).indices(x.shape[axis]))
-    return x.index_select(axis, torch.tensor(list(chosen), dtype=torch.int64, device=x.device))
+    if not len(chosen):
+        return x.narrow(axis, 0, 0)
+    return x.index_select(axis, torch.arange(chosen.start, chosen.stop, chosen.step, device=x.device))
 
 
 @lower("Slice", since=(1, 10, 11, 13))

@@ -23,4 +23,6 @@ def negative_log_likelihood(c: Call, log_probabilities: Value, labels: Value, we
 
 def _nll(c: Call, log_probabilities: Value, labels: Value, weights: Value) -> Value:
     ignored, reduction = c.attr("ignore_index", -100), c.attr("reduction", "mean")
-    return c(F.nll_loss, log_probabilities, c("long", labels), weights, ignore_index=ignored, reduction=reduction)
+    # torch's backward pass takes contiguous scores only; for them this is no operation
+    scores = c("contiguous", log_probabilities)
+    return c(F.nll_loss, scores, c("long", labels), weights, ignore_index=ignored, reduction=reduction)

@@ -98,7 +98,9 @@ def straight_through(rounded: Tensor, x: Tensor) -> Tensor:
 
 def round_and_clamp(x: Tensor, zero: Tensor | float, bounds: tuple[int, int]) -> Tensor:
     """Round x to the nearest integer (halves to even), add zero and clamp. The gradient is 1, and 0 where it clamps."""
-    least, greatest = (torch.as_tensor(bound - zero, dtype=x.dtype, device=x.device) for bound in bounds)
+    least, greatest = (
+        end.to(x.dtype) if isinstance(end, Tensor) else x.new_full((), end) for end in (b - zero for b in bounds)
+    )
     # clamped before zero is added, so that a comparison with `nearest` finds what was clamped
     nearest = torch.round(x)
     found = torch.clamp(nearest, least, greatest)

@@ -155,7 +155,8 @@ def _gru_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Ten
             new = g(new + reset * F.linear(h, last, last_bias))
         else:
             new = g(new + F.linear(reset * h, last, last_bias))
-        return [torch.lerp(new, h, z)]
+        # under autocast the gates are in half precision, and the state is not
+        return [torch.lerp(new.to(h.dtype), h, z.to(h.dtype))]
 
     return step
 

@@ -30,7 +30,7 @@ def sequence_empty(c: Call) -> Value:
 
 @lower("SequenceLength", since=(11,))
 def sequence_length(c: Call, sequence: Value) -> Value:
-    return torch.tensor(len(_items(sequence)))
+    return torch.full((), len(_items(sequence)))
 
 
 @lower("SequenceAt", since=(11,))
@@ -101,4 +101,4 @@ def optional_get_element(c: Call, x: Value) -> Value:
 def optional_has_element(c: Call, x: Value = None) -> Value:
     if isinstance(x, Traced) and not x.known:
         raise NeedsRuntimeValues("whether it has an element is known only at run time")
-    return torch.tensor(x is not None)
+    return torch.full((), x is not None)

@@ -165,7 +165,12 @@ def tile(c: Call, x: Value, repeats: Value) -> Value:
 @lower("Constant", since=(1, 9, 11, 12, 13, *LAYOUT))
 def constant(c: Call) -> Value:
     if (proto := c.attr("value")) is not None:
-        return read_tensor(proto)
+        tensor = read_tensor(proto)
+        if (device := c.tracer.constants_device) is None:
+            return tensor
+        placed = tensor.to(device)
+        vars(placed).update(vars(tensor))  # its type, if of less than a byte
+        return placed
     for name, dtype in (("float", torch.float32), ("int", torch.int64)):
         for key in (f"value_{name}", f"value_{name}s"):
             if (value := c.attr(key)) is not None:

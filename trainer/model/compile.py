@@ -5,8 +5,10 @@
     shapes of the first evaluation batch                                 compiled for them        compiled
     any other, such as the last, smaller micro-batch; padding            eager                    compiled; eager
 
-With static shapes each module is compiled twice and never again. What is compiled depends on the configuration and not
-on what was seen first, so a resumed run computes each micro-batch with the code of the uninterrupted one.
+With static shapes each module is compiled twice and never again; with dynamic ones as often as torch's limit allows
+(`torch._dynamo.config.recompile_limit`), and what needs yet another code runs eagerly. Static code depends on the
+configuration and not on what was seen first, so a resumed run computes each micro-batch with the code of the
+uninterrupted one.
 
 Runtime nodes (loops, branches and shapes that depend on data) are graph breaks: a warning names them, and the parts
 between them are compiled. Compiled code is kept in a directory that later runs read.
@@ -99,10 +101,10 @@ class Compiler:
         # integers from another unit arrive as tensors
         divided = bool(breaks or graph.graph.find_nodes(op="call_method", target="item"))
         outlines = self.choice.regions == "repeated" and unit is graph and not divided
-        regions = outline_repeated_blocks(graph) if outlines else []
-        for region in regions:
-            setattr(graph, region.name, self._compile(graph.get_submodule(region.name), fullgraph=True))
-        return graph if regions else self._compile(unit, fullgraph=not divided)
+        blocks = outline_repeated_blocks(graph) if outlines else []
+        for block in blocks:
+            setattr(graph, block.name, self._compile(graph.get_submodule(block.name), fullgraph=True))
+        return graph if blocks else self._compile(unit, fullgraph=not divided)
 
     def _compile(self, module: nn.Module, *, fullgraph: bool) -> nn.Module:
         self.num_modules += 1
@@ -155,16 +157,26 @@ class Compiled(nn.Module):
         self.compiled = compiled
         self._compiler = compiler
         self._seen: set[bool] = set()
+        self._limited = False
         self.train(compiled.training)
 
     def forward(self, *values: Any) -> Any:
+        original: Any = self.compiled._orig_mod
         if self._compiler.eager:
-            original: Any = self.compiled._orig_mod
             return original(*values)
-        if self.training in self._seen:
+        if self.training not in self._seen:
+            self._seen.add(self.training)
+            return self._compiler.first_call(self.compiled, values)
+        try:
             return self.compiled(*values)
-        self._seen.add(self.training)
-        return self._compiler.first_call(self.compiled, values)
+        except Exception as error:
+            # dynamic shapes can still need other code, such as for a length that equals another one
+            if type(error).__name__ != "FailOnRecompileLimitHit":
+                raise
+            if not self._limited:
+                log.warning("graph.compile: from now on shapes that need yet another code run eagerly")
+            self._limited = True
+            return original(*values)
 
 
 def runtime_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, RuntimeNode]]:

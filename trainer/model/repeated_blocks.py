@@ -3,10 +3,10 @@
     before   embed - ln linear gelu linear add - ln linear gelu linear add - ln linear gelu linear add - head
                      weights a                   weights b                   weights c
 
-    after    region_0 - region_1(x, a) ---------- region_1(x, b) ----------- region_1(x, c) ------------ region_2
+    after    block_0 -- block_1(x, a) ----------- block_1(x, b) ------------ block_1(x, c) ------------- block_2
 
-A region holds no weights: they are among its inputs, so three calls of one module compute three layers, and what
-compiles the module compiles it once. What is before, between and behind repeated blocks becomes a region, too.
+Such a module holds no weights: they are among its inputs, so three calls of one compute three layers, and what compiles
+it compiles it once. What is before, between and behind repeated blocks becomes a module of one call.
 
 Blocks are found by the sequence of their nodes: two nodes are alike if they call the same with the same constants and
 weights of the same shape. If positions i and i + p of the sequence are alike for p positions or more, blocks of p nodes
@@ -28,11 +28,11 @@ from torch import fx, nn
 MIN_PERIOD = 4
 """Fewest nodes of a block."""
 MIN_SAVED = 16
-"""Fewest nodes that need not be compiled again: a call of a compiled region takes some 50 us."""
+"""Fewest nodes that need not be compiled again: a call of compiled code has a price of its own."""
 
 
 @dataclass(frozen=True)
-class Region:
+class Block:
     """A module that the graph calls for each of its equal blocks."""
 
     name: str
@@ -52,23 +52,23 @@ class _Run(NamedTuple):
         return self.start + self.period * self.times
 
 
-def outline_repeated_blocks(module: fx.GraphModule) -> list[Region]:
-    """Replace the blocks of a graph, in place, by calls of regions; without repeated blocks change nothing."""
+def outline_repeated_blocks(module: fx.GraphModule) -> list[Block]:
+    """Replace the blocks of a graph, in place, by calls of modules; without repeated blocks change nothing."""
     calls = [node for node in module.graph.nodes if node.op.startswith("call_")]
     sequence = _Sequence(module, calls)
     runs = sorted(sequence.find(0, len(calls)))
     if not runs:
         return []
-    regions: list[Region] = []
+    made: list[Block] = []
     for run in [*_with_rests(runs, len(calls))]:
         blocks = [calls[first : first + run.period] for first in range(run.start, run.end, run.period)]
         if any(_is_tensor(node) for node in blocks[0]):
-            name = f"region_{len(regions)}"
+            name = f"block_{len(made)}"
             _outline(module, name, blocks)
-            regions.append(Region(name, run.period, run.times))
+            made.append(Block(name, run.period, run.times))
     module.graph.lint()
     module.recompile()
-    return regions
+    return made
 
 
 def _with_rests(runs: Sequence[_Run], end: int) -> Iterator[_Run]:
@@ -201,7 +201,7 @@ def _literal(value: Any, reference: Callable[[fx.Node], Any]) -> Any:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    """Return whether a value is a tensor; lengths alone are not worth a region."""
+    """Return whether a value is a tensor; lengths alone are not worth a call."""
     probes = node.meta.get("probes")
     return node.target not in ("size", operator.getitem) and (not probes or isinstance(probes[0], torch.Tensor))
 
@@ -221,7 +221,7 @@ def _outline(module: fx.GraphModule, name: str, blocks: Sequence[Sequence[fx.Nod
             if any(user not in own for user in node.users)
         }
     )
-    module.add_submodule(name, _region(module, blocks[0], returned))
+    module.add_submodule(name, _block_module(module, blocks[0], returned))
     for block in blocks:
         # now, since earlier blocks have been replaced
         _, inputs = _block_key(module, block)
@@ -243,7 +243,7 @@ def _outline(module: fx.GraphModule, name: str, blocks: Sequence[Sequence[fx.Nod
             module.graph.erase_node(node)
 
 
-def _region(module: fx.GraphModule, nodes: Sequence[fx.Node], returned: Sequence[int]) -> fx.GraphModule:
+def _block_module(module: fx.GraphModule, nodes: Sequence[fx.Node], returned: Sequence[int]) -> fx.GraphModule:
     """Return a module that takes what the nodes read, and returns the values at these positions."""
     graph = fx.Graph()
     _, inputs = _block_key(module, nodes)
@@ -255,4 +255,4 @@ def _region(module: fx.GraphModule, nodes: Sequence[fx.Node], returned: Sequence
         copies[node] = graph.node_copy(node, copies.__getitem__)
     results = tuple(copies[nodes[place]] for place in returned)
     graph.output(results[0] if len(results) == 1 else results)
-    return fx.GraphModule(module, graph, "Region")
+    return fx.GraphModule(module, graph, "Block")

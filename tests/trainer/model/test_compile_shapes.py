@@ -84,6 +84,32 @@ def test_dynamic_code_runs_every_shape_but_padding(calls: list[tuple[Any, ...]])
     assert [each[1] for each in calls] == [(3, 4), (6, 4)]
 
 
+@pytest.mark.filterwarnings("default")  # dynamo's own
+def test_beyond_the_limit_of_recompilations_it_runs_eagerly_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    compile_, compiled_for = torch.compile, list[tuple[int, ...]]()
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        compiled_for.append(tuple(inputs[-1].shape))
+        return graph.forward
+
+    monkeypatch.setattr(
+        torch, "compile", lambda module, **_: compile_(module, fullgraph=True, dynamic=False, backend=backend)
+    )
+    monkeypatch.setattr(compile_module, "missing_compiler", lambda: "")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    chain, _ = chain_of(CompileChoice())
+    plain = to_module(graphs.tiny_mlp())
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for batch in (2, 3, 4, 5, 3, 4):
+            x = torch.randn(batch, 4)
+            assert torch.equal(chain(x), plain(x))
+    assert len(compiled_for) == 2
+    assert caplog.text.count("run eagerly") == 1
+
+
 def test_each_compilation_is_announced_and_beats_before_and_after(
     calls: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,8 +142,8 @@ def test_repeated_blocks_are_compiled_once(calls: list[tuple[Any, ...]]) -> None
     compiled = accelerate(to_module(model), GraphConfig(compile=True, compile_regions="repeated"), torch.device("cpu"))
     assert isinstance(compiled, fx.GraphModule)
     assert torch.equal(compiled(ids), plain(ids))
-    regions = [child for child in compiled.children() if isinstance(child, compile_module.Compiled)]
-    assert (len(regions), len(calls)) == (3, 4)  # embedding, 2 layers, head
+    blocks = [child for child in compiled.children() if isinstance(child, compile_module.Compiled)]
+    assert (len(blocks), len(calls)) == (3, 4)  # embedding, 2 layers, head
 
 
 def test_compiled_code_is_kept_below_onward_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

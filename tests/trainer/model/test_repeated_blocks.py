@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 
-from onward.trainer.model.repeated_blocks import Region, outline_repeated_blocks
+from onward.trainer.model.repeated_blocks import Block, outline_repeated_blocks
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
@@ -41,7 +41,7 @@ def layers(*slopes: float, shared: bool = False) -> onnx.ModelProto:
     return g.model()
 
 
-def outlined(module: ImportedGraph) -> tuple[ImportedGraph, list[Region]]:
+def outlined(module: ImportedGraph) -> tuple[ImportedGraph, list[Block]]:
     again = copy.deepcopy(module)
     return again, outline_repeated_blocks(again)
 
@@ -62,10 +62,10 @@ def assert_equal_bits(one: ImportedGraph, other: ImportedGraph, inputs: list[tor
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_the_layers_of_a_transformer_are_one_module(dropout: float) -> None:
     module = to_module(gpt2(5, dropout=dropout)).train()
-    again, regions = outlined(module)
-    assert [region.num_calls for region in regions] == [1, 5, 1]
+    again, blocks = outlined(module)
+    assert [block.num_calls for block in blocks] == [1, 5, 1]
     calls = [str(node.target) for node in again.graph.nodes if node.op.startswith("call_")]
-    assert calls == ["region_0", *["region_1"] * 5, "region_2"]
+    assert calls == ["block_0", *["block_1"] * 5, "block_2"]
     assert_equal_bits(module, again, [torch.randint(32, (2, 16))])
 
 
@@ -73,31 +73,31 @@ def test_the_layers_of_a_transformer_are_one_module(dropout: float) -> None:
 def test_results_gradients_and_names_of_weights_stay(name: str) -> None:
     model = getattr(graphs, name)()
     module = to_module(model)
-    again, regions = outlined(module)
-    assert bool(regions) == (name in ("tiny_bert", "tiny_llama"))
+    again, blocks = outlined(module)
+    assert bool(blocks) == (name in ("tiny_bert", "tiny_llama"))
     assert again.onnx_names == module.onnx_names
     assert_equal_bits(module, again, [torch.from_numpy(value) for value in feed(model, 2).values()])
 
 
 def test_layers_with_other_constants_are_other_blocks() -> None:
     module = to_module(layers(0.1, 0.1, 0.1, 0.2, 0.2, 0.2))
-    again, regions = outlined(module)
-    assert [region.num_calls for region in regions if region.num_calls > 1] == [3, 3]
+    again, blocks = outlined(module)
+    assert [block.num_calls for block in blocks if block.num_calls > 1] == [3, 3]
     assert_equal_bits(module, again, [torch.randn(4, 8)])
 
 
 def test_layers_that_share_their_weights_are_one_module_too() -> None:
     module = to_module(layers(0.1, 0.1, 0.1, 0.1, shared=True))
-    again, regions = outlined(module)
-    assert max(region.num_calls for region in regions) == 4
+    again, blocks = outlined(module)
+    assert max(block.num_calls for block in blocks) == 4
     assert_equal_bits(module, again, [torch.randn(4, 8)])
 
 
 def test_what_does_not_repeat_stays_as_it_is() -> None:
     module = to_module(layers(0.1, 0.2, 0.3))
     before = module.code
-    again, regions = outlined(module)
-    assert regions == []
+    again, blocks = outlined(module)
+    assert blocks == []
     assert again.code == before
 
 

@@ -145,7 +145,7 @@ def test_weights_of_convolutions_are_converted_once_in_a_step(compute: str) -> N
     for memory_format in ("contiguous", "channels_last"):
         module = to_module(model)
         insert_casts(module, precision)
-        accelerate(module, GraphConfig(memory_format=memory_format), CPU)  # type: ignore[arg-type]
+        accelerate(module, GraphConfig(memory_format=memory_format), CPU)
         number = len(module.graph.find_nodes(op="call_function", target=F.conv2d))
         with casts_kept(CPU), Conversions() as seen:
             for _ in range(3):

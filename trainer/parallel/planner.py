@@ -183,8 +183,9 @@ def _memory_of_a_rank(config: RunConfig, device: torch.device) -> int:
         return free_memory(device) // (1 if config.launch.hostfile else config.launch.num_ranks)
     # the context of this process, which to ask for the free memory has made, ends with the process
     free = min(free_memory(device) + CONTEXT_BYTES, torch.cuda.get_device_properties(device).total_memory)
+    # with a hostfile each host has as many GPUs as `ranks_per_gpu` leaves its ranks
     ranks_here = 1 if config.launch.hostfile else config.launch.num_ranks
-    return free // math.ceil(ranks_here / torch.cuda.device_count())
+    return free // max(config.launch.ranks_per_gpu, math.ceil(ranks_here / torch.cuda.device_count()))
 
 
 def _kept_free(config: RunConfig, device: torch.device, limit: int) -> str:

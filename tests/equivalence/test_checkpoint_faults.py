@@ -31,12 +31,11 @@ from onward.trainer.checkpoint.retention import announced, list_checkpoints
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import newest_complete, verify
-from onward.trainer.checkpoint.write_plan import TensorPart
 from onward.trainer.config.sections import CheckpointConfig
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.distributed.weights import Placement, share
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir
+from tests.support.checkpoint_parts import held
 from tests.support.ranks import ROOT, run_ranks
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
@@ -61,15 +60,6 @@ def saved(run: RunDir, step: int, *, size: int = 1000, **options: Any) -> Path:
     options = {"attempt": run.current_attempt, "mpi": ALONE, **options}
     parts = held(tensors(step, size), options["mpi"])
     return save(run, state=state, parts=parts, **options)
-
-
-def held(tensors: dict[str, torch.Tensor], mpi: MPIContext) -> dict[str, TensorPart]:
-    """A rank's parts: of every second tensor its stretch, of the others all."""
-    parts = {}
-    for number, (name, tensor) in enumerate(tensors.items()):
-        start, stop = share(len(tensor), mpi.rank, mpi.world_size) if number % 2 else (0, len(tensor))
-        parts[name] = (tensor[start:stop], Placement.full(tensor.shape).narrow(0, start, stop))
-    return parts
 
 
 def damage(path: Path) -> None:

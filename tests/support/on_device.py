@@ -28,8 +28,9 @@ from torch.utils import _pytree as pytree
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.parallel.dry_run import replaced_weights
 from tests.support import suite, zoo
-from tests.support.stand_in_device import DeviceTensor, StandInDevice, replaced_weights, weights_on_device
+from tests.support.stand_in_device import DeviceTensor, StandInDevice, weights_on_device
 
 BATCH = 3
 NOT_DIFFERENTIABLE = ("is not differentiable with respect to argument", "the derivative for", "not implemented for")

@@ -12,8 +12,8 @@ value or length that the host reads from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from onward.trainer.parallel.dry_run import replaced_weights
 
 _setup_privateuseone_for_python_backend("stand_in")  # from now on the accelerator of this process
 DEVICE = torch.device("stand_in:0")
@@ -170,31 +172,6 @@ def _takes_host_numbers(func: Any) -> bool:
     return torch.Tag.pointwise in func.tags or func in (aten.where.self, aten.fill_.Tensor, aten.fill.Tensor)
 
 
-@contextmanager
-def weights_on_device(module: nn.Module) -> Iterator[dict[str, DeviceTensor]]:
-    """Replace parameters and buffers of a module by device tensors, as `module.to` would; yield the parameters."""
-    with replaced_weights(module, lambda tensor: DeviceTensor(tensor.detach())) as placed:
-        yield placed
-
-
-@contextmanager
-def replaced_weights(module: nn.Module, place: Callable[[torch.Tensor], Any]) -> Iterator[dict[str, Any]]:
-    """Replace parameters and buffers of a module inside a block; yield the new parameters by name."""
-    placed: dict[int, Any] = {}
-    stored = [
-        (table, name, tensor)
-        for owner in module.modules()
-        for table in (owner._parameters, owner._buffers)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
-    for table, name, tensor in stored:
-        if id(tensor) not in placed:
-            placed[id(tensor)] = place(tensor)
-            placed[id(tensor)].requires_grad_(tensor.requires_grad)
-        table[name] = placed[id(tensor)]
-    try:
-        yield dict(module.named_parameters())
-    finally:
-        for table, name, tensor in stored:
-            table[name] = tensor
+def weights_on_device(module: nn.Module) -> AbstractContextManager[None]:
+    """Replace parameters and buffers of a module by device tensors, as `module.to` would, inside a block."""
+    return replaced_weights(module, lambda each: DeviceTensor(each.detach()).requires_grad_(each.requires_grad))

@@ -8,7 +8,7 @@ needs a gradient and is read directly, not of its transpose and not of a frozen 
 
 Results and gradients have the same bits: a cast and a transpose commute, and all backward passes go through one cast
 node, which saves no tensors. A weight that several products read (the layers of ALBERT) is cast once as well, but each
-product gets a node with a backward of its own (`half_apart`), so that their gradients are summed in fp32.
+product gets a node with a backward of its own (`half_with_own_backward`), so that their gradients are summed in fp32.
 
 Only products and convolutions that autocast computes in half precision on every device get the node; every other reader
 of a weight (look-ups of rows, norms, sums) still reads fp32.
@@ -61,7 +61,7 @@ def half(weight: Tensor, memory_format: torch.memory_format = torch.preserve_for
     return _kept[key]
 
 
-def half_apart(weight: Tensor) -> Tensor:
+def half_with_own_backward(weight: Tensor) -> Tensor:
     """Return what `half` returns, with a backward node of its own: its gradient is cast to fp32 before it is summed."""
     if torch.compiler.is_compiling() or _kept is None or not _is_cast(weight):
         return half(weight)
@@ -131,7 +131,9 @@ def insert_casts(module: ImportedGraph, config: PrecisionConfig) -> None:
         for *views, product in paths[node]:
             last = views[-1] if views else node
             with module.graph.inserting_before(product):
-                cast = module.graph.call_function(half_apart if times[str(node.target)] > 1 else half, (node,))
+                cast = module.graph.call_function(
+                    half_with_own_backward if times[str(node.target)] > 1 else half, (node,)
+                )
                 cast.meta = {key: value for key, value in node.meta.items() if key != "probes"}
                 for view, before in zip(views, [node, *views], strict=False):
                     copied = {before: cast}
@@ -181,7 +183,7 @@ def make_casts(module: nn.Module) -> list[Tensor]:
 
 
 def _cast_nodes(module: fx.GraphModule) -> list[fx.Node]:
-    targets = (half, half_apart)
+    targets = (half, half_with_own_backward)
     return [node for target in targets for node in module.graph.find_nodes(op="call_function", target=target)]
 
 

@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.model.weight_casts import half, half_apart
+from onward.trainer.model.weight_casts import half, half_with_own_backward
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -115,7 +115,7 @@ class _CostInterpreter(fx.Interpreter):
         outputs = [result] if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else []
         tensors = [output for output in outputs if isinstance(output, Tensor)]
         # inputs, weights and their casts are in memory whether or not autograd saves them
-        if n.op in ("placeholder", "get_attr") or n.target in (half, half_apart):
+        if n.op in ("placeholder", "get_attr") or n.target in (half, half_with_own_backward):
             self._counted |= {_storage(tensor) for tensor in tensors}
         self._costs[n.name] = NodeCost(
             flops=self._flops.get_total_flops() - flops_before,

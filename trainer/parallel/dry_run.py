@@ -63,8 +63,15 @@ def dry_run(
             counter.ignore(fake)
             return fake.requires_grad_(tensor.requires_grad)
 
+        def fake_weight(tensor: Tensor) -> Tensor:
+            fake = fake_like(tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                fake.grad = fake_like(tensor.detach()) if tensor.requires_grad else None
+            return fake
+
         # the modules of training run, with their weights replaced: a copy would have to copy the data too
-        with _fake_weights(stage.chain, fake_like), casts_kept(device):
+        with replaced_weights(stage.chain, fake_weight), casts_kept(device):
             # casts of weights are made once in a step and not in each micro-batch, so memory.py counts them
             with autocast():
                 for cast in make_casts(stage.chain):
@@ -87,8 +94,8 @@ def dry_run(
 
 
 @contextmanager
-def _fake_weights(module: nn.Module, fake_like: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace all parameters and buffers of a module by fake ones inside a block; trained ones have a gradient."""
+def replaced_weights(module: nn.Module, place: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replace each parameter and buffer of a module by what `place` returns for it, inside a block."""
     stored = [
         (table, name, tensor)
         for owner in module.modules()
@@ -97,15 +104,11 @@ def _fake_weights(module: nn.Module, fake_like: Callable[[Tensor], Tensor]) -> I
         if tensor is not None
     ]
     # a tied weight is stored under several names, and counts once
-    fakes: dict[Tensor, Tensor] = {}
+    placed: dict[Tensor, Tensor] = {}
     for table, name, tensor in stored:
-        if tensor not in fakes:
-            fake = fake_like(tensor.detach())
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                fake.grad = fake_like(tensor.detach()) if tensor.requires_grad else None
-            fakes[tensor] = fake
-        table[name] = fakes[tensor]  # type: ignore[assignment]
+        if tensor not in placed:
+            placed[tensor] = place(tensor)
+        table[name] = placed[tensor]  # type: ignore[assignment]
     try:
         yield
     finally:

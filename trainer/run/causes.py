@@ -57,8 +57,9 @@ def _assertion(found: re.Match[str]) -> str:
     kernel = re.search(r"[^\s:/]+\.cuh?:\d+: .*?Assertion `.*?` failed", found.string)
     return (
         "a GPU kernel was given an index out of range, such as a label or token id beyond the model's table (CUDA "
-        f"device-side assert{f': {kernel[0]}' if kernel else ''}); `onward doctor` and the data show which. With "
-        "CUDA_LAUNCH_BLOCKING=1 in the environment the traceback names the operator"
+        f"device-side assert{f': {kernel[0]}' if kernel else ''}); compare the least and greatest label or id of the "
+        "data with the shapes that `onward doctor` lists. With CUDA_LAUNCH_BLOCKING=1 in the environment the traceback "
+        "names the operator"
     )
 
 

@@ -21,13 +21,12 @@ from onward.trainer.checkpoint.background import CheckpointWriter, background_re
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import newest_complete, verify
-from onward.trainer.checkpoint.write_plan import TensorPart
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.distributed.weights import Placement, share
 from onward.trainer.errors import CheckpointError
 from onward.trainer.events import EventWriter, read_events
 from onward.trainer.run.directory import RunDir
+from tests.support.checkpoint_parts import held
 from tests.support.ranks import run_ranks
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
@@ -40,15 +39,6 @@ def config(background: bool | str = True, **parallel: Any) -> RunConfig:
 
 def values(step: int) -> dict[str, torch.Tensor]:
     return {f"model/{part}": torch.full((1001 - part,), 10.0 * step + part) for part in range(4)}
-
-
-def held(tensors: dict[str, torch.Tensor], mpi: MPIContext) -> dict[str, TensorPart]:
-    """A rank's parts: of every second tensor its stretch, of the others all."""
-    parts = {}
-    for number, (name, tensor) in enumerate(tensors.items()):
-        start, stop = share(len(tensor), mpi.rank, mpi.world_size) if number % 2 else (0, len(tensor))
-        parts[name] = (tensor[start:stop], Placement.full(tensor.shape).narrow(0, start, stop))
-    return parts
 
 
 def position(step: int) -> TrainState:

@@ -22,7 +22,7 @@ from onward.trainer.parallel.pipeline.stage import Chain
 VIEWS = {f"{view}Backward0" for view in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze")}
 """Nodes of the autograd graph that change the shape of a tensor and not its memory."""
 CASTS = ("ToCopyBackward0", "_CastBackwardBackward")
-"""Nodes whose first operand is what was cast: torch's, and that of `half_apart`."""
+"""Nodes whose first operand is what was cast: torch's, and that of `half_with_own_backward`."""
 
 
 def recast_in_backward(chain: Chain, device: torch.device) -> None:

@@ -38,7 +38,7 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
     table(uses, heads=("operator", "nodes", "imported by"))
     for title, entries in (
         ("not supported", [(_refusal(entry), entry.remedy) for entry in found.unsupported]),
-        ("warnings", [(entry.what, entry.remedy) for entry in found.warnings]),
+        ("warnings", [(f"{entry.key}: {entry.what}", entry.remedy) for entry in found.warnings]),
     ):
         if entries:
             _title(title)

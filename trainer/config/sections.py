@@ -33,6 +33,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+AcceptedWarning = Literal["merged"]
+"""The keys of the warnings (diagnostics/exporter_warnings.py) that change what is trained."""
+
+
 class ModelConfig(Section):
     """The ONNX file to train, which of its weights, and the loss."""
 
@@ -54,6 +58,9 @@ class ModelConfig(Section):
     untie: tuple[str, ...] = ()
     """Glob patterns of initializers that several nodes share although they should not (exporters merge equal ones).
     Each node gets its own copy, in the exported file too."""
+    accept: tuple[AcceptedWarning, ...] = ()
+    """Warnings of `onward doctor` that a run accepts although they change what is trained; without, such a run is
+    refused. `merged`: weights that an exporter merged are trained as one weight."""
     tie: bool = True
     """Train the copies that an exporter made of one weight (such as a transposed embedding) as one weight."""
     ignore_index: int = -100

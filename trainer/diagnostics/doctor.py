@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 from onnx import defs, inliner
 
-from onward.trainer.diagnostics.exporter_warnings import AuditInput, exporter_warnings
+from onward.trainer.diagnostics.exporter_warnings import AuditInput, ExporterWarning, exporter_warnings
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import byte_range, is_external
@@ -59,13 +59,6 @@ class Unsupported(Record):
     operator: str
     version: int
     why: str
-    remedy: str
-
-
-class ExporterWarning(Record):
-    """Something that is allowed but perhaps not intended."""
-
-    what: str
     remedy: str
 
 
@@ -134,7 +127,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         weights=weights,
         operators=tuple(_operators(model, audit.runtime_nodes)),
         unsupported=tuple(_unsupported(problem, model) for problem in problems),
-        warnings=tuple(ExporterWarning(what=what, remedy=remedy) for what, remedy in exporter_warnings(audit)),
+        warnings=tuple(exporter_warnings(audit)),
     )
 
 

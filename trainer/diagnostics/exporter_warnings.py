@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import onnx
 import torch
-from onnx import TensorProto
+from onnx import TensorProto, inliner
 
 from onward.trainer.onnx_graph.element_types import element_type_name
-from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
 from onward.trainer.onnx_import.roles import Role
+from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.tensor_contents import is_distinctive, is_exporter_name
 from onward.trainer.onnx_import.ties import Copies
+from onward.trainer.run.records import Record
 
 T = TypeVar("T")
 
@@ -26,6 +29,18 @@ RECIPE = (
     "training=TrainingMode.TRAINING, do_constant_folding=False"
 )
 """The export that keeps names, ties, Dropout and BatchNormalization."""
+
+
+class ExporterWarning(Record):
+    """Something that is allowed but perhaps not intended."""
+
+    key: str
+    """Its name, such as "merged", by which `model.accept` accepts it."""
+    what: str
+    remedy: str
+    changes_training: bool = False
+    """Whether the file trains differently from the module that it was exported from; such a warning must be accepted or
+    its cause removed before a run starts."""
 
 
 @dataclass
@@ -41,16 +56,48 @@ class AuditInput:
     runtime_nodes: Counter[str] = field(default_factory=Counter)
     any_batch: bool = True
     """Whether the module takes batches of any size; False if it was imported at the declared size alone."""
+    selected: frozenset[str] | None = None
+    """The weights that [model] selects for training; None = all of them."""
 
     def nodes(self, *operators: str) -> list[onnx.NodeProto]:
         return [node for node in self.model.graph.node if node.op_type in operators]
 
     def trained(self) -> list[str]:
-        return [name for name, role in self.roles.items() if role.kind == "trained" and name not in self.copies]
+        found = [name for name, role in self.roles.items() if role.kind == "trained" and name not in self.copies]
+        return [name for name in found if self.selected is None or name in self.selected]
 
 
-def exporter_warnings(audit: AuditInput) -> Iterator[tuple[str, str]]:
-    """Yield (what was found, what to do) for everything that is allowed but perhaps not intended."""
+def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> AuditInput:
+    """Return what `exporter_warnings` reads, for the graph that a run trains.
+
+    model: the graph after `apply_surgery` and `extract_subgraph`, so that what `model.untie` separated is no longer
+    shared. module: the graph imported from it, after `select_trained`.
+    """
+    stored = stored_tensors(model.graph, base)
+    main = inliner.inline_local_functions(model) if model.functions else model
+    return AuditInput(
+        model=main,
+        base=base,
+        stored=stored,
+        roles=module.roles,
+        copies=module.copies,
+        runtime_nodes=Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode)),
+        any_batch=takes_any_batch(module),
+        selected=frozenset(module.onnx_names[path] for path, p in module.named_parameters() if p.requires_grad),
+    )
+
+
+def refused_symptoms(found: Iterable[ExporterWarning], accept: Sequence[str]) -> list[str]:
+    """Return a sentence for each warning that changes what is trained and is not in `accept` (`model.accept`)."""
+    return [
+        f'{warning.what}; {warning.remedy}; or, to train it so, set model.accept = ["{warning.key}"]'
+        for warning in found
+        if warning.changes_training and warning.key not in accept
+    ]
+
+
+def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
+    """Yield a warning for everything that is allowed but perhaps not intended."""
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _copies, _tables, _made_up_names, _no_dropout,
         _random_nodes, _training_mode, _fixed_batch, _halves, _quantized, _runtime_nodes,
@@ -58,35 +105,45 @@ def exporter_warnings(audit: AuditInput) -> Iterator[tuple[str, str]]:
         yield from check(audit)
 
 
-def _nothing_to_train(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _nothing_to_train(audit: AuditInput) -> Iterator[ExporterWarning]:
     if audit.stored and not audit.trained():
         made = len(audit.nodes("ConstantOfShape", "RandomNormal", "RandomUniform", "DequantizeLinear"))
-        yield (
-            f"no stored tensor is a weight; {made} nodes make tensors of their own",
-            "train the model this one was made from: its weights must be stored as floats",
+        yield ExporterWarning(
+            key="nothing_to_train",
+            what=f"no stored tensor is a weight; {made} nodes make tensors of their own",
+            remedy="train the model this one was made from: its weights must be stored as floats",
         )
 
 
-def _folded_batch_norm(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _folded_batch_norm(audit: AuditInput) -> Iterator[ExporterWarning]:
     biased = [node for node in audit.nodes("Conv", "ConvTranspose") if len(node.input) > 2 and node.input[2]]
     if not biased or audit.nodes("BatchNormalization"):
         return
     made_up = sum(is_exporter_name(node.input[1]) or is_exporter_name(node.input[2]) for node in biased)
     sure = f"; {made_up} of them have made-up names, so it had" if made_up else ""
-    yield (
-        f"{len(biased)} convolutions have a bias and there is no BatchNormalization: if the model had any, the "
-        f"exporter folded it into them{sure}. The biases are trained; running statistics are gone",
-        f"to keep BatchNormalization, export with {RECIPE}",
+    yield ExporterWarning(
+        key="folded_batch_norm",
+        what=(
+            f"{len(biased)} convolutions have a bias and there is no BatchNormalization: if the model had any, the "
+            f"exporter folded it into them{sure}. The biases are trained; running statistics are gone"
+        ),
+        remedy=f"to keep BatchNormalization, export with {RECIPE}",
     )
 
 
-def _merged_weights(audit: AuditInput) -> Iterator[tuple[str, str]]:
-    if found := merged(audit.model.graph, audit.stored, audit.roles):
+def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
+    trained = set(audit.trained())
+    found = merged(audit.model.graph, audit.stored, audit.roles)
+    if found := {name: nodes for name, nodes in found.items() if name in trained}:
         shown = "; ".join(f"{name} (by {len(nodes)}: {', '.join(nodes[:3])}, ...)" for name, nodes in _few(found))
-        yield (
-            f"{len(found)} weights are read by several layers, though they are probably meant to be separate: "
-            f"exporters merge parameters of equal value. They train as one: {shown}",
-            f"set model.untie = {_toml(found)}, or export with {RECIPE}",
+        yield ExporterWarning(
+            key="merged",
+            what=(
+                f"{len(found)} weights are read by several layers, though they are probably meant to be separate: "
+                f"exporters merge parameters of equal value. They train as one: {shown}"
+            ),
+            remedy=f"set model.untie = {_toml(found)}, or export with {RECIPE}",
+            changes_training=True,
         )
 
 
@@ -125,17 +182,20 @@ def _readers(main: onnx.GraphProto) -> dict[str, list[str]]:
     return readers
 
 
-def _copies(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _copies(audit: AuditInput) -> Iterator[ExporterWarning]:
     if audit.copies:
         shown = "; ".join(f"{name} of {of}" for name, (of, _) in _few(audit.copies))
-        yield (
-            f"{len(audit.copies)} weights are stored a second time, as exporters do with tied ones: {shown}. "
-            "They are trained as one, and both are written",
-            "to train them apart, set model.tie = false",
+        yield ExporterWarning(
+            key="copies",
+            what=(
+                f"{len(audit.copies)} weights are stored a second time, as exporters do with tied ones: {shown}. "
+                "They are trained as one, and both are written"
+            ),
+            remedy="to train them apart, set model.tie = false",
         )
 
 
-def _tables(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _tables(audit: AuditInput) -> Iterator[ExporterWarning]:
     frozen = {
         name: audit.stored[name].numel()
         for name, role in audit.roles.items()
@@ -144,32 +204,39 @@ def _tables(audit: AuditInput) -> Iterator[tuple[str, str]]:
     if frozen:
         largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))
         shown = "; ".join(f"{name} ({size:,}: {audit.roles[name].reason})" for name, size in _few(largest))
-        yield (
-            f"{sum(frozen.values()):,} numbers in {len(frozen)} tensors stay frozen: {shown}",
-            "to train one that is a weight after all, give its full name in model.train",
+        yield ExporterWarning(
+            key="frozen",
+            what=f"{sum(frozen.values()):,} numbers in {len(frozen)} tensors stay frozen: {shown}",
+            remedy="to train one that is a weight after all, give its full name in model.train",
         )
 
 
-def _made_up_names(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _made_up_names(audit: AuditInput) -> Iterator[ExporterWarning]:
     if found := [name for name in audit.trained() if is_exporter_name(name)]:
-        yield (
-            f"{len(found)} trained weights have names the exporter made up, such as {found[0]}: patterns over the "
-            "module's own names do not find them",
-            f"to keep the names, export with {RECIPE}",
+        yield ExporterWarning(
+            key="made_up_names",
+            what=(
+                f"{len(found)} trained weights have names the exporter made up, such as {found[0]}: patterns over the "
+                "module's own names do not find them"
+            ),
+            remedy=f"to keep the names, export with {RECIPE}",
         )
 
 
 TRANSFORMER = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormalization", "Attention")
 
 
-def _no_dropout(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _no_dropout(audit: AuditInput) -> Iterator[ExporterWarning]:
     # a softmax that is an output is that of a classifier, not of attention
     softmaxes = [node for node in audit.nodes("Softmax") if node.output[0] not in _outputs(audit)]
     if not audit.nodes("Dropout") and (len(audit.nodes(*TRANSFORMER)) > 1 or len(softmaxes) > 1):
-        yield (
-            "a transformer without Dropout nodes: an exporter removes them from a module that is not in train()",
-            "graph.dropout = 0.1 puts dropout on embeddings, residual branches and attention weights (not into the "
-            f"written file); to keep the model's own, export with {RECIPE}",
+        yield ExporterWarning(
+            key="no_dropout",
+            what="a transformer without Dropout nodes: an exporter removes them from a module that is not in train()",
+            remedy=(
+                "graph.dropout = 0.1 puts dropout on embeddings, residual branches and attention weights (not into the "
+                f"written file); to keep the model's own, export with {RECIPE}"
+            ),
         )
 
 
@@ -177,44 +244,56 @@ def _outputs(audit: AuditInput) -> set[str]:
     return {value.name for value in audit.model.graph.output}
 
 
-def _random_nodes(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _random_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
     found = find_branches(audit.model, audit.base)
     kinds = Counter(branch.kind for branch in found)
     if number := kinds["stochastic depth"]:
         rates = sorted({f"{1 - branch.keep:.2g}" for branch in found if branch.kind == "stochastic depth"}, key=float)
-        yield (
-            f"{number} branches with stochastic depth, driven by train()/eval() (dropped at a rate of "
-            f"{', '.join(rates)})",
-            "nothing to do: it is removed from the exported file (export.training keeps it)",
+        yield ExporterWarning(
+            key="random",
+            what=(
+                f"{number} branches with stochastic depth, driven by train()/eval() (dropped at a rate of "
+                f"{', '.join(rates)})"
+            ),
+            remedy="nothing to do: it is removed from the exported file (export.training keeps it)",
         )
     if number := kinds["dropout written out"]:
-        yield (
-            f"{number} dropouts written as elementary nodes, driven by train()/eval()",
-            "nothing to do: it is removed from the exported file (export.training keeps it)",
+        yield ExporterWarning(
+            key="random",
+            what=f"{number} dropouts written as elementary nodes, driven by train()/eval()",
+            remedy="nothing to do: it is removed from the exported file (export.training keeps it)",
         )
     if names := random_nodes(audit.model, found):
-        yield (
-            f"{len(names)} nodes draw random numbers, in evaluation, too ({', '.join(names[:5])}"
-            f"{', ...' if len(names) > 5 else ''}): not a recognised dropout; results differ from run to run",
-            "if it is meant for training alone, export with module.eval(); graph.dropout regularises instead",
+        yield ExporterWarning(
+            key="random",
+            what=(
+                f"{len(names)} nodes draw random numbers, in evaluation, too ({', '.join(names[:5])}"
+                f"{', ...' if len(names) > 5 else ''}): not a recognised dropout; results differ from run to run"
+            ),
+            remedy="if it is meant for training alone, export with module.eval(); graph.dropout regularises instead",
         )
 
 
-def _training_mode(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _training_mode(audit: AuditInput) -> Iterator[ExporterWarning]:
     modes = [
         node
         for node in audit.nodes("BatchNormalization")
         if any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute)
     ]
     if modes:
-        yield (
-            f"{len(modes)} BatchNormalization nodes are in training mode: onnxruntime would normalise with each "
-            "batch's own statistics",
-            "nothing to do: the exported file uses the trained running statistics (export.training keeps the form)",
+        yield ExporterWarning(
+            key="training_mode",
+            what=(
+                f"{len(modes)} BatchNormalization nodes are in training mode: onnxruntime would normalise with each "
+                "batch's own statistics"
+            ),
+            remedy=(
+                "nothing to do: the exported file uses the trained running statistics (export.training keeps the form)"
+            ),
         )
 
 
-def _fixed_batch(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _fixed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
     inputs = [value for value in audit.model.graph.input if value.name not in audit.stored]
     sizes = {value.type.tensor_type.shape.dim[0].dim_value for value in inputs if value.type.tensor_type.shape.dim}
     if len(sizes) == 1 and (size := sizes.pop()):
@@ -223,38 +302,46 @@ def _fixed_batch(audit: AuditInput) -> Iterator[tuple[str, str]]:
             if audit.any_batch
             else f"its shapes hold for no other, so that every micro-batch must have {size} rows; it is run"
         )
-        yield (
-            f"the file declares a batch of {size}: {trained} {size} rows at a time elsewhere",
-            "export with a dynamic batch: dynamic_shapes (dynamo) or dynamic_axes (legacy)",
+        yield ExporterWarning(
+            key="fixed_batch",
+            what=f"the file declares a batch of {size}: {trained} {size} rows at a time elsewhere",
+            remedy="export with a dynamic batch: dynamic_shapes (dynamo) or dynamic_axes (legacy)",
         )
 
 
-def _halves(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _halves(audit: AuditInput) -> Iterator[ExporterWarning]:
     kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
     if found := [proto for _, proto in stored_protos(audit.model.graph) if proto.data_type in kinds and proto.dims]:
         name = element_type_name(found[0].data_type).lower()
-        yield (
-            f"{len(found)} tensors are stored in {name}: they are trained in fp32 and rounded once, when they are "
-            "written; updates below the rounding are lost then",
-            "to keep them, export in fp32 and let export.variants make the half-precision file",
+        yield ExporterWarning(
+            key="half_precision",
+            what=(
+                f"{len(found)} tensors are stored in {name}: they are trained in fp32 and rounded once, when they are "
+                "written; updates below the rounding are lost then"
+            ),
+            remedy="to keep them, export in fp32 and let export.variants make the half-precision file",
         )
 
 
-def _quantized(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _quantized(audit: AuditInput) -> Iterator[ExporterWarning]:
     if found := [name for name, role in audit.roles.items() if role.reason.startswith("stored as integers")]:
-        yield (
-            f"{len(found)} weights are quantized ({found[0]}, ...) and stay frozen",
-            "train the model it was quantized from; export.variants quantizes the result",
+        yield ExporterWarning(
+            key="quantized",
+            what=f"{len(found)} weights are quantized ({found[0]}, ...) and stay frozen",
+            remedy="train the model it was quantized from; export.variants quantizes the result",
         )
 
 
-def _runtime_nodes(audit: AuditInput) -> Iterator[tuple[str, str]]:
+def _runtime_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
     if audit.runtime_nodes:
         shown = ", ".join(f"{count} {operator}" for operator, count in audit.runtime_nodes.most_common(3))
-        yield (
-            f"{sum(audit.runtime_nodes.values())} nodes are computed by Python each time the graph runs, because "
-            f"shapes or branches depend on data ({shown}): slower, and torch.compile stops there",
-            "nothing to do if that is what the model is",
+        yield ExporterWarning(
+            key="runtime_nodes",
+            what=(
+                f"{sum(audit.runtime_nodes.values())} nodes are computed by Python each time the graph runs, because "
+                f"shapes or branches depend on data ({shown}): slower, and torch.compile stops there"
+            ),
+            remedy="nothing to do if that is what the model is",
         )
 
 

@@ -11,8 +11,14 @@ from onnx import helper, numpy_helper
 from typer.testing import CliRunner
 
 from onward.flows.cli import app
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.sections import ModelConfig
 from onward.trainer.diagnostics.doctor import Diagnosis, diagnose
+from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_symptoms
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.surgery import apply_surgery
+from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.train_selection import select_trained
 from tests.support.graphs import MODELS, tiny_conv_net, tiny_conv_net_with_batch_norm, tiny_mlp, tiny_transformer
 
 
@@ -103,6 +109,32 @@ def test_merged_weights_are_named_with_the_setting_that_parts_them(tmp_path):
     names = [f"{kind}{i}" for i in range(3) for kind in ("scale", "bias")]
     apart = {name: ones if "scale" in name else zeros for name in names}
     assert "untie" not in warned(examined(parsed(LAYERS.format(*names), **apart, **matrices), tmp_path))
+
+
+def test_merged_weights_are_refused_until_they_are_untied_frozen_or_accepted(tmp_path):
+    ones, zeros = np.ones(8, np.float32), np.zeros(8, np.float32)
+    model = parsed(LAYERS.format(*("scale", "bias") * 3), scale=ones, bias=zeros, w0=random(8, 8), w1=random(8, 8))
+    onnx.save(model, tmp_path / "m.onnx")
+
+    def refused(**settings: object) -> list[str]:
+        config = ModelConfig.model_validate({"path": tmp_path / "m.onnx", **settings})
+        changed = load_model(config.path)
+        apply_surgery(changed, config, seed=0)
+        module = to_module(changed, base=tmp_path)
+        select_trained(module, train=config.train, freeze=config.freeze)
+        return refused_symptoms(exporter_warnings(audit_of_run(changed, module, tmp_path)), config.accept)
+
+    (only,) = refused()
+    assert 'set model.untie = ["scale", "bias"]' in only
+    assert 'set model.accept = ["merged"]' in only
+    assert "2 weights are read by several layers" in only
+    assert refused(untie=["scale", "bias"]) == refused(freeze=["scale", "bias"]) == refused(accept=["merged"]) == []
+    assert "1 weights" in refused(untie=["scale"])[0]
+
+
+def test_an_unknown_warning_is_not_accepted_and_the_known_ones_are_listed():
+    with pytest.raises(ConfigError, match=r"model\.accept\.0: Input should be 'merged'.*, not 'merge'"):
+        build_config({"model": {"path": "m.onnx", "accept": ["merge"]}, "data": {"source": "digits"}})
 
 
 def test_a_network_that_repeats_a_layer_is_not_suspected_of_merging(tmp_path):

@@ -1,0 +1,171 @@
+"""Read what exporters wrote into an ONNX file about the tensors that it stores: kinds, origins and modules.
+
+Nothing here is guessed; a tensor about which the file says nothing is absent from the result. What is read:
+
+    written by         where                                                       what it says
+    torch, dynamo      metadata of the graph: ...ExportedProgram.graph_signature   name and kind of every weight
+                       metadata of value_info: ...InputSpec.kind                   kind of one stored tensor
+                       metadata of value_info: ...optimizer.folded_from            the values that it was computed from
+                       metadata of nodes: pkg.torch.onnx.name_scopes               the module that a node belongs to
+    torch, TorchScript names of nodes, such as /encoder/layers.0/fc1/MatMul        the module that a node belongs to
+    tf2onnx, Keras 3   names such as model/head/Cast/ReadVariableOp:0              a variable, with its layer
+                       names such as model/norm/Sub/y:0, model/Const:0             a constant of the traced function
+    paddle2onnx        names such as linear_0.w_0                                  a weight or statistic, with its layer
+
+torch writes PARAMETER, BUFFER and CONSTANT_TENSOR. TensorFlow and Paddle write that a tensor is a variable, but not
+whether it is trainable. jax2onnx (const_1, const_2, ...) and skl2onnx write nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import onnx
+
+RecordedKind = Literal["parameter", "buffer", "constant"]
+
+INPUT_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
+NAME_SCOPES = "pkg.torch.onnx.name_scopes"
+
+TORCH_KINDS: dict[str, RecordedKind] = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"}
+
+TF_VARIABLE = re.compile(r"(?:.*?PartitionedCall/)?(.+?)(?:/[^/]+)?/(?:ReadVariableOp|Read)(?:_\d+)?(?:/resource)?:0")
+TF_CONSTANT = re.compile(r"(?:.*/)?Const(?:_\d+)?:0|.+/[xy]:0")
+PADDLE_VARIABLE = re.compile(r"([a-z]\w*_\d+)\.[wb]_\d+")
+
+
+@dataclass(frozen=True)
+class ExporterRecords:
+    """What exporters wrote about the stored tensors of a graph. The keys of all mappings are initializer names."""
+
+    kinds: Mapping[str, RecordedKind] = field(default_factory=dict)
+    """Stored tensor -> what it was in the module; for a folded one, what it was computed from."""
+    folded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Stored tensor -> the parameters and buffers that the exporter computed it from, by their names in the module."""
+    originals: Mapping[str, str] = field(default_factory=dict)
+    """Stored tensor -> the one weight that it was folded from; absent if there are several, or if nothing is written.
+
+    A tensor of its own name is absent, too: it is the weight itself.
+    """
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Stored tensor -> path of the module that owns it ("": the outermost), or of the first one that reads it."""
+    variables: frozenset[str] = frozenset()
+    """Stored tensors that are variables of the module according to their names; not known whether trainable."""
+
+
+def read_records(model: onnx.ModelProto) -> ExporterRecords:
+    """Return what the exporter of a model wrote about its stored tensors (initializers and Constant nodes)."""
+    graph = model.graph
+    constant_nodes = [node.output[0] for node in graph.node if node.op_type == "Constant"]
+    stored = dict.fromkeys([*(tensor.name for tensor in graph.initializer), *constant_nodes])
+    metadata = {value.name: _metadata(value) for value in graph.value_info}
+    weights = _signature(_metadata(graph).get(SIGNATURE, ""))
+    for name, written in metadata.items():
+        if kind := TORCH_KINDS.get(written.get(INPUT_KIND, "")):
+            weights[name] = kind
+    kinds = {name: weights[name] for name in stored if name in weights}
+    folded = {}
+    for name in stored:
+        # without the kinds of its origins, which other tools may have removed, it is not known what a folded tensor is
+        if weights and FOLDED_FROM in (written := metadata.get(name, {})):
+            origins = tuple(origin for origin in _names(written[FOLDED_FROM]) if origin in weights)
+            folded[name] = origins
+            kinds.setdefault(name, _kind_of_folded([weights[origin] for origin in origins]))
+    if weights:
+        # the signature lists every weight, and the exporter stores all of them as initializers
+        kinds |= {name: "constant" for name in constant_nodes if name not in kinds}
+    tensorflow = model.producer_name == "tf2onnx"
+    variables = {
+        name: found[1].replace("/", ".")
+        for name in stored
+        if (found := (TF_VARIABLE if tensorflow else PADDLE_VARIABLE).fullmatch(name))
+    }
+    if tensorflow:
+        kinds |= {name: "constant" for name in stored if TF_CONSTANT.fullmatch(name) and name not in variables}
+    originals = _originals(folded, weights)
+    own_names = {name: originals.get(name, name) for name in stored}
+    owners = {name: own.rpartition(".")[0] for name, own in own_names.items() if own in weights}
+    return ExporterRecords(
+        kinds=kinds,
+        folded=folded,
+        originals=originals,
+        modules=_modules_of_readers(graph, stored) | variables | owners,
+        variables=frozenset(variables),
+    )
+
+
+def _metadata(proto: onnx.ValueInfoProto | onnx.GraphProto | onnx.NodeProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in proto.metadata_props}
+
+
+def _signature(text: str) -> dict[str, RecordedKind]:
+    """Return the weights of a torch.export signature with their kinds, those that no longer are in the file included.
+
+    Its lines read: p_fc_weight: PARAMETER target='fc.weight'
+    """
+    lines = re.findall(r"^\S+: ([A-Z_]+) target='([^']+)'", text, re.M)
+    return {target: TORCH_KINDS[kind] for kind, target in lines if kind in TORCH_KINDS}
+
+
+def _names(text: str) -> list[str]:
+    """Return the names in the text of a Python list; none if it is not one."""
+    try:
+        names = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _kind_of_folded(origins: Iterable[RecordedKind]) -> RecordedKind:
+    """Return the kind of a tensor that was computed from weights: what is computed from a parameter changes with it.
+
+    A tensor that was computed from no weight was written in the module's code.
+    """
+    found = set(origins)
+    return "parameter" if "parameter" in found else "buffer" if "buffer" in found else "constant"
+
+
+def _originals(folded: Mapping[str, tuple[str, ...]], weights: Mapping[str, RecordedKind]) -> dict[str, str]:
+    """Return the one parameter, or else the one buffer, that each folded tensor was computed from."""
+    originals = {}
+    for name, origins in folded.items():
+        parameters = [origin for origin in origins if weights[origin] == "parameter"]
+        candidates = parameters or list(origins)
+        if len(candidates) == 1:
+            originals[name] = candidates[0]
+    return originals
+
+
+# -- modules
+
+
+def _modules_of_readers(graph: onnx.GraphProto, stored: Iterable[str]) -> dict[str, str]:
+    """Return the path of the module of the first node that reads each stored tensor."""
+    names, modules = set(stored), dict[str, str]()
+    for node in graph.node:
+        if module := _module_of_node(node):
+            for name in names.intersection(node.input):
+                modules.setdefault(name, module)
+    return modules
+
+
+def _module_of_node(node: onnx.NodeProto) -> str:
+    """Return the dotted path of the module in which a node was recorded, "" if it is not written."""
+    if scopes := _names(_metadata(node).get(NAME_SCOPES, "")):
+        # the last one is the call itself; values that the exporter computes for itself belong to no module
+        return scopes[-2] if len(scopes) > 1 and not scopes[-2].startswith("_empty") else ""
+    if not node.name.startswith("/"):
+        return ""
+    path: list[str] = []
+    # children of a Sequential or a ModuleList repeat the name of their parent: /blocks/blocks.0/conv1/conv1.0/Conv
+    for scope in node.name[1:].split("/")[:-1]:
+        if path and scope.startswith(path[-1] + "."):
+            path.pop()
+        path.append(scope)
+    return ".".join(path)

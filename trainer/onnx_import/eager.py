@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,12 @@ from onward.trainer.onnx_import.values import ShapeArray, Value, shape_array
 class EagerTracer(Tracer):
     """A Tracer whose calls compute, with gradients, on real tensors of one device. It records no graph."""
 
-    def __init__(self, device: torch.device, *, training: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, training: bool, statistics: Collection[torch.Tensor | None] = ()
+    ) -> None:
+        """statistics: the operands that are running statistics of the module."""
         super().__init__(training=training)
+        self._statistics = {id(tensor) for tensor in statistics}
         self._empty = torch.empty(0, device=device)
         self.constants_device = device
 
@@ -33,6 +37,9 @@ class EagerTracer(Tracer):
 
     def size(self, tensor: Value, dim: int) -> Value:
         return tensor.shape[dim]
+
+    def is_running_statistic(self, value: Value) -> bool:
+        return id(value) in self._statistics
 
     @property
     def anchor(self) -> Value:

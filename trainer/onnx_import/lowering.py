@@ -241,7 +241,9 @@ class GraphLowering:
         # names inside a function body or an inner graph are local, and may be those of other values of the main graph
         known = {} if self.depth else self.shapes()
         results = [known.get(output) for output in node.output]
-        return self.tracer.add_runtime_node(name, RuntimeNode(node, names, context, lower_eagerly), args, results)
+        statistics = {name for name, arg in zip(names, args, strict=True) if self.tracer.is_running_statistic(arg)}
+        module = RuntimeNode(node, names, context, lower_eagerly, statistics=statistics)
+        return self.tracer.add_runtime_node(name, module, args, results)
 
     def lower(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
         """Lower one node by the first of the ways listed at the top of this file."""

@@ -34,6 +34,7 @@ import onnx
 import torch
 from onnx import TensorProto
 
+from onward.trainer.onnx_graph.element_types import DTYPES
 from onward.trainer.onnx_graph.index import names_read, subgraphs
 from onward.trainer.onnx_import.role_tables import (
     COMPARISONS,
@@ -61,6 +62,7 @@ Origin = Literal["stored", "integers", "data"]
 TRAINED_TYPES = (torch.float32, torch.float64)
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 NORMALISES = "normalises the input"
+COMPUTED_STATISTIC = "a statistic of a BatchNormalization behind arithmetic: it normalises, but is never updated"
 
 MAX_CHANNELS = 16
 """Mean and standard deviation by which an input is normalised have no more elements than this."""
@@ -87,6 +89,8 @@ class _Flow:
     """The operator that computed it."""
     raw: bool = False
     """Whether it is an input of the graph, at most rescaled or rearranged."""
+    alias: str = ""
+    """The stored tensor that it is, unchanged."""
 
 
 def _merged(flows: Iterable[_Flow]) -> _Flow:
@@ -158,13 +162,24 @@ class _Analysis:
         # a weight combined with data has its role; what follows is a feature of the network
         if origin == "data" or (origin == "integers" and node.op_type not in KEEPS_WEIGHT):
             carried = frozenset()
-        flow = _Flow(origin, carried, node.op_type, raw)
+        flow = _Flow(origin, carried, node.op_type, raw, self._alias(node, operands))
         self.flows.update(dict.fromkeys(node.output, flow))
+
+    def _alias(self, node: onnx.NodeProto, operands: Sequence[_Flow]) -> str:
+        """Return the stored tensor that the node returns unchanged: by Identity, or by a Cast to its own type."""
+        alias = operands[0].alias if node.op_type in ("Identity", "Cast") and operands else ""
+        to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), None)
+        return alias if to is None or (alias and DTYPES.get(to) == self.weights[alias].dtype) else ""
 
     def _record_operand_meanings(self, node: onnx.NodeProto, operands: Sequence[_Flow], chosen: Sequence[int]) -> None:
         """Record what the position of an operand says about the stored tensors in it."""
         if node.op_type == "BatchNormalization":
-            self.statistics.update(*(flow.carried for flow in operands[3:5]))
+            # behind arithmetic there is no tensor that an update could be written to, and updating one of the two
+            # without the other would make them statistics of different data
+            if all(flow.alias for flow in operands[3:5]):
+                self.statistics.update(flow.alias for flow in operands[3:5])
+            else:
+                self._freeze((name for flow in operands[3:5] for name in flow.carried), COMPUTED_STATISTIC)
         if node.op_type in ("Conv", "ConvTranspose"):
             self.conv_biases.update(*(flow.carried for flow in operands[2:3]))
         # a mask built from constants: the zeros look like an all-zero weight, the other operand gives them away
@@ -291,7 +306,8 @@ def find_roles(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> d
             floats = value.type.tensor_type.elem_type in (1, 10, 11, 16) or not value.type.HasField("tensor_type")
             analysis.flows[value.name] = _Flow("data" if floats else "integers", raw=True)
     for name, tensor in weights.items():
-        analysis.flows[name] = _Flow("stored", frozenset([name]) if tensor.is_floating_point() else frozenset())
+        carried = frozenset([name]) if tensor.is_floating_point() else frozenset[str]()
+        analysis.flows[name] = _Flow("stored", carried, alias=name)
     analysis.visit_all(graph.node)
     # with the names that inner graphs read, and the outputs: a stored tensor may itself be an output
     read = {name for node in graph.node for name in names_read(node)} | {value.name for value in graph.output}

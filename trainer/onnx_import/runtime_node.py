@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +40,21 @@ EagerLowering = Callable[[onnx.NodeProto, Mapping[str, Value], NodeContext, Eage
 class RuntimeNode(nn.Module):
     """One ONNX node, computed by its rule each time the graph runs. Follows train() and eval()."""
 
-    def __init__(self, node: onnx.NodeProto, names: Sequence[str], context: NodeContext, lower: EagerLowering) -> None:
+    def __init__(
+        self,
+        node: onnx.NodeProto,
+        names: Sequence[str],
+        context: NodeContext,
+        lower: EagerLowering,
+        *,
+        statistics: Collection[str] = (),
+    ) -> None:
         super().__init__()
         self.node = node
         self.names = tuple(names)
         """The names of the arguments: the node's operands, then the outer names that its inner graphs read."""
+        self.statistics = frozenset(statistics)
+        """Those of `names` that are running statistics, which a BatchNormalization inside updates in place."""
         self.context = context
         self.lower = lower
         # follows `module.to`, so that tensors which the rule creates are on the module's device
@@ -59,8 +69,9 @@ class RuntimeNode(nn.Module):
         return self._compute(*args) if dynamo is None else dynamo.disable(self._compute)(*args)
 
     def _compute(self, *args: Any) -> Any:
-        tracer = EagerTracer(self.get_buffer(ANCHOR).device, training=self.training)
         values = dict(zip(self.names, args, strict=True))
+        statistics = [values[name] for name in self.statistics]
+        tracer = EagerTracer(self.get_buffer(ANCHOR).device, training=self.training, statistics=statistics)
         device = tracer.anchor.device
         with contextlib.nullcontext() if device.type == "cpu" else device:  # default device of new tensors
             try:

@@ -142,6 +142,14 @@ class Tracer:
         meta = torch.empty_like(tensor, device="meta", requires_grad=False)
         return Traced(self, self.graph.get_attr(self.attach(name, tensor, persistent=persistent)), (meta, meta))
 
+    def is_running_statistic(self, value: Value) -> bool:
+        """Return whether a value is a stored tensor that training updates: a persistent buffer of the root."""
+        if not isinstance(value, Traced) or value.node.op != "get_attr":
+            return False
+        owner, _, attribute = str(value.node.target).rpartition(".")
+        module = self.root.get_submodule(owner)
+        return attribute in module._buffers and attribute not in module._non_persistent_buffers_set
+
     @property
     def anchor(self) -> Traced:
         """Return the empty buffer whose device is that of tensors which the graph creates."""

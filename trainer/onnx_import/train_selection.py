@@ -10,7 +10,7 @@ from torch import fx
 
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.onnx_import.ops.norm import BatchNorm
+from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 
 
 def select_trained(module: ImportedGraph, *, train: Sequence[str] = ("*",), freeze: Sequence[str] = ()) -> None:

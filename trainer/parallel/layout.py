@@ -30,7 +30,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.vocabulary_loss import ClassShard
 from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.onnx_import.ops.norm import BatchNorm
+from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
 from onward.trainer.parallel.device import CPU, Device
 from onward.trainer.parallel.memory import activation_budget

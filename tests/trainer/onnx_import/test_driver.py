@@ -464,7 +464,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_uses_them() -> None:
 
 
 def test_batch_norm_of_a_single_value_per_channel_changes_no_statistics() -> None:
-    from onward.trainer.onnx_import.ops.norm import BatchNorm
+    from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 
     norm = BatchNorm(0.1, 1e-5).train()
     mean, variance = torch.zeros(2), torch.ones(2)

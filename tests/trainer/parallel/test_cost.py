@@ -20,7 +20,7 @@ from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.onnx_import.ops.norm import BatchNorm
+from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
 from tests.support import graphs

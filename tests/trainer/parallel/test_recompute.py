@@ -21,7 +21,8 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout
+from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
+from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
 from onward.trainer.onnx_import.passes.attention import Attention
 from onward.trainer.parallel.cost import estimate_costs

@@ -8,6 +8,7 @@ never changes another node, and never decides what is trained.
 
 from onward.trainer.onnx_import.ops import (
     attention,
+    batch_norm,
     cast,
     contrib,
     control,
@@ -34,6 +35,7 @@ from onward.trainer.onnx_import.ops import (
 
 __all__ = [
     "attention",
+    "batch_norm",
     "cast",
     "contrib",
     "control",

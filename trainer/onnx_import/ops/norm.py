@@ -15,44 +15,6 @@ from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import Traced, Value
 
 
-class BatchNorm(nn.Module):
-    """Normalise by the statistics of the batch in training, and update the running ones; by these in evaluation.
-
-    It holds no weights: scale, bias and the running statistics are operands, named after their initializers.
-    As in torch, the running variance is updated with the unbiased estimate.
-    """
-
-    def __init__(self, momentum: float, epsilon: float) -> None:
-        super().__init__()
-        self.momentum = momentum
-        self.epsilon = epsilon
-        self.frozen = False
-        """Its scale and bias are not trained, so its statistics are not updated either."""
-
-    def forward(
-        self, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
-    ) -> torch.Tensor:
-        """x: [batch, channels, ...]; the others: [channels]."""
-        # a single value in each channel has no variance: a ragged last batch of one sample
-        learns = self.training and not self.frozen
-        if learns and x.numel() <= x.shape[1]:  # a branch: torch.compile takes no symbol for a flag
-            learns = False
-        return F.batch_norm(x, mean, variance, scale, bias, learns, self.momentum, self.epsilon)
-
-    def extra_repr(self) -> str:
-        return f"momentum={self.momentum:g}, epsilon={self.epsilon:g}"
-
-
-@lower("BatchNormalization", since=(7, 9, 14, 15))
-def batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
-    """Ignore training_mode: train() and eval() decide, whichever form the exporter wrote."""
-    c.require("spatial", 1)
-    c.attr("training_mode")
-    kept = c.attr("momentum", 0.9)  # ONNX: the weight of the old value; torch: of the new one
-    y = c.module(BatchNorm(1.0 - kept, c.attr("epsilon", 1e-5)), x, scale, bias, mean, variance)
-    return (y, mean, variance, mean, variance)[: max(c.num_outputs, 1)]
-
-
 class Dropout(nn.Module):
     """Zero a fraction of the elements in training and scale up the rest; with_mask: return the mask, too."""
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from onnx import TensorProto
 
-from onward.trainer.onnx_import.ops.norm import BatchNorm, Dropout
+from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.registry import RULES, Call, Rule, lower
 from onward.trainer.onnx_import.values import Value
 
@@ -79,15 +79,6 @@ def prelu(c: Call, x: Value, slope: Value) -> Value:
 def gemm(c: Call, a: Value, b: Value, bias: Value) -> Value:
     c.attr("broadcast")
     return RULES["Gemm", 7](c, a, b, bias)
-
-
-@lower("BatchNormalization", since=(1, 6))
-def batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
-    c.require("spatial", 1)
-    c.attr("is_test"), c.attr("consumed_inputs")
-    kept = c.attr("momentum", 0.9)
-    y = c.module(BatchNorm(1.0 - kept, c.attr("epsilon", 1e-5)), x, scale, bias, mean, variance)
-    return (y, mean, variance, mean, variance)[: max(c.num_outputs, 1)]
 
 
 @lower("Dropout", since=(1, 6))

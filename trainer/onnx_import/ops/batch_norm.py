@@ -1,0 +1,113 @@
+"""Rules for BatchNormalization, whose mean and variance are stored in the file or computed in the graph.
+
+    mean, variance     are                                in training                          in evaluation
+    stored             read as they are in the file       BatchNorm: those of the batch;       the stored ones
+                                                          the stored ones are updated
+    computed           results of other nodes             the computed ones, with gradients    the computed ones
+    computed           and the file says training_mode    BatchStatistics: those of the batch  the computed ones
+
+Keras's LayerNormalization is exported as the second kind: ReduceMean and a variance feed a BatchNormalization. Stored
+statistics behind arithmetic, such as a variance to which a number is added, are of this kind too: there is no tensor
+that an update could be written to. roles.py makes these frozen.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onward.trainer.onnx_import.registry import Call, lower
+from onward.trainer.onnx_import.values import Value
+
+Tensor = torch.Tensor
+
+
+class BatchNorm(nn.Module):
+    """Normalise by the statistics of the batch in training, and update the running ones; by these in evaluation.
+
+    It holds no weights: scale, bias and the running statistics are operands, named after their initializers.
+    As in torch, the running variance is updated with the unbiased estimate.
+    """
+
+    def __init__(self, momentum: float, epsilon: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.epsilon = epsilon
+        self.frozen = False
+        """Its scale and bias are not trained, so its statistics are not updated either."""
+
+    def forward(self, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """x: [batch, channels, ...]; the others: [channels]."""
+        # a single value in each channel has no variance: a ragged last batch of one sample
+        learns = self.training and not self.frozen
+        if learns and x.numel() <= x.shape[1]:  # a branch: torch.compile takes no symbol for a flag
+            learns = False
+        return F.batch_norm(x, mean, variance, scale, bias, learns, self.momentum, self.epsilon)
+
+    def extra_repr(self) -> str:
+        return f"momentum={self.momentum:g}, epsilon={self.epsilon:g}"
+
+
+class BatchStatistics(nn.Module):
+    """Return mean and variance of the batch in training, and the given ones in evaluation.
+
+    The third and fourth result are the running statistics after this batch, as ONNX defines them.
+    """
+
+    def __init__(self, momentum: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+
+    def forward(self, x: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x: [batch, channels, ...]; the others: [channels]."""
+        if not self.training or x.numel() <= x.shape[1]:  # as in BatchNorm
+            return mean, variance, mean, variance
+        dims = [dim for dim in range(x.ndim) if dim != 1]
+        new_variance, new_mean = torch.var_mean(x, dims, correction=0)
+        running = (torch.lerp(mean, new_mean, self.momentum), torch.lerp(variance, new_variance, self.momentum))
+        return new_mean, new_variance, *(each.detach() for each in running)
+
+    def extra_repr(self) -> str:
+        return f"momentum={self.momentum:g}"
+
+
+def lower_batch_norm(c: Call, x: Value, weights: tuple[Value, Value], statistics: tuple[Value, Value]) -> Value:
+    """Lower one node. weights: its scale and bias; statistics: its mean and variance."""
+    mean, variance = statistics
+    momentum = 1.0 - c.attr("momentum", 0.9)  # ONNX: the weight of the old value; torch: of the new one
+    epsilon, by_batch = c.attr("epsilon", 1e-5), bool(c.attr("training_mode", 0))
+    updated = statistics
+    if all(c.tracer.is_running_statistic(value) for value in statistics):
+        y = c.module(BatchNorm(momentum, epsilon), x, *weights, mean, variance)
+    else:
+        if by_batch:
+            mean, variance, *updated = c.module(BatchStatistics(momentum), x, mean, variance)
+        y = _normalised(c, x, weights, (mean, variance), epsilon)
+    return (y, *updated, mean, variance)[: max(c.num_outputs, 1)]
+
+
+def _normalised(
+    c: Call, x: Value, weights: tuple[Value, Value], statistics: tuple[Value, Value], epsilon: float
+) -> Value:
+    """Return (x - mean) scale / sqrt(variance + epsilon) + bias, with one of each for every channel."""
+    channels = [-1] + [1] * (x.ndim - 2)
+    scale, bias, mean, variance = (c("reshape", value, channels) for value in (*weights, *statistics))
+    factor = c(torch.mul, c(torch.rsqrt, c(torch.add, variance, epsilon)), scale)
+    y = c(torch.add, c(torch.mul, c(torch.sub, x, mean), factor), bias)
+    return y if y.dtype == x.dtype else c("to", y, x.dtype)  # statistics may be wider than x
+
+
+@lower("BatchNormalization", since=(7, 9, 14, 15))
+def batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
+    """Ignore training_mode where statistics are stored: train() and eval() decide, whatever the exporter wrote."""
+    c.require("spatial", 1)
+    return lower_batch_norm(c, x, (scale, bias), (mean, variance))
+
+
+@lower("BatchNormalization", since=(1, 6))
+def early_batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
+    """Ignore is_test, as `batch_normalization` ignores training_mode."""
+    c.require("spatial", 1)
+    c.attr("is_test"), c.attr("consumed_inputs")
+    return lower_batch_norm(c, x, (scale, bias), (mean, variance))

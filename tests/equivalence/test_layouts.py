@@ -23,7 +23,7 @@ from tests.equivalence import layouts
 from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, make_case, trained
 from tests.support import graphs
 from tests.support.ranks import run_ranks
-from tests.support.runs import assert_equal_bits, events, final_tensors, losses, make_run
+from tests.support.runs import assert_equal_bits, events, final_tensors, losses, make_run, tiny_images
 
 GPT2, BERT, LLAMA, CONV = MODELS
 
@@ -70,6 +70,19 @@ def test_the_whole_matrix_trains_what_one_rank_trains(model: str, tmp_path: Path
     found = {case.name: differences(runs[case], runs[Case(model, ALONE)]) for case in cases if case.layout != ALONE}
     assert {name: each for name, each in found.items() if max(each.values()) > TOLERANCE} == {}
     assert_exported_alike(runs, [case for case in cases if case.layout != ALONE])
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_every_layout_trains_batch_norms_by_stored_and_by_computed_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "statistics", (graphs.tiny_computed_statistics, tiny_images))
+    cases = [Case("statistics", *each) for each in (("dp2",), ("tp2",), ("pp2",), ("2x2x2",), ("dp2 x pp2", 3))]
+    runs = trained([Case("statistics", ALONE), *cases], tmp_path)
+    found = {case.name: differences(runs[case], runs[Case("statistics", ALONE)]) for case in cases}
+    assert {name: each for name, each in found.items() if max(each.values()) > TOLERANCE} == {}
+    assert_exported_alike(runs, cases)
 
 
 def continued(run: RunDir, folder: Path, layout: str, zero: int = 0) -> RunDir:

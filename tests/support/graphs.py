@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.reference_models import build_gpt2
@@ -47,6 +47,30 @@ def tiny_resnet(*, num_classes: int = 4, seed: int = 0) -> onnx.ModelProto:
     x = _residual_block(g, x, "layer1.0", 8, 8)
     x = _residual_block(g, x, "layer2.0", 8, 16, strides=[2, 2])
     return _classify(g, g.op("Flatten", g.op("GlobalAveragePool", x)), 16, num_classes)
+
+
+def tiny_computed_statistics(*, num_classes: int = 4, seed: int = 0) -> onnx.ModelProto:
+    """BatchNormalization by running statistics, by stored ones behind arithmetic and by computed ones, in this order.
+
+    The last one normalises each sample, which a transposition makes a channel, as exporters of Keras write it.
+    """
+    g = GraphWriter("tiny_computed_statistics", seed=seed, opset=15)
+    x = g.input("image", ("batch", 3, 8, 8))
+    x = g.op("Relu", _batch_norm(g, _conv(g, x, "conv1", (8, 3, 3, 3), bias=False), "bn1", 8))
+    x = _conv(g, x, "conv2", (8, 8, 3, 3), bias=False)
+    scale, bias = g.weight("bn2.weight", 1 + g.normal(0.1, 8)), g.weight("bn2.bias", g.normal(0.1, 8))
+    variance = g.op("Add", g.weight("bn2.variance", np.full(8, 0.5, np.float32)), g.weight("bn2.epsilon", 0.01))
+    x = g.op("BatchNormalization", x, scale, bias, g.weight("bn2.mean", g.normal(0.1, 8)), variance)
+    x = g.op("Transpose", _conv(g, g.op("Relu", x), "conv3", (4, 8, 3, 3)), perm=[1, 0, 2, 3])
+    mean = g.op("ReduceMean", x, axes=[0, 2, 3], keepdims=0)
+    middle = g.op("Sub", x, g.op("ReduceMean", x, axes=[0, 2, 3]))
+    variance = g.op("ReduceMean", g.op("Mul", middle, middle), axes=[0, 2, 3], keepdims=0)
+    one, zero = (
+        g.op("ConstantOfShape", g.op("Shape", mean), value=numpy_helper.from_array(np.float32([n]))) for n in (1, 0)
+    )
+    x = g.op("BatchNormalization", x, one, zero, mean, variance)
+    x = g.op("Add", g.op("Transpose", x, perm=[1, 0, 2, 3]), g.weight("ln.bias", g.normal(0.1, 4, 1, 1)))
+    return _classify(g, g.op("Flatten", g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2])), 64, num_classes)
 
 
 def tiny_transformer(

@@ -16,7 +16,7 @@ from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
-from onward.trainer.onnx_import.roles import Role
+from onward.trainer.onnx_import.roles import COMPUTED_STATISTIC, Role
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.tensor_contents import is_distinctive, is_exporter_name
 from onward.trainer.onnx_import.ties import Copies
@@ -100,7 +100,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     """Yield a warning for everything that is allowed but perhaps not intended."""
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _copies, _tables, _made_up_names, _no_dropout,
-        _random_nodes, _training_mode, _fixed_batch, _halves, _quantized, _runtime_nodes,
+        _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves, _quantized, _runtime_nodes,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -290,6 +290,18 @@ def _training_mode(audit: AuditInput) -> Iterator[ExporterWarning]:
             remedy=(
                 "nothing to do: the exported file uses the trained running statistics (export.training keeps the form)"
             ),
+        )
+
+
+def _frozen_statistics(audit: AuditInput) -> Iterator[ExporterWarning]:
+    if found := [name for name, role in audit.roles.items() if role.reason == COMPUTED_STATISTIC]:
+        yield ExporterWarning(
+            key="frozen_statistics",
+            what=(
+                f"{len(found)} running statistics reach their BatchNormalization through arithmetic ({found[0]}, ...): "
+                "it normalises by them, in training, too, and they are never updated"
+            ),
+            remedy="nothing to do to train with these statistics; to update them, store what the node reads",
         )
 
 

@@ -65,8 +65,10 @@ class BatchStatistics(nn.Module):
             return mean, variance, mean, variance
         dims = [dim for dim in range(x.ndim) if dim != 1]
         new_variance, new_mean = torch.var_mean(x, dims, correction=0)
-        running = (torch.lerp(mean, new_mean, self.momentum), torch.lerp(variance, new_variance, self.momentum))
-        return new_mean, new_variance, *(each.detach() for each in running)
+        after_mean, after_variance = (
+            torch.lerp(old, new, self.momentum).detach() for old, new in ((mean, new_mean), (variance, new_variance))
+        )
+        return new_mean, new_variance, after_mean, after_variance
 
     def extra_repr(self) -> str:
         return f"momentum={self.momentum:g}"

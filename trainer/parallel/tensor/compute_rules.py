@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from onward.trainer.onnx_import.ops.attention import grouped_attention, rotate
-from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid, scaled_elu, shrink, swish
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
+from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid, scaled_elu, shrink, swish
 from onward.trainer.onnx_import.ops.norm import Dropout, instance_norm, rms_norm
 from onward.trainer.onnx_import.ops.random import StochasticDepth
 from onward.trainer.onnx_import.ops.reduce import (

@@ -15,8 +15,9 @@ from onnx import TensorProto, inliner
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
+from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
-from onward.trainer.onnx_import.roles import COMPUTED_STATISTIC, Role
+from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.tensor_contents import is_distinctive, is_exporter_name
 from onward.trainer.onnx_import.ties import Copies

@@ -1,4 +1,4 @@
-"""What operators do with their operands, as far as the analysis of roles needs it (roles.py)."""
+"""What operators do with their operands, as far as the analysis of roles needs it (graph_flow.py)."""
 
 from __future__ import annotations
 

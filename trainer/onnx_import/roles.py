@@ -1,54 +1,25 @@
 """Find out which stored tensors of an ONNX graph are weights, which are running statistics and which are constants.
 
 An ONNX file does not say so: weights, masks, position tables and scalars are all initializers. Values are therefore
-followed through the graph, each with its origin (stored, integers, data) and the stored tensors that it carries,
-until a carried tensor is combined with data in float arithmetic:
-
-    pixels (data) ---- Sub ---- Conv --- BatchNormalization --- Add -------- MatMul --- scores (data)
-                        |        |        |      |               |            |
-                      mean [3]   W     scale,   mean,       Sin(Mul(      Transpose
-                                       bias     var        positions,         |
-                                                           freqs))            V
-
-    mean            frozen     normalises the input: subtracted from pixels, one number for each channel
-    W               trained    combined with data by Conv
-    scale, bias     trained    combined with data by BatchNormalization
-    mean, var       statistic  operands 3 and 4 of a BatchNormalization
-    freqs           frozen     combined with integers (positions) only, and then a sine
-    V               trained    carried through Transpose, then combined with data by MatMul
-
-Integers made into floats (positions, masks) are not data, unless a layer reads them as features: in a matrix product
-with several rows or in a convolution. Afterwards the contents of each candidate are checked (tensor_contents.py):
-masks, sinusoidal tables and single numbers are frozen, but for a bias of one output. Values are also followed into the
-graphs inside If, Loop and Scan.
+followed through the graph (graph_flow.py) until a stored tensor is combined with data in float arithmetic. Afterwards
+the contents of each candidate are checked (tensor_contents.py): masks, sinusoidal tables and single numbers are
+frozen, but for a bias of one output.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import onnx
 import torch
 from onnx import TensorProto
 
-from onward.trainer.onnx_graph.element_types import DTYPES
 from onward.trainer.onnx_graph.index import names_read, subgraphs
-from onward.trainer.onnx_import.role_tables import (
-    COMPARISONS,
-    DIFFERENTIABLE_OPERANDS,
-    ELEMENTWISE,
-    INITIAL_STATES,
-    KEEPS_INPUT,
-    KEEPS_WEIGHT,
-    LAYERS,
-    PARAMETER_MEANING,
-    QUANTIZED_WEIGHTS,
-    QUANTIZERS,
-    VALUE_FREE,
-)
+from onward.trainer.onnx_import.graph_flow import GraphFlow, flow_of
+from onward.trainer.onnx_import.role_tables import ELEMENTWISE
 from onward.trainer.onnx_import.tensor_contents import (
     is_exporter_name,
     is_integer_table,
@@ -57,15 +28,9 @@ from onward.trainer.onnx_import.tensor_contents import (
 )
 
 Kind = Literal["trained", "statistic", "frozen"]
-Origin = Literal["stored", "integers", "data"]
 
 TRAINED_TYPES = (torch.float32, torch.float64)
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-NORMALISES = "normalises the input"
-COMPUTED_STATISTIC = "a statistic of a BatchNormalization behind arithmetic: it normalises, but is never updated"
-
-MAX_CHANNELS = 16
-"""Mean and standard deviation by which an input is normalised have no more elements than this."""
 
 
 @dataclass(frozen=True)
@@ -78,237 +43,12 @@ class Role:
     """The operator in which a trained one is first combined with data."""
 
 
-@dataclass(frozen=True)
-class _Flow:
-    """What is known of one value of the graph."""
-
-    origin: Origin
-    carried: frozenset[str] = frozenset()
-    """The stored tensors that it is made of, as long as they are not combined with data."""
-    producer: str = ""
-    """The operator that computed it."""
-    raw: bool = False
-    """Whether it is an input of the graph, at most rescaled or rearranged."""
-    alias: str = ""
-    """The stored tensor that it is, unchanged."""
-
-
-def _merged(flows: Iterable[_Flow]) -> _Flow:
-    """Return the flow of a value that is one of several, such as the result of an If."""
-    found = list(flows)
-    origins = {flow.origin for flow in found}
-    origin: Origin = "data" if "data" in origins else "integers" if "integers" in origins else "stored"
-    return _Flow(origin, frozenset[str]().union(*(flow.carried for flow in found)))
-
-
-def _selected_by_input(flow: _Flow) -> _Flow:
-    """Return the flow of a branch's result when the input selects the branch.
-
-    A weight that a branch returns is then combined with data; any other stored number depends on the input.
-    """
-    origin: Origin = "data" if flow.carried or flow.origin == "data" else "integers"
-    return replace(flow, origin=origin)
-
-
-@dataclass
-class _Analysis:
-    """One pass over the nodes in their order. The sets hold names of stored tensors."""
-
-    weights: Mapping[str, torch.Tensor]
-    flows: dict[str, _Flow] = field(default_factory=dict)
-    first_operator: dict[str, str] = field(default_factory=dict)
-    """Stored tensor -> the operator that first combined it with data."""
-    frozen_reason: dict[str, str] = field(default_factory=dict)
-    """Stored tensor -> why it is not a weight unless it is combined with data elsewhere."""
-    layer_operands: set[str] = field(default_factory=set)
-    statistics: set[str] = field(default_factory=set)
-    states: set[str] = field(default_factory=set)
-    quantized: set[str] = field(default_factory=set)
-    conv_biases: set[str] = field(default_factory=set)
-    masks: set[str] = field(default_factory=set)
-
-    def visit_all(self, nodes: Iterable[onnx.NodeProto]) -> None:
-        for node in nodes:
-            # its flow was entered with those of the initializers; a visit would replace it by one that carries nothing
-            if node.op_type == "Constant" and node.output[0] in self.weights:
-                continue
-            if bodies := list(subgraphs(node)):
-                self._visit_subgraphs(node, bodies)
-            else:
-                self._visit(node)
-
-    def _visit(self, node: onnx.NodeProto) -> None:
-        operands = [self.flows.get(name, _Flow("stored")) for name in node.input]
-        # only the operands whose values reach the result can carry a weight further: a bound of Clip or an exponent of
-        # Pow is read, but is not a part of it
-        chosen = DIFFERENTIABLE_OPERANDS.get(node.op_type, tuple(range(len(operands))))
-        carriers = [operands[i] for i in chosen if i < len(operands)]
-        carried = frozenset[str]().union(*(flow.carried for flow in carriers))
-        origin = self._origin(node, operands, carriers)
-        self._record_operand_meanings(node, operands, chosen)
-        # Combined with integers alone, a tensor is frozen only provisionally: `first_operator` has precedence in
-        # `_role`, so a table that is also combined with data elsewhere is trained.
-        if origin == "data":
-            self._combine_with_data(node, carried, operands)
-        elif origin == "integers":
-            self._freeze(carried, "only combined with integers: a table of positions or a mask")
-        if node.op_type in ("Sin", "Cos"):  # rotation angles computed from positions are not features
-            self._freeze(carried, "frequencies of sines and cosines")
-            carried = frozenset()
-        # `raw` lasts as long as the value is still pixels: mean and standard deviation are subtracted from these alone,
-        # while the same nodes later in the network are biases and scales
-        raw = node.op_type in KEEPS_INPUT and any(flow.raw for flow in operands)
-        raw = raw and all(flow.raw or flow.origin == "stored" for flow in operands)
-        # a weight combined with data has its role; what follows is a feature of the network
-        if origin == "data" or (origin == "integers" and node.op_type not in KEEPS_WEIGHT):
-            carried = frozenset()
-        flow = _Flow(origin, carried, node.op_type, raw, self._alias(node, operands))
-        self.flows.update(dict.fromkeys(node.output, flow))
-
-    def _alias(self, node: onnx.NodeProto, operands: Sequence[_Flow]) -> str:
-        """Return the stored tensor that the node returns unchanged: by Identity, or by a Cast to its own type."""
-        alias = operands[0].alias if node.op_type in ("Identity", "Cast") and operands else ""
-        to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), None)
-        return alias if to is None or (alias and DTYPES.get(to) == self.weights[alias].dtype) else ""
-
-    def _record_operand_meanings(self, node: onnx.NodeProto, operands: Sequence[_Flow], chosen: Sequence[int]) -> None:
-        """Record what the position of an operand says about the stored tensors in it."""
-        if node.op_type == "BatchNormalization":
-            # behind arithmetic there is no tensor that an update could be written to, and updating one of the two
-            # without the other would make them statistics of different data
-            if all(flow.alias for flow in operands[3:5]):
-                self.statistics.update(flow.alias for flow in operands[3:5])
-            else:
-                self._freeze((name for flow in operands[3:5] for name in flow.carried), COMPUTED_STATISTIC)
-        if node.op_type in ("Conv", "ConvTranspose"):
-            self.conv_biases.update(*(flow.carried for flow in operands[2:3]))
-        # a mask built from constants: the zeros look like an all-zero weight, the other operand gives them away
-        if node.op_type == "Where" and all(flow.origin == "stored" for flow in operands):
-            parts = [name for flow in operands[1:] for name in flow.carried]  # Where(condition, 0, -10000)
-            if any(bool((self.weights[name] <= -50).all()) for name in parts):
-                self.masks.update(name for name in parts if not self.weights[name].any())
-        for i in INITIAL_STATES.get(node.op_type, ()):
-            self.states.update(*(flow.carried for flow in operands[i : i + 1]))
-        if node.op_type in ("Sub", "Div") and len(operands) == 2 and operands[0].raw:
-            # one number for each channel; a learned table that is subtracted from the input has more elements
-            small = (name for name in operands[1].carried if 1 < self.weights[name].numel() <= MAX_CHANNELS)
-            self._freeze(small, NORMALISES)
-        if why := PARAMETER_MEANING.get(node.op_type):
-            # only the other operands: the data operand of a Clip may well be a weight
-            self._freeze((name for i, flow in enumerate(operands) if i not in chosen for name in flow.carried), why)
-        if node.op_type in QUANTIZERS or node.op_type in QUANTIZED_WEIGHTS:
-            self.quantized.update(name for name in node.input if _is_integer(self.weights.get(name)))
-
-    def _freeze(self, names: Iterable[str], why: str) -> None:
-        for name in names:
-            self.frozen_reason.setdefault(name, why)
-
-    def _combine_with_data(self, node: onnx.NodeProto, carried: Iterable[str], operands: Sequence[_Flow]) -> None:
-        # an Add after a MatMul is the bias of a linear layer, and may hold a single number
-        bias = node.op_type == "Add" and any(flow.producer == "MatMul" for flow in operands)
-        for name in carried:
-            # the subtraction that normalises pixels is float arithmetic with data too, and would make the mean a weight
-            if self.frozen_reason.get(name) != NORMALISES:
-                self.first_operator.setdefault(name, node.op_type)
-            if node.op_type in LAYERS or bias:
-                self.layer_operands.add(name)
-
-    def _origin(self, node: onnx.NodeProto, operands: list[_Flow], carriers: list[_Flow]) -> Origin:
-        origins = {flow.origin for flow in operands}
-        # the result of a comparison, or of Shape, has no gradient, whatever its operands are
-        if node.op_type in COMPARISONS or node.op_type in VALUE_FREE:
-            return "stored" if origins <= {"stored"} else "integers"
-        # the integers that enter here are codes of numbers, or ids of rows; what comes out are features
-        if node.op_type in QUANTIZERS or node.op_type == "EmbedLayerNormalization":
-            return "stored" if origins <= {"stored"} else "data"
-        if any(flow.origin == "data" for flow in carriers):
-            return "data"
-        if node.op_type.startswith("Gather") and operands[0].carried and operands[1].origin != "stored":
-            return "data"  # an embedding: the input selects rows of a table
-        if node.op_type == "Where" or node.op_type.startswith(("Gather", "Scatter")):
-            carriers = operands  # indices and conditions that depend on the input make the result depend on it
-        if self._is_layer(node, operands):
-            return "data"
-        return "integers" if any(flow.origin != "stored" for flow in carriers) else "stored"
-
-    def _is_layer(self, node: onnx.NodeProto, operands: list[_Flow]) -> bool:
-        """Return whether a layer reads integers as features: one-hot rows, pixels or counts.
-
-        A product of positions with a matrix of one row is a table of angles, not a layer.
-        """
-        if len(operands) < 2 or operands[0].origin != "integers":
-            return False
-        shapes = [self.weights[name].shape for name in operands[1].carried]
-        rows = any(len(shape) >= 2 and shape[-2] > 1 for shape in shapes)
-        return rows if node.op_type == "MatMul" else bool(shapes) and node.op_type in LAYERS
-
-    # -- inner graphs
-
-    def _visit_subgraphs(self, node: onnx.NodeProto, bodies: Sequence[onnx.GraphProto]) -> None:
-        """Follow the values through If, Loop, Scan and SequenceMap into their results."""
-        operands = [self.flows.get(name, _Flow("stored")) for name in node.input]
-        # both branches are visited from the same state, since either may run
-        if node.op_type == "If":
-            states, parts = [], [self._inside(body, []) for body in bodies]
-            results = [_merged(flows) for flows in zip(*parts, strict=False)]
-            if any(flow.origin != "stored" for flow in operands):  # the input selects the branch
-                results = [_selected_by_input(flow) for flow in results]
-        else:
-            # Loop passes (iteration number, condition) to its body before the loop state
-            counts = [_Flow("integers")] * 2 if node.op_type == "Loop" else []
-            given = operands[2:] if counts else operands[-len(bodies[0].input) :]
-            num_states = len(given) if counts else max(len(given) - _num_scanned(node), 0)
-            states = list(given)
-            # twice: in the second iteration the loop state is what the first one computed
-            for _ in range(2):
-                results = self._inside(bodies[0], [*counts, *states])[1 if counts else 0 :]
-                states[:num_states] = map(_merged, zip(states[:num_states], results[:num_states], strict=False))
-            # the loop may also run zero times: then its result is the initial state, which `states` has merged
-            results[:num_states] = states[:num_states]
-        # a weight that leaves the body as data has been combined inside it; seen from outside, the If or the Loop did
-        # it
-        for name, flow in zip(node.output, results, strict=False):
-            if flow.origin == "data":
-                self._combine_with_data(node, flow.carried, operands)
-                flow = _Flow("data")
-            self.flows[name] = replace(flow, producer=node.op_type)
-
-    def _inside(self, body: onnx.GraphProto, inputs: Sequence[_Flow]) -> list[_Flow]:
-        """Return the flows of a body's results. Names of the body are local to it."""
-        # a body may reuse names of the outer graph for other values, so the outer flows are restored at the end; what
-        # was found out about stored tensors stays
-        outer = dict(self.flows)
-        self.flows.update(zip((value.name for value in body.input), inputs, strict=False))
-        self.flows.update({tensor.name: _Flow("stored") for tensor in body.initializer})
-        self.visit_all(body.node)
-        results = [self.flows.get(value.name, _Flow("stored")) for value in body.output]
-        self.flows = outer
-        return results
-
-
-def _num_scanned(node: onnx.NodeProto) -> int:
-    return next((attribute.i for attribute in node.attribute if attribute.name == "num_scan_inputs"), 0)
-
-
-def _is_integer(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and not tensor.is_floating_point()
-
-
 def find_roles(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> dict[str, Role]:
     """Return the role of every stored float tensor (initializers and Constant nodes) and of quantized weights, by name.
 
     Tensors stored inside the graphs of If, Loop and Scan are listed too, as frozen, under `node/name`.
     """
-    analysis = _Analysis(weights)
-    for value in graph.input:
-        if value.name not in weights:
-            # FLOAT, FLOAT16, DOUBLE, BFLOAT16; a sequence or optional may hold floats
-            floats = value.type.tensor_type.elem_type in (1, 10, 11, 16) or not value.type.HasField("tensor_type")
-            analysis.flows[value.name] = _Flow("data" if floats else "integers", raw=True)
-    for name, tensor in weights.items():
-        carried = frozenset([name]) if tensor.is_floating_point() else frozenset[str]()
-        analysis.flows[name] = _Flow("stored", carried, alias=name)
-    analysis.visit_all(graph.node)
+    analysis = flow_of(graph, weights)
     # with the names that inner graphs read, and the outputs: a stored tensor may itself be an output
     read = {name for node in graph.node for name in names_read(node)} | {value.name for value in graph.output}
     found = {}
@@ -351,7 +91,7 @@ def _inner_roles(graph: onnx.GraphProto) -> Iterator[tuple[str, Role]]:
             yield from _inner_roles(body)
 
 
-def _role(name: str, tensor: torch.Tensor, analysis: _Analysis, read: set[str]) -> Role:
+def _role(name: str, tensor: torch.Tensor, analysis: GraphFlow, read: set[str]) -> Role:
     if name in analysis.statistics:
         return Role("statistic", "running statistic of a BatchNormalization")
     if name not in read:
@@ -368,7 +108,7 @@ def _role(name: str, tensor: torch.Tensor, analysis: _Analysis, read: set[str]) 
     return Role("trained", f"weight of {operator}", operator)
 
 
-def _contents_reason(name: str, tensor: torch.Tensor, analysis: _Analysis) -> str:
+def _contents_reason(name: str, tensor: torch.Tensor, analysis: GraphFlow) -> str:
     """Return why a tensor that is combined with data is not a weight judging by its contents; "" if it is one."""
     operator, weighted = analysis.first_operator[name], name in analysis.layer_operands
     if tensor.numel() == 1 and (not weighted or (tensor.ndim == 0 and is_exporter_name(name))):

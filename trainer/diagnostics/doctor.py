@@ -19,6 +19,7 @@ from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.imported_graph import takes_any_batch
 from onward.trainer.onnx_import.lowering import list_operators
 from onward.trainer.onnx_import.roles import find_roles
@@ -107,7 +108,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     try:
         audit.stored = stored_tensors(model.graph, path.parent)
         found = find_roles(audit.model.graph, audit.stored)
-        audit.copies = find_copies(audit.stored, found)
+        audit.copies = find_copies(audit.stored, found, read_records(model).originals)
         audit.roles = roles_of_copies(found, audit.copies)
     except UnsupportedModel as error:
         problems = list(dict.fromkeys([*error.problems, *problems]))

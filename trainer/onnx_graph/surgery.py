@@ -106,7 +106,9 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
     part.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in needed)
     part.graph.sparse_initializer.extend(t for t in graph.sparse_initializer if t.values.name in needed)
     inside = {name for node in kept for name in node.output} - {output, *config.start}
-    part.graph.value_info.extend(value for value in graph.value_info if value.name in inside)
+    weights = {tensor.name for tensor in part.graph.initializer}  # what the exporter wrote about them is there, too
+    part.graph.value_info.extend(value for value in graph.value_info if value.name in inside | weights)
+    part.graph.metadata_props.extend(graph.metadata_props)
     return part
 
 

@@ -40,6 +40,7 @@ from onward.trainer.onnx_graph.external_data import external_problems, load_smal
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.shape_inference import infer_probes
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, mark_branches
+from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
 from onward.trainer.onnx_import.lowering import GraphLowering, local_functions, opsets_of, unknown_operators
 from onward.trainer.onnx_import.ops.contrib import OWN_NORMS, check_optimised
@@ -102,13 +103,14 @@ def to_module(
     """
     # before inlining: a tensor stored in a local function has no place of its own to be written back to
     stored = stored_tensors(model.graph, base)
+    originals = read_records(model).originals
     depth = find_branches(model, base)
     model = load_small_tensors(model, base)
     if model.functions:
         model = inliner.inline_local_functions(model)
     found = promote_to_trained(find_roles(model.graph, stored), stored, train)
     attempt, graph = import_graph(mark_branches(model, depth), stored, found, base)
-    copies = find_copies(stored, found) if tie else {}
+    copies = find_copies(stored, found, originals) if tie else {}
     return _finish(attempt, graph, copies, fuse=fuse)
 
 

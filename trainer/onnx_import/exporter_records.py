@@ -18,7 +18,6 @@ whether it is trainable. jax2onnx (const_1, const_2, ...) and skl2onnx write not
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,12 +25,13 @@ from typing import Literal
 
 import onnx
 
+from onward.trainer.onnx_graph.module_paths import list_of_names, module_of_node
+
 RecordedKind = Literal["parameter", "buffer", "constant"]
 
 INPUT_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
-NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
 TORCH_KINDS: dict[str, RecordedKind] = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"}
 
@@ -74,7 +74,7 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
     for name in stored:
         # without the kinds of its origins, which other tools may have removed, it is not known what a folded tensor is
         if weights and FOLDED_FROM in (written := metadata.get(name, {})):
-            origins = tuple(origin for origin in _names(written[FOLDED_FROM]) if origin in weights)
+            origins = tuple(origin for origin in list_of_names(written[FOLDED_FROM]) if origin in weights)
             folded[name] = origins
             kinds.setdefault(name, _kind_of_folded([weights[origin] for origin in origins]))
     if weights:
@@ -113,15 +113,6 @@ def _signature(text: str) -> dict[str, RecordedKind]:
     return {target: TORCH_KINDS[kind] for kind, target in lines if kind in TORCH_KINDS}
 
 
-def _names(text: str) -> list[str]:
-    """Return the names in the text of a Python list; none if it is not one."""
-    try:
-        names = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return []
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
 def _kind_of_folded(origins: Iterable[RecordedKind]) -> RecordedKind:
     """Return the kind of a tensor that was computed from weights: what is computed from a parameter changes with it.
 
@@ -149,23 +140,7 @@ def _modules_of_readers(graph: onnx.GraphProto, stored: Iterable[str]) -> dict[s
     """Return the path of the module of the first node that reads each stored tensor."""
     names, modules = set(stored), dict[str, str]()
     for node in graph.node:
-        if module := _module_of_node(node):
+        if module := module_of_node(node):
             for name in names.intersection(node.input):
                 modules.setdefault(name, module)
     return modules
-
-
-def _module_of_node(node: onnx.NodeProto) -> str:
-    """Return the dotted path of the module in which a node was recorded, "" if it is not written."""
-    if scopes := _names(_metadata(node).get(NAME_SCOPES, "")):
-        # the last one is the call itself; values that the exporter computes for itself belong to no module
-        return scopes[-2] if len(scopes) > 1 and not scopes[-2].startswith("_empty") else ""
-    if not node.name.startswith("/"):
-        return ""
-    path: list[str] = []
-    # children of a Sequential or a ModuleList repeat the name of their parent: /blocks/blocks.0/conv1/conv1.0/Conv
-    for scope in node.name[1:].split("/")[:-1]:
-        if path and scope.startswith(path[-1] + "."):
-            path.pop()
-        path.append(scope)
-    return ".".join(path)

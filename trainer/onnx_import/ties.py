@@ -8,6 +8,11 @@ Exporters store a tied embedding twice, often transposed. Without tying, the two
     after     ids ---- Gather(E) ---- ... ---- MatMul(t(E)) --- logits         1 parameter, gradients of both summed
 
 When the file is written, both E and E_t get the trained value.
+
+torch's dynamo exporter stores a weight of a repeated layer once for each time that it folded it, and writes the name of
+the weight that it came from beside each (exporter_records.py): such tensors are copies if they are equal.
+
+    val_71 [in, out], folded from "layer.query.weight"   ==   val_145 [in, out], folded from "layer.query.weight"
 """
 
 from __future__ import annotations
@@ -29,17 +34,24 @@ NUM_SAMPLES = 16
 """Number of elements by which candidates are looked up before whole tensors are compared."""
 
 
-def find_copies(weights: Mapping[str, torch.Tensor], roles: Mapping[str, Role]) -> Copies:
-    """Return the trained tensors of two or more dimensions that are bitwise copies of another one.
+def find_copies(
+    weights: Mapping[str, torch.Tensor], roles: Mapping[str, Role], originals: Mapping[str, str] | None = None
+) -> Copies:
+    """Return the trained tensors that are bitwise copies of another one.
 
-    A transpose is a copy whatever its name. A tensor of the same layout is a copy only if one of the two is an
-    embedding and the names differ by more than numbers: the layers of a fresh torch.nn.TransformerEncoder are equal
-    because they were initialised alike, and must not be tied.
+    originals: stored tensor -> the weight that the exporter folded it from, as far as it is written. Equal tensors that
+    were folded from one weight are copies. So is a transpose [n, m] of an [m, n], whatever the names. Any other tensor
+    of two or more dimensions and the same layout is a copy only if one of the two is an embedding and the names differ
+    by more than numbers: the layers of a fresh torch.nn.TransformerEncoder are equal because they were initialised
+    alike, and must not be tied.
     """
+    origins = originals or {}
     trained = [
         name
         for name, role in roles.items()
-        if role.kind == "trained" and weights[name].ndim >= 2 and UNTIED not in name  # model.untie separated these
+        if role.kind == "trained"
+        and (weights[name].ndim >= 2 or name in origins)
+        and UNTIED not in name  # model.untie separated these
     ]
     embeddings = {name for name in trained if roles[name].operator.startswith("Gather")}
     seen: dict[tuple[object, ...], list[tuple[str, bool]]] = {}
@@ -47,7 +59,7 @@ def find_copies(weights: Mapping[str, torch.Tensor], roles: Mapping[str, Role]) 
     for name in sorted(trained, key=lambda name: name not in embeddings):  # so that the embedding is the original
         tensor = weights[name]
         candidates = seen.get(_sample_key(tensor), ())
-        found = next((of for of in candidates if _is_copy(name, of, weights, embeddings)), None)
+        found = next((of for of in candidates if _is_copy(name, of, weights, embeddings, origins)), None)
         # a copy does not become a candidate itself, so all copies point at one original and never at each other
         if found is not None:
             copies[name] = found
@@ -69,9 +81,17 @@ def _sample_key(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.dtype, tuple(tensor.shape), bytes(tensor[tuple(places)].numpy().tobytes()) if tensor.numel() else b""
 
 
-def _is_copy(name: str, of: tuple[str, bool], weights: Mapping[str, torch.Tensor], embeddings: set[str]) -> bool:
+def _is_copy(
+    name: str,
+    of: tuple[str, bool],
+    weights: Mapping[str, torch.Tensor],
+    embeddings: set[str],
+    origins: Mapping[str, str],
+) -> bool:
     original, transposed = of
-    if not transposed and (original not in embeddings or _without_numbers(name) == _without_numbers(original)):
+    same_origin = origins.get(name, name) == origins.get(original, original)
+    tied_embedding = original in embeddings and _without_numbers(name) != _without_numbers(original)
+    if not (same_origin or transposed or tied_embedding):
         return False
     # the samples may be equal by chance; only the whole tensors decide, and they are read for candidates alone
     return torch.equal(weights[name], weights[original].t() if transposed else weights[original])

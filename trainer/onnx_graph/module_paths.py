@@ -1,0 +1,42 @@
+"""Read which module of the exported network a node was recorded in, as far as the exporter wrote it.
+
+written by          where                                                              module
+torch, dynamo       metadata name_scopes: ['', 'encoder', 'encoder.norm', 'linear_3']  encoder.norm
+torch, TorchScript  the node's name: /encoder/encoder.0/norm/Mul                       encoder.0.norm
+"""
+
+from __future__ import annotations
+
+import ast
+
+import onnx
+
+NAME_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def module_of_node(node: onnx.NodeProto) -> str | None:
+    """Return the dotted path of the module in which a node was recorded ("": the outermost); None if it is not written.
+
+    The TorchScript exporter numbers the calls of a module: the second call of `norm` is `norm_1`.
+    """
+    if scopes := next((list_of_names(entry.value) for entry in node.metadata_props if entry.key == NAME_SCOPES), []):
+        # the last one is the call itself; values that the exporter computes for itself belong to no module
+        return scopes[-2] if len(scopes) > 1 and not scopes[-2].startswith("_empty") else None
+    if not node.name.startswith("/"):
+        return None
+    path: list[str] = []
+    # children of a Sequential or a ModuleList repeat the name of their parent: /blocks/blocks.0/conv1/conv1.0/Conv
+    for scope in node.name[1:].split("/")[:-1]:
+        if path and scope.startswith(path[-1] + "."):
+            path.pop()
+        path.append(scope)
+    return ".".join(path)
+
+
+def list_of_names(text: str) -> list[str]:
+    """Return the names in the text of a Python list; none if it is not one."""
+    try:
+        names = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

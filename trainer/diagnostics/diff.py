@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto, numpy_helper
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.onnx_graph.attribute_weights import held_by
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import (
     BYTEWISE_DTYPES,
@@ -223,7 +224,8 @@ def _changes(a: onnx.NodeProto, b: onnx.NodeProto) -> Iterator[str]:
             yield f"{what}s {', '.join(getattr(a, what))} -> {', '.join(getattr(b, what))}"
     before, after = ({attribute.name: attribute for attribute in node.attribute} for node in (a, b))
     for name in sorted(before.keys() | after.keys()):
-        if a.op_type == b.op_type == "Constant" and name == "value" and name in before and name in after:
+        held = {"value"} if a.op_type == "Constant" else {attribute.name for attribute in held_by(a)}
+        if a.op_type == b.op_type and name in held and name in before and name in after:
             continue  # compared as a tensor
         was, now = (_attribute(attributes.get(name)) for attributes in (before, after))
         if was != now:

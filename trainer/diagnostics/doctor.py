@@ -13,6 +13,7 @@ from onnx import defs, inliner
 
 from onward.trainer.diagnostics.exporter_warnings import AuditInput, ExporterWarning, exporter_warnings
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
@@ -103,8 +104,9 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         audit.runtime_nodes = Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode))
     except UnsupportedModel as error:
         problems = list(error.problems)
+    audit.model = with_operands(model)
     if model.functions:  # roles are found by the operators that read a tensor, so functions are inlined
-        audit.model = inliner.inline_local_functions(model)
+        audit.model = inliner.inline_local_functions(audit.model)
     try:
         audit.stored = stored_tensors(model.graph, path.parent)
         found = find_roles(audit.model.graph, audit.stored)

@@ -25,6 +25,7 @@ from onward.trainer.config.sections import ExportConfig, ModelConfig
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.external_data import is_external
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_protos
@@ -119,6 +120,9 @@ def _fields(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[
     """Serialize all that training does not change, by kind: attributes and frozen tensors included."""
     rest = onnx.ModelProto()
     rest.CopyFrom(model)
+    for name, _, attribute in held_attributes(rest.graph):
+        if name in weights:
+            attribute.floats[:] = [0.0] * len(attribute.floats)
     for name, tensor in stored_protos(rest.graph):
         if name in weights:
             # the fields that hold values of trained types; names, shapes and types stay and are compared

@@ -12,13 +12,14 @@ import torch
 from onnx import TensorProto, numpy_helper
 
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.attribute_weights import as_tensor_proto, held_attributes
 from onward.trainer.onnx_graph.element_types import DTYPES, element_type_name
 from onward.trainer.onnx_graph.external_data import bits_differ, is_external, map_external
 from onward.trainer.onnx_graph.tensor_protos import read_tensor
 
 
 def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch.Tensor]:
-    """Return every initializer and every tensor of a Constant node, by name; external data is memory-mapped.
+    """Return every tensor of `stored_protos`, by name; external data is memory-mapped.
 
     base: the directory of external data. Raises UnsupportedModel with a sentence for each tensor that cannot be used.
     """
@@ -38,7 +39,10 @@ def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch
 
 
 def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
-    """Yield (name, proto) of initializers and of Constant nodes; the latter under the name of their output."""
+    """Yield (name, proto) of initializers, of Constant nodes (named as their output) and of attribute_weights.py.
+
+    The last ones are copies, which `store_tensor` cannot change (see `store_floats`).
+    """
     for tensor in graph.initializer:
         yield tensor.name, tensor
     for node in graph.node:
@@ -46,6 +50,8 @@ def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
             for attribute in node.attribute:
                 if attribute.name == "value":
                     yield node.output[0], attribute.t
+    for name, node, attribute in held_attributes(graph):
+        yield name, as_tensor_proto(node, attribute)
 
 
 def _read(proto: TensorProto, base: Path | None) -> torch.Tensor:

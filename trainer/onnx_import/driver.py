@@ -35,6 +35,7 @@ from torch import fx, nn
 
 import onward.trainer.onnx_import.ops  # noqa: F401  registers the operator rules
 from onward.trainer.errors import ConfigError, UnsupportedModel, UnsupportedNode
+from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.external_data import external_problems, load_small_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
@@ -105,7 +106,7 @@ def to_module(
     stored = stored_tensors(model.graph, base)
     originals = read_records(model).originals
     depth = find_branches(model, base)
-    model = load_small_tensors(model, base)
+    model = load_small_tensors(with_operands(model), base)
     if model.functions:
         model = inliner.inline_local_functions(model)
     found = promote_to_trained(find_roles(model.graph, stored), stored, train)

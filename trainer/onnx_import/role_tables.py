@@ -49,6 +49,8 @@ DIFFERENTIABLE_OPERANDS: dict[str, tuple[int, ...]] = {
     "GroupQueryAttention": (0, 1, 2, 3, 4),
     "RoiAlign": (0,),
     "MaxRoiPool": (0,),
+    "Scaler": (0,),
+    "ArrayFeatureExtractor": (0,),
     "GridSample": (0, 1),
     "STFT": (0, 2),
 }
@@ -67,6 +69,7 @@ PARAMETER_MEANING: dict[str, str] = {
     "Upsample": "only says how large a result is",
     "OneHot": "the values of OneHot",
     "NonMaxSuppression": "thresholds",
+    "Scaler": "normalises the input",
 }
 """Operator -> what its operands are that are not in DIFFERENTIABLE_OPERANDS."""
 
@@ -74,14 +77,15 @@ PARAMETER_MEANING: dict[str, str] = {
 LAYERS = frozenset((
     "Conv", "ConvTranspose", "DeformConv", "CausalConvWithState", "FusedConv", "NhwcConv", "Gemm", "FusedGemm",
     "BatchNormalization", "LayerNormalization", "InstanceNormalization", "GroupNormalization", "RMSNormalization",
-    "PRelu", "LSTM", "GRU", "RNN", "EmbedLayerNormalization", "SkipLayerNormalization", "BiasGelu",
+    "PRelu", "LSTM", "GRU", "RNN", "LinearClassifier", "LinearRegressor",
+    "EmbedLayerNormalization", "SkipLayerNormalization", "BiasGelu",
     "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "SkipGroupNorm", "GroupNorm",
 ))
 """Operators whose stored operands are weights even if they hold a single number."""
 ELEMENTWISE = frozenset(("Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Mean"))
 KEEPS_INPUT = frozenset((
     "Add", "Sub", "Mul", "Div", "Cast", "Clip", "Concat", "Gather", "Identity", "Pad", "Reshape", "Resize", "Slice",
-    "Squeeze", "Transpose", "Unsqueeze",
+    "Squeeze", "Transpose", "Unsqueeze", "Scaler", "Imputer", "FeatureVectorizer",
 ))
 """Operators after which an input is still pixels or samples, only rescaled or rearranged."""
 KEEPS_WEIGHT = frozenset((

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto
 
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.attribute_weights import held_attributes, store_floats
 from onward.trainer.onnx_graph.external_data import byte_range, is_external, write_external
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import store_tensor, stored_protos
@@ -54,12 +55,13 @@ def fill_weights(
 ) -> tuple[onnx.ModelProto, dict[str, tuple[torch.Tensor, TensorProto]]]:
     """Return a copy of `model` with the weights that the model file holds, and (tensor, proto) of external ones.
 
-    Each weight is stored in the element type and the protobuf field of the original. A tensor without changes is not
-    touched. Raises ConfigError when `model` is not the one the module was imported from.
+    Each weight is stored in the element type and the protobuf field, or the attribute, of the original. A tensor
+    without changes is not touched. Raises ConfigError when `model` is not the one the module was imported from.
     """
     trained = onnx.ModelProto()
     trained.CopyFrom(model)
     protos = dict(stored_protos(trained.graph))
+    attributes = {name: attribute for name, _, attribute in held_attributes(trained.graph)}
     outside = {}
     for name, tensor in stored_weights(module).items():
         proto = protos.get(name)
@@ -69,6 +71,8 @@ def fill_weights(
             )
         if is_external(proto):
             outside[name] = (tensor, proto)
+        elif name in attributes:
+            store_floats(tensor, attributes[name])
         else:
             store_tensor(tensor, proto)
     return trained, outside

@@ -27,6 +27,12 @@ def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch
     refused = [
         f"initializer {name!r} is sparse, which is not implemented; store it as a plain tensor" for name in sparse
     ]
+    own = {tensor.name for tensor in graph.initializer}
+    refused += [
+        f"initializer {name!r} is also the name of an attribute (of node {node.name!r}); rename the initializer"
+        for name, node, _ in held_attributes(graph)
+        if name in own
+    ]
     found = dict(stored_protos(graph))
     for name, proto in found.items():
         if proto.data_type not in DTYPES:

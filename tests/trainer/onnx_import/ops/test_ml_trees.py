@@ -190,14 +190,7 @@ def test_two_classes_that_onnxruntime_computes_oddly_are_refused(given: dict[str
     nodes, scores = forest(3, [0])
     all_given = attributes("class", nodes, scores, classlabels_int64s=[0, 1], **given)
     with pytest.raises(UnsupportedModel, match=why):
-        to_module(
-            model_of(
-                "TreeEnsembleClassifier",
-                [ROWS],
-                2,
-                **attributes("class", nodes, scores, classlabels_int64s=[0, 1], **given),
-            )
-        )
+        to_module(model_of("TreeEnsembleClassifier", [ROWS], 2, **all_given))
 
 
 def test_the_suite_of_onnx_is_computed_right() -> None:

@@ -77,3 +77,33 @@ def test_a_weight_that_never_moves_comes_out_byte_for_byte(tmp_path: Path) -> No
     statistics = running_statistics(to_module(onnx.load(read_config(run).model.path)))
     assert exported.changed == len(statistics)
     assert {name for name in after if after[name] != before[name]} == set(statistics)
+
+
+def in_half_precision(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with inputs, outputs and weights in FLOAT16."""
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            array = onnx.numpy_helper.to_array(tensor).astype(np.float16)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    return model
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_file_in_half_precision_is_trained_on_columns_in_half_precision(tmp_path: Path, compute: str) -> None:
+    images = runs.tiny_images(60)
+    columns = {"image": images["image"].astype(np.float16), "label": images["label"]}
+    model = in_half_precision(graphs.tiny_conv_net_with_batch_norm())
+    settings = {"train": {"global_batch_size": 8, "num_steps": 12}, "parallel": {"data": 2}}
+    run = runs.make_run(tmp_path, model, columns, **settings, precision={"compute": compute})
+    exported = export_file(run, run.checkpoint(runs.train_run(run).step))
+    found, before = runs.losses(run), onnx.load(read_config(run).model.path)
+    assert found[12] < found[1]
+    after = onnx.load(exported.path)
+    assert [(t.name, t.data_type) for t in after.graph.initializer] == [
+        (t.name, t.data_type) for t in before.graph.initializer
+    ]
+    assert after.graph.node == before.graph.node

@@ -224,7 +224,7 @@ def _changes(a: onnx.NodeProto, b: onnx.NodeProto) -> Iterator[str]:
             yield f"{what}s {', '.join(getattr(a, what))} -> {', '.join(getattr(b, what))}"
     before, after = ({attribute.name: attribute for attribute in node.attribute} for node in (a, b))
     for name in sorted(before.keys() | after.keys()):
-        held = {"value"} if a.op_type == "Constant" else {attribute.name for attribute in held_by(a)}
+        held = {attribute.name for attribute in held_by(a)} | ({"value"} if a.op_type == "Constant" else set())
         if a.op_type == b.op_type and name in held and name in before and name in after:
             continue  # compared as a tensor
         was, now = (_attribute(attributes.get(name)) for attributes in (before, after))

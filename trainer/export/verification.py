@@ -123,6 +123,7 @@ def _fields(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[
     for name, _, attribute in held_attributes(rest.graph):
         if name in weights:
             attribute.floats[:] = [0.0] * len(attribute.floats)
+            attribute.ClearField("f")
     for name, tensor in stored_protos(rest.graph):
         if name in weights:
             # the fields that hold values of trained types; names, shapes and types stay and are compared

@@ -1,13 +1,14 @@
-"""Read and write the numbers that nodes of ai.onnx.ml hold in attributes as if they were initializers.
+"""Read and write the numbers that nodes hold in attributes as if they were initializers.
 
+    Constant -> y                              value_float = float, or value_floats = floats of [n]
     LinearClassifier(X) -> label, scores      coefficients = floats of [classes * features], intercepts = floats
 
-    stored_tensors      "label/coefficients" [classes, features]    "label/intercepts" [classes]
+    stored_tensors      "y" [] or [n]    "label/coefficients" [classes, features]    "label/intercepts" [classes]
     with_operands       LinearClassifier(X, "label/coefficients", "label/intercepts")        only while it is imported
     store_floats        the trained numbers, in the same attribute of the same node
 
-A name begins with the node's first output, because only names of outputs are unique in a graph and stay the same when a
-part of it is extracted.
+A name is, or begins with, the node's first output, because only names of outputs are unique in a graph and stay the same
+when a part of it is extracted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ HELD = {
 }
 """Operator of ai.onnx.ml -> the attributes that are treated as stored tensors."""
 
+NUMBERS = ("value_float", "value_floats")
+"""Attributes of a Constant that are not tensors."""
+
 
 def held_attributes(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.NodeProto, onnx.AttributeProto]]:
     """Yield (name of the stored tensor, node, attribute) of the main graph, in the order of the nodes."""
@@ -37,16 +41,23 @@ def held_attributes(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.NodeProt
 
 def held_by(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
     """Yield the attributes of a node that are treated as stored tensors."""
-    names = HELD.get(node.op_type, ()) if node.domain == DOMAIN else ()
+    names = HELD.get(node.op_type, ()) if node.domain == DOMAIN else NUMBERS if _is_constant(node) else ()
     yield from (attribute for name in names for attribute in node.attribute if attribute.name == name)
 
 
+def _is_constant(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Constant" and node.domain in ("", "ai.onnx")
+
+
 def _name(node: onnx.NodeProto, attribute: str) -> str:
-    return f"{next(filter(None, node.output))}/{attribute}"
+    result = next(filter(None, node.output))
+    return result if _is_constant(node) else f"{result}/{attribute}"
 
 
 def as_tensor_proto(node: onnx.NodeProto, attribute: onnx.AttributeProto) -> TensorProto:
     """Return a copy of an attribute as an fp32 tensor; coefficients are [outputs, features], the others [n]."""
+    if attribute.name == "value_float":
+        return TensorProto(data_type=TensorProto.FLOAT, float_data=[attribute.f])
     dims, rows = [len(attribute.floats)], _num_rows(node)
     if attribute.name == "coefficients" and rows and not dims[0] % rows:
         dims = [rows, dims[0] // rows]
@@ -65,9 +76,13 @@ def _num_rows(node: onnx.NodeProto) -> int:
 
 
 def store_floats(tensor: torch.Tensor, attribute: onnx.AttributeProto) -> None:
-    """Write a tensor into an attribute of floats, unless it has the same bits already."""
+    """Write a tensor into an attribute of a float or floats, unless it has the same bits already."""
     now = tensor.detach().cpu().to(torch.float32).flatten()
-    if torch.equal(now.view(torch.int32), torch.tensor(attribute.floats, dtype=torch.float32).view(torch.int32)):
+    before = [attribute.f] if attribute.name == "value_float" else list(attribute.floats)
+    if torch.equal(now.view(torch.int32), torch.tensor(before, dtype=torch.float32).view(torch.int32)):
+        return
+    if attribute.name == "value_float":
+        attribute.f = now.item()
         return
     del attribute.floats[:]
     attribute.floats.extend(now.tolist())
@@ -79,11 +94,11 @@ def with_operands(model: onnx.ModelProto) -> onnx.ModelProto:
     ONNX does not define these operands, so only the import and the analysis of roles read such a model. They are named
     as in `stored_tensors` and have no initializers; the attributes stay.
     """
-    if not any(held_attributes(model.graph)):
+    if not any(node.domain == DOMAIN for _, node, _ in held_attributes(model.graph)):
         return model
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     for node in copy.graph.node:
-        if held := {attribute.name for attribute in held_by(node)}:
+        if node.domain == DOMAIN and (held := {attribute.name for attribute in held_by(node)}):
             node.input.extend(_name(node, name) if name in held else "" for name in HELD[node.op_type])
     return copy

@@ -44,6 +44,7 @@ from onward.trainer.onnx_graph.stochastic_depth import find_branches, mark_branc
 from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
 from onward.trainer.onnx_import.lowering import GraphLowering, local_functions, opsets_of, unknown_operators
+from onward.trainer.onnx_import.ops.cast import HALVES, widen_half
 from onward.trainer.onnx_import.ops.contrib import OWN_NORMS, check_optimised
 from onward.trainer.onnx_import.passes.fuse import fuse_graph as fuse_graph
 from onward.trainer.onnx_import.roles import Role, find_roles, promote_to_trained
@@ -188,6 +189,9 @@ class ImportAttempt:
         values: dict[str, Value] = {"": None}
         for value in self.inputs:
             self._add_input(value, lengths, values)
+        for value in self.inputs:  # after all placeholders, which fx wants first
+            if value.type.tensor_type.elem_type in HALVES and isinstance(values.get(value.name), Traced):
+                values[value.name] = self.tracer.call(widen_half, values[value.name], self.tracer.anchor)
         for name, tensor in stored.items():
             values[name] = self._add_stored(name, tensor)
         graph = self.model.graph

@@ -16,6 +16,7 @@ from onward.trainer.config.sections import ModelConfig
 from onward.trainer.diagnostics.doctor import Diagnosis, diagnose
 from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_symptoms
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.surgery import apply_surgery
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.train_selection import select_trained
@@ -46,8 +47,10 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 def test_every_stored_tensor_is_counted_and_has_a_reason(name, tmp_path):
     model = MODELS[name]()
     found = examined(model, tmp_path)
-    kept = [tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
-    floats = {tensor.name: math.prod(tensor.dims) for tensor in kept}
+    stored = dict(stored_protos(model.graph))  # of Constant nodes, too
+    assert stored.keys() >= {tensor.name for tensor in model.graph.initializer}
+    kept = {name: tensor for name, tensor in stored.items() if tensor.data_type == onnx.TensorProto.FLOAT}
+    floats = {name: math.prod(tensor.dims) for name, tensor in kept.items()}
     assert found.importable
     assert {weight.name for weight in found.weights} == set(floats)
     assert all(weight.reason for weight in found.weights)

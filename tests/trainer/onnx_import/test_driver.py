@@ -353,10 +353,13 @@ def rewritten(model: onnx.ModelProto, how: str) -> onnx.ModelProto:
         elif how == "Constant nodes":
             model.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value=tensor))
             model.graph.initializer.remove(tensor)
+        elif how == "lists of floats" and array.ndim == 1:
+            model.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value_floats=array.tolist()))
+            model.graph.initializer.remove(tensor)
     return model
 
 
-@pytest.mark.parametrize("how", ["float_data", "Constant nodes"])
+@pytest.mark.parametrize("how", ["float_data", "Constant nodes", "lists of floats"])
 def test_weights_are_written_back_where_they_were_stored(how):
     model = rewritten(tiny_conv_net(), how)
     module = to_module(model)
@@ -369,9 +372,37 @@ def test_weights_are_written_back_where_they_were_stored(how):
     assert all(not tensor.raw_data for tensor in written.graph.initializer if tensor.float_data)
 
 
+def test_a_number_of_a_constant_node_is_written_back() -> None:
+    g = GraphWriter("number", seed=0)
+    slope = g.op("Constant", value_float=0.1)  # which float64 does not represent as float32 does
+    g.op("Mul", g.op("MatMul", g.input("x", ("n", 3)), g.weight("w", g.normal(1.0, 3, 2))), slope, outputs="y")
+    g.output("y", ("n", 2))
+    model = g.model()
+    module = to_module(model, train=[slope])
+    assert named_weights(module)[slope].shape == ()
+    assert model_with_weights(module, model).SerializeToString() == model.SerializeToString()
+    with torch.no_grad():
+        named_weights(module)[slope].fill_(1.7)
+    written = model_with_weights(module, model)
+    assert_same(module, written, batch=2)
+    module = to_module(written, train=[slope])
+    assert named_weights(module)[slope].item() == np.float32(1.7)
+
+
+@pytest.mark.parametrize("fed", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
-@pytest.mark.parametrize("typed", [False, True])
-def test_half_precision_files_are_trained_in_fp32_and_rounded_once(kind, typed):
+def test_a_file_in_half_precision_takes_inputs_of_its_type(kind, fed) -> None:
+    module = to_module(half_product(kind))
+    x = torch.randn(5, 4).to(fed)
+    torch.testing.assert_close(module(x), x.float() @ module.w, rtol=1e-5, atol=1e-5)
+    module(x).sum().backward()
+    assert module.w.grad.dtype == torch.float32
+    assert module.double()(x).dtype == torch.float64
+    assert module.half()(x.half()).dtype == torch.float16
+
+
+def half_product(kind: int, *, typed: bool = False) -> onnx.ModelProto:
+    """x [batch, 4] times w [4, 3], all in half precision. typed: w is in a field of its type, not in raw_data."""
     weight = np.random.default_rng(0).standard_normal((4, 3), np.float32)
     halves = weight.astype(helper.tensor_dtype_to_np_dtype(kind))
     proto = numpy_helper.from_array(halves, "w")
@@ -380,7 +411,14 @@ def test_half_precision_files_are_trained_in_fp32_and_rounded_once(kind, typed):
         proto = TensorProto(name="w", data_type=kind, dims=[4, 3], int32_data=bits)
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     ends = [helper.make_tensor_value_info(name, kind, ["batch", width]) for name, width in (("x", 4), ("y", 3))]
-    model = helper.make_model(helper.make_graph([node], "half", ends[:1], ends[1:], [proto]))
+    return helper.make_model(helper.make_graph([node], "half", ends[:1], ends[1:], [proto]))
+
+
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+@pytest.mark.parametrize("typed", [False, True])
+def test_half_precision_files_are_trained_in_fp32_and_rounded_once(kind, typed):
+    model = half_product(kind, typed=typed)
+    halves = numpy_helper.to_array(model.graph.initializer[0])
     module = to_module(model)
     assert module.w.dtype == torch.float32
     assert model_with_weights(module, model).SerializeToString() == model.SerializeToString()

@@ -15,6 +15,7 @@ from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.builder import GraphExtender
 from onward.trainer.onnx_graph.index import nodes_of
+from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
 
 LEAST_OPSET = 13
@@ -212,9 +213,10 @@ def _open(model: onnx.ModelProto, weights: set[str], copies: Mapping[str, tuple[
     """Make stored tensors inputs with a default; copies become views of their originals."""
     graph = model.graph
     wanted = weights | copies.keys()
+    stored = dict(stored_protos(graph))
     for node in [node for node in graph.node if node.op_type == "Constant" and node.output[0] in wanted]:
-        value = next(attribute.t for attribute in node.attribute if attribute.name == "value")
-        graph.initializer.append(numpy_helper.from_array(numpy_helper.to_array(value), node.output[0]))
+        value = numpy_helper.to_array(stored[node.output[0]])
+        graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
         graph.node.remove(node)
     inputs = {value.name for value in graph.input}
     for tensor in list(graph.initializer):

@@ -44,6 +44,11 @@ def convert(c: Call, x: Value, target: int) -> Value:
     return c("clone", x) if x.dtype == dtype else c("to", x, dtype)
 
 
+def widen_half(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """Convert an input in half precision to the type the module computes in, which is that of its anchor."""
+    return x.to(anchor.dtype)
+
+
 def store_as(levels: torch.Tensor, dtype: torch.dtype, computed_in: torch.dtype) -> torch.Tensor:
     """Convert integers that were computed in floating point to the type that they have in the file.
 

@@ -7,8 +7,8 @@
     with_operands       LinearClassifier(X, "label/coefficients", "label/intercepts")        only while it is imported
     store_floats        the trained numbers, in the same attribute of the same node
 
-A name is, or begins with, the node's first output, because only names of outputs are unique in a graph and stay the same
-when a part of it is extracted.
+A name is, or begins with, the node's first output, because only names of outputs are unique in a graph and stay the
+same when a part of it is extracted.
 """
 
 from __future__ import annotations

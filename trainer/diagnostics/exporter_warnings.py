@@ -12,6 +12,7 @@ import onnx
 import torch
 from onnx import TensorProto, inliner
 
+from onward.trainer.diagnostics.merged_weights import merged_weights
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
@@ -19,7 +20,7 @@ from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
-from onward.trainer.onnx_import.tensor_contents import is_distinctive, is_exporter_name
+from onward.trainer.onnx_import.tensor_contents import is_exporter_name
 from onward.trainer.onnx_import.ties import Copies
 from onward.trainer.run.records import Record
 
@@ -133,10 +134,13 @@ def _folded_batch_norm(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
-    trained = set(audit.trained())
-    found = merged(audit.model.graph, audit.stored, audit.roles)
-    if found := {name: nodes for name, nodes in found.items() if name in trained}:
-        shown = "; ".join(f"{name} (by {len(nodes)}: {', '.join(nodes[:3])}, ...)" for name, nodes in _few(found))
+    found = merged_weights(audit.model.graph, audit.stored, audit.roles)
+    changing = {*audit.trained(), *(name for name, role in audit.roles.items() if role.kind == "statistic")}
+    if found := {name: parts for name, parts in found.items() if name in changing}:
+        shown = "; ".join(
+            f"{name} (by {len(parts)}: {', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''})"
+            for name, parts in _few(found)
+        )
         yield ExporterWarning(
             key="merged",
             what=(
@@ -146,41 +150,6 @@ def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
             remedy=f"set model.untie = {_toml(found)}, or export with {RECIPE}",
             changes_training=True,
         )
-
-
-def merged(
-    main: onnx.GraphProto, stored: Mapping[str, torch.Tensor], found: Mapping[str, Role]
-) -> dict[str, list[str]]:
-    """Return the trained weights that an exporter seems to have merged -> the nodes that read them.
-
-    A network may repeat whole layers, which reads its matrices as often as its vectors. So a vector is suspicious if it
-    is read more often than the matrices are, and a matrix if all its elements are equal.
-    """
-    readers = _readers(main)
-    trained = [name for name, role in found.items() if role.kind == "trained" and name in stored]
-    meaningful = [name for name in trained if stored[name].ndim >= 2 and is_distinctive(stored[name])]
-    # how often the layers of this network are repeated, by its matrices; not by embeddings, which a tied head reads too
-    repeats = [len(readers.get(name, ())) for name in meaningful if not found[name].operator.startswith("Gather")]
-    usual = max(repeats, default=1)
-    return {
-        name: nodes
-        for name in trained
-        if name not in meaningful and len(nodes := readers.get(name, [])) > max(usual, 1)
-    }
-
-
-def _readers(main: onnx.GraphProto) -> dict[str, list[str]]:
-    """Return stored tensor -> the nodes that read it, directly or through Identity nodes."""
-    passed: dict[str, str] = {}
-    readers: dict[str, list[str]] = {}
-    for node in main.node:
-        sources = [passed.get(name, name) for name in node.input]
-        if node.op_type == "Identity":
-            passed[node.output[0]] = sources[0]
-            continue
-        for name in dict.fromkeys(sources):
-            readers.setdefault(name, []).append(node.name or next(filter(None, node.output), node.op_type))
-    return readers
 
 
 def _copies(audit: AuditInput) -> Iterator[ExporterWarning]:

@@ -12,6 +12,8 @@ import ast
 import onnx
 
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
+FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
+"""Keys of metadata: of a node, its modules; of a stored tensor, the values that it was computed from."""
 
 
 def module_of_node(node: onnx.NodeProto) -> str | None:

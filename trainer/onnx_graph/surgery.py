@@ -12,7 +12,7 @@ neither read nor moved: external data stays in its files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import onnx
@@ -21,6 +21,7 @@ from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.index import UNTIED, Index, did_you_mean, known_types, names_read
 from onward.trainer.onnx_graph.new_head import replace_head
+from onward.trainer.onnx_graph.shared_parameters import Use, parameters_read
 
 # -- what the file keeps
 
@@ -40,9 +41,12 @@ def apply_surgery(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> 
 
 
 def _untie(graph: onnx.GraphProto, patterns: Sequence[str]) -> list[str]:
-    """Give every reader of a matching weight, except the first, its own copy."""
+    """Give every parameter that a matching weight stands for, except the first, its own copy.
+
+    If the file says that the weight is one parameter, every node that reads it gets its own copy.
+    """
     index, problems = Index(graph), []
-    shared = {name: readers for name in index.stored if len(readers := index.readers.get(name, ())) > 1}
+    shared = {name: groups for name, found in parameters_read(graph).items() if len(groups := _groups(found)) > 1}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in shared):
             matching = [name for name in index.stored if fnmatchcase(name, pattern)]
@@ -51,21 +55,30 @@ def _untie(graph: onnx.GraphProto, patterns: Sequence[str]) -> list[str]:
                 if matching
                 else f"model.untie: no initializer matches {pattern!r}{did_you_mean(pattern, shared or index.stored)}"
             )
-    for name, readers in shared.items():
+    declared = {value.name: value for value in graph.value_info}
+    for name, groups in shared.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
-            # the first reader keeps the original and its name
-            for number, node in enumerate(readers[1:], start=1):
+            # the first one keeps the original and its name
+            for number, uses in enumerate(groups[1:], start=1):
                 copy = graph.initializer.add()
                 copy.CopyFrom(index.stored[name])
                 copy.name = f"{name}{UNTIED}{number}"
-                _replace_input(node, name, copy.name)
+                for use in uses:
+                    use.node.input[use.slot] = copy.name
+                if name in declared:  # with what the exporter wrote about it
+                    graph.value_info.add().CopyFrom(declared[name])
+                    graph.value_info[-1].name = copy.name
     return problems
 
 
-def _replace_input(node: onnx.NodeProto, old: str, new: str) -> None:
-    for slot, name in enumerate(node.input):
-        if name == old:
-            node.input[slot] = new
+def _groups(found: Mapping[str, Sequence[Use]]) -> list[Sequence[Use]]:
+    """Return the uses of each parameter; of each node if there is one parameter only."""
+    if len(found) > 1:
+        return list(found.values())
+    nodes: dict[str, list[Use]] = {}
+    for use in (use for uses in found.values() for use in uses):
+        nodes.setdefault(next(filter(None, use.node.output), ""), []).append(use)
+    return list(nodes.values())
 
 
 # -- the part that is trained

@@ -25,13 +25,12 @@ from typing import Literal
 
 import onnx
 
-from onward.trainer.onnx_graph.module_paths import list_of_names, module_of_node
+from onward.trainer.onnx_graph.module_paths import FOLDED_FROM, list_of_names, module_of_node
 
 RecordedKind = Literal["parameter", "buffer", "constant"]
 
 INPUT_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
-FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 
 TORCH_KINDS: dict[str, RecordedKind] = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"}
 

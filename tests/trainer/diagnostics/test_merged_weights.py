@@ -1,0 +1,228 @@
+"""Parameters that an exporter merged are found by what it wrote, and separated; sharing by the author is no warning."""
+
+import copy
+import warnings
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onward.trainer.config.sections import ModelConfig
+from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_symptoms
+from onward.trainer.diagnostics.merged_weights import merged_weights
+from onward.trainer.onnx_graph.shared_parameters import MAX_MERGED, parameters_read
+from onward.trainer.onnx_graph.surgery import apply_surgery
+from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.exporter_records import read_records
+from onward.trainer.onnx_import.imported_graph import named_weights
+from tests.support import zoo
+
+WIDE = 40
+
+
+class FreshNorms(nn.Module):
+    """Two new BatchNormalizations: scales and variances of ones, biases and means of zeros."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.fc1, self.bn1 = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.fc2, self.bn2 = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # an activation before each norm, so that the exporter does not fold it
+        result: Tensor = self.bn2(torch.tanh(self.fc2(self.bn1(torch.tanh(self.fc1(x))))))
+        return result
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(torch.tanh(self.fc(x)))
+        return result
+
+
+class Layers(nn.Module):
+    """Layers, the last one applied twice, and one output norm after each of them."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), nn.LayerNorm(layers[0].fc.in_features)
+        nn.init.uniform_(self.norm.weight)
+        nn.init.uniform_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for layer in [*self.layers, self.layers[-1]]:
+            x = layer(x)
+            found.append(self.norm(x))
+        return torch.stack(found).sum(0)
+
+
+class TwoScales(nn.Module):
+    def __init__(self, width: int = 9) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+        self.first, self.second = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second * torch.tanh(self.fc(x) * self.first)
+
+
+class Tied(nn.Module):
+    def __init__(self, width: int = 11) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, width), nn.Linear(width, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.tanh(self.embedding((x > 0).long()).sum(1)))
+        return result
+
+
+class Everything(nn.Module):
+    """All of them, of different widths, so that the exporter merges nothing of two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        copied, repeated = Layer(6), Layer(WIDE)
+        self.norms = FreshNorms()
+        self.copied = Layers([copy.deepcopy(copied) for _ in range(3)])
+        self.once = Layers([Layer(7)])
+        self.repeated = Layers([repeated] * 3)
+        self.scales = TwoScales()
+        self.tied = Tied()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = self.scales(self.scales(x[:, :9]))
+        parts = [self.norms(x[:, :4]), self.copied(x[:, :6]), self.once(x[:, :7]), self.repeated(x), scaled]
+        return torch.cat([*parts, self.tied(x[:, :11])], 1)
+
+
+@pytest.fixture(scope="module", params=["dynamo", "TorchScript"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
+    path, example = tmp_path_factory.mktemp("merged") / "m.onnx", (torch.randn(3, WIDE),)
+    module = Everything().eval()
+    with warnings.catch_warnings():
+        for opening, category in zoo.IGNORED:
+            warnings.filterwarnings("ignore", opening, category)
+        if request.param == "dynamo":
+            shapes = ({0: torch.export.Dim("batch")},)
+            program = torch.onnx.export(module, example, dynamo=True, dynamic_shapes=shapes, verbose=False)
+            assert program is not None
+            program.save(str(path))
+        else:
+            axes = {"x": {0: "batch"}}
+            torch.onnx.export(module, example, str(path), dynamo=False, input_names=["x"], dynamic_axes=axes)
+    return onnx.load(path)
+
+
+def found_in(model: onnx.ModelProto, prefix: str = "") -> list[set[str]]:
+    """Return the parameters of each merged tensor, as far as their names begin like this."""
+    audit = audit_of_run(model, to_module(model), Path())
+    found = merged_weights(audit.model.graph, audit.stored, audit.roles).values()
+    return [set(parts) for parts in found if any(part.startswith(prefix) for part in parts)]
+
+
+def untied(model: onnx.ModelProto) -> onnx.ModelProto:
+    audit = audit_of_run(model, to_module(model), Path())
+    names = merged_weights(audit.model.graph, audit.stored, audit.roles)
+    changed = copy.deepcopy(model)
+    apply_surgery(changed, ModelConfig(path=Path("m.onnx"), untie=tuple(names)), seed=0)
+    return changed
+
+
+def test_a_scale_that_is_one_tensor_with_a_running_variance_is_found(exported):
+    found = found_in(exported, "norms.")
+    assert len(found) == 2
+    for kind, statistic in (("weight", "running_var"), ("bias", "running_mean")):
+        assert {f"norms.bn{i}.{part}" for i in (1, 2) for part in (kind, statistic)} in found
+
+
+def test_merged_parameters_are_refused_until_they_are_accepted_or_untied(exported):
+    def warned(model: onnx.ModelProto) -> list[str]:
+        return refused_symptoms(exporter_warnings(audit_of_run(model, to_module(model), Path())), accept=())
+
+    [refused] = warned(exported)
+    assert 'model.untie = ["' in refused
+    assert 'model.accept = ["merged"]' in refused
+    assert warned(untied(exported)) == []
+
+
+def test_copied_layers_whose_equal_matrices_were_merged_are_found(exported):
+    found = found_in(exported, "copied.layers.")
+    assert len(found) == 4, "matrix and bias, scale and bias of the norm"
+    assert all(len(parts) == 3 for parts in found), "the layer that is called twice counts once"
+
+
+def test_modules_that_are_called_several_times_are_not_reported(exported):
+    assert found_in(exported, "once.") == [], "the output norm is read more often than any matrix"
+    assert WIDE**2 > MAX_MERGED
+    assert found_in(exported, "repeated.") == [], "one module under three names"
+
+
+def test_a_tied_embedding_is_not_reported(exported):
+    assert found_in(exported, "tied.") == []
+
+
+def test_two_parameters_of_one_module_that_is_called_twice_are_told_apart(exported):
+    [parts] = found_in(exported, "scales")
+    assert len(parts) == 2
+    read = parameters_read(untied(exported).graph)
+    uses = [uses for found in read.values() for name, uses in found.items() if name.startswith("scales")]
+    assert [len(found) for found in uses if found[0].node.op_type in ("Mul", "Identity")] == [2, 2]
+
+
+def test_untied_parameters_have_the_gradients_and_statistics_of_the_module(exported):
+    module, changed = Everything(), untied(exported)
+    imported = to_module(changed)
+    x = torch.randn(16, WIDE)
+    for each in (module, imported):
+        each.train()
+        each(x).pow(3).mean().backward()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    buffers, originals = dict(module.named_buffers()), read_records(changed).originals
+    read = {name: next(iter(found)) for name, found in parameters_read(changed.graph).items()}
+    expected = gradients | {name: tensor for name, tensor in buffers.items() if "running" in name}
+    for name, tensor in named_weights(imported).items():
+        value = tensor.grad if isinstance(tensor, nn.Parameter) else tensor
+        labels = (read[name], originals.get(name, name))
+        candidates = [each for each in expected if each in labels or each.startswith(f"{read[name]}.")]
+        equal = [
+            each
+            for each in candidates
+            for turned in (value, value.t())
+            if turned.shape == expected[each].shape and torch.allclose(turned, expected[each], rtol=1e-4, atol=1e-6)
+        ]
+        assert equal, (name, candidates)
+        assert isinstance(tensor, nn.Parameter) == (equal[0] in gradients)
+        del expected[equal[0]]
+    assert not expected
+
+
+def test_merged_parameters_are_found_when_another_tool_has_removed_the_identities(exported):
+    model = copy.deepcopy(exported)
+    passed = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Identity"}
+    for node in [*model.graph.node]:
+        if node.op_type == "Identity":
+            model.graph.node.remove(node)
+        for slot, name in enumerate(node.input):
+            node.input[slot] = passed.get(name, name)
+    assert {f"copied.layers.{i}.norm" for i in range(3)} in [
+        {part.removesuffix(".weight").removesuffix(".bias") for part in parts} for parts in found_in(model, "copied.")
+    ]
+    assert found_in(model, "once.") == []
+
+
+def test_a_tensor_that_is_scale_and_bias_of_one_node_is_merged_whoever_wrote_the_file():
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        norm (float[batch, 8] x) => (float[batch, 8] y) { y = LayerNormalization(x, zeros, zeros) }""")
+    model.graph.initializer.add(name="zeros", dims=[8], data_type=1, float_data=[0.0] * 8)
+    assert found_in(model) == [{"y weight", "y bias"}]
+    assert found_in(untied(model)) == []

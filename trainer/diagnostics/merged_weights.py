@@ -1,0 +1,76 @@
+"""Find the stored tensors that stand for several parameters of the exported network, which would train as one.
+
+Exporters merge parameters of equal value: biases of zeros, scales of ones, the layers of a fresh
+torch.nn.TransformerEncoder, even a scale of ones with a running variance of ones. A tensor that the author shares
+(a tied embedding, a module that is called several times) is not reported as far as the file proves it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import onnx
+import torch
+
+from onward.trainer.onnx_graph.shared_parameters import MAX_MERGED, Use, parameters_read
+from onward.trainer.onnx_import.roles import Role
+from onward.trainer.onnx_import.tensor_contents import is_distinctive
+
+
+def merged_weights(
+    main: onnx.GraphProto, stored: Mapping[str, torch.Tensor], roles: Mapping[str, Role]
+) -> dict[str, list[str]]:
+    """Return the weights and running statistics that an exporter merged -> the parameters or nodes that they stand for.
+
+    Where the exporter wrote which module a node belongs to, by these; elsewhere, judging by how often they are read.
+    """
+    read = parameters_read(main)
+    changing = [name for name, role in roles.items() if role.kind in ("trained", "statistic") and name in stored]
+    often = _read_often(read, stored, roles)
+    found = {}
+    for name in changing:
+        parameters = read.get(name, {})
+        uses = [use for each in parameters.values() for use in each]
+        # one tensor cannot be both a scale and a variance, whoever wrote the file
+        if len({use.operand for use in uses if use.operand}) > 1 or _is_merged(stored[name], parameters):
+            found[name] = list(parameters)
+        elif name in often and any(use.source == "nothing" for use in uses):
+            found[name] = often[name]
+    return found
+
+
+def _is_merged(tensor: torch.Tensor, parameters: Mapping[str, list[Use]]) -> bool:
+    """Return whether a tensor is several parameters by what the exporter wrote, and was not tied by the author."""
+    written = {name for name, uses in parameters.items() if uses[0].source != "nothing"}
+    sources = {parameters[name][0].source for name in written}
+    if len(written) < 2:
+        return False
+    if "merge" in sources or not is_distinctive(tensor):
+        return True
+    # Equal random numbers: the author ties the weight, as in a head and its embedding, or copied the layers of a
+    # network, whose names differ in numbers only.
+    modules = {re.sub(r" \(.*", "", name) for name in written}
+    alike = {re.sub(r"\d+", "#", name) for name in modules}
+    return len(alike) < len(modules) and not (sources == {"module"} and tensor.numel() > MAX_MERGED)
+
+
+def _read_often(
+    read: Mapping[str, Mapping[str, list[Use]]], stored: Mapping[str, torch.Tensor], roles: Mapping[str, Role]
+) -> dict[str, list[str]]:
+    """Return the tensors that are read more often than the layers of this network are repeated -> the nodes.
+
+    A network may repeat whole layers, which reads its matrices as often as its vectors. So a vector is suspicious if it
+    is read more often than the matrices are, and a matrix if all its elements are equal.
+    """
+    readers = {name: list(_nodes(use for uses in found.values() for use in uses)) for name, found in read.items()}
+    changing = [name for name, role in roles.items() if role.kind in ("trained", "statistic") and name in stored]
+    meaningful = {name for name in changing if stored[name].ndim >= 2 and is_distinctive(stored[name])}
+    # how often the layers of this network are repeated, by its matrices; not by embeddings, which a tied head reads too
+    repeats = [len(readers.get(name, ())) for name in meaningful if not roles[name].operator.startswith("Gather")]
+    usual = max([1, *repeats])
+    return {name: nodes for name in changing if name not in meaningful and len(nodes := readers.get(name, [])) > usual}
+
+
+def _nodes(uses: Iterable[Use]) -> dict[str, None]:
+    return {use.node.name or next(filter(None, use.node.output), use.node.op_type): None for use in uses}

@@ -1,0 +1,229 @@
+"""Find the parameters of the exported network that a stored tensor stands for, by what the exporter wrote.
+
+Exporters store parameters of equal value once. Which parameters they were is seen from where the tensor is read:
+
+    stored                    read by                                                stands for
+    bn.weight (ones) ----+--- BatchNormalization in module bn, as its scale          bn.weight
+                         +--- the same node, as its variance                         bn.running_var
+                         +--- BatchNormalization in module bn2, as its scale         bn2.weight
+    a.bias (zeros) ------+--- Add in module a                                        a.bias
+                         +--- Identity -> "b.bias" (torch's TorchScript exporter)    b.bias
+
+A module that is called several times reads its tensors several times, and each of them is one parameter. If nothing is
+written about a node, it counts as a layer of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import onnx
+from onnx import TensorProto
+
+from onward.trainer.onnx_graph.index import Index, nodes_of
+from onward.trainer.onnx_graph.module_paths import FOLDED_FROM, NAME_SCOPES, module_of_node
+
+OPERANDS = {
+    "BatchNormalization": {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"},
+    "InstanceNormalization": {1: "weight", 2: "bias"},
+    "LayerNormalization": {1: "weight", 2: "bias"},
+    "GroupNormalization": {1: "weight", 2: "bias"},
+    "SkipLayerNormalization": {2: "weight", 3: "bias", 4: "input bias"},
+}
+"""Operators that read several vectors of one length, which are different parameters."""
+
+REARRANGING = {
+    "Cast", "CastLike", "Concat", "Expand", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze",
+}  # fmt: skip
+"""Operators of which several may read one parameter in one call of its module."""
+
+MAX_MERGED = 1024
+"""torch's dynamo exporter merges equal tensors of at most so many elements (onnx_ir.DeduplicateInitializersPass)."""
+
+FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """An operand of a node that is a stored tensor."""
+
+    node: onnx.NodeProto
+    slot: int
+    """Number of the operand."""
+    parameter: str
+    """The parameter of the network that it is; equal for all uses of one parameter."""
+    module: str | None = None
+    """Path of the module that reads it, if torch's dynamo exporter wrote it."""
+    operand: str = ""
+    """What the operand is to its node, such as "running_mean"; "" if it can be one thing only."""
+    source: Literal["merge", "module", "node name", "nothing"] = "nothing"
+    """What the exporter wrote: that it merged this parameter, the module, the module in the node's name, or nothing."""
+
+
+def parameters_read(graph: onnx.GraphProto) -> dict[str, dict[str, list[Use]]]:
+    """Return stored tensor -> parameter of the exported network -> where it is read.
+
+    The parameter whose name the tensor has comes first, the others in the order of reading.
+    """
+    index = Index(graph)
+    uses: dict[str, list[Use]] = defaultdict(list)
+    merges_named = any(_named_merge(node) for node in graph.node)
+    for node in nodes_of(graph):
+        for slot, name in enumerate(node.input):
+            if name in index.stored and node.op_type not in ("Shape", "Size"):  # these do not read its values
+                uses[name] += _uses(node, slot, name, index, merges_named=merges_named)
+    weights = {
+        name: _Weight(origin, math.prod(index.stored[name].dims))
+        for name, origin in _origins(graph, uses).items()
+        if index.stored[name].data_type in FLOATS
+    }
+    first_path = _first_paths(uses, weights)
+    calls = _calls(uses, weights, first_path)
+    found: dict[str, dict[str, list[Use]]] = {}
+    for name, own in uses.items():
+        named = list(_numbered(own, first_path, calls))
+        found[name] = {use.parameter: [] for use in sorted(named, key=lambda use: use.parameter != name)}
+        for use in named:
+            found[name][use.parameter].append(use)
+    return found
+
+
+@dataclass(frozen=True)
+class _Weight:
+    origin: str
+    """The same for all tensors that were folded from one weight."""
+    size: int
+
+
+def _origins(graph: onnx.GraphProto, names: Iterable[str]) -> dict[str, str]:
+    written = {v.name: e.value for v in graph.value_info for e in v.metadata_props if e.key == FOLDED_FROM}
+    return {name: written.get(name, name) for name in names}
+
+
+def _named_merge(node: onnx.NodeProto) -> str:
+    """Return the name of the parameter that an Identity of the TorchScript exporter stands for, else ""."""
+    name = node.output[0] if node.op_type == "Identity" and re.fullmatch(r"Identity_\d+", node.name) else ""
+    return "" if _made_up(name) else name
+
+
+def _made_up(name: str) -> bool:
+    return re.match(r"onnx::|/|\d+$", name) is not None
+
+
+def _uses(node: onnx.NodeProto, slot: int, name: str, index: Index, *, merges_named: bool) -> Iterator[Use]:
+    """Yield the uses of an operand, with the parameter that it is if one node says so; an Identity passes it on.
+
+    merges_named: whether the TorchScript exporter named the parameters that it merged; a tool may have removed them.
+    """
+    if node.op_type == "Identity" and node.output[0] not in {value.name for value in index.graph.output}:
+        alias, value = _named_merge(node), node.output[0]
+        for reader in index.readers.get(value, ()):
+            for place in (place for place, read in enumerate(reader.input) if read == value):
+                for use in _uses(reader, place, name, index, merges_named=merges_named):
+                    yield replace(use, node=node, slot=slot, parameter=alias, source="merge") if alias else use
+        return
+    operand, module = OPERANDS.get(node.op_type, {}).get(slot, ""), module_of_node(node)
+    if any(entry.key == NAME_SCOPES for entry in node.metadata_props) and module is not None:
+        yield Use(node, slot, "", module, operand, source="module")
+    elif module is not None and merges_named and not _made_up(name):
+        yield Use(node, slot, name, operand=operand, source="module")
+    elif module is not None:
+        yield Use(node, slot, _first_call(module, index), operand=operand, source="node name")
+    else:
+        output = next(filter(None, node.output), node.op_type)
+        yield Use(node, slot, f"{output} {operand}".strip(), operand=operand)
+
+
+def _first_call(module: str, index: Index) -> str:
+    """Return the path of a module without the numbers of calls: the second call of `norm` is `norm_1`.
+
+    A module that is called like that itself has tensors under its name.
+    """
+    path = ""
+    for scope in module.split("."):
+        path = f"{path}.{scope}".lstrip(".")
+        called = re.sub(r"_\d+$", "", path)
+        if called != path and not any(name.startswith(f"{path}.") for name in index.stored):
+            path = called
+    return path
+
+
+def _first_paths(uses: Mapping[str, list[Use]], weights: Mapping[str, _Weight]) -> dict[str, str]:
+    """Return path of a module -> the first path of the same module: a ModuleList may contain one module twice.
+
+    Two paths are one module if exactly the same weights are read under both, in the same places, and one of them has
+    too many elements to have been merged.
+    """
+    reads: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    large: set[str] = set()
+    for name, weight in weights.items():
+        for use in uses[name]:
+            for prefix in _prefixes(use.module or ""):
+                reads[prefix].add((str(use.module)[len(prefix) :], weight.origin))
+                if weight.size > MAX_MERGED:
+                    large.add(prefix)
+    first: dict[frozenset[tuple[str, str]], str] = {}
+    return {
+        path: first.setdefault(frozenset(found), path)
+        for path, found in sorted(reads.items(), key=lambda item: len(item[0]))
+        if path in large
+    }
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield a path and those of the modules around it, but for the outermost one: a.b.c, a.b, a."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _canonical(module: str, first_path: Mapping[str, str]) -> str:
+    for prefix in _prefixes(module):
+        if (path := first_path.get(prefix, prefix)) != prefix:
+            return path + module[len(prefix) :]
+    return module
+
+
+def _calls(
+    uses: Mapping[str, list[Use]], weights: Mapping[str, _Weight], first_path: Mapping[str, str]
+) -> dict[str, int]:
+    """Return path of a module -> how often it is called: as often as it reads the weight that it reads least often."""
+    counts: dict[tuple[str, str, str], int] = defaultdict(int)
+    for name, weight in weights.items():
+        for use in uses[name]:
+            if use.module is not None:
+                counts[_canonical(use.module, first_path), weight.origin, use.operand] += 1
+    calls: dict[str, int] = {}
+    for (module, _, _), number in counts.items():
+        for prefix in (*_prefixes(module), ""):
+            calls[prefix] = min(number, calls.get(prefix, number))
+    return calls
+
+
+def _numbered(uses: list[Use], first_path: Mapping[str, str], calls: Mapping[str, int]) -> Iterator[Use]:
+    """Yield the uses of one tensor, each with its parameter: module, operand and, if several are left, a number.
+
+    A module that is called once and reads the tensor twice as the same operand has two such parameters: 1, 2. Called
+    twice it reads them in the order 1, 2, 1, 2.
+    """
+    modules = [None if use.module is None else _canonical(use.module, first_path) for use in uses]
+    places = [(module, use.operand) for module, use in zip(modules, uses, strict=True)]
+    rearranged = {place for place, use in zip(places, uses, strict=True) if use.node.op_type in REARRANGING}
+    seen: dict[tuple[str | None, str], int] = defaultdict(int)
+    for use, module, place in zip(uses, modules, places, strict=True):
+        if module is None:
+            yield use
+            continue
+        times, times_called = places.count(place), calls.get(module, 1)
+        several = times // times_called if times % times_called == 0 else times
+        if place in rearranged:
+            several = 1
+        number = f"{seen[place] % several + 1} of {several}" if several > 1 else ""
+        seen[place] += 1
+        label = ".".join(filter(None, (module, use.operand))) or "the outermost module"
+        yield replace(use, parameter=f"{label} ({number})" if number else label)

@@ -25,6 +25,15 @@ def mlp() -> keras.Model:
     return keras.Model(features, layers.Dense(4, name="logits")(x))
 
 
+def normalized() -> keras.Model:
+    """Input scaling by a Normalization layer, then dense layers; its statistics are no variables any more."""
+    features = keras.Input((12,), name="features")
+    scaling = layers.Normalization(name="scaling")
+    scaling.adapt(np.random.default_rng(0).normal(2.0, 3.0, (200, 12)).astype("float32"))
+    x = layers.Dense(24, activation="relu", name="hidden")(scaling(features))
+    return keras.Model(features, layers.Dense(4, name="logits")(x))
+
+
 def cnn() -> keras.Model:
     """Convolutions of NHWC images with BatchNormalization."""
     image = keras.Input((8, 8, 1), name="image")
@@ -67,7 +76,7 @@ def _gelu(x: Any) -> Any:
 class _Scaling(layers.Layer):
     """Subtract a mean and divide by a standard deviation, as keras.layers.Normalization does.
 
-    On the TensorFlow backend the exporter makes the mean and variance of that layer inputs of the file.
+    The exporter makes the mean and variance of that layer inputs of the file, on the TensorFlow backend.
     """
 
     def build(self, shape: Any) -> None:
@@ -121,6 +130,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], keras.Model]]] = {
     "text": ("embedding classifier", TOKENS, text),
 }
 """Name -> (architecture, inputs, the function that builds the model)."""
+NORMALIZATION = ("MLP with input scaling", ROWS, normalized)
+"""As an entry of MODELS; for the PyTorch backend."""
 
 
 @functools.cache

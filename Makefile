@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODELS := models/squeezenet-digits.onnx models/gpt2-stdlib.onnx
 
-.PHONY: demo test slow check gpu bench docs clean
+.PHONY: demo test slow check gpu bench compatibility docs clean
 
 demo: .venv/ready models/squeezenet-digits.onnx
 	$(BIN)/onward run flows/configs/squeezenet-digits.toml
@@ -27,6 +27,11 @@ gpu:
 
 bench: .venv/ready
 	$(BIN)/python -m tests.bench.update_time
+
+# docs/reference/compatibility.md: all files, or those whose names contain one of the words in ENTRIES
+compatibility: .venv/ready
+	$(BIN)/python -m tests.compatibility $(ENTRIES)
+	$(BIN)/python docs/generate.py
 
 # the generated pages, then the site in build/site
 docs: .venv/ready

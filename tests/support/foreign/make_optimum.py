@@ -48,7 +48,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], type, Any]] = {
         {"input_ids": TOKENS, "attention_mask": MASK},
         transformers.DistilBertForTokenClassification,
         transformers.DistilBertConfig(
-            vocab_size=VOCABULARY, dim=16, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=16, num_labels=4
+            vocab_size=VOCABULARY,
+            dim=16,
+            n_layers=2,
+            n_heads=2,
+            hidden_dim=32,
+            max_position_embeddings=16,
+            num_labels=4,
         ),
     ),
     "vit": (

@@ -93,11 +93,12 @@ def _results(waiting: queue.SimpleQueue[str]) -> Iterator[Line]:
             if answer:
                 yield json.loads(answer)
                 continue
-            status = process.wait()
-            process = _start()
+            process.communicate()
+            status, process = process.returncode, _start()
             yield _line(name, {"imports": _ended(status), "trains": "not reached", "back": "not reached"}, 0.0)
     finally:
         process.kill()
+        process.communicate()
 
 
 def _start() -> subprocess.Popen[str]:

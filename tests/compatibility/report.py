@@ -99,8 +99,8 @@ def _versions(versions: Mapping[str, str]) -> str:
 
 def _foreign_tables(lines: Sequence[Line]) -> Iterator[str]:
     """One table for each exporter, with its versions."""
-    yield "*Weights* is the number of trained tensors; *difference* is the largest one from onnxruntime, before and after"
-    yield "the step."
+    yield "*Weights* is the number of trained tensors; *difference* is the largest one from onnxruntime, before and"
+    yield "after the step."
     for exporter in dict.fromkeys(line["exporter"] for line in lines):
         mine = [line for line in lines if line["exporter"] == exporter]
         yield from ("", f"### {EXPORTERS.get(exporter, exporter)}", "", f"{_versions(mine[0]['versions'])}.", "")
@@ -117,9 +117,10 @@ def _foreign_tables(lines: Sequence[Line]) -> Iterator[str]:
 def _zoo_table(lines: Sequence[Line]) -> Iterator[str]:
     """A row for each architecture, a column for each exporter, with the plain and the folded file in a cell."""
     exporters = sorted({line["exporter"] for line in lines})
-    yield "A cell is about two files: the one exported for training (`optimize=False`, or training mode without constant"
-    yield "folding), and the exporter's default, which folds BatchNorm and transposes weights. Where they differ, the first"
-    yield "is named first. Empty: the exporter cannot write this architecture, or its files were not examined."
+    yield "A cell is about two files: the one exported for training (`optimize=False`, or training mode without"
+    yield "constant folding), and the exporter's default, which folds BatchNorm and transposes weights. Where the"
+    yield "results differ, the first is named first. Empty: the exporter cannot write this architecture, or its files"
+    yield "were not examined."
     yield ""
     yield f"| architecture | {' | '.join(exporters)} |"
     yield "|---" * (1 + len(exporters)) + "|"

@@ -62,6 +62,7 @@ def test_a_file_of_which_the_framework_trains_something_else_is_said_not_to_trai
     assert [other[check] for check in report.CHECKS] == ["", f"trained though a buffer: {first}", ""]
 
 
+@pytest.mark.slow
 def test_the_command_notes_an_ended_process_goes_on_and_does_not_repeat_what_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

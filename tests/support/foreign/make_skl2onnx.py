@@ -76,6 +76,8 @@ def export(name: str, path: Path, changed: Changed) -> None:
         if changed == "trainable" and hasattr(part, "coefs_"):
             part.coefs_ = [weight * 1.1 for weight in part.coefs_]
             part.intercepts_ = [weight + 0.1 for weight in part.intercepts_]
+        elif changed == "trainable" and hasattr(part, "coef_"):
+            part.coef_, part.intercept_ = part.coef_ * 1.1, part.intercept_ + 0.1
         elif changed == "others" and isinstance(part, (StandardScaler, MinMaxScaler)):
             part.scale_ = part.scale_ * 1.1
     plain = {"zipmap": False} if hasattr(model, "predict_proba") else None

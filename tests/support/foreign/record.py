@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
@@ -67,7 +68,7 @@ def write_files(exporter: str, packages: Sequence[str], files: Sequence[Written]
             "buffers": sorted(by_others - by_trainable),
         }
         print(f"{target.name}: {len(content)} bytes, {len(by_trainable)} trained, {len(by_others)} depend on others")
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in packages}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in described.items())
     content = f'{{"exporter": "{exporter}", "versions": {json.dumps(versions)}, "files": {{\n{lines}\n}}}}\n'
     (FOLDER / f"{exporter}.json").write_text(content, encoding="utf-8")
@@ -90,9 +91,11 @@ def _differing(kept: onnx.ModelProto, changed: onnx.ModelProto) -> set[str]:
     other = dict(_stored(changed.graph))
     found = set()
     for name, tensor in _stored(kept.graph):
-        if name not in pairs:  # a Constant or an initializer that nothing reads
+        output, slash, attribute = name.partition("/") if name not in pairs else (name, "", "")
+        if output not in pairs:  # an initializer that nothing reads
             continue
-        if numpy_helper.to_array(tensor).tobytes() != numpy_helper.to_array(other[pairs[name]]).tobytes():
+        counterpart = other[pairs[output] + slash + attribute]
+        if numpy_helper.to_array(tensor).tobytes() != numpy_helper.to_array(counterpart).tobytes():
             found.add(name)
     return found
 
@@ -151,11 +154,14 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _stored(graph: onnx.GraphProto) -> Iterator[tuple[str, TensorProto]]:
-    """Yield (name, tensor) of initializers and of Constant nodes, those of inner graphs included."""
+    """Yield (name, tensor) of initializers, Constant nodes and linear models, those of inner graphs included."""
     for tensor in graph.initializer:
         yield tensor.name, tensor
     for node in graph.node:
         for attribute in node.attribute:
+            if node.op_type in ("LinearClassifier", "LinearRegressor") and attribute.floats:
+                numbers = np.array(attribute.floats, np.float32)
+                yield f"{node.output[0]}/{attribute.name}", numpy_helper.from_array(numbers)
             if node.op_type == "Constant" and attribute.name == "value":
                 yield node.output[0], attribute.t
             if attribute.HasField("g"):

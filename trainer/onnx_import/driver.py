@@ -48,12 +48,12 @@ from onward.trainer.onnx_import.ops.cast import HALVES, widen_half
 from onward.trainer.onnx_import.ops.contrib import OWN_NORMS, check_optimised
 from onward.trainer.onnx_import.passes.fuse import fuse_graph as fuse_graph
 from onward.trainer.onnx_import.roles import Role, find_roles, promote_to_trained
-from onward.trainer.onnx_import.shape_assumptions import is_impure
+from onward.trainer.onnx_import.shape_assumptions import check_rows, is_impure
 from onward.trainer.onnx_import.ties import Copies, find_copies, roles_of_copies
 from onward.trainer.onnx_import.ties import tie_copies as tie_copies
 from onward.trainer.onnx_import.tracing import Tracer
-from onward.trainer.onnx_import.trial_sizes import Lengths, trial_sizes
-from onward.trainer.onnx_import.values import Traced, Value
+from onward.trainer.onnx_import.trial_sizes import Lengths, declared_batch, trial_sizes
+from onward.trainer.onnx_import.values import FreedBatch, Traced, Value
 
 
 def load_model(path: Path) -> onnx.ModelProto:
@@ -90,7 +90,13 @@ def _checked(path: Path) -> onnx.ModelProto:
 
 
 def to_module(
-    model: onnx.ModelProto, *, base: Path | None = None, fuse: bool = True, tie: bool = True, train: Sequence[str] = ()
+    model: onnx.ModelProto,
+    *,
+    base: Path | None = None,
+    fuse: bool = True,
+    tie: bool = True,
+    train: Sequence[str] = (),
+    widen: bool | None = None,
 ) -> ImportedGraph:
     """Import a model as a torch module.
 
@@ -101,7 +107,10 @@ def to_module(
     base: the directory of the model's external data, which is mapped copy-on-write. fuse: rewrite attention, norms and
     linear layers into single torch calls; results differ by rounding only. tie: make the copies that an exporter stored
     of one weight one parameter. train: names of stored tensors that are to be weights although the analysis of roles
-    says otherwise. Raises UnsupportedModel with one sentence for every node that cannot be imported.
+    says otherwise. widen: rewrite the shapes of a file that declares a fixed batch for batches of any size (True), or
+    import it for its own batch alone, which the module then checks (False); None: widen it where that succeeds.
+    Whether the widened graph computes what the file does is proved by `fixed_batch.batch_use`, not here. Raises
+    UnsupportedModel with one sentence for every node that cannot be imported.
     """
     # before inlining: a tensor stored in a local function has no place of its own to be written back to
     stored = stored_tensors(model.graph, base)
@@ -111,7 +120,7 @@ def to_module(
     if model.functions:
         model = inliner.inline_local_functions(model)
     found = promote_to_trained(find_roles(model.graph, stored), stored, train)
-    attempt, graph = import_graph(mark_branches(model, depth), stored, found, base)
+    attempt, graph = import_graph(mark_branches(model, depth), stored, found, base, widen=widen)
     copies = find_copies(stored, found, originals) if tie else {}
     return _finish(attempt, graph, copies, fuse=fuse)
 
@@ -139,7 +148,12 @@ def _finish(attempt: ImportAttempt, graph: fx.Graph, copies: Copies, *, fuse: bo
 
 
 def import_graph(
-    model: onnx.ModelProto, stored: Mapping[str, torch.Tensor], roles: Mapping[str, Role], base: Path | None = None
+    model: onnx.ModelProto,
+    stored: Mapping[str, torch.Tensor],
+    roles: Mapping[str, Role],
+    base: Path | None = None,
+    *,
+    widen: bool | None = None,
 ) -> tuple[ImportAttempt, fx.Graph]:
     """Trace the graph at several sizes and return the attempt with the lowest cost.
 
@@ -148,7 +162,7 @@ def import_graph(
     # before tracing, because a node is not traced when one before it fails, and all of them are to be reported at once
     unknown = unknown_operators(model)
     attempts: list[tuple[ImportAttempt, fx.Graph]] = []
-    for lengths, batch in trial_sizes(model.graph, set(stored)):
+    for lengths, batch in trial_sizes(model.graph, set(stored), widen=widen):
         attempt = ImportAttempt(model, Tracer(), roles, batch, base)
         attempts.append((attempt, attempt.build(stored, lengths)))
         # nothing was assumed and nothing is left to run time: a further size cannot be better
@@ -189,13 +203,14 @@ class ImportAttempt:
         values: dict[str, Value] = {"": None}
         for value in self.inputs:
             self._add_input(value, lengths, values)
+        self._fix_or_free_batch(lengths, values)
         for value in self.inputs:  # after all placeholders, which fx wants first
             if value.type.tensor_type.elem_type in HALVES and isinstance(values.get(value.name), Traced):
                 values[value.name] = self.tracer.call(widen_half, values[value.name], self.tracer.anchor)
         for name, tensor in stored.items():
             values[name] = self._add_stored(name, tensor)
         graph = self.model.graph
-        lowering = GraphLowering(self.tracer, graph, local_functions(self.model), self.batch, self.base, self.problems)
+        lowering = GraphLowering(self.tracer, graph, local_functions(self.model), self.base, self.problems)
         if self.batch is None:  # a dynamic batch contradicts the shapes that a file of fixed batch has as constants
             lowering.shapes = functools.cache(lambda: infer_probes(self.model, stored, lengths))
         lowering.run(graph, values, opsets_of(self.model))
@@ -230,6 +245,19 @@ class ImportAttempt:
         probes = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
         values[value.name] = self.tracer.placeholder(argument, (probes[0], probes[1]))
         values[value.name].packed = kind.elem_type if kind.elem_type in PACKED else None
+
+    def _fix_or_free_batch(self, lengths: Lengths, values: Mapping[str, Value]) -> None:
+        """Note the length of a batch that is treated as dynamic; let the graph check one that is not."""
+        declared = declared_batch(self.model.graph)
+        for value in self.inputs if declared else ():
+            traced = values.get(value.name)
+            if not isinstance(traced, Traced) or not traced.known or not traced.ndim:
+                continue
+            if self.batch is not None:
+                self.tracer.batch = FreedBatch(declared, lengths[value.name, 0], self.tracer.size(traced, 0))
+                return
+            rows = Traced(self.tracer, self.tracer.graph.call_method("size", (traced.node, 0)), (declared, declared))
+            self.tracer.graph.call_function(check_rows, (rows.node, declared, value.name))
 
     def _output(self, declared: onnx.ValueInfoProto, value: Value) -> Value:
         """Return a result as a tensor. Shape arithmetic in int32 was done in Python ints and is cast back here."""

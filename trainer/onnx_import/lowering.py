@@ -159,8 +159,6 @@ class GraphLowering:
     graph: onnx.GraphProto
     """The whole graph; onnx2torch converters read initializers and types from it."""
     functions: LocalFunctions = field(default_factory=dict)
-    batch: int | None = None
-    """The batch size that the file declares, if it is treated as dynamic."""
     base: Any = None
     """The directory of external data."""
     problems: list[str] = field(default_factory=list)
@@ -260,7 +258,7 @@ class GraphLowering:
             def run_body(body: onnx.GraphProto, inputs: Sequence[Value]) -> list[Value]:
                 return self._lower_subgraph(body, inputs, values, opsets)
 
-            return run_rule(Call(node, version, self.tracer, batch=self.batch, run_body=run_body), rule, operands)
+            return run_rule(Call(node, version, self.tracer, run_body=run_body), rule, operands)
         # ONNX's function body before onnx2torch's converter: the body follows the standard for every attribute
         body = function_body(node, opset, operands)
         converter = converter or (None if body is not None else onnx2torch_converter(node, version))

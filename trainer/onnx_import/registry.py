@@ -27,6 +27,7 @@ from onward.trainer.onnx_graph.index import attribute_value
 from onward.trainer.onnx_import.eager import EagerTracer
 from onward.trainer.onnx_import.tracing import Tracer
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, ShapeArray, Value, element_type
+from onward.trainer.onnx_import.widening import fit_operands
 
 Rule = Callable[..., Value]
 RunBody = Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]
@@ -71,14 +72,13 @@ class Call:
         version: int,
         tracer: Tracer,
         *,
-        batch: int | None = None,
         run_body: RunBody | None = None,
     ) -> None:
         self.op = node.op_type
         self.version = version
         self.tracer = tracer
-        self.batch = batch
-        """The batch size that all inputs declare, if it is treated as dynamic (see the rule of Reshape)."""
+        self.batch = tracer.batch
+        """The batch that the file declares as fixed, if it is treated as dynamic (widening.py)."""
         self.num_outputs = len(node.output)
         self._node = node
         self._attributes = {attribute.name: attribute for attribute in node.attribute}
@@ -181,7 +181,7 @@ def run_rule(call: Call, rule: Rule, operands: Sequence[Value]) -> tuple[Value, 
     if (result := _apply_shape_rule(call, operands)) is not NotImplemented:
         return (result,) if not isinstance(result, tuple) else result
     try:
-        result = rule(call, *(call.tracer.to_tensor(operand) for operand in operands))
+        result = rule(call, *fit_operands(call, [call.tracer.to_tensor(operand) for operand in operands]))
     except UnsupportedNode:
         raise
     except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError, KeyError) as error:

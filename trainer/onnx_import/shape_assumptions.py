@@ -25,9 +25,18 @@ def check_assumption(found: float, assumed: float, what: str) -> None:
         )
 
 
+def check_rows(found: int, declared: int, name: str) -> None:
+    """Raise ValueError unless an input has as many rows as the file declares."""
+    if found != declared:
+        raise ValueError(
+            f"the graph was imported at the batch that the file declares, so that it fits batches of {declared}, but "
+            f"{name!r} has {found} rows: feed {declared} at a time, or export the file with a dynamic batch"
+        )
+
+
 def is_impure(node: fx.Node) -> bool:
     """Return whether dead-code elimination must keep a node although no other node reads it."""
-    return node.op in ("placeholder", "output") or node.target is check_assumption
+    return node.op in ("placeholder", "output") or node.target in (check_assumption, check_rows)
 
 
 def can_differ(node: fx.Node, value: float) -> bool:

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from onward.trainer.onnx_import.probing import as_function, probe
 from onward.trainer.onnx_import.shape_assumptions import can_differ, check_assumption, expression_text
-from onward.trainer.onnx_import.values import ShapeArray, Traced, Value, shape_array
+from onward.trainer.onnx_import.values import FreedBatch, ShapeArray, Traced, Value, shape_array
 from onward.trainer.onnx_import.wide_integers import call_in_int64, needs_int64
 
 ANCHOR = "_anchor"
@@ -60,6 +60,9 @@ class Tracer:
 
     constants_device: torch.device | None = None
     """Where constants made of Python numbers are put; None is torch's default device."""
+
+    batch: FreedBatch | None = None
+    """The batch that the file declares as fixed, if it is treated as dynamic."""
 
     def __init__(self, *, training: bool = False) -> None:
         self.graph = fx.Graph(tracer_cls=OpaqueCallTracer)

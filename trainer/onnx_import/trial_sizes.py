@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx
 
@@ -21,21 +21,33 @@ SHORT = ((3, 5), (7, 11), (6, 9), (8, 13), (4, 10), (2, 12))
 """For lookup tables with few rows, such as position embeddings of short sequences."""
 
 
-def trial_sizes(graph: onnx.GraphProto, stored: set[str]) -> Iterable[tuple[Lengths, int | None]]:
+def declared_batch(graph: onnx.GraphProto, stored: Collection[str] = ()) -> int:
+    """Return the batch size that all inputs declare as their first dimension; 0 if it is dynamic or they differ.
+
+    stored: names of initializers, which are not inputs. Exporters often fix the batch to that of the example input.
+    """
+    names = {*stored, *(tensor.name for tensor in graph.initializer)}
+    shapes = [value.type.tensor_type.shape.dim for value in graph.input if value.name not in names]
+    leading = {dims[0].dim_value for dims in shapes if dims}
+    return leading.pop() if len(leading) == 1 else 0
+
+
+def trial_sizes(
+    graph: onnx.GraphProto, stored: set[str], *, widen: bool | None = None
+) -> Iterable[tuple[Lengths, int | None]]:
     """Yield the sizes to try, one after the other, until an import succeeds without assumptions.
 
     stored: names of initializers, which are not inputs. Beside the lengths stands the batch size that the file declares
-    when it is to be treated as dynamic: exporters often fix it to that of the example input.
+    when it is to be treated as dynamic. widen: always treat a declared batch so, or never; None: so first.
     """
     inputs = [value for value in graph.input if value.name not in stored]
-    leading = {value.type.tensor_type.shape.dim[0].dim_value for value in inputs if value.type.tensor_type.shape.dim}
-    batch = leading.pop() if len(leading) == 1 and 0 not in leading else None
+    batch = declared_batch(graph, stored)
     # a dynamic batch first: a model traced at any batch size is more useful than one of fixed size
-    for free in [batch, None] if batch else [None]:
+    for free in [batch, None] if batch and widen is None else [batch if batch and widen else None]:
         # SMALL suits most models; the others are for lengths that a network halves, divides or looks up
         for table in (SMALL, LARGE, MIXED, SHORT):
             yield _lengths(inputs, table, free_batch=free is not None), free
-    if any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
+    if not widen and any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
         yield _lengths(inputs, SMALL, free_batch=False, empty=True), None
 
 

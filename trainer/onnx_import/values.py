@@ -12,6 +12,7 @@ A value is one of
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -117,6 +118,24 @@ class Traced:
 
     def __neg__(self) -> Value:
         return self.tracer.call(operator.neg, self)
+
+
+@dataclass(frozen=True)
+class FreedBatch:
+    """The batch of a file that declares it as fixed, while the graph is traced as if it were dynamic."""
+
+    declared: int
+    """The batch size that constants of the file were computed for."""
+    trial: tuple[int, int]
+    """The batch at the two trial sizes."""
+    length: Traced
+    """The batch size when the graph runs."""
+
+    def multiple(self, length: Value) -> int:
+        """Return m if a length is m x batch at both trial sizes, else 0."""
+        first, second = length.probes if isinstance(length, Traced) else (length, length)
+        times = first // self.trial[0]
+        return times if (first, second) == (times * self.trial[0], times * self.trial[1]) else 0
 
 
 def element_type(value: Value) -> int:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
+from onward.trainer.onnx_import.widening import fit_indices
 
 
 def non_negative_indices(indices: torch.Tensor, length: int) -> torch.Tensor:
@@ -29,6 +30,7 @@ def gather_along(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Ten
 @lower("Gather", since=(1, 11, 13))
 def gather(c: Call, x: Value, indices: Value) -> Value:
     axis = c.axis(x, c.attr("axis", 0))
+    indices = fit_indices(c, x, indices)
     # one constant index removes the dimension, as torch.select does
     if indices.ndim == 0 and (known := c.tracer.shape_ints(indices)) is not None:
         return c(torch.select, x, axis, known.item())

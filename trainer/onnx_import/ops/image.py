@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import Value
+from onward.trainer.onnx_import.widening import kept_lengths
 
 
 class Interpolation(NamedTuple):
@@ -226,7 +227,8 @@ def resize_11(c: Call, x: Value, region: Value = None, scales: Value = None, siz
     cropped = options.coordinate_mode == "tf_crop_and_resize"
     part = tuple(c.constant(region).tolist()) if cropped else None
     if sizes is not None and not (isinstance(sizes, torch.Tensor) and sizes.numel() == 0):
-        return _resized(c, x, ResizeTarget(axes, None, policy, part), c.ints(sizes), options)
+        lengths = kept_lengths(c, x, axes, c.ints(sizes))
+        return _resized(c, x, ResizeTarget(axes, None, policy, part), lengths, options)
     return _resized(c, x, ResizeTarget(axes, tuple(c.constant(scales).tolist()), "stretch", part), None, options)
 
 

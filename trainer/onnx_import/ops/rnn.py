@@ -27,8 +27,8 @@ from onward.trainer.onnx_import.ops.recurrent_steps import (
     run_step_by_step,
 )
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tensor_contents import without_repetition
 from onward.trainer.onnx_import.values import Traced, Value
+from onward.trainer.onnx_import.widening import one_row
 
 Tensor = torch.Tensor
 STATES = ("initial_h", "initial_c")
@@ -242,12 +242,13 @@ def _of_any_batch(c: Call, layer: Layer, x: Value, state: Value) -> Value:
     as it is, and holds only for its own batch size (`check_operands`).
     """
     batch_dim = 0 if layer.batch_first else 1
-    if c.eager or not isinstance(state, Tensor) or state.ndim != 3:
+    stored = isinstance(state, Tensor) or (c.batch is not None and isinstance(state, Traced) and state.known)
+    if c.eager or not stored or state.ndim != 3 or not isinstance(size := c.size(x, batch_dim), Traced):
         return state
-    row, size = without_repetition(state, batch_dim), c.size(x, batch_dim)
-    if row is state or not isinstance(size, Traced):
+    row = one_row(c, state, batch_dim)
+    if c.size(row, batch_dim) != 1:
         return state
-    return c("expand", row, [size if dim == batch_dim else n for dim, n in enumerate(row.shape)])
+    return c("expand", row, [size if dim == batch_dim else -1 for dim in range(3)])
 
 
 def _activations(c: Call, directions: int) -> tuple[tuple[Activation, ...], ...]:

@@ -15,6 +15,7 @@ from onward.trainer.onnx_graph.tensor_protos import read_tensor
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.tensor_contents import without_repetition
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
+from onward.trainer.onnx_import.widening import expand_lengths, fit_parts, reshape_lengths, tile_repeats
 
 LAYOUT = (19, 21, 23, 24, 25)
 """Versions in which most of these operators only added element types."""
@@ -27,42 +28,11 @@ def identity(c: Call, x: Value) -> Value:
 
 @lower("Reshape", since=(5, 13, 14, *LAYOUT))
 def reshape(c: Call, x: Value, shape: Value) -> Value:
-    """Reshape; a length of 0 is copied from the input, -1 is computed from the others.
-
-    In a file of fixed batch size that is trained with another, a constant leading length equal to the declared batch
-    size becomes the batch size; any other constant leading length (a multiple of it) becomes -1. A batch dimension
-    further in is kept likewise (`_inner_batch`).
-    """
+    """Reshape; a length of 0 is copied from the input, -1 is computed from the others."""
     zero_is_zero = c.attr("allowzero", 0)
     wanted = c.ints(shape)
     lengths = [c.size(x, i) if n == 0 and not zero_is_zero else n for i, n in enumerate(_plain(n) for n in wanted)]
-    # a length that the exporter wrote for a fixed batch size
-    if c.batch is not None and lengths and isinstance(x, Traced) and x.ndim and isinstance(c.size(x, 0), Traced):
-        if lengths[0] == c.batch:
-            lengths[0] = c.size(x, 0)
-        elif -1 not in lengths and not any(isinstance(n, Traced) for n in lengths):
-            lengths[0] = -1
-    elif (kept := _inner_batch(c, x, lengths)) is not None:
-        lengths[kept[1]] = c.size(x, kept[0])
-    return c("reshape", x, lengths)
-
-
-def _inner_batch(c: Call, x: Value, lengths: Sequence[Value]) -> tuple[int, int] | None:
-    """Return where a batch dimension that is not the leading one is in the operand and in the result, else None.
-
-        declared batch 2      x [5, B, 1, 6]  ->  Reshape to [5, 2, 6]      it is dimension 1 of both
-
-    It is the same dimension if as many elements lie before it. Not decided for a declared batch of 1 with several such
-    dimensions in the result.
-    """
-    if c.batch is None or not isinstance(x, Traced) or not all(isinstance(n, int) and n > 0 for n in lengths):
-        return None
-    dynamic = [i for i in range(1, x.ndim) if isinstance(c.size(x, i), Traced)]
-    if len(dynamic) != 1 or isinstance(c.size(x, 0), Traced):
-        return None
-    before = math.prod(x.probes[0].shape[: dynamic[0]])
-    found = [i for i, n in enumerate(lengths) if n == c.batch and math.prod(lengths[:i]) == before]
-    return (dynamic[0], found[0]) if len(found) == 1 else None
+    return c("reshape", x, reshape_lengths(c, x, lengths))
 
 
 def _plain(n: Value) -> Value:
@@ -117,7 +87,7 @@ def unsqueeze(c: Call, x: Value, given: Value = None) -> Value:
 @lower("Concat", since=(4, 11, 13))
 def concat(c: Call, *parts: Value) -> Value:
     axis = c.attr("axis")
-    return parts[0] if len(parts) == 1 else c(torch.cat, list(parts), axis)
+    return parts[0] if len(parts) == 1 else c(torch.cat, fit_parts(c, parts, axis), axis)
 
 
 @lower("Split", since=(2, 11, 13, 18))
@@ -149,14 +119,14 @@ def expand_(c: Call, x: Value, shape: Value) -> Value:
     lengths = [_plain(n) for n in c.ints(shape)]
     if c.batch is not None and isinstance(x, torch.Tensor):
         for dim, n in enumerate(lengths[len(lengths) - x.ndim :] if len(lengths) >= x.ndim else []):
-            if isinstance(n, Traced) and x.shape[dim] == c.batch:
+            if isinstance(n, Traced) and x.shape[dim] == c.batch.declared:
                 x = without_repetition(x, dim)
-    return c(expand, x, lengths)
+    return c(expand, x, expand_lengths(c, x, lengths))
 
 
 @lower("Tile", since=(6, 13))
 def tile(c: Call, x: Value, repeats: Value) -> Value:
-    return c("repeat", x, [_plain(n) for n in c.ints(repeats)])
+    return c("repeat", x, tile_repeats(c, x, [_plain(n) for n in c.ints(repeats)]))
 
 
 # -- constants and ranges. `anchor` is an empty buffer of the module: what a graph creates is put on its device

@@ -175,7 +175,7 @@ def _for_any_batch(c: Call, x: Value, dim: int, times: int) -> Value:
     assert c.batch is not None
     if times == 1 or not isinstance(x, torch.Tensor):
         return x if times > 1 else one_row(c, x, dim)
-    blocks = x.unflatten(dim, (c.batch.declared, times))
+    blocks = x.reshape(*x.shape[:dim], c.batch.declared, times, *x.shape[dim + 1 :])
     if (block := without_repetition(blocks, dim)) is blocks:
         return x
     block = block.squeeze(dim)

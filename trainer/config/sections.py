@@ -63,6 +63,10 @@ class ModelConfig(Section):
     refused. `merged`: weights that an exporter merged are trained as one weight."""
     tie: bool = True
     """Train the copies that an exporter made of one weight (such as a transposed embedding) as one weight."""
+    fixed_batch: Literal["auto", "any", "own", "joint"] = "auto"
+    """How a file that declares a fixed batch of B rows is trained: `any` = its shapes are rewritten for micro-batches
+    of any size; `own` = B rows at a time, fewer are filled up with rows that do not count; `joint` = B rows at a time,
+    never filled up, for rows that influence each other. `auto` = the first that running the file proves right."""
     ignore_index: int = -100
     """Targets with this label are left out of the loss and of its mean (cross-entropy only)."""
     train: tuple[str, ...] = ("*",)

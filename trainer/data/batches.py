@@ -39,7 +39,7 @@ class Batch:
     """One micro-batch of B samples on the device, from the loader through the pipeline to the loss."""
 
     inputs: tuple[Tensor, ...]
-    """In the graph's input order, each [B, ...]."""
+    """In the graph's input order, each [B, ...]; more rows where a graph of fixed batch needs them (`filled_to`)."""
     labels: Tensor | None
     """[B, ...]: int64 for cross-entropy, else fp32; None when the graph computes its own loss."""
     size: int
@@ -53,9 +53,19 @@ class Batch:
     is_padding: bool = False
     """Whether this is a padding micro-batch: its loss counts as zero. A replica that has one micro-batch fewer than
     another runs one, because collectives need every replica in every pass."""
+    filled_to: int = 0
+    """Rows of the inputs if they are more than B; the results of those beyond B do not count (`own_rows`)."""
     group: int = 0
     """Consecutive batches with one group number go through the pipeline together. In a pipeline they have one shape,
     and every replica uses the same group numbers, so that all ranks run the same passes in the same order."""
+
+    def own_rows(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return outputs without the results of rows that only fill the inputs up: [rows x m, ...] -> [B x m, ...]."""
+        if not self.filled_to:
+            return outputs
+        has_rows = [value.ndim > 0 and len(value) % self.filled_to == 0 for value in outputs]
+        pairs = zip(outputs, has_rows, strict=True)
+        return [value[: len(value) // self.filled_to * self.size] if rows else value for value, rows in pairs]
 
 
 class Batches:
@@ -64,7 +74,8 @@ class Batches:
     Every replica has the same number of micro-batches in each step, because ZeRO gathers weights from all replicas in
     each pass. Memory: the samples of two steps of this replica; shard files are memory-mapped.
 
-    `signature`: the inputs and outputs of the graph that is trained. Raises ConfigError for missing columns.
+    `signature`: the inputs and outputs of the graph that is trained. Raises ConfigError for missing columns, and as
+    `check_last_samples`.
     """
 
     def __init__(
@@ -84,6 +95,7 @@ class Batches:
         self._train = config.train
         self._micro_batch_size = config.micro_batch_size
         self._num_samples = config.total_samples(shards.num_rows)
+        check_last_samples(config, shards.num_rows)
         self._replica, self._num_replicas = replica, num_replicas
         self._same_length = config.parallel.pipeline > 1
         self._worker = ThreadPoolExecutor(max_workers=1, initializer=_set_device, initargs=(device,))
@@ -136,7 +148,8 @@ class Batches:
             self._next = (position, count), self._worker.submit(self._make, position, count)
 
     def _make(self, position: int, count: int) -> list[Batch]:
-        share = _divide(self.rows(position, count), self._micro_batch_size, self._replica, self._num_replicas)
+        rows = self.rows(position, count)
+        share = _divide(rows, self._micro_batch_size, self._replica, self._num_replicas, full=self._collate.full)
         if share.full_everywhere:
             return self._collate.several(share.micro_batches, same_length=self._same_length)
         # the last one has a group of its own, because on some replica it is smaller than those before it
@@ -149,11 +162,16 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yield this replica's share of all rows; each row is on one replica, and shares differ by at most one row.
 
-    Every replica has the same number of batches; the last is padding on one that has no rows left. In a pipeline a
-    few are made at a time, which go through it together. Not collective.
+    A graph of fixed batch gets whole batches: shares differ by one batch then, and of a graph that computes its rows
+    jointly the rows that do not fill the last one are left out. Every replica has the same number of batches; the last
+    is padding on one that has no rows left. In a pipeline a few are made at a time, which go through it together. Not
+    collective.
     """
     collate = _Collate(shards, config, signature, device)
-    share = _divide(np.arange(shards.num_rows), config.evaluation_batch_size, replica, num_replicas)
+    rows = np.arange(shards.num_rows)
+    if config.model.fixed_batch == "joint":
+        rows = rows[: len(rows) // config.evaluation_batch_size * config.evaluation_batch_size]
+    share = _divide(rows, config.evaluation_batch_size, replica, num_replicas, full=collate.full)
     num_stages = config.parallel.pipeline
     together = PIPELINED_EVALUATION_BATCHES * num_stages if num_stages > 1 else 1
     num_full = len(share.micro_batches) - (not share.full_everywhere)
@@ -162,6 +180,20 @@ def evaluation_batches(
         yield from collate.finish(collate.several(now, same_length=num_stages > 1, group=first))
     for rows in share.micro_batches[num_full:]:
         yield from collate.finish([collate(rows, is_padding=share.last_is_padding, group=num_full)])
+
+
+def check_last_samples(config: RunConfig, num_rows: int) -> None:
+    """Raise ConfigError if the last micro-batch would have to be filled up for a graph that computes its rows jointly.
+
+    Such rows would change the results of the others. num_rows: those of the training data.
+    """
+    total, size = config.total_samples(num_rows), config.micro_batch_size
+    if config.model.fixed_batch == "joint" and total % size:
+        raise ConfigError(
+            f"the file computes the {size} rows of its fixed batch jointly, so that no rows may be added to a smaller "
+            f"one, but a run of {total} samples ends with {total % size}; in place of train.num_epochs set "
+            f"train.num_steps = {max(total // config.train.global_batch_size, 1)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -175,10 +207,15 @@ class _Share:
     """Whether the last has its full size on every replica; all before it always have."""
 
 
-def _divide(rows: Array, size: int, replica: int, num_replicas: int) -> _Share:
-    """Divide rows among the replicas, and each share into the same number of micro-batches of `size` rows."""
+def _divide(rows: Array, size: int, replica: int, num_replicas: int, *, full: bool = False) -> _Share:
+    """Divide rows among the replicas, and each share into the same number of micro-batches of `size` rows.
+
+    full: let at most one micro-batch of all replicas have fewer rows, for a graph that takes no other number.
+    """
     # contiguous ranges whose sizes differ by one at most, also if there are fewer rows than replicas
-    mine = rows[len(rows) * replica // num_replicas : len(rows) * (replica + 1) // num_replicas]
+    unit = size if full else 1
+    units = -(-len(rows) // unit)
+    mine = rows[units * replica // num_replicas * unit : units * (replica + 1) // num_replicas * unit]
     num = -(-len(rows) // (num_replicas * size))  # what the largest share, of ceil(rows / replicas) rows, needs
     parts = [mine[first : first + size] for first in range(0, num * size, size)]
     last_is_padding = num > 0 and not len(parts[-1])
@@ -203,6 +240,9 @@ class _Collate:
     def __init__(self, shards: Shards, config: RunConfig, signature: Signature, device: torch.device) -> None:
         self._shards = shards
         self._model = config.model
+        self.full = config.model.fixed_batch in ("own", "joint")
+        """Whether the graph takes micro-batches of one size only, so that smaller ones are filled up."""
+        self._size = config.micro_batch_size
         self._copies = DeviceCopies(device)
         self._feeds = feeds(config, signature)
         columns = {name for feed in self._feeds for name in feed.columns}
@@ -221,7 +261,9 @@ class _Collate:
         self._pad_values |= config.data.pad_values
 
     def __call__(self, rows: Array, *, is_padding: bool = False, group: int = 0) -> Batch:
-        return self._batch(rows, self._shards.read(rows), {}, is_padding=is_padding, group=group)
+        # with rows that are there anyway, so that what a graph computes over its batch stays typical
+        filled = np.resize(rows, self._size) if self.full and len(rows) < self._size else rows
+        return self._batch(rows, self._shards.read(filled), {}, is_padding=is_padding, group=group)
 
     def several(self, parts: Sequence[Array], *, same_length: bool, group: int = 0) -> list[Batch]:
         """Make a batch of each part. `same_length`: pad all of them to the longest row of any."""
@@ -248,7 +290,7 @@ class _Collate:
         group: int,
     ) -> Batch:
         tensors = [self._tensor(feed, columns, lengths) for feed in self._feeds]
-        labels = tensors.pop() if self._has_labels else None
+        labels = tensors.pop()[: len(rows)] if self._has_labels else None
         # here and not on the device, where reading a count would wait for all that was computed before
         num_targets = 0 if is_padding else int(count_targets(labels, len(rows), self._model))
         return Batch(
@@ -259,6 +301,7 @@ class _Collate:
             label_range=label_range(labels, self._model),
             rows=rows,
             is_padding=is_padding,
+            filled_to=len(tensors[0]) if len(tensors[0]) > len(rows) else 0,
             group=group,
         )
 

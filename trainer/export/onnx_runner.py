@@ -280,8 +280,10 @@ class OnnxRunner:
         """Return an output as tensors, without the rows that were repeated to fill a fixed batch."""
         if isinstance(result, list):
             return [self._without_padding(each, rows) for each in result]
-        array = np.array(result)
-        return torch.from_numpy(array[:rows] if array.ndim and len(array) == self._fixed_batch_size else array)
+        array, size = np.array(result), self._fixed_batch_size
+        if rows < size and array.ndim and len(array) % size == 0:  # [B, ...], or [B x m, ...] of m results for each row
+            array = array[: len(array) // size * rows]
+        return torch.from_numpy(array)
 
     def _dtype(self, element_type: int, *, widened: bool) -> np.dtype[Any]:
         to_fp32 = widened and self._widened and element_type in HALF_TYPES

@@ -28,7 +28,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
     All arithmetic is in fp32; the gradient is rounded once, to the dtype of the logits.
     """
-    return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), ignore_index)  # type: ignore[no-any-return, no-untyped-call]
+    return _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels.flatten(), ignore_index)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:

@@ -23,7 +23,9 @@ from onward.trainer.model.vocabulary_loss import ClassShard
 
 def _cross_entropy(output: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     # classes are on the last axis of the output: [..., C] and [...]
-    return F.cross_entropy(output.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction="sum")
+    # a file for one row may leave the batch out of its output: [C], which `flatten` refuses
+    rows = output.reshape(-1, output.shape[-1])
+    return F.cross_entropy(rows, labels.flatten(), ignore_index=ignore_index, reduction="sum")
 
 
 def _elementwise(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, int], Tensor]:

@@ -26,12 +26,14 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
+from onward.trainer.model.fixed_batch import use_of_part
 from onward.trainer.onnx_graph import surgery
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.passes.dropout import add_dropout
 from onward.trainer.onnx_import.train_selection import select_trained
+from onward.trainer.onnx_import.trial_sizes import declared_batch
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,8 @@ def open_trainable(config: RunConfig) -> TrainableModel:
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
     part = surgery.extract_subgraph(model, config.model)
     chosen = (*config.model.train, *config.lora.also_train)
-    module = to_module(part, base=base, fuse=config.graph.fuse, tie=config.model.tie, train=chosen)
+    widen = _widen(part, config)
+    module = to_module(part, base=base, fuse=config.graph.fuse, tie=config.model.tie, train=chosen, widen=widen)
     dropout = _add_dropout(module, config.graph.dropout)
     # `merged_module` needs the graph as it is here; adapters are inserted into the other one
     plain = copy.deepcopy(module.graph)
@@ -75,6 +78,21 @@ def open_trainable(config: RunConfig) -> TrainableModel:
     own = tuple(name for adapter in adapters for name in (adapter.a, adapter.b))
     select_trained(module, train=(*own, *config.lora.also_train), freeze=config.model.freeze)
     return TrainableModel(module, model, base, adapters, plain, dropout)
+
+
+def _widen(part: onnx.ModelProto, config: RunConfig) -> bool:
+    """Return whether the graph is imported for every batch size, as `model.fixed_batch` says.
+
+    The flow has replaced "auto"; a rank that is started by hand proves it again.
+    """
+    if config.model.fixed_batch == "auto" and declared_batch(part.graph):
+        use = use_of_part(part, config)
+        if use.kind != "any":
+            raise ConfigError(
+                f"the file declares a batch of {use.declared}, and no other is proved right: {use.reason}; set "
+                f"model.fixed_batch = {use.kind!r}"
+            )
+    return config.model.fixed_batch in ("auto", "any")
 
 
 def _add_dropout(module: ImportedGraph, ratio: float) -> tuple[str, ...]:

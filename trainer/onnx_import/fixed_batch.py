@@ -56,11 +56,14 @@ class BatchUse:
     """Whether the file was run; else `kind` is what is right for every file, and the user may know better."""
 
 
-def batch_use(model: onnx.ModelProto, base: Path | None = None, *, train: Sequence[str] = ()) -> BatchUse:
+def batch_use(
+    model: onnx.ModelProto, base: Path | None = None, *, train: Sequence[str] = (), output: str = ""
+) -> BatchUse:
     """Return how a file, or the part of it that is trained, is used as regards its batch.
 
-    base, train: as for `to_module`. Runs onnxruntime, and torch where onnxruntime cannot run the file. Raises
-    UnsupportedModel if the file cannot be imported at its own batch either.
+    base, train: as for `to_module`. output: the one that the loss reads; "" = the first. Runs onnxruntime, and torch
+    where onnxruntime cannot run the file. Raises UnsupportedModel if the file cannot be imported at its own batch
+    either.
     """
     declared = declared_batch(model.graph)
     if not declared:
@@ -73,9 +76,14 @@ def batch_use(model: onnx.ModelProto, base: Path | None = None, *, train: Sequen
     if not reason:
         tried = f"batches of 1 and {len(trial.inputs[0])} rows"
         return BatchUse("any", declared, f"{tried} give row by row what the file gives {declared} at a time")
-    if declared > 1 and (mixed := trial.dependence()):
+    if declared > 1 and (mixed := trial.dependence(_index(model, output))):
         return BatchUse("joint", declared, mixed)
     return BatchUse("own", declared, reason)
+
+
+def _index(model: onnx.ModelProto, output: str) -> int:
+    names = [value.name for value in model.graph.output]
+    return names.index(output) if output in names else 0
 
 
 def _file(model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> Compute:
@@ -207,17 +215,17 @@ class _Trial:
             return False
         return any(_difference(a, b) > VARIES for other in others for a, b in zip(first, other, strict=True))
 
-    def dependence(self) -> str:
-        """Return why the results of one row depend on the other rows or on its place; "" if they do not."""
-        for number, first in enumerate(self.results[0]):
-            if not first.ndim or not len(first) or len(first) % self.declared:
-                return f"output {number + 1} has no dimension of rows in front ({list(first.shape)})"
-            known: dict[int, Tensor] = {}
-            for group, results in zip(self.groups, self.results, strict=True):
-                for row, value in zip(group, results[number].chunk(self.declared), strict=True):
-                    if row in known and not _difference(known[row], value) <= TOLERANCE:
-                        return "the results of a row depend on the other rows of its batch, or on its place among them"
-                    known[row] = value
+    def dependence(self, number: int) -> str:
+        """Return why one row of an output depends on the other rows or on its place; "" if it does not."""
+        first = self.results[0][number]
+        if not first.ndim or not len(first) or len(first) % self.declared:
+            return f"output {number + 1} has no dimension of rows in front ({list(first.shape)})"
+        known: dict[int, Tensor] = {}
+        for group, results in zip(self.groups, self.results, strict=True):
+            for row, value in zip(group, results[number].chunk(self.declared), strict=True):
+                if row in known and not _difference(known[row], value) <= TOLERANCE:
+                    return "the results of a row depend on the other rows of its batch, or on its place among them"
+                known[row] = value
         return ""
 
     def widened_problem(self, model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import precision
+from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.model.loss import Loss
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
@@ -50,6 +51,8 @@ def plan(config: RunConfig) -> Plan:
     """
     device = torch.device("cuda" if config.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
     config = config.model_copy(update={"precision": resolve_precision(config.precision, capability_of(device))})
+    if config.model.fixed_batch == "auto":  # `onward plan`; configure has chosen it for a run
+        config, _ = choose_fixed_batch(config)
     module = open_trainable(config).module
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
@@ -212,10 +215,14 @@ def _micro_batch_counts(config: RunConfig) -> list[int]:
     parallel, batch_size = config.parallel, config.train.global_batch_size
     per_replica, rest = divmod(batch_size, parallel.data)
     possible = [count for count in range(parallel.pipeline, per_replica + 1) if per_replica % count == 0]
+    if config.model.fixed_batch in ("own", "joint"):  # micro-batches have the rows that the file declares
+        declared = (read_training_signature(config.model).inputs[0].shape or (None,))[0]
+        possible = [count for count in possible if count * (declared or 1) == per_replica]
     if rest or not possible:
         raise ConfigError(
             f"{batch_size} samples (train.global_batch_size) do not divide among {parallel.data} replicas with "
             f"{parallel.pipeline} or more micro-batches each"
+            + (" of the rows that the file declares" if config.model.fixed_batch in ("own", "joint") else "")
         )
     wanted = 4 * parallel.pipeline if parallel.pipeline > 1 else config.train.gradient_accumulation_steps
     counts = [next((count for count in possible if count >= wanted), possible[-1])]

@@ -141,6 +141,7 @@ class Pipeline:
         def update(batch: Batch, outputs: Sequence[Tensor]) -> None:
             # all ranks of a tensor-parallel group add the same numbers, which leaves every mean as it is
             if not batch.is_padding:
+                outputs = batch.own_rows(outputs)
                 self._loss.check_labels(batch, outputs)
                 totals.update(outputs, batch.labels, batch.size)
 
@@ -172,6 +173,7 @@ class Pipeline:
 
     def _batch_loss(self, batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
         """Return the loss of a micro-batch as a scalar to differentiate; zero for a padding micro-batch."""
+        outputs = batch.own_rows(outputs)
         self._loss.check_labels(batch, outputs)
         loss = self._loss(outputs, batch.labels, batch.size)
         if not batch.is_padding:

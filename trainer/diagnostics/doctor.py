@@ -21,7 +21,7 @@ from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.exporter_records import read_records
-from onward.trainer.onnx_import.imported_graph import takes_any_batch
+from onward.trainer.onnx_import.fixed_batch import batch_use
 from onward.trainer.onnx_import.lowering import list_operators
 from onward.trainer.onnx_import.roles import find_roles
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
@@ -99,8 +99,8 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     model = load_model(path)
     audit, problems = AuditInput(model, path.parent), list[str]()
     try:
-        module = to_module(model, base=path.parent)
-        audit.any_batch = takes_any_batch(module)
+        audit.batch = batch_use(model, path.parent)
+        module = to_module(model, base=path.parent, widen=audit.batch.kind == "any")
         audit.runtime_nodes = Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode))
     except UnsupportedModel as error:
         problems = list(error.problems)

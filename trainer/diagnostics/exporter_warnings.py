@@ -16,12 +16,14 @@ from onward.trainer.diagnostics.merged_weights import merged_weights
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
+from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.tensor_contents import is_exporter_name
 from onward.trainer.onnx_import.ties import Copies
+from onward.trainer.onnx_import.trial_sizes import declared_batch
 from onward.trainer.run.records import Record
 
 T = TypeVar("T")
@@ -56,8 +58,8 @@ class AuditInput:
     roles: Mapping[str, Role] = field(default_factory=dict)
     copies: Copies = field(default_factory=dict)
     runtime_nodes: Counter[str] = field(default_factory=Counter)
-    any_batch: bool = True
-    """Whether the module takes batches of any size; False if it was imported at the declared size alone."""
+    batch: BatchUse = field(default_factory=lambda: BatchUse("any", 0))
+    """How the file is trained if it declares a fixed batch."""
     selected: frozenset[str] | None = None
     """The weights that [model] selects for training; None = all of them."""
 
@@ -84,7 +86,7 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
         roles=module.roles,
         copies=module.copies,
         runtime_nodes=Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode)),
-        any_batch=takes_any_batch(module),
+        batch=BatchUse("any" if takes_any_batch(module) else "own", declared_batch(main.graph)),
         selected=frozenset(module.onnx_names[path] for path, p in module.named_parameters() if p.requires_grad),
     )
 
@@ -276,19 +278,21 @@ def _frozen_statistics(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _fixed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
-    inputs = [value for value in audit.model.graph.input if value.name not in audit.stored]
-    sizes = {value.type.tensor_type.shape.dim[0].dim_value for value in inputs if value.type.tensor_type.shape.dim}
-    if len(sizes) == 1 and (size := sizes.pop()):
-        trained = (
-            "it is trained at any size, and run"
-            if audit.any_batch
-            else f"its shapes hold for no other, so that every micro-batch must have {size} rows; it is run"
-        )
-        yield ExporterWarning(
-            key="fixed_batch",
-            what=f"the file declares a batch of {size}: {trained} {size} rows at a time elsewhere",
-            remedy="export with a dynamic batch: dynamic_shapes (dynamo) or dynamic_axes (legacy)",
-        )
+    use, because = audit.batch, f" ({audit.batch.reason})" if audit.batch.reason else ""
+    if not use.declared:
+        return
+    rows = f"every micro-batch must have {use.declared} rows"
+    trained = {
+        "any": f"it is trained at any size{because}",
+        "own": f"it is right for no other{because}, so that {rows}; fewer are filled up, and do not count",
+        "joint": f"its rows are computed jointly{because}, so that {rows}, and fewer cannot be trained",
+    }
+    yield ExporterWarning(
+        key="fixed_batch",
+        what=f"the file declares a batch of {use.declared}: {trained[use.kind]}; elsewhere it is run {use.declared} "
+        "rows at a time",
+        remedy="export with a dynamic batch: dynamic_shapes (dynamo) or dynamic_axes (legacy)",
+    )
 
 
 def _halves(audit: AuditInput) -> Iterator[ExporterWarning]:

@@ -47,7 +47,7 @@ def trial_sizes(
         # SMALL suits most models; the others are for lengths that a network halves, divides or looks up
         for table in (SMALL, LARGE, MIXED, SHORT):
             yield _lengths(inputs, table, free_batch=free is not None), free
-    if not widen and any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
+    if not (batch and widen) and any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
         yield _lengths(inputs, SMALL, free_batch=False, empty=True), None
 
 

@@ -17,8 +17,8 @@ EXPORTERS = {
     "torch-dynamo": "torch, `dynamo=True, optimize=False`",
     "torch-dynamo-folded": "torch, `dynamo=True`",
     "onnxruntime": "onnxruntime's optimiser, extended level, of files of torch",
-    "keras": "Keras 3 on TensorFlow, `model.export`",
-    "keras-torch": "Keras 3 on torch, `model.export`",
+    "keras": "Keras 3 on TensorFlow, `Model.export`",
+    "keras-torch": "Keras 3 on torch, `Model.export`",
 }
 """Exporters of which the page says more than the name."""
 

@@ -18,6 +18,8 @@ from onward.trainer.run.durable_files import sha256
 
 Dims = tuple[int | None, ...]
 
+FLOAT_TYPES = ("float32", "float64", "float16", "bfloat16", "undefined")
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -63,7 +65,9 @@ def read_training_signature(model: ModelConfig) -> Signature:
     """
     proto = _load(model.path)
     signature = _signature(proto.graph, model.path)
-    if not (model.num_classes or model.untie or trains_subgraph(proto, model)):
+    output = signature.output(model.output)
+    trainable = output is None or output.dtype in FLOAT_TYPES
+    if trainable and not (model.num_classes or model.untie or trains_subgraph(proto, model)):
         return signature
     # the seed only decides the values of a new head, which a signature does not contain
     apply_surgery(proto, model, seed=0)

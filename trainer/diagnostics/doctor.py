@@ -12,12 +12,14 @@ import onnx
 from onnx import defs, inliner
 
 from onward.trainer.diagnostics.exporter_warnings import AuditInput, ExporterWarning, exporter_warnings
+from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
+from onward.trainer.onnx_graph.outputs import with_numeric_outputs
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.exporter_records import read_records
@@ -47,8 +49,8 @@ class Operator(Record):
     version: int
     nodes: int
     imported_by: str
-    """rule, definition (ONNX's own, by simpler operators), onnx2torch, your converter, function (the file's own), or
-    nothing."""
+    """rule, definition (ONNX's own, by simpler operators), onnx2torch, your converter, function (the file's own), kept
+    (only outputs of strings or maps need it: it stays in the file and is not computed), or nothing."""
     leaves: int = 0
     """Number of runtime nodes among them: lowered each time the graph runs, because their shapes depend on data."""
 
@@ -97,18 +99,19 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     """
     load_converters(converters)
     model = load_model(path)
-    audit, problems = AuditInput(model, path.parent), list[str]()
+    # as `to_module` does: what only computes strings or maps is not imported
+    part = with_numeric_outputs(model)
+    audit, problems = AuditInput(with_operands(part), path.parent), list[str]()
     try:
-        audit.batch = batch_use(model, path.parent)
-        module = to_module(model, base=path.parent, widen=audit.batch.kind == "any")
+        audit.batch = batch_use(part, path.parent)
+        module = to_module(part, base=path.parent, widen=audit.batch.kind == "any")
         audit.runtime_nodes = Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode))
     except UnsupportedModel as error:
         problems = list(error.problems)
-    audit.model = with_operands(model)
     if model.functions:  # roles are found by the operators that read a tensor, so functions are inlined
         audit.model = inliner.inline_local_functions(audit.model)
     try:
-        audit.stored = stored_tensors(model.graph, path.parent)
+        audit.stored = stored_tensors(part.graph, path.parent)
         found = find_roles(audit.model.graph, audit.stored)
         audit.copies = find_copies(audit.stored, found, read_records(model).originals)
         audit.roles = roles_of_copies(found, audit.copies)
@@ -128,9 +131,9 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         importable=not problems,
         totals=_totals(weights),
         weights=weights,
-        operators=tuple(_operators(model, audit.runtime_nodes)),
+        operators=tuple(_operators(model, part, audit.runtime_nodes)),
         unsupported=tuple(_unsupported(problem, model) for problem in problems),
-        warnings=tuple(exporter_warnings(audit)),
+        warnings=(*exporter_warnings(audit), *output_warnings(model)),
     )
 
 
@@ -164,8 +167,11 @@ def _totals(weights: Iterable[Weight]) -> dict[str, Total]:
     }
 
 
-def _operators(model: onnx.ModelProto, runtime_nodes: Mapping[str, int]) -> Iterator[Operator]:
-    for (operator, version, how), nodes in sorted(Counter(list_operators(model)).items()):
+def _operators(model: onnx.ModelProto, part: onnx.ModelProto, runtime_nodes: Mapping[str, int]) -> Iterator[Operator]:
+    needed = Counter(list_operators(part))
+    outside = Counter((operator, version, "kept") for operator, version, _ in list_operators(model))
+    outside -= Counter({(operator, version, "kept"): number for (operator, version, _), number in needed.items()})
+    for (operator, version, how), nodes in sorted((needed + outside).items()):
         yield Operator(
             operator=operator,
             version=version,

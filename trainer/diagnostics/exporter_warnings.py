@@ -15,6 +15,7 @@ from onnx import TensorProto, inliner
 from onward.trainer.diagnostics.merged_weights import merged_weights
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
+from onward.trainer.onnx_graph.outputs import UNTRAINED
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
@@ -105,6 +106,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _copies, _tables, _made_up_names, _no_dropout,
         _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves, _quantized, _runtime_nodes,
+        _trees,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -337,3 +339,14 @@ def _few(found: Mapping[str, T]) -> list[tuple[str, T]]:
 
 def _toml(names: Iterable[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def _trees(audit: AuditInput) -> Iterator[ExporterWarning]:
+    found = Counter(node.op_type for node in audit.nodes(*UNTRAINED, "TreeEnsembleRegressor", "TreeEnsemble"))
+    if found:
+        shown = ", ".join(f"{number} {operator}" for operator, number in found.items())
+        yield ExporterWarning(
+            key="trees",
+            what=f"{shown}: computed exactly but not trained, and no gradient reaches what comes before",
+            remedy="train the other weights of the file; trees themselves need the library that made them",
+        )

@@ -74,6 +74,17 @@ def names_read(node: onnx.NodeProto) -> set[str]:
     return names - {""}
 
 
+def nodes_between(graph: onnx.GraphProto, output: str, start: set[str]) -> tuple[list[onnx.NodeProto], set[str]]:
+    """Return the nodes that compute a tensor from `start` and the inputs, in graph order, and all names they read."""
+    needed, kept = {output}, []
+    for node in reversed(graph.node):
+        # backwards over the sorted nodes, so that every reader of a value is visited before its producer
+        if (needed - start) & set(node.output):
+            kept.append(node)
+            needed |= names_read(node)
+    return kept[::-1], needed
+
+
 def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
     """Yield every tensor that a model stores: in the graph, in inner graphs, in node attributes, in its functions."""
     graphs = [*graphs_of(model.graph), *(g for function in model.functions for g in inner_graphs(function.node))]

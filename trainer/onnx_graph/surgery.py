@@ -19,8 +19,9 @@ import onnx
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.index import UNTIED, Index, did_you_mean, known_types, names_read
+from onward.trainer.onnx_graph.index import UNTIED, Index, did_you_mean, known_types, nodes_between
 from onward.trainer.onnx_graph.new_head import replace_head
+from onward.trainer.onnx_graph.outputs import is_numeric, unreadable_output, with_log_probabilities
 from onward.trainer.onnx_graph.shared_parameters import Use, parameters_read
 
 # -- what the file keeps
@@ -85,25 +86,26 @@ def _groups(found: Mapping[str, Sequence[Use]]) -> list[Sequence[Use]]:
 
 
 def trains_subgraph(model: onnx.ModelProto, config: ModelConfig) -> bool:
-    """Return whether the settings select a part of the graph."""
+    """Return whether a part of the graph is trained: by the settings, or because torch has no type for an output."""
     inner = bool(config.output) and config.output not in [value.name for value in model.graph.output]
-    return inner or bool(config.start)
+    return inner or bool(config.start) or not all(map(is_numeric, model.graph.output))
 
 
 def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
     """Return the part of a graph that is trained: the nodes from `model.start` (or the inputs) to `model.output`.
 
-    Returns the model itself if neither setting is an inner tensor. The part's inputs are the graph's inputs that are
-    still read, then the tensors of `model.start`; its only output is the tensor that the loss reads. Raises ConfigError
-    with all problems at once.
+    Returns the model itself if neither setting is an inner tensor and all outputs are numbers. The part's inputs are
+    the graph's inputs that are still read, then the tensors of `model.start`; its only output is the tensor that the
+    loss reads. Raises ConfigError with all problems at once.
     """
     if problems := _subgraph_problems(model, config):
         raise ConfigError(problems)
     if not trains_subgraph(model, config):
         return model
+    model = with_log_probabilities(model, config.output)
     graph, types = model.graph, known_types(model)
     output = config.output or graph.output[0].name
-    kept, needed = _nodes_between(graph, output, set(config.start))
+    kept, needed = nodes_between(graph, output, set(config.start))
     part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, domain=model.domain)
     part.opset_import.extend(model.opset_import)
     part.functions.extend(model.functions)
@@ -125,18 +127,8 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
     return part
 
 
-def _nodes_between(graph: onnx.GraphProto, output: str, start: set[str]) -> tuple[list[onnx.NodeProto], set[str]]:
-    """Return the nodes that compute a tensor from `start` and the inputs, in graph order, and all names they read."""
-    needed, kept = {output}, []
-    for node in reversed(graph.node):
-        # backwards over the sorted nodes, so that every reader of a value is visited before its producer
-        if (needed - start) & set(node.output):
-            kept.append(node)
-            needed |= names_read(node)
-    return kept[::-1], needed
-
-
 def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]:
+    model = with_log_probabilities(model, config.output)
     index = Index(model.graph)
     outputs = [value.name for value in model.graph.output]
     output, computed = config.output or outputs[0], index.computed
@@ -148,9 +140,10 @@ def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]
                 problems.append(f"{key} {name!r} is a weight; name a tensor that is computed from the inputs")
             elif name not in known:
                 problems.append(f"{key} {name!r} is not a tensor of the model{did_you_mean(name, known)}")
+    problems = problems or list(filter(None, [unreadable_output(model, output)]))
     if problems or not trains_subgraph(model, config):
         return problems
-    _, needed = _nodes_between(model.graph, output, set(config.start))
+    _, needed = nodes_between(model.graph, output, set(config.start))
     if output in config.start or output not in index.makers:
         return [
             f"model.output {output!r} is where the trained part begins; no node is left to train; name a later tensor"

@@ -39,6 +39,7 @@ from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.external_data import external_problems, load_small_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_graph.outputs import with_numeric_outputs
 from onward.trainer.onnx_graph.shape_inference import infer_probes
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, mark_branches
 from onward.trainer.onnx_import.exporter_records import read_records
@@ -101,8 +102,8 @@ def to_module(
     """Import a model as a torch module.
 
     The module takes the graph's inputs in order, without those that have an initializer, and returns the graph's
-    outputs in order: the tensor itself if there is one, else a tuple. Dropout, stochastic depth and
-    BatchNormalization follow train() and eval().
+    outputs in order, without those of strings or maps: the tensor itself if there is one, else a tuple. Dropout,
+    stochastic depth and BatchNormalization follow train() and eval().
 
     base: the directory of the model's external data, which is mapped copy-on-write. fuse: rewrite attention, norms and
     linear layers into single torch calls; results differ by rounding only. tie: make the copies that an exporter stored
@@ -112,6 +113,7 @@ def to_module(
     Whether the widened graph computes what the file does is proved by `fixed_batch.batch_use`, not here. Raises
     UnsupportedModel with one sentence for every node that cannot be imported.
     """
+    model = with_numeric_outputs(model)
     # before inlining: a tensor stored in a local function has no place of its own to be written back to
     stored = stored_tensors(model.graph, base)
     originals = read_records(model).originals

@@ -2,7 +2,7 @@
 
 Where onnxruntime and ONNX's reference implementation differ, the rules compute what onnxruntime does, because the
 exported file is run by it. Numbers are fp32 unless the result has the type of the operand. Strings and maps have no
-torch type: the import leaves out the outputs that hold them (onnx_graph/tensor_outputs.py).
+torch type: the import leaves out the outputs that hold them (onnx_graph/outputs.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,33 @@
+"""Warn of outputs that a loss cannot read, or reads less well than the scores behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+
+from onward.trainer.diagnostics.exporter_warnings import ExporterWarning
+from onward.trainer.onnx_graph.outputs import describe_type, is_numeric, score_tensors, unreadable_output
+
+
+def output_warnings(model: onnx.ModelProto) -> Iterator[ExporterWarning]:
+    """Yield a warning for the first output, which the loss reads by default, and for those that are not computed."""
+    first = model.graph.output[0].name
+    if problem := unreadable_output(model, first):
+        what, _, remedy = problem.partition("; ")
+        yield ExporterWarning(key="label_output", what=what, remedy=remedy)
+    elif (scores := next(score_tensors(model.graph, [first]), None)) and scores[0] != first:
+        yield ExporterWarning(
+            key="probabilities",
+            what=f"the first output, {first!r}, holds probabilities, but the loss takes scores",
+            remedy=f"set model.output to {scores[0]!r} ({scores[1]})",
+        )
+    if kept := [value for value in model.graph.output if not is_numeric(value)]:
+        yield ExporterWarning(
+            key="kept_outputs",
+            what=(
+                "outputs that are not numbers stay in the file, but training does not compute them: "
+                f"{', '.join(f'{value.name} ({describe_type(value)})' for value in kept)}"
+            ),
+            remedy="nothing, if the loss reads another tensor; they are computed from it in the exported file",
+        )

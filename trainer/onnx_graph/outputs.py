@@ -1,0 +1,234 @@
+"""Find the outputs of a file that can be computed and trained, and the scores behind class labels and probabilities.
+
+    X --- MatMul, Add --- scores --- Softmax --- probabilities --- ZipMap ------------------- output_probability (maps)
+                                                       `---------- ArgMax --- classes[.] ---- output_label (strings)
+
+torch has neither strings nor maps: `with_numeric_outputs` leaves such outputs out, and the nodes that only they need.
+They stay in the file. A label has no gradient, and a loss is better computed from scores than from probabilities:
+`score_tensors` names the tensors that a loss can read.
+
+A LinearClassifier applies its own softmax, so the file has no tensor of its scores. `with_log_probabilities` computes
+
+    LinearClassifier<SOFTMAX> --- probabilities                                           the file
+    LinearClassifier<NONE> --- LogSoftmax --- "probabilities/log_probabilities"            the part that is trained
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from onward.trainer.onnx_graph.attribute_weights import DOMAIN
+from onward.trainer.onnx_graph.index import Index, known_types, nodes_between
+
+LOG = "/log_probabilities"
+FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+# fmt: off
+KEEPS_SCORES = frozenset((
+    "ArgMax", "ArrayFeatureExtractor", "Cast", "Concat", "Flatten", "Gather", "Identity", "LabelEncoder", "Normalizer",
+    "ReduceSum", "Div", "Reshape", "Squeeze", "Sub", "TopK", "Unsqueeze", "ZipMap",
+))
+"""Operators between the scores of classes and what classifiers return."""
+UNTRAINED = ("TreeEnsembleClassifier", "SVMClassifier")
+# fmt: on
+
+
+def is_numeric(value: onnx.ValueInfoProto) -> bool:
+    """Return whether a value holds numbers: a tensor, or a sequence or optional of tensors, and not of strings."""
+    kind = value.type
+    while (which := kind.WhichOneof("value")) in ("sequence_type", "optional_type"):
+        kind = getattr(kind, which).elem_type
+    return which != "map_type" and kind.tensor_type.elem_type != TensorProto.STRING
+
+
+def describe_type(value: onnx.ValueInfoProto) -> str:
+    """Return the type of a value in a word or two, such as "int64" or "a sequence of maps"."""
+    if value.type.HasField("tensor_type"):
+        return str(TensorProto.DataType.Name(value.type.tensor_type.elem_type)).lower()
+    maps = value.type.sequence_type.elem_type.HasField("map_type")
+    return "a sequence of maps" if maps else str(value.type.WhichOneof("value")).replace("_type", "")
+
+
+def with_numeric_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model without outputs of strings or maps, and without the nodes and tensors that only they need.
+
+    If all outputs are such, the scores from which they are computed become the output. Returns the model itself if it
+    has no such output.
+    """
+    kept = [value for value in model.graph.output if is_numeric(value)]
+    if len(kept) == len(model.graph.output):
+        return model
+    if not kept:
+        if (scores := next(score_tensors(model.graph), None)) is None:
+            return model
+        model = with_log_probabilities(model, scores[0])
+        kept = [known_types(model).get(scores[0]) or onnx.ValueInfoProto(name=scores[0])]
+    part, behind = onnx.ModelProto(), [nodes_between(model.graph, value.name, set()) for value in kept]
+    part.CopyFrom(model)
+    outputs = {name for nodes, _ in behind for node in nodes for name in node.output}
+    needed = set[str]().union(*(names for _, names in behind))
+    for field, entries in (
+        ("output", kept),
+        ("node", [node for node in model.graph.node if set(node.output) & outputs]),
+        ("initializer", [tensor for tensor in model.graph.initializer if tensor.name in needed]),
+    ):
+        part.graph.ClearField(field)
+        getattr(part.graph, field).extend(entries)
+    return part
+
+
+# -- scores
+
+
+def score_tensors(graph: onnx.GraphProto, outputs: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield (tensor, what it is and the loss for it) of the scores from which labels and probabilities are computed.
+
+    outputs: those to begin at; all if there are none.
+    """
+    index, seen = Index(graph), set[str]()
+    names = [*outputs] or [value.name for value in graph.output]
+    while names:
+        name = names.pop(0)
+        node = index.makers.get(name)
+        if node is None or name in seen:
+            continue
+        seen.update(node.output)
+        if found := _scores_of(node):
+            if found[0] not in seen or found[0] in node.output:
+                seen.add(found[0])
+                yield found
+        elif node.op_type in KEEPS_SCORES:
+            names += node.input
+
+
+def _scores_of(node: onnx.NodeProto) -> tuple[str, str] | None:
+    if node.op_type == "LogSoftmax":  # the cross-entropy of log-probabilities is that of the logits
+        return node.output[0], "the result of LogSoftmax, for the loss cross_entropy"
+    if node.op_type == "Softmax":
+        return node.input[0], "the logits before Softmax, for the loss cross_entropy"
+    if node.op_type == "Sigmoid":
+        return node.input[0], "the logits before Sigmoid, for the loss bce_with_logits"
+    if node.domain != DOMAIN or len(node.output) < 2:
+        return None
+    if node.op_type in UNTRAINED:
+        return node.output[1], f"the scores of {node.op_type}, which is not trained"
+    if node.op_type != "LinearClassifier":
+        return None
+    transform = _attributes(node).get("post_transform", "NONE")
+    if transform == "NONE":
+        return node.output[1], "the scores of LinearClassifier, for the loss cross_entropy"
+    if _log_steps(node):
+        return f"{node.output[1]}{LOG}", f"the logarithm of LinearClassifier's {transform}, for the loss cross_entropy"
+    return None
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    found = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in found.items()}
+
+
+def _log_steps(node: onnx.NodeProto) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return (domain, operator, attributes) of the nodes from scores to log-probabilities; [] if there are none.
+
+    Of two classes, scikit-learn stores a row and its negative, so that sigmoid(z) and sigmoid(-z) are a softmax over
+    z / 2 and -z / 2. This softmax has opposite gradients for both rows: they stay each other's negative in training.
+    """
+    if (node.domain, node.op_type) != (DOMAIN, "LinearClassifier") or len(node.output) < 2:
+        return []
+    attributes = _attributes(node)
+    intercepts, transform = list(attributes.get("intercepts", ())), attributes.get("post_transform", "NONE")
+    if transform == "SOFTMAX" and len(intercepts) > 1:
+        return [("", "LogSoftmax", {"axis": 1})]
+    if transform != "LOGISTIC" or len(intercepts) < 2:
+        return []
+    if len(intercepts) > 2:  # log(sigmoid(x)) = -softplus(-x)
+        return [("", "Neg", {}), ("", "Softplus", {}), ("", "Neg", {})]
+    rows = np.column_stack([np.reshape(attributes["coefficients"], (2, -1)), intercepts])
+    opposite = np.abs(rows.sum(0)).max() <= 1e-2 * np.abs(rows).max()
+    half = (DOMAIN, "Scaler", {"offset": [0.0], "scale": [0.5]})
+    return [half, ("", "LogSoftmax", {"axis": 1})] if opposite else []
+
+
+def with_log_probabilities(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
+    """Return a copy that computes the tensor `output` of `score_tensors`; the model itself if it is no such name.
+
+    The cross-entropy of log-probabilities is that of the file's probabilities, divided by their sum if it is not 1.
+    """
+    named = [len(node.output) > 1 and f"{node.output[1]}{LOG}" == output for node in model.graph.node]
+    if True not in named or not (steps := _log_steps(model.graph.node[named.index(True)])):
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    nodes, place = list(copy.graph.node), named.index(True)
+    own, scores = nodes[place], onnx.NodeProto()
+    scores.CopyFrom(own)
+    scores.output[1] = f"{own.output[1]}/scores"
+    next(each for each in scores.attribute if each.name == "post_transform").s = b"NONE"
+    names = [scores.output[1], *(f"{output}/{number}" for number in range(1, len(steps))), output]
+    made = [
+        helper.make_node(operator, [before], [after], domain=domain, **attributes)
+        for (domain, operator, attributes), before, after in zip(steps, names[:-1], names[1:], strict=True)
+    ]
+    # weights are named after the label, so it stays that of the scores; the node itself still gives the probabilities
+    own.output[0] = f"{own.output[0]}/with_probabilities"
+    nodes[place:place] = [scores, *made]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]  # `del` invalidates the others
+    del copy.graph.node[:]
+    copy.graph.node.extend(copies)
+    shape: list[str | int | None] = ["N", len(_attributes(scores)["intercepts"])]
+    copy.graph.value_info.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, shape))
+    if not any(entry.domain in ("", "ai.onnx") for entry in copy.opset_import):
+        copy.opset_import.append(helper.make_opsetid("", 13))
+    return copy
+
+
+# -- what the loss reads
+
+
+def class_order(graph: onnx.GraphProto) -> list[str]:
+    """Return the file's class labels in the order of its scores; [] if they are 0, 1, 2, ... or it has none.
+
+    The labels of the data are places in this order, counted from 0, whatever the file calls the classes.
+    """
+    found: list[Any] = []
+    stored = Index(graph).stored
+    for node in graph.node:
+        if node.domain != DOMAIN:
+            continue
+        labels = [value for name, value in _attributes(node).items() if name.startswith("classlabels_")]
+        if node.op_type == "ArrayFeatureExtractor" and node.input[0] in stored:
+            labels = [numpy_helper.to_array(stored[node.input[0]]).flatten().tolist()]
+        found = next(filter(None, labels), found)
+    names = [label.decode() if isinstance(label, bytes) else str(label) for label in found]
+    return [] if names == [str(number) for number in range(len(names))] else names
+
+
+def unreadable_output(model: onnx.ModelProto, output: str) -> str:
+    """Return a sentence if an output has no gradient, with the tensor that the loss can read instead; else ""."""
+    declared = {value.name: value for value in model.graph.output}
+    value = declared.get(output) or known_types(model).get(output)
+    # an output without a declared type may be anything
+    if value is None or not value.type.WhichOneof("value"):
+        return ""
+    kind = value.type.tensor_type.elem_type if value.type.HasField("tensor_type") else None
+    if kind in FLOATS or kind == TensorProto.UNDEFINED:
+        return ""
+    known = [f"{name!r} ({what})" for name, what in score_tensors(model.graph)]
+    known += [f"{name!r}" for name, each in declared.items() if each.type.tensor_type.elem_type in FLOATS]
+    return (
+        f"the loss cannot read output {output!r} ({describe_type(value)}), which has no gradient; set model.output to "
+        f"{known[0] if known else 'the tensor of scores from which it is computed'}{_numbering(model.graph)}"
+    )
+
+
+def _numbering(graph: onnx.GraphProto) -> str:
+    names = class_order(graph)
+    if not names:
+        return ""
+    shown = ", ".join(f"{number} = {name!r}" for number, name in enumerate(names[:10]))
+    return f"; number the labels of the data in the file's order of classes: {shown}{', ...' if names[10:] else ''}"

@@ -33,7 +33,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-AcceptedWarning = Literal["merged"]
+AcceptedWarning = Literal["merged", "separated"]
 """The keys of the warnings (diagnostics/exporter_warnings.py) that change what is trained."""
 
 
@@ -60,7 +60,8 @@ class ModelConfig(Section):
     Each node gets its own copy, in the exported file too."""
     accept: tuple[AcceptedWarning, ...] = ()
     """Warnings of `onward doctor` that a run accepts although they change what is trained; without, such a run is
-    refused. `merged`: weights that an exporter merged are trained as one weight."""
+    refused. `merged`: weights that an exporter merged are trained as one weight. `separated`: one weight into whose
+    uses an exporter folded different things is trained as several."""
     tie: bool = True
     """Train the copies that an exporter made of one weight (such as a transposed embedding) as one weight."""
     fixed_batch: Literal["auto", "any", "own", "joint"] = "auto"

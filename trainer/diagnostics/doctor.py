@@ -113,7 +113,8 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     try:
         audit.stored = stored_tensors(part.graph, path.parent)
         found = find_roles(audit.model.graph, audit.stored)
-        audit.copies = find_copies(audit.stored, found, read_records(model).originals)
+        audit.originals = read_records(model).originals
+        audit.copies = find_copies(audit.stored, found, audit.originals)
         audit.roles = roles_of_copies(found, audit.copies)
     except UnsupportedModel as error:
         problems = list(dict.fromkeys([*error.problems, *problems]))

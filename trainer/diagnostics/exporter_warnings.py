@@ -12,11 +12,12 @@ import onnx
 import torch
 from onnx import TensorProto, inliner
 
-from onward.trainer.diagnostics.merged_weights import merged_weights
+from onward.trainer.diagnostics.merged_weights import merged_weights, separated_weights
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_graph.outputs import UNTRAINED
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
+from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
@@ -61,6 +62,8 @@ class AuditInput:
     runtime_nodes: Counter[str] = field(default_factory=Counter)
     batch: BatchUse = field(default_factory=lambda: BatchUse("any", 0))
     """How the file is trained if it declares a fixed batch."""
+    originals: Mapping[str, str] = field(default_factory=dict)
+    """Stored tensor -> the weight that the exporter folded it from, as far as it is written."""
     selected: frozenset[str] | None = None
     """The weights that [model] selects for training; None = all of them."""
 
@@ -88,6 +91,7 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
         copies=module.copies,
         runtime_nodes=Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode)),
         batch=BatchUse("any" if takes_any_batch(module) else "own", declared_batch(main.graph)),
+        originals=read_records(model).originals,
         selected=frozenset(module.onnx_names[path] for path, p in module.named_parameters() if p.requires_grad),
     )
 
@@ -104,9 +108,9 @@ def refused_symptoms(found: Iterable[ExporterWarning], accept: Sequence[str]) ->
 def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     """Yield a warning for everything that is allowed but perhaps not intended."""
     for check in (
-        _nothing_to_train, _folded_batch_norm, _merged_weights, _copies, _tables, _made_up_names, _no_dropout,
-        _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves, _quantized, _runtime_nodes,
-        _trees,
+        _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _copies, _tables, _made_up_names,
+        _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves, _quantized,
+        _runtime_nodes, _trees,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -152,6 +156,21 @@ def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
                 f"exporters merge parameters of equal value. They train as one: {shown}"
             ),
             remedy=f"set model.untie = {_toml(found)}, or export with {RECIPE}",
+            changes_training=True,
+        )
+
+
+def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
+    trained = set(audit.trained())
+    roles = {name: role for name, role in audit.roles.items() if name in trained}
+    if found := separated_weights(audit.model.graph, audit.stored, roles, audit.originals):
+        yield ExporterWarning(
+            key="separated",
+            what=(
+                f"{len(found)} weights were used several times by the network, and the exporter folded something else "
+                f"into each use: {'; '.join(' and '.join(names) for names in found[:3])}. They train apart"
+            ),
+            remedy=f"to train each as one weight, export with {RECIPE}",
             changes_training=True,
         )
 

@@ -1,8 +1,11 @@
-"""Find the stored tensors that stand for several parameters of the exported network, which would train as one.
+"""Find the exported network's merged parameters, which train as one, and its separated ones, which train apart.
 
 Exporters merge parameters of equal value: biases of zeros, scales of ones, the layers of a fresh
 torch.nn.TransformerEncoder, even a scale of ones with a running variance of ones. A tensor that the author shares
 (a tied embedding, a module that is called several times) is not reported as far as the file proves it.
+
+A weight that a module uses several times is separated where an exporter folds something else into each use, such as the
+BatchNormalization behind a convolution that all levels of a detector share.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ import torch
 from onward.trainer.onnx_graph.shared_parameters import MAX_MERGED, Use, parameters_read
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.tensor_contents import is_distinctive
+
+MIN_ELEMENTS = 4
+"""Rows of fewer elements are not compared."""
 
 
 def merged_weights(
@@ -74,3 +80,43 @@ def _read_often(
 
 def _nodes(uses: Iterable[Use]) -> dict[str, None]:
     return {use.node.name or next(filter(None, use.node.output), use.node.op_type): None for use in uses}
+
+
+def separated_weights(
+    main: onnx.GraphProto, stored: Mapping[str, torch.Tensor], roles: Mapping[str, Role], originals: Mapping[str, str]
+) -> list[list[str]]:
+    """Return groups of weights that were one parameter and differ by factors of their rows or columns.
+
+    originals: stored tensor -> the weight that the exporter folded it from. Only tensors that the file assigns to one
+    weight, or to the same operand of one module, are compared.
+    """
+    trained = [name for name, role in roles.items() if role.kind == "trained" and name in stored]
+    places: dict[object, list[str]] = {}
+    read = parameters_read(main)
+    for name in (name for name in trained if stored[name].ndim >= 2):
+        written = [use for uses in read.get(name, {}).values() for use in uses if use.source in ("module", "node name")]
+        for place in [originals.get(name, name), *((use.parameter, use.node.op_type, use.slot) for use in written)]:
+            places.setdefault(place, []).append(name)
+    found: dict[str, list[str]] = {}
+    for names in places.values():
+        first, *others = dict.fromkeys(names)
+        scaled = [name for name in others if _is_scaled(stored[first], stored[name])]
+        if scaled:
+            found.setdefault(first, [first]).extend(name for name in scaled if name not in found[first])
+    return list(found.values())
+
+
+def _is_scaled(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors differ, and each row, or each column, of one is a multiple of the other's."""
+    if one.shape != other.shape or torch.equal(one, other):
+        return False
+    return any(_has_proportional_slices(one.transpose(0, dim), other.transpose(0, dim)) for dim in (0, 1))
+
+
+def _has_proportional_slices(one: torch.Tensor, other: torch.Tensor) -> bool:
+    rows, other_rows = one.flatten(1).double(), other.flatten(1).double()
+    if rows.shape[1] < MIN_ELEMENTS:  # two numbers may have any ratio
+        return False
+    cosines = torch.nn.functional.cosine_similarity(rows, other_rows, dim=1).abs()
+    compared = (rows.abs().amax(1) > 0) & (other_rows.abs().amax(1) > 0)
+    return bool(compared.any()) and bool((cosines[compared] > 1 - 1e-6).all())

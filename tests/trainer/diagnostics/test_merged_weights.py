@@ -219,6 +219,40 @@ def test_merged_parameters_are_found_when_another_tool_has_removed_the_identitie
     assert found_in(model, "once.") == []
 
 
+class SharedConvolution(nn.Module):
+    """One convolution with a norm of its own for each of two uses, as the heads of detectors have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.other = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(2))
+        for norm in self.norms:
+            nn.init.uniform_(norm.weight, 0.5, 2)
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = torch.relu(norm(self.conv(x)))
+        result: Tensor = self.other(x)
+        return result
+
+
+def test_a_shared_weight_into_whose_uses_different_norms_were_folded_is_refused(tmp_path):
+    path, example = tmp_path / "m.onnx", (torch.randn(2, 3, 8, 8),)
+    with warnings.catch_warnings():
+        for opening, category in zoo.IGNORED:
+            warnings.filterwarnings("ignore", opening, category)
+        torch.onnx.export(SharedConvolution().eval(), example, str(path), dynamo=False, input_names=["x"])
+    model = onnx.load(path)
+    warned = [*exporter_warnings(audit_of_run(model, to_module(model), tmp_path))]
+    [separated] = [warning for warning in warned if warning.key == "separated"]
+    convolutions = [node.input[1] for node in model.graph.node if node.op_type == "Conv"]
+    assert f"{convolutions[0]} and {convolutions[1]}. They train apart" in separated.what
+    assert 'model.accept = ["separated"]' in refused_symptoms(warned, accept=())[0]
+    assert refused_symptoms(warned, accept=["separated"]) == []
+
+
 def test_a_tensor_that_is_scale_and_bias_of_one_node_is_merged_whoever_wrote_the_file():
     model = onnx.parser.parse_model("""
         <ir_version: 10, opset_import: ["" : 20]>

@@ -28,6 +28,7 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
         *(("input", text) for text in found.inputs),
         *(("output", text) for text in found.outputs),
         *((kind, f"{total.values:,} numbers in {total.tensors} tensors") for kind, total in found.totals.items()),
+        *([("pre-processing", found.preprocessing)] if found.preprocessing else []),
         ("importable", "yes" if found.importable else f"no: {len(found.unsupported)} problems, listed below"),
     ]
     table(facts)

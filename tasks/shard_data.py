@@ -12,10 +12,9 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.tracking import Tracker, TrackingError
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.input_columns import columns_to_read, data_problems
-from onward.trainer.data.sharding import make_shards
+from onward.trainer.data.input_columns import data_problems
+from onward.trainer.data.sharding import make_training_shards
 from onward.trainer.data.shards import ShardManifest
-from onward.trainer.data.signature import read_training_signature
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record
@@ -32,8 +31,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     """
     config = read_config(run)
     started_at = time.monotonic()
-    columns = columns_to_read(config, read_training_signature(config.model))
-    directory, manifest, cached = make_shards(config.data, columns, onward_home() / "shards")
+    directory, manifest, cached = make_training_shards(config, onward_home() / "shards")
     # again, now with the extremes of all rows: `configure` has seen the first ones only
     if problems := data_problems(config, manifest.table):
         raise ConfigError(problems)
@@ -50,6 +48,8 @@ def shard_data(run: RunDir) -> ShardManifest:
         time.monotonic() - started_at,
         directory,
     )
+    if manifest.preprocessing:
+        log.info("%s", manifest.preprocessing)
     if manifest.skipped:
         rows = "; ".join(manifest.skipped_rows[:5])
         log.warning("%d bad rows were left out (data.bad_rows = 'skip'): %s", manifest.skipped, rows)

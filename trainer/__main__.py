@@ -76,6 +76,7 @@ def train_rank(run: RunDir) -> int:
 def evaluation_data(run: RunDir) -> EvaluationData:
     """Return all evaluation data and the metrics of the configured loss, with which exported files are evaluated."""
     from onward.trainer.data.batches import Batch, evaluation_batches
+    from onward.trainer.data.file_rows import FileRows
     from onward.trainer.data.shards import open_shards
     from onward.trainer.data.signature import read_training_signature
     from onward.trainer.export.onnx_runner import EvaluationData
@@ -91,7 +92,10 @@ def evaluation_data(run: RunDir) -> EvaluationData:
     def batches() -> Iterator[Batch]:
         return evaluation_batches(held_out, config, signature, replica=0, num_replicas=1, device=cpu)
 
-    return EvaluationData(batches=batches, new_metrics=new_metrics)
+    # the whole file is verified, on the rows as the data has them, also where the ranks have read numbers only
+    as_stored = open_shards(run.shards, "evaluation", for_file=True)
+    file_rows = FileRows(as_stored, config, signature) if signature.computed else None
+    return EvaluationData(batches=batches, new_metrics=new_metrics, file_rows=file_rows)
 
 
 def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False) -> int:

@@ -24,9 +24,9 @@ import torch
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.config.loading import build_config
-from onward.trainer.data.input_columns import columns_to_read, data_problems
-from onward.trainer.data.sharding import make_shards
-from onward.trainer.data.signature import model_digest, read_training_signature
+from onward.trainer.data.input_columns import data_problems
+from onward.trainer.data.sharding import make_training_shards
+from onward.trainer.data.signature import model_digest
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
@@ -60,8 +60,7 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
     digest = model_digest(folder / "model.onnx")
     write_record(run.identity, RunIdentity(run_id="run", name="test", created_at="2026-01-01", model_sha256=digest))
     os.environ["ONWARD_HOME"] = str(folder / "home")
-    wanted = columns_to_read(config, read_training_signature(config.model))
-    shards, manifest, _ = make_shards(config.data, wanted, folder / "home" / "shards")
+    shards, manifest, _ = make_training_shards(config, folder / "home" / "shards")
     if problems := data_problems(config, manifest.table):
         raise ConfigError(problems)
     run.shards.symlink_to(shards, target_is_directory=True)

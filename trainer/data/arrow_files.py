@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells, Column, Values
+from onward.trainer.data.columns import BLOCK_BYTES, TEXT, Array, Block, Cells, Column, Values
 from onward.trainer.errors import DataError
 
 STREAM_BYTES = 1 << 20
@@ -59,6 +59,8 @@ class ArrowReader:
             views = self._views[column.name]
             if column.variable:
                 result[column.name] = [_row(views[batch], at) for batch, at in places]
+            elif column.dtype == TEXT:
+                result[column.name] = np.array([views[batch][0][at].as_py() for batch, at in places], object)
             else:
                 gathered = np.empty((len(rows), *column.shape), column.dtype)
                 for number, (batch, at) in enumerate(places):
@@ -68,6 +70,8 @@ class ArrowReader:
 
 
 def _arrow_type(column: Column) -> pa.DataType:
+    if column.dtype == TEXT:
+        return pa.large_string()
     # Arrow packs booleans into bits, which cannot be mapped as an array
     value = pa.from_numpy_dtype(np.uint8 if column.dtype == "bool" else column.dtype)
     if column.variable:
@@ -80,6 +84,8 @@ def _to_arrow(values: Values, column: Column) -> pa.Array:
         # Arrow's plain list type has 32-bit offsets
         offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
         return pa.ListArray.from_arrays(offsets, pa.array(_bytes(np.concatenate(values))))
+    if column.dtype == TEXT:
+        return pa.array(values, pa.large_string())
     values = _bytes(np.ascontiguousarray(values))
     return pa.FixedShapeTensorArray.from_numpy_ndarray(values) if column.shape else pa.array(values)
 
@@ -88,8 +94,13 @@ def _bytes(array: Array) -> Array:
     return array.view(np.uint8) if array.dtype == bool else array
 
 
-def _views(array: pa.Array, column: Column) -> tuple[Array, ...]:
-    """Return (values [n, *shape],) or (flat values, offsets [n + 1]) of one record batch, without a copy."""
+def _views(array: pa.Array, column: Column) -> tuple[Any, ...]:
+    """Return (values [n, *shape],) or (flat values, offsets [n + 1]) of one record batch, without a copy.
+
+    Of text the values are the Arrow array.
+    """
+    if column.dtype == TEXT:
+        return (array,)
     if column.variable:
         return array.values.to_numpy().view(column.dtype), array.offsets.to_numpy()
     return ((array.to_numpy_ndarray() if column.shape else array.to_numpy()).view(column.dtype),)

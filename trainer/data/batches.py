@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.columns import Array, Values
+from onward.trainer.data.columns import Array, Schema, Values
 from onward.trainer.data.device_copies import DeviceCopies
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.permutation import permutation
@@ -66,6 +67,16 @@ class Batch:
         has_rows = [value.ndim > 0 and len(value) % self.filled_to == 0 for value in outputs]
         pairs = zip(outputs, has_rows, strict=True)
         return [value[: len(value) // self.filled_to * self.size] if rows else value for value, rows in pairs]
+
+
+class Rows(Protocol):
+    """Rows of data, read by number, such as the shards of a split."""
+
+    columns: Schema
+    pad_values: Mapping[str, float]
+    """Column that pre-processing computes -> what it pads rows of varying length with."""
+
+    def read(self, rows: Array) -> dict[str, Values]: ...
 
 
 class Batches:
@@ -196,6 +207,11 @@ def check_last_samples(config: RunConfig, num_rows: int) -> None:
         )
 
 
+def one_batch(rows: Rows, config: RunConfig, signature: Signature, numbers: Array) -> Batch:
+    """Return the rows of these numbers, int64 [B], as one batch on the CPU."""
+    return _Collate(rows, config, signature, torch.device("cpu"))(numbers)
+
+
 @dataclass(frozen=True)
 class _Share:
     """The rows of one replica, by micro-batch."""
@@ -237,7 +253,7 @@ class _Collate:
     `finish` comes before the first use of a batch, in the thread that computes.
     """
 
-    def __init__(self, shards: Shards, config: RunConfig, signature: Signature, device: torch.device) -> None:
+    def __init__(self, shards: Rows, config: RunConfig, signature: Signature, device: torch.device) -> None:
         self._shards = shards
         self._model = config.model
         self.full = config.model.fixed_batch in ("own", "joint")
@@ -254,11 +270,12 @@ class _Collate:
         self._has_labels = config.model.loss != "output"
         inputs = self._feeds[:-1] if self._has_labels else self._feeds
         self.one_shape = not any(shards.columns[name].variable for feed in inputs for name in feed.columns)
-        # padded labels are ignored by cross-entropy; data.pad_values overrides the value of any column
+        # padded labels are ignored by cross-entropy, and what pre-processing computes is padded as it pads itself;
+        # data.pad_values overrides the value of any column
         self._pad_values = dict.fromkeys(columns, 0.0)
         if self._has_labels and config.model.loss == "cross_entropy":
             self._pad_values |= dict.fromkeys(self._feeds[-1].columns, config.model.ignore_index)
-        self._pad_values |= config.data.pad_values
+        self._pad_values |= {**shards.pad_values, **config.data.pad_values}
 
     def __call__(self, rows: Array, *, is_padding: bool = False, group: int = 0) -> Batch:
         # with rows that are there anyway, so that what a graph computes over its batch stays typical
@@ -308,6 +325,8 @@ class _Collate:
     def _tensor(self, feed: Feed, columns: Mapping[str, Values], lengths: Mapping[str, int]) -> Tensor:
         arrays = [_padded(columns[name], self._pad_values[name], lengths.get(name, 0)) for name in feed.columns]
         array = np.stack(arrays, axis=1) if feed.stacked else arrays[0]
+        if feed.is_one_column:
+            array = array.reshape(len(array), 1)
         return torch.from_numpy(array).to(getattr(torch, feed.tensor_dtype))
 
 

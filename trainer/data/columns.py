@@ -1,4 +1,4 @@
-"""Convert the cells of any source to columns of numbers, and describe such columns."""
+"""Convert the cells of any source to columns of numbers or of text, and describe such columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Values = Array | list[Array]
 BLOCK_BYTES = 4 << 20
 """About this much of a source file is in memory at a time."""
 TEXT = "str"
-"""The dtype of a column that holds no numbers."""
+"""The dtype of a column that holds no numbers; its values are an array of Python strings."""
 
 
 class Column(Record):
@@ -93,8 +93,10 @@ def fit(cells: Cells, column: Column) -> tuple[Values, dict[int, str]]:
     """Convert cells to the type of a column; return the values and what is wrong with bad cells (position -> why).
 
     Values of bad cells are arbitrary. NaN counts as missing, since tables write it for missing cells; infinities are
-    refused as well.
+    refused as well. Text is read exactly as it is.
     """
+    if column.dtype == TEXT:
+        return _fit_text(cells)
     if column.variable:
         return _fit_variable(cells, column)
     array = numbers(cells)
@@ -118,6 +120,18 @@ def _fit_each(cells: Cells, column: Column) -> tuple[Array, dict[int, str]]:
                 bad[at] = _why(cell, column.dtype)
         else:
             bad[at] = _why(cell, column.dtype, column.shape)
+    return values, bad
+
+
+def _fit_text(cells: Cells) -> tuple[Array, dict[int, str]]:
+    """Return the texts as an array of objects [n]."""
+    values, bad = np.full(len(cells), "", object), {}
+    for at, cell in enumerate(cells):
+        if isinstance(cell, str):
+            values[at] = str(cell)  # numpy's own strings are other types
+        else:
+            what = "bytes that are not UTF-8" if isinstance(cell, bytes) else f"{str(cell)[:40]}, not text"
+            bad[at] = "is missing" if cell is None else f"holds {what}"
     return values, bad
 
 
@@ -222,10 +236,12 @@ def _type(array: Array, *, gaps: bool = False) -> str:
 
 
 def extremes(values: Values) -> tuple[int | float, ...]:
-    """Return `Column.extremes` of the finite values."""
+    """Return `Column.extremes` of the finite values; of text, nothing."""
     if not len(values):
         return ()
     flat = np.concatenate(values) if isinstance(values, list) else values.ravel()
+    if flat.dtype.kind == "O":
+        return ()
     if flat.dtype.kind == "f":
         flat = flat[np.isfinite(flat)]
     if not flat.size:
@@ -262,6 +278,8 @@ def stored_column(column: Column, kind: ColumnType | None, *, exact: bool, ragge
     """
     if kind is None:
         return column.model_copy(update={"extremes": ()})
+    if kind.dtype == TEXT:
+        return Column(name=column.name, dtype=TEXT)
     shape, variable = column.shape, column.variable
     if kind.shape is not None and None not in kind.shape and variable:
         shape, variable = tuple(dim for dim in kind.shape if dim is not None), False

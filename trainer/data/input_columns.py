@@ -6,6 +6,11 @@ numbers that are stacked into one vector; the labels are fed by data.label:
     data.inputs.features = ["a", "b"]       columns a, b  -> stacked -> input `features` [B, 2]
                                             column image             -> input `image`    [B, 3, 64, 64]
     data.label = "digit"                    column digit             -> labels           [B]
+
+In a file that begins with pre-processing (onnx_graph/preprocessing.py) columns feed the inputs of the file, and what
+the pre-processing computes is stored as a further column of the shards, which feeds an input of the trained part:
+
+                                            column text  -> input `text`, pre-processing -> column ids -> `ids` [B, 16]
 """
 
 from __future__ import annotations
@@ -18,14 +23,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data import sources
 from onward.trainer.data.columns import TEXT, Column, ColumnType, Schema
-from onward.trainer.data.signature import Dims, Signature, read_training_signature
+from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.errors import ConfigError
 
 NUMERIC = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {
     f"int{bits}" for bits in (8, 16, 32, 64)
 }
-"""Types that columns can be converted to."""
+"""Types that columns of numbers can be converted to."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,22 @@ class Feed:
     """The declared type of the input."""
     sample_shape: Dims | None
     """The declared shape without the batch dimension."""
+    sequence: bool = False
+    """Whether the input is a sequence with one tensor for each sample."""
 
     @property
     def column_type(self) -> ColumnType:
         """Return the type and shape that each of the columns is read as."""
+        if self.dtype == "string":
+            return ColumnType(TEXT)
         # numpy has no bfloat16: such inputs are stored in fp32
         dtype = {"bfloat16": "float32"}.get(self.dtype, self.dtype)
         return ColumnType(dtype, () if self.stacked else self.sample_shape)
+
+    @property
+    def is_one_column(self) -> bool:
+        """Whether a column of single values is fed as a vector of one: an input [B, 1], as skl2onnx writes them."""
+        return not self.stacked and self.sample_shape == (1,) and self.target != "data.label"
 
     @property
     def tensor_dtype(self) -> str:
@@ -56,35 +71,52 @@ class Feed:
 
 
 def feeds(config: RunConfig, signature: Signature) -> list[Feed]:
-    """Return a feed for each input of the graph in order, then one for the labels if the loss needs any."""
-    model, data = config.model, config.data
+    """Return a feed for each input of the trained part in order, then one for the labels if the loss needs any.
+
+    What pre-processing computes is stored under the name of the tensor.
+    """
     found = [
-        _feed(f"input {info.name}", data.inputs.get(info.name, info.name), info.dtype, info.sample_shape)
+        _feed(info, info.name if info.name in signature.computed else config.data.inputs.get(info.name, info.name))
         for info in signature.inputs
     ]
+    return [*found, *_label_feed(config, signature)]
+
+
+def file_feeds(config: RunConfig, signature: Signature) -> dict[str, Feed]:
+    """Return input of the file -> its feed; without pre-processing these are the inputs of the trained part."""
+    return {info.name: _feed(info, config.data.inputs.get(info.name, info.name)) for info in signature.fed}
+
+
+def _label_feed(config: RunConfig, signature: Signature) -> Iterator[Feed]:
+    model, data = config.model, config.data
     if model.loss != "output":
         output = signature.output(model.output)
         shape = output.sample_shape if output else None
+        single = isinstance(data.label, str)
+        columns = (data.label,) if isinstance(data.label, str) else data.label
         if model.loss == "cross_entropy":  # labels have the shape of the logits without the axis of classes
-            found.append(_feed("data.label", data.label, "int64", shape[:-1] if shape else shape))
+            yield Feed("data.label", columns, not single, "int64", shape[:-1] if shape else shape)
         else:
-            found.append(_feed("data.label", data.label, "float32", shape))
-    return found
+            yield Feed("data.label", columns, not single, "float32", shape)
 
 
-def _feed(target: str, columns: str | tuple[str, ...], dtype: str, sample_shape: Dims | None) -> Feed:
-    if isinstance(columns, str):
-        return Feed(target, (columns,), False, dtype, sample_shape)
-    return Feed(target, columns, True, dtype, sample_shape)
+def _feed(info: TensorInfo, columns: str | tuple[str, ...]) -> Feed:
+    stacked = not isinstance(columns, str)
+    names = (columns,) if isinstance(columns, str) else columns
+    return Feed(f"input {info.name}", names, stacked, info.dtype, info.sample_shape, info.sequence)
 
 
 def columns_to_read(config: RunConfig, signature: Signature) -> dict[str, ColumnType]:
-    """Return the columns to keep in the shards; one that feeds two inputs gets a type that serves both."""
+    """Return the columns of the data to read; one that feeds two inputs gets a type that serves both."""
     found: dict[str, ColumnType] = {}
-    for feed in feeds(config, signature):
+    for feed in (*file_feeds(config, signature).values(), *_label_feed(config, signature)):
         for name in feed.columns:
             kind = feed.column_type
-            if before := found.get(name):
+            before = found.get(name)
+            if before and TEXT in (before.dtype, kind.dtype):
+                found[name] = ColumnType(TEXT)  # if the other one takes numbers, `data_problems` refuses it
+                continue
+            if before:
                 kind = ColumnType(np.promote_types(before.dtype, kind.dtype).name, before.shape)
             found[name] = kind
     return found
@@ -93,33 +125,39 @@ def columns_to_read(config: RunConfig, signature: Signature) -> dict[str, Column
 # -- what does not fit
 
 
-def data_problems(config: RunConfig, schema: Schema) -> list[str]:
+def data_problems(config: RunConfig, schema: Schema, signature: Signature | None = None) -> list[str]:
     """Return one sentence for each way in which the data does not fit the model; [] when it does.
 
-    `schema` describes the first rows, or all of them. Reads `config.model` and `config.data`. Raises
-    UnsupportedModel when the ONNX file cannot be read.
+    `schema` describes the first rows, or all of them. Reads `config.model` and `config.data`. Without `signature`, that
+    of the model is read; raises UnsupportedModel when the ONNX file cannot be read.
     """
     try:
-        signature = read_training_signature(config.model)
+        signature = signature or read_training_signature(config.model)
     except ConfigError as error:  # the graph does not allow the surgery, so its inputs and outputs are unknown
         return list(error.problems)
     problems = [*_unknown_names(config, signature)]
-    for feed in feeds(config, signature):
+    label = list(_label_feed(config, signature))
+    for feed in (*file_feeds(config, signature).values(), *label):
         missing = [name for name in feed.columns if name not in schema]
         problems += [_missing_column(feed, name, schema) for name in missing]
-        if not missing:
+        if missing:
+            continue
+        if feed.dtype == "string" and signature.computed:
+            problems += _text_problems(config, feed, [schema[name] for name in feed.columns])
+        else:
             problems += _type_problems(feed, [schema[name] for name in feed.columns])
+    problems += _doubly_read(config, signature)
     if config.model.loss == "cross_entropy" and isinstance(config.data.label, str) and config.data.label in schema:
         problems += _label_range_problems(config, signature, schema[config.data.label])
     return problems
 
 
 def _unknown_names(config: RunConfig, signature: Signature) -> Iterator[str]:
-    inputs = [info.name for info in signature.inputs]
+    inputs = [info.name for info in signature.fed]
     for name in config.data.inputs:
         if name not in inputs:
             yield f"data.inputs names {name!r}, which is not an input of the model{_nearest(name, inputs)}"
-    columns = columns_to_read(config, signature)
+    columns = [*columns_to_read(config, signature), *signature.computed]
     for name in config.data.pad_values:
         if name not in columns:
             yield f"data.pad_values names {name!r}, which is not a column that is read{_nearest(name, columns)}"
@@ -158,6 +196,35 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
         yield problem
 
 
+def _text_problems(config: RunConfig, feed: Feed, columns: list[Column]) -> Iterator[str]:
+    """Yield what is wrong with the columns of a feed of strings."""
+    for column in columns:
+        # the cells of a CSV file are text, also those that look like numbers
+        if column.dtype != TEXT and sources.locate(config.data.source, config.data).format != "csv":
+            yield f"{feed.target} takes strings, but column {column.name!r} holds {column.kind}, not text"
+    shape = feed.sample_shape
+    if feed.sequence and feed.stacked:
+        yield f"{feed.target} is a sequence with one string tensor a sample; it cannot be stacked from columns"
+    elif feed.stacked and shape is not None and (len(shape) != 1 or shape[0] not in (None, len(columns))):
+        yield f"{feed.target} takes shape {_shown(shape)} per sample, but data.inputs stacks {len(columns)} columns"
+    elif not feed.stacked and shape not in (None, (), (1,), (None,)):
+        yield (
+            f"{feed.target} takes {_shown(shape)} strings a sample, but column {columns[0].name!r} holds one; stack "
+            f"several columns: data.inputs.{feed.target.removeprefix('input ')} = [...]"
+        )
+
+
+def _doubly_read(config: RunConfig, signature: Signature) -> Iterator[str]:
+    """Yield the columns that would be read as text and as numbers, and those with the name of a computed tensor."""
+    read = list(file_feeds(config, signature).values()) + list(_label_feed(config, signature))
+    for name in {name: None for feed in read for name in feed.columns}:
+        targets = {feed.dtype == "string": feed.target for feed in read if name in feed.columns}
+        if len(targets) == 2:
+            yield f"column {name!r} feeds {targets[True]} as text and {targets[False]} as numbers; name another column"
+        if name in signature.computed:
+            yield f"column {name!r} has the name of a tensor that the pre-processing computes; rename the column"
+
+
 def _castable(source: str, target: str) -> bool:
     """Return whether a column may be converted: integers and booleans to floats, but not the reverse."""
     # floats as labels or ids would be cut off
@@ -179,10 +246,11 @@ def _shape_problem(feed: Feed, column: Column) -> str:
         wrong = len(shape) != 1 or (shape[0] or 0) > column.shape[0]
         takes = f"{feed.target} takes {_shown(shape)} a sample"
     else:
-        pairs = zip(shape, column.shape, strict=False)
-        wrong = len(shape) != len(column.shape) or any(dim is not None and dim != size for dim, size in pairs)
+        found = (1,) if feed.is_one_column and not column.shape else column.shape
+        pairs = zip(shape, found, strict=False)
+        wrong = len(shape) != len(found) or any(dim is not None and dim != size for dim, size in pairs)
         takes = f"{feed.target} takes {_shown(shape)} a sample"
-    hint = f"; ['{column.name}'] makes a vector of one" if shape in ((1,), (None,)) and not column.shape else ""
+    hint = f"; ['{column.name}'] makes a vector of one" if shape == (None,) and not column.shape else ""
     return f"{takes}, but column {column.name!r} is {column.kind}{hint}" if wrong else ""
 
 

@@ -17,18 +17,20 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import sources
 from onward.trainer.data.arrow_files import ArrowWriter
 from onward.trainer.data.columns import (
     TEXT,
+    Array,
     Column,
     ColumnType,
     Schema,
@@ -40,7 +42,10 @@ from onward.trainer.data.columns import (
     select,
     stored_column,
 )
+from onward.trainer.data.input_columns import columns_to_read
+from onward.trainer.data.preprocessing import Preprocessor, open_preprocessor
 from onward.trainer.data.shards import SHARD_VERSION, ShardFile, ShardManifest
+from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.tensorproto_files import ProtoWriter
 from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
@@ -52,6 +57,34 @@ SAMPLE_BYTES = 8 << 20
 """`infer_schema` stops after about this many bytes."""
 STALE_S = 86400.0
 """A partial directory that is older than this was left by a process that died."""
+
+
+def make_training_shards(config: RunConfig, cache: Path) -> tuple[Path, ShardManifest, bool]:
+    """Shard the data that a configuration trains on, its pre-processing computed; else as `make_shards`.
+
+    Raises the errors of `make_shards`, `read_training_signature` and `open_preprocessor`.
+    """
+    signature = read_training_signature(config.model)
+    columns, preprocessor = columns_to_read(config, signature), open_preprocessor(config, signature)
+    return make_shards(config.data, columns, cache, preprocessor=preprocessor)
+
+
+def infer_training_schema(config: RunConfig, signature: Signature) -> Schema:
+    """Infer the columns from the first rows of the source, with those that pre-processing computes.
+
+    Raises DataError, also for pre-processing whose results cannot be stored, and the errors of `open_preprocessor`.
+    """
+    schema = infer_schema(config.data)
+    if (preprocessor := open_preprocessor(config, signature)) is None:
+        return schema
+    columns = _stored_columns(config.data, columns_to_read(config, signature))
+    texts = [column.name for column in columns if column.dtype == TEXT]
+    for block in sources.first_blocks(config.data, texts):
+        values, good, _ = fit_block(block, columns)
+        if good.any():
+            preprocessor.describe(select(values, good))
+            return {**schema, **{column.name: column for column in preprocessor.columns}}
+    return schema
 
 
 def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
@@ -79,15 +112,20 @@ def _row_bytes(column: Column) -> int:
 
 
 def make_shards(
-    data: DataConfig, columns: Mapping[str, ColumnType] | None, cache: Path
+    data: DataConfig,
+    columns: Mapping[str, ColumnType] | None,
+    cache: Path,
+    *,
+    preprocessor: Preprocessor | None = None,
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data into `cache`, unless the same content is there; return (directory, manifest, was it there).
 
-    columns: the columns to keep and the types they are read as; None keeps every column of numbers as it is.
+    columns: the columns to read and the types they are read as; None keeps every column of numbers as it is.
+    preprocessor: computes further columns from them; columns that only the file reads are kept for evaluation only.
     Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files.
     """
     stored = _stored_columns(data, columns)
-    key = _cache_key(data, stored)
+    key = _cache_key(data, stored, preprocessor)
     final = cache / key
     if manifest := _complete_manifest(final):
         return final, manifest, True
@@ -100,7 +138,7 @@ def make_shards(
     partial = cache / f".{key}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
     try:
-        manifest = _write(data, stored, key, partial)
+        manifest = _write(data, stored, key, partial, preprocessor)
         write_record(partial / "manifest.json", manifest)
         return final, _publish(partial, final) or manifest, False
     finally:
@@ -113,7 +151,11 @@ def _stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) 
     types: Mapping[str, ColumnType | None]
     types = {c.name: None for c in schema.values() if c.dtype != TEXT} if columns is None else columns
     problems = [f"there is no column {name!r}, only {', '.join(schema)}" for name in types if name not in schema]
-    problems += [f"column {n!r} holds text, not numbers" for n in types if n in schema and schema[n].dtype == TEXT]
+    problems += [
+        f"column {name!r} holds text, not numbers"
+        for name, kind in types.items()
+        if name in schema and schema[name].dtype == TEXT and (kind is None or kind.dtype != TEXT)
+    ]
     if problems or not types:
         raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
     ragged = sources.locate(data.source, data).format in sources.RAGGED
@@ -122,8 +164,8 @@ def _stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) 
     return [stored_column(schema[name], kind, exact=exact, ragged=ragged) for name, kind in types.items()]
 
 
-def _cache_key(data: DataConfig, columns: Sequence[Column]) -> str:
-    """Digest all that decides the content of the shards: file names and contents, settings, columns."""
+def _cache_key(data: DataConfig, columns: Sequence[Column], preprocessor: Preprocessor | None) -> str:
+    """Digest all that decides the content of the shards: file names and contents, settings, columns, pre-processing."""
     located = [sources.locate(source, data) for source in (data.source, data.evaluation_source) if source]
     formats = {source.format for source in located}
     settings = data.model_dump(
@@ -134,6 +176,8 @@ def _cache_key(data: DataConfig, columns: Sequence[Column]) -> str:
     # contents and not modification times: a copied or touched file gives the same shards
     files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
     content = [SHARD_VERSION, settings, files, [column.model_dump() for column in columns]]
+    if preprocessor:
+        content += [preprocessor.digest, sorted(preprocessor.file_only)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -166,19 +210,29 @@ def _publish(partial: Path, final: Path) -> ShardManifest | None:
     return None
 
 
-def _write(data: DataConfig, columns: Sequence[Column], key: str, directory: Path) -> ShardManifest:
+def _write(
+    data: DataConfig, columns: Sequence[Column], key: str, directory: Path, preprocessor: Preprocessor | None
+) -> ShardManifest:
     """Write both splits in one pass over the source, a block at a time."""
-    splits = {split: _SplitWriter(directory, split, columns, data=data) for split in ("train", "evaluation")}
+    splits = {split: _SplitWriter(directory, split, data=data) for split in ("train", "evaluation")}
+    texts = [column.name for column in columns if column.dtype == TEXT]
+    file_only = preprocessor.file_only if preprocessor else frozenset[str]()
+    kept = [column for column in columns if column.name not in file_only]
     skipped, skipped_rows = 0, list[str]()
-    for block, held_out in sources.read(data, [column.name for column in columns]):
+    for block, held_out in sources.read(data, [column.name for column in columns], texts):
         values, good, bad = fit_block(block, columns)
+        chunks: Iterable[tuple[dict[str, Values], Array]] = [(select(values, good), held_out[good])]
+        if preprocessor:
+            chunks = preprocessor.chunks(block, values, good, held_out, bad)
+        for rows, held in chunks:
+            if skipped + len(bad) and data.bad_rows == "fail":
+                continue  # no file will be kept, so the rest is only counted
+            computed = preprocessor.columns if preprocessor else ()
+            splits["train"].add(select(rows, ~held), (*kept, *computed))
+            splits["evaluation"].add(select(rows, held), (*columns, *computed))
         remaining = MAX_NAMED_ROWS - len(skipped_rows)
         skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
         skipped += len(bad)
-        if skipped and data.bad_rows == "fail":
-            continue  # no file will be kept, so the rest is only counted
-        splits["train"].add(select(values, good & ~held_out))
-        splits["evaluation"].add(select(values, good & held_out))
     files = {split: tuple(writer.close()) for split, writer in splits.items()}
     if skipped and data.bad_rows == "fail":
         more = [f"... and {skipped - MAX_NAMED_ROWS:,} more"] if skipped > MAX_NAMED_ROWS else []
@@ -186,16 +240,22 @@ def _write(data: DataConfig, columns: Sequence[Column], key: str, directory: Pat
             [*skipped_rows, *more, f"{skipped:,} bad rows; mend them, or set data.bad_rows = 'skip' to leave them out"]
         )
     _refuse_empty_split(data, {split: sum(file.rows for file in files[split]) for split in files}, skipped)
+
+    def observed(wanted: Sequence[Column]) -> tuple[Column, ...]:
+        found = [writer.observed for writer in splits.values()]
+        return tuple(_with_observed(column, [each.get(column.name) for each in found]) for column in wanted)
+
     return ShardManifest(
         key=key,
         format=data.shard_format,
-        columns=tuple(
-            _with_observed(column, [writer.observed[column.name] for writer in splits.values()]) for column in columns
-        ),
+        columns=observed((*kept, *(preprocessor.columns if preprocessor else ()))),
         train=files["train"],
         evaluation=files["evaluation"],
         skipped=skipped,
         skipped_rows=tuple(skipped_rows),
+        preprocessing=preprocessor.summary if preprocessor else "",
+        file_columns=observed([column for column in columns if column.name in file_only]),
+        pad_values=preprocessor.pad_values if preprocessor else {},
     )
 
 
@@ -229,26 +289,25 @@ WRITERS: dict[str, Callable[[Path, Sequence[Column]], _Writer]] = {"arrow": Arro
 class _SplitWriter:
     """Write a stream of rows into files of rows_per_shard rows."""
 
-    def __init__(self, directory: Path, split: str, columns: Sequence[Column], *, data: DataConfig) -> None:
+    def __init__(self, directory: Path, split: str, *, data: DataConfig) -> None:
         self._directory = directory
         self._split = split
-        self._columns = columns
         self._data = data
         self._file: _Writer | None = None
         self._rows = 0
         self._done: list[ShardFile] = []
-        self.observed: dict[str, Column | None] = {column.name: None for column in columns}
+        self.observed: dict[str, Column] = {}
         """Extremes and longest row so far, by column."""
 
-    def add(self, values: dict[str, Values]) -> None:
-        """Append rows."""
+    def add(self, values: dict[str, Values], columns: Sequence[Column]) -> None:
+        """Append rows of these columns, the same in each call."""
         count = len(next(iter(values.values())))
-        for column in self._columns if count else ():
+        for column in columns if count else ():
             self._observe(column, values[column.name])
         at = 0
         while at < count:
             if self._file is None:
-                self._file = WRITERS[self._data.shard_format](self._path, self._columns)
+                self._file = WRITERS[self._data.shard_format](self._path, columns)
             rows = min(count - at, self._data.rows_per_shard - self._rows)
             self._file.write({name: cells[at : at + rows] for name, cells in values.items()})
             self._rows += rows
@@ -278,5 +337,5 @@ class _SplitWriter:
     def _observe(self, column: Column, values: Values) -> None:
         shape = (max(map(len, values)),) if column.variable else column.shape
         now = column.model_copy(update={"extremes": extremes(values), "shape": shape})
-        before = self.observed[column.name]
+        before = self.observed.get(column.name)
         self.observed[column.name] = merge(before, now) if before else now

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -50,6 +50,12 @@ class ShardManifest(Record):
     """Number of bad rows left out (data.bad_rows = 'skip')."""
     skipped_rows: tuple[str, ...] = ()
     """The first of them: file, line and reason."""
+    preprocessing: str = ""
+    """Where the trained part begins, and what was computed in front of it; empty without pre-processing."""
+    file_columns: tuple[Column, ...] = ()
+    """With pre-processing: columns that only the whole file reads, such as text; in the evaluation files only."""
+    pad_values: Mapping[str, float] = {}
+    """Computed column of varying length -> what the pre-processing pads it with."""
     version: int = SHARD_VERSION
 
     def files(self, split: Split) -> tuple[ShardFile, ...]:
@@ -63,7 +69,7 @@ class ShardManifest(Record):
     @property
     def table(self) -> Schema:
         """Return the columns by name, with the extremes of all rows."""
-        return {column.name: column for column in self.columns}
+        return {column.name: column for column in (*self.columns, *self.file_columns)}
 
 
 class _Reader(Protocol):
@@ -78,14 +84,16 @@ SHARD_READERS: dict[str, Callable[[Path, Sequence[Column]], _Reader]] = {"arrow"
 class Shards:
     """The rows of one split, read by row number; a file is opened when one of its rows is first read."""
 
-    def __init__(self, directory: Path, manifest: ShardManifest, split: Split) -> None:
+    def __init__(self, directory: Path, manifest: ShardManifest, split: Split, *, for_file: bool = False) -> None:
+        columns = (*manifest.columns, *manifest.file_columns) if for_file else manifest.columns
         self._directory = directory
         self._manifest = manifest
         self._files = manifest.files(split)
         self._starts = np.cumsum([0, *(file.rows for file in self._files)])
         self._open: dict[int, _Reader] = {}
         self.num_rows = int(self._starts[-1])
-        self.columns = manifest.table
+        self.columns: Schema = {column.name: column for column in columns}
+        self.pad_values = manifest.pad_values
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Read rows [n], in this order: column -> array [n, *shape], or a list of n arrays (variable length)."""
@@ -104,7 +112,7 @@ class Shards:
     def _reader(self, number: int) -> _Reader:
         if number not in self._open:
             file = self._files[number]
-            reader = SHARD_READERS[self._manifest.format](self._directory / file.name, self._manifest.columns)
+            reader = SHARD_READERS[self._manifest.format](self._directory / file.name, list(self.columns.values()))
             if reader.num_rows != file.rows:
                 raise DataError(f"{self._directory / file.name} holds {reader.num_rows} rows, not {file.rows}")
             self._open[number] = reader
@@ -119,6 +127,9 @@ def _concatenated(parts: list[Values], order: Array) -> Values:
     return [rows[at] for at in order]
 
 
-def open_shards(directory: Path, split: Split) -> Shards:
-    """Open the rows of a split. Raises OnwardError when the directory has no manifest, DataError for damaged files."""
-    return Shards(directory, read_record(directory / "manifest.json", ShardManifest), split)
+def open_shards(directory: Path, split: Split, *, for_file: bool = False) -> Shards:
+    """Open the rows of a split. `for_file`: with the columns that only the whole file reads (evaluation split).
+
+    Raises OnwardError when the directory has no manifest, DataError for damaged files.
+    """
+    return Shards(directory, read_record(directory / "manifest.json", ShardManifest), split, for_file=for_file)

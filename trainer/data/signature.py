@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx.external_data_helper import load_external_data_for_model
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph, trains_subgraph
 from onward.trainer.run.durable_files import sha256
 
@@ -30,11 +32,13 @@ class TensorInfo:
     """The ONNX type in lower case, as numpy writes it: float32, int64, bfloat16, string."""
     shape: Dims | None
     """None if the file declares no shape; a dimension is None if it is dynamic."""
+    sequence: bool = False
+    """Whether it is a sequence with one tensor for each sample; type and shape are those of a tensor then."""
 
     @property
     def sample_shape(self) -> Dims | None:
-        """Return the shape without the batch dimension."""
-        return None if self.shape is None else self.shape[1:]
+        """Return the shape without the batch dimension, which a sequence does not have."""
+        return self.shape if self.shape is None or self.sequence else self.shape[1:]
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,15 @@ class Signature:
     inputs: tuple[TensorInfo, ...]
     """Without initializers, which old files list as inputs too."""
     outputs: tuple[TensorInfo, ...]
+    computed: tuple[str, ...] = ()
+    """The inputs that pre-processing computes from inputs of the file, when the data is read."""
+    file_inputs: tuple[TensorInfo, ...] = ()
+    """With pre-processing: the inputs of the file itself; else empty, as they are `inputs`."""
+
+    @property
+    def fed(self) -> tuple[TensorInfo, ...]:
+        """Return the inputs that columns of the data feed."""
+        return self.file_inputs or self.inputs
 
     def output(self, name: str) -> TensorInfo | None:
         """Return the output of this name (the first if `name` is empty), or None."""
@@ -61,17 +74,36 @@ def read_signature(path: Path) -> Signature:
 def read_training_signature(model: ModelConfig) -> Signature:
     """Read the inputs and outputs of the part of the graph that is trained, after the surgery that [model] asks for.
 
-    Raises UnsupportedModel as `read_signature` does, and ConfigError for surgery that this graph does not allow.
+    Raises UnsupportedModel as `read_signature` does and for pre-processing that cannot stay in front, and ConfigError
+    for surgery that this graph does not allow.
     """
     proto = _load(model.path)
     signature = _signature(proto.graph, model.path)
     output = signature.output(model.output)
     trainable = output is None or output.dtype in FLOAT_TYPES
-    if trainable and not (model.num_classes or model.untie or trains_subgraph(proto, model)):
+    if not trainable or model.num_classes or model.untie or trains_subgraph(proto, model):
+        # the seed only decides the values of a new head, which a signature does not contain
+        apply_surgery(proto, model, seed=0)
+        signature = _signature(extract_subgraph(proto, model).graph, model.path)
+    behind = begin_at_numbers(proto, model)
+    if behind.start == model.start:
         return signature
-    # the seed only decides the values of a new head, which a signature does not contain
+    trained = _signature(extract_subgraph(proto, behind).graph, model.path)
+    return replace(trained, computed=behind.start, file_inputs=signature.inputs)
+
+
+def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:
+    """Return the pre-processing in front of the trained part as a model that holds all of its tensors, or None.
+
+    Raises the errors of `read_training_signature`.
+    """
+    proto = _load(model.path)
     apply_surgery(proto, model, seed=0)
-    return _signature(extract_subgraph(proto, model).graph, model.path)
+    if (found := find_preprocessing(proto, model)) is None:
+        return None
+    front = preprocessing_model(proto, found)
+    load_external_data_for_model(front, str(model.path.parent))
+    return front
 
 
 def model_digest(path: Path) -> str:
@@ -106,9 +138,10 @@ def _signature(graph: onnx.GraphProto, path: Path) -> Signature:
 
 
 def _info(value: onnx.ValueInfoProto) -> TensorInfo:
-    tensor = value.type.tensor_type
+    sequence = value.type.HasField("sequence_type")
+    tensor = (value.type.sequence_type.elem_type if sequence else value.type).tensor_type
     dtype = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
     dtype = {"float": "float32", "double": "float64"}.get(dtype, dtype)
     known = tensor.HasField("shape")
     dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
-    return TensorInfo(value.name, dtype, tuple(dims) if known else None)
+    return TensorInfo(value.name, dtype, tuple(dims) if known else None, sequence)

@@ -7,7 +7,7 @@ import os
 import sysconfig
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -105,10 +105,11 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
 # -- reading
 
 
-def read(data: DataConfig, names: Sequence[str] | None) -> Iterator[tuple[Block, Array]]:
+def read(data: DataConfig, names: Sequence[str] | None, text: Collection[str] = ()) -> Iterator[tuple[Block, Array]]:
     """Yield every row of the data in blocks, each with bool [n]: which of its rows are for evaluation.
 
-    names: the columns to read, None for all. Raises DataError for what cannot be read at all.
+    names: the columns to read, None for all. text: those of them that are read as text, also where a cell of a CSV file
+    looks like a number. Raises DataError for what cannot be read at all.
     """
     source = locate(data.source, data)
     if data.evaluation_source:
@@ -121,21 +122,23 @@ def read(data: DataConfig, names: Sequence[str] | None) -> Iterator[tuple[Block,
             for held in (False, True)
         ]
     else:
-        for name, block in _blocks(source, data, names):
+        for name, block in _blocks(source, data, names, text):
             yield block, held_out(name, block.index, data.evaluation_fraction)
         return
     for part, held in parts:
-        for _, block in _blocks(part, data, names):
+        for _, block in _blocks(part, data, names, text):
             yield block, np.full(len(block.index), held)
 
 
-def first_blocks(data: DataConfig) -> Iterator[Block]:
-    """Return an iterator over the rows of the source, from its beginning."""
+def first_blocks(data: DataConfig, text: Collection[str] = ()) -> Iterator[Block]:
+    """Return an iterator over the rows of the source, from its beginning; `text` as in `read`."""
     source = locate(data.source, data)
-    return (block for _, block in _blocks(source, data, None))
+    return (block for _, block in _blocks(source, data, None, text))
 
 
-def _blocks(source: Source, data: DataConfig, names: Sequence[str] | None) -> Iterator[tuple[str, Block]]:
+def _blocks(
+    source: Source, data: DataConfig, names: Sequence[str] | None, text: Collection[str]
+) -> Iterator[tuple[str, Block]]:
     """Yield (name of the file in the source, some of its rows), file by file."""
     if source.format == "digits":
         yield "digits", _digits(data)
@@ -144,7 +147,10 @@ def _blocks(source: Source, data: DataConfig, names: Sequence[str] | None) -> It
             yield "text", block
     else:
         for name, path in source.files:
-            for block in READERS[source.format](path, names):
+            # only in CSV the type of a cell is not written down
+            csv = source.format == "csv"
+            blocks = csv_blocks(path, names, text) if csv else TYPED_READERS[source.format](path, names)
+            for block in blocks:
                 yield name, block
 
 
@@ -192,8 +198,7 @@ class _Stream:
         return np.frombuffer(data, self._dtype).reshape(count, *self._row)
 
 
-READERS: dict[str, Callable[[Path, Sequence[str] | None], Iterator[Block]]] = {
-    "csv": csv_blocks,
+TYPED_READERS: dict[str, Callable[[Path, Sequence[str] | None], Iterator[Block]]] = {
     "jsonl": json_blocks,
     "parquet": parquet_blocks,
     "arrow": arrow_blocks,

@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ MAX_ROW_BYTES = 256 << 20
 NEWLINE, COMMA, RETURN = b"\n,\r"
 
 
-def csv_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
+def csv_blocks(path: Path, names: Sequence[str] | None, text: Collection[str] = ()) -> Iterator[Block]:
     """Yield the rows of a CSV file with a header line; `names`: the columns to read, None for all.
 
-    Commas separate, double quotes hold commas and line ends; blank lines are ignored.
+    Commas separate, double quotes hold commas and line ends; blank lines are ignored. The cells of the columns in
+    `text` are read as they are: spaces, empty cells and digits are text there.
     """
     header: list[str] = []
     for line, piece in _pieces(path, quotes=True):
@@ -38,7 +39,7 @@ def csv_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
             line += 1
         if piece:
             chosen = [name for name in header if names is None or name in names]
-            yield _csv_block(path, piece, line, header=header, names=chosen)
+            yield _csv_block(path, piece, line, header=header, names=chosen, text=text)
 
 
 def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
@@ -112,9 +113,11 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _csv_block(path: Path, piece: bytes, line: int, *, header: list[str], names: list[str]) -> Block:
+def _csv_block(
+    path: Path, piece: bytes, line: int, *, header: list[str], names: list[str], text: Collection[str]
+) -> Block:
     # without quotes every line is a row, so numpy counts rows and fields
-    cells, index, bad = (_quoted if b'"' in piece else _plain)(piece, header, names)
+    cells, index, bad = (_quoted if b'"' in piece else _plain)(piece, header, names, text)
     # index 0 is line 2, the first under the header
     return Block(
         str(path),
@@ -129,7 +132,7 @@ def _csv_block(path: Path, piece: bytes, line: int, *, header: list[str], names:
 Parsed = tuple[dict[str, Cells], Array, dict[int, str]]
 
 
-def _plain(piece: bytes, header: list[str], names: list[str]) -> Parsed:
+def _plain(piece: bytes, header: list[str], names: list[str], text: Collection[str]) -> Parsed:
     """Parse rows without quotes: one per line, with one field more than commas."""
     import pandas as pd  # imported here: ranks read shards, for which they need no pandas
 
@@ -147,20 +150,22 @@ def _plain(piece: bytes, header: list[str], names: list[str]) -> Parsed:
     bad = {int(row): _ragged(int(commas[row]) + 1, header) for row in np.flatnonzero(ragged)}
     if not data.size:
         return dict.fromkeys(names, ()), np.flatnonzero(good), bad
-    frame = pd.read_csv(
-        io.BytesIO(data.tobytes()),
-        names=header,
-        usecols=names,
-        index_col=False,
-        skip_blank_lines=False,
-        skipinitialspace=True,
-        encoding_errors="replace",
-        low_memory=False,
-    )
-    return {name: _cells(frame[name]) for name in names}, np.flatnonzero(good), bad
+    common: dict[str, Any] = {"names": header, "index_col": False, "skip_blank_lines": False, "low_memory": False}
+    rows, cells = data.tobytes(), dict[str, Cells]()
+    if numeric := [name for name in names if name not in text]:
+        frame = pd.read_csv(
+            io.BytesIO(rows), usecols=numeric, skipinitialspace=True, encoding_errors="replace", **common
+        )
+        cells |= {name: _cells(frame[name]) for name in numeric}
+    if texts := [name for name in names if name in text]:
+        frame = pd.read_csv(
+            io.BytesIO(rows), usecols=texts, dtype=str, na_filter=False, encoding_errors="replace", **common
+        )
+        cells |= {name: _texts(frame[name]) for name in texts}
+    return cells, np.flatnonzero(good), bad
 
 
-def _quoted(piece: bytes, header: list[str], names: list[str]) -> Parsed:
+def _quoted(piece: bytes, header: list[str], names: list[str], text: Collection[str]) -> Parsed:
     """Parse rows that may hold commas and line ends in quotes, one by one."""
     import pandas as pd
 
@@ -176,11 +181,17 @@ def _quoted(piece: bytes, header: list[str], names: list[str]) -> Parsed:
         # a quoted row may span lines: its number is that of its first line
         line = reader.line_num
     frame = pd.DataFrame(rows, columns=header, dtype="str")
-    return {name: _cells(frame[name]) for name in names}, np.array(index, np.int64), bad
+    cells = {name: _texts(frame[name]) if name in text else _cells(frame[name]) for name in names}
+    return cells, np.array(index, np.int64), bad
 
 
 def _ragged(found: int, header: list[str]) -> str:
     return f"has {found} field{'s' * (found != 1)}, not {len(header)}"
+
+
+def _texts(series: Any) -> Cells:
+    """Return a pandas column of text; as bytes the cells whose bytes are not UTF-8, so that they are reported."""
+    return [text.encode() if "\ufffd" in text else text for text in series]
 
 
 def _cells(series: Any) -> Cells:

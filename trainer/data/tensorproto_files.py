@@ -18,7 +18,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import helper, numpy_helper
 
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Column, Values
+from onward.trainer.data.columns import BLOCK_BYTES, TEXT, Array, Block, Column, Values
 from onward.trainer.errors import DataError
 
 PREFIX = struct.Struct("<I")
@@ -30,7 +30,12 @@ class ProtoWriter:
     """Writes one shard file, sample by sample, with the same bytes as ORT's trainer."""
 
     def __init__(self, path: Path, columns: Sequence[Column]) -> None:
-        self._kinds = {column.name: helper.np_dtype_to_tensor_dtype(np.dtype(column.dtype)) for column in columns}
+        self._kinds = {
+            column.name: onnx.TensorProto.STRING
+            if column.dtype == TEXT
+            else helper.np_dtype_to_tensor_dtype(np.dtype(column.dtype))
+            for column in columns
+        }
         self._file = path.open("wb")
 
     def write(self, values: Mapping[str, Values]) -> None:
@@ -46,6 +51,9 @@ class ProtoWriter:
         tensor = onnx.TensorProto(data_type=kind, name=name)
         numbers = getattr(tensor, helper.tensor_dtype_to_field(kind))
         for value in values:
+            if kind == onnx.TensorProto.STRING:
+                yield numpy_helper.from_array(np.array(value, object), name).SerializeToString()
+                continue
             array = np.asarray(value)
             del tensor.dims[:], numbers[:]
             tensor.dims.extend(array.shape)
@@ -76,7 +84,7 @@ class ProtoReader:
         result: dict[str, Values] = {}
         for column in self._columns:
             cells = [self._value(sample, column, row) for sample, row in zip(samples, rows, strict=True)]
-            empty = np.empty((0, *column.shape), column.dtype)
+            empty = np.empty((0, *column.shape), object if column.dtype == TEXT else column.dtype)
             result[column.name] = cells if column.variable else np.stack(cells) if cells else empty
         return result
 
@@ -91,7 +99,7 @@ class ProtoReader:
         value = sample[column.name]
         if not column.variable and value.shape != column.shape:
             raise DataError(f"{place}: {column.name} has shape {list(value.shape)}, not {list(column.shape)}")
-        return value.astype(column.dtype, copy=False)
+        return value.astype(object if column.dtype == TEXT else column.dtype, copy=False)
 
 
 def proto_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:

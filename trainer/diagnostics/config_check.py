@@ -17,7 +17,8 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
 from onward.trainer.data.input_columns import data_problems
-from onward.trainer.data.sharding import infer_schema
+from onward.trainer.data.sharding import infer_schema, infer_training_schema
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.run.directory import onward_home
@@ -34,7 +35,12 @@ def check_files_and_data(sections: Sections) -> list[str]:
     problems = [*model_problems, *source_problems, *_paths(sections)]
     if model and data and not model_problems and not source_problems:
         try:
-            problems += data_problems(RunConfig.model_construct(**dict(sections)), infer_schema(data))
+            config = RunConfig.model_construct(**dict(sections))
+            signature, schema = read_training_signature(config.model), infer_schema(data)
+            misfits = data_problems(config, schema, signature)
+            problems += misfits
+            if signature.computed and not misfits:  # the pre-processing is computed for the first rows
+                infer_training_schema(config, signature)
         except Refused as error:
             problems += error.problems
     return problems

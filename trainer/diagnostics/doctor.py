@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx
 from onnx import defs, inliner
 
+from onward.trainer.config.sections import ModelConfig
 from onward.trainer.diagnostics.exporter_warnings import AuditInput, ExporterWarning, exporter_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.errors import UnsupportedModel
@@ -19,7 +20,9 @@ from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
-from onward.trainer.onnx_graph.outputs import with_numeric_outputs
+from onward.trainer.onnx_graph.outputs import FLOATS, with_numeric_outputs
+from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, describe, find_preprocessing, preprocessing_model
+from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.exporter_records import read_records
@@ -29,6 +32,9 @@ from onward.trainer.onnx_import.roles import find_roles
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
 from onward.trainer.run.records import Record
+
+IN_FRONT = "onnxruntime, in front"
+"""How the nodes of the pre-processing are imported."""
 
 
 class Weight(Record):
@@ -50,7 +56,8 @@ class Operator(Record):
     nodes: int
     imported_by: str
     """rule, definition (ONNX's own, by simpler operators), onnx2torch, your converter, function (the file's own), kept
-    (only outputs of strings or maps need it: it stays in the file and is not computed), or nothing."""
+    (only outputs of strings or maps need it: it stays in the file and is not computed), onnxruntime, in front (it is
+    part of the pre-processing, and computed when the data is read), or nothing."""
     leaves: int = 0
     """Number of runtime nodes among them: lowered each time the graph runs, because their shapes depend on data."""
 
@@ -85,6 +92,8 @@ class Diagnosis(Record):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     importable: bool
+    preprocessing: str = ""
+    """For a file that begins with strings: where the trained part begins, and which nodes are in front of it."""
     totals: dict[str, Total]
     weights: tuple[Weight, ...]
     operators: tuple[Operator, ...]
@@ -98,24 +107,33 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     Raises ConfigError or UnsupportedModel if it cannot be read.
     """
     load_converters(converters)
-    model = load_model(path)
+    model, problems, preprocessing, front = load_model(path), list[str](), "", onnx.ModelProto()
     # as `to_module` does: what only computes strings or maps is not imported
     part = with_numeric_outputs(model)
-    audit, problems = AuditInput(with_operands(part), path.parent), list[str]()
+    try:
+        settings = ModelConfig(path=path, output=_first_output_of_numbers(model))
+        if found := find_preprocessing(model, settings):
+            preprocessing, front = describe(found.nodes, found.tensors), preprocessing_model(model, found)
+            if settings.output != model.graph.output[0].name:
+                preprocessing += f" (with model.output = {settings.output!r})"
+            part = extract_subgraph(model, begin_at_numbers(model, settings))
+    except UnsupportedModel as error:
+        problems = list(error.problems)
+    audit = AuditInput(with_operands(part), path.parent)
     try:
         audit.batch = batch_use(part, path.parent)
         module = to_module(part, base=path.parent, widen=audit.batch.kind == "any")
         audit.runtime_nodes = Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode))
     except UnsupportedModel as error:
-        problems = list(error.problems)
+        problems += error.problems
     if model.functions:  # roles are found by the operators that read a tensor, so functions are inlined
         audit.model = inliner.inline_local_functions(audit.model)
     try:
         audit.stored = stored_tensors(part.graph, path.parent)
-        found = find_roles(audit.model.graph, audit.stored)
+        roles = find_roles(audit.model.graph, audit.stored)
         audit.originals = read_records(model).originals
-        audit.copies = find_copies(audit.stored, found, audit.originals)
-        audit.roles = roles_of_copies(found, audit.copies)
+        audit.copies = find_copies(audit.stored, roles, audit.originals)
+        audit.roles = roles_of_copies(roles, audit.copies)
     except UnsupportedModel as error:
         problems = list(dict.fromkeys([*error.problems, *problems]))
     sides = {byte_range(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
@@ -130,9 +148,10 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         inputs=tuple(_value(value) for value in model.graph.input if value.name not in own),
         outputs=tuple(_value(value) for value in model.graph.output),
         importable=not problems,
+        preprocessing=preprocessing,
         totals=_totals(weights),
         weights=weights,
-        operators=tuple(_operators(model, part, audit.runtime_nodes)),
+        operators=tuple(_operators(model, part, front, audit.runtime_nodes)),
         unsupported=tuple(_unsupported(problem, model) for problem in problems),
         warnings=(*exporter_warnings(audit), *output_warnings(model)),
     )
@@ -168,10 +187,20 @@ def _totals(weights: Iterable[Weight]) -> dict[str, Total]:
     }
 
 
-def _operators(model: onnx.ModelProto, part: onnx.ModelProto, runtime_nodes: Mapping[str, int]) -> Iterator[Operator]:
+def _first_output_of_numbers(model: onnx.ModelProto) -> str:
+    """Return the first output that a loss can read; empty if the file declares none, which is the first output."""
+    kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.output}
+    return next((name for name, kind in kinds.items() if kind in FLOATS), "")
+
+
+def _operators(
+    model: onnx.ModelProto, part: onnx.ModelProto, front: onnx.ModelProto, runtime_nodes: Mapping[str, int]
+) -> Iterator[Operator]:
     needed = Counter(list_operators(part))
+    needed += Counter((operator, version, IN_FRONT) for operator, version, _ in list_operators(front))
     outside = Counter((operator, version, "kept") for operator, version, _ in list_operators(model))
-    outside -= Counter({(operator, version, "kept"): number for (operator, version, _), number in needed.items()})
+    for (operator, version, _), number in needed.items():
+        outside[operator, version, "kept"] -= number
     for (operator, version, how), nodes in sorted((needed + outside).items()):
         yield Operator(
             operator=operator,

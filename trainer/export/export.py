@@ -42,6 +42,7 @@ from onward.trainer.export.verification import ROUNDED, Expected, changed_tensor
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
@@ -93,8 +94,8 @@ def export(run: RunDir, checkpoint: Checkpoint, *, data: EvaluationData, folder:
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
     trainable = open_trainable(config)
     original = trainable.model
-    kept = tuple(filter(None, (*config.model.start, config.model.output)))
-    # the tensors that [model] names must keep their names, so that the trained part can be cut out of the result
+    kept = tuple(filter(None, (*begin_at_numbers(original, config.model).start, config.model.output)))
+    # the tensors between which is trained must keep their names, so that this part can be cut out of the result
     removed = strip_training(original, keep=kept, base=source.parent)
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
     with _staging_directory(folder) as staging:
@@ -145,7 +146,8 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     with _staging_directory(folder) as staging:
         path, *_ = write_model(merged_module(trainable), trainable.model, source, staging / source.name)
-        part = extract_subgraph(ModelFile.read(path).proto, config.model)
+        written = ModelFile.read(path).proto
+        part = extract_subgraph(written, begin_at_numbers(written, config.model))
         write_artifacts(folder, part, config, base=staging)
 
 

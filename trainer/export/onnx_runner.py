@@ -34,6 +34,7 @@ from onnx.reference.op_run import OpRun
 from torch import Tensor, nn
 
 from onward.trainer.data.batches import Batch
+from onward.trainer.data.file_rows import FileRows
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import HALF_TYPES, ModelFile, fp32_copy, full_copy, in_half_precision
 from onward.trainer.model.metrics import EvaluationMetrics
@@ -53,10 +54,15 @@ class EvaluationData:
     """Each call iterates over all evaluation data from its beginning, on the CPU."""
     new_metrics: Callable[[Sequence[str]], EvaluationMetrics]
     """Names of the graph's outputs in order -> metrics without any batch."""
+    file_rows: FileRows | None = None
+    """For a file that begins with pre-processing: the same rows as the file takes them, strings included."""
 
 
 class OnnxRunner:
     """Runs one ONNX file on evaluation data. `model`: a file, or a model that holds all of its tensors.
+
+    A file that begins with pre-processing is given the numbers of rows, and fed these rows as the data has them. Of its
+    outputs only that of the trained part is compared and evaluated.
 
     `widen`: run a file in half precision as a copy in fp32. Raises ExportRefused when neither onnxruntime nor
     onnx.reference can load it.
@@ -67,7 +73,9 @@ class OnnxRunner:
         structure = model.proto if isinstance(model, ModelFile) else model
         stored = {tensor.name for tensor in structure.graph.initializer}
         self._inputs = [value for value in structure.graph.input if value.name not in stored]
-        self.outputs = [value.name for value in structure.graph.output]
+        outputs = [value.name for value in structure.graph.output]
+        self.outputs = [data.file_rows.output] if data.file_rows else outputs
+        self._places = [outputs.index(name) for name in self.outputs]
         self.runtime = "onnxruntime"
         """What runs the file, for the record."""
         self._widened = widen and in_half_precision(structure)
@@ -92,7 +100,7 @@ class OnnxRunner:
         worst = dict.fromkeys(self.outputs, (0.0, ""))
         for where, inputs, run in self._samples(batches):
             with torch.no_grad():
-                results = module(*inputs)
+                results = module(*self._as_trained(inputs))
             expected = [results] if len(self.outputs) == 1 else results
             for name, ours, theirs in zip(self.outputs, expected, run(inputs), strict=True):
                 difference, sentence = _output_difference(ours, theirs)
@@ -118,7 +126,7 @@ class OnnxRunner:
         for batch in self._data.batches():
             for start, stop in self._slices(batch.size):
                 labels = None if batch.labels is None else batch.labels[start:stop]
-                results = self.run([tensor[start:stop] for tensor in batch.inputs])
+                results = self.run([tensor[start:stop] for tensor in self._inputs_of(batch)])
                 metrics.update([self._without_padding(each, stop - start) for each in results], labels, stop - start)
         return {f"evaluation/{name}": value for name, value in metrics.compute().items()}
 
@@ -128,15 +136,21 @@ class OnnxRunner:
         content = io.BytesIO()
         # not np.savez, which cannot store an array named as one of its own parameters, such as `file`
         with zipfile.ZipFile(content, "w") as archive:
-            for name, array in self.feed([tensor[: self._fixed_batch_size or 1] for tensor in batch.inputs]).items():
+            one = [tensor[: self._fixed_batch_size or 1] for tensor in self._inputs_of(batch)]
+            for name, array in self.feed(one).items():
+                if isinstance(array, list):  # a sequence, which such a file cannot hold
+                    continue
                 with archive.open(f"{name}.npy", "w") as file:
-                    np.lib.format.write_array(file, array, allow_pickle=False)
+                    text = array.astype(str) if array.dtype == object else array
+                    np.lib.format.write_array(file, text, allow_pickle=False)
         return content.getvalue()
 
     def feeds(self) -> Iterator[dict[str, Array]]:
         """Yield evaluation batches for a session of the file itself, with no more rows than one call takes."""
         for batch in self._data.batches():
-            yield self.feed([tensor[: self._max_rows or batch.size] for tensor in batch.inputs], widened=False)
+            yield self.feed(
+                [tensor[: self._max_rows or batch.size] for tensor in self._inputs_of(batch)], widened=False
+            )
 
     # -- running
 
@@ -171,10 +185,26 @@ class OnnxRunner:
 
         `widened`: of the types of the fp32 copy, if one is run; else of the file's own.
         """
+        filled, rows = self._filled(inputs), self._data.file_rows
+        if rows is None:
+            arrays = {value.name: tensor.numpy() for value, tensor in zip(self._inputs, filled, strict=True)}
+        else:
+            arrays = dict(rows.inputs(filled[0].numpy()))
         return {
-            value.name: tensor.numpy().astype(self._dtype(value.type.tensor_type.elem_type, widened=widened))
-            for value, tensor in zip(self._inputs, self._filled(inputs), strict=True)
+            value.name: arrays[value.name]
+            if isinstance(arrays[value.name], list) or arrays[value.name].dtype == object  # a sequence, or strings
+            else arrays[value.name].astype(self._dtype(value.type.tensor_type.elem_type, widened=widened))
+            for value in self._inputs
         }
+
+    def _inputs_of(self, batch: Batch) -> Sequence[Tensor]:
+        """Return what a batch is run from: its inputs, or the numbers of its rows, int64 [B]."""
+        return batch.inputs if self._data.file_rows is None else (torch.from_numpy(batch.rows),)
+
+    def _as_trained(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the inputs of the trained part."""
+        rows = self._data.file_rows
+        return inputs if rows is None else rows.batch(inputs[0].numpy()).inputs
 
     def _open(self, model: ModelFile | onnx.ModelProto) -> Compute:
         try:
@@ -219,10 +249,11 @@ class OnnxRunner:
                 yield lambda feed: list(reference.run(None, dict(feed))), self._fixed_batch_size, "onnx.reference"
 
     def _run_in_parts(self, inputs: Sequence[Tensor], rows: int) -> list[Array]:
-        parts = [
+        found = [
             self._compute(self.feed([tensor[start : start + rows] for tensor in inputs]))
             for start in range(0, max(len(inputs[0]), 1), max(rows, 1))
         ]
+        parts = [[results[place] for place in self._places] for results in found]
         if len(parts) == 1:
             return parts[0]
         return [np.concatenate(results) for results in zip(*parts, strict=True)]
@@ -233,14 +264,15 @@ class OnnxRunner:
         """Yield (where the rows come from, inputs, what runs them) for `compare`."""
         number = 0
         for number, batch in enumerate(islice(self._data.batches(), batches), start=1):
+            inputs = self._inputs_of(batch)
             if number == 1:
-                yield "row 1 alone", self._filled([tensor[:1] for tensor in batch.inputs]), self.run
+                yield "row 1 alone", self._filled([tensor[:1] for tensor in inputs]), self.run
             for start, stop in self._slices(batch.size):
                 rows = f"({batch.size} rows)" if not self._fixed_batch_size else f"(rows {start + 1} to {stop})"
-                yield f"batch {number} {rows}", self._filled([tensor[start:stop] for tensor in batch.inputs]), self.run
+                yield f"batch {number} {rows}", self._filled([tensor[start:stop] for tensor in inputs]), self.run
             if number == 1 and self._max_rows == 1 and not self._fixed_batch_size and batch.size > 1:
                 # rows that only went through one by one say nothing about a batch: two go through onnx.reference
-                two = [tensor[:2] for tensor in batch.inputs]
+                two = [tensor[:2] for tensor in inputs]
                 yield from (
                     ("rows 1 and 2, by onnx.reference", two, lambda _, r=r: r) for r in self._run_by_reference(two)
                 )
@@ -251,7 +283,7 @@ class OnnxRunner:
         """Yield the outputs by onnx.reference, if it can run the file."""
         try:
             results: Any = _reference(self._model).run(None, self.feed(inputs))
-            yield list(results)
+            yield [results[place] for place in self._places]
         except Exception as error:  # they have no common base class
             log.warning("onnx.reference cannot run the model on 2 rows, so its batches are not verified: %s", error)
 

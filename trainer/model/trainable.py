@@ -2,7 +2,7 @@
 
 model.onnx
     -> surgery: untie weights, replace the head      `TrainableModel.model`, the whole graph that is written back
-    -> cut from model.start to model.output
+    -> cut from model.start, or the end of the pre-processing, to model.output
     -> import as a torch.fx graph
     -> add dropout (graph.dropout)
     -> add adapters (lora.weights)                   `TrainableModel.module`, what is trained
@@ -28,6 +28,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
 from onward.trainer.model.fixed_batch import use_of_part
 from onward.trainer.onnx_graph import surgery
+from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
@@ -63,7 +64,8 @@ def open_trainable(config: RunConfig) -> TrainableModel:
     load_converters(config.model.converters)
     model, base = load_model(config.model.path), config.model.path.parent
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
-    part = surgery.extract_subgraph(model, config.model)
+    settings = begin_at_numbers(model, config.model)
+    part = surgery.extract_subgraph(model, settings)
     chosen = (*config.model.train, *config.lora.also_train)
     widen = _widen(part, config)
     module = to_module(part, base=base, fuse=config.graph.fuse, tie=config.model.tie, train=chosen, widen=widen)
@@ -72,11 +74,11 @@ def open_trainable(config: RunConfig) -> TrainableModel:
     plain = copy.deepcopy(module.graph)
     # without adapters the weights of the file are trained, with them only the adapters and lora.also_train
     if not config.lora.weights:
-        select_trained(module, train=config.model.train, freeze=config.model.freeze)
+        select_trained(module, train=config.model.train, freeze=settings.freeze)
         return TrainableModel(module, model, base, (), plain, dropout)
     adapters = add_adapters(module, config.lora, seed=config.train.seed)
     own = tuple(name for adapter in adapters for name in (adapter.a, adapter.b))
-    select_trained(module, train=(*own, *config.lora.also_train), freeze=config.model.freeze)
+    select_trained(module, train=(*own, *config.lora.also_train), freeze=settings.freeze)
     return TrainableModel(module, model, base, adapters, plain, dropout)
 
 

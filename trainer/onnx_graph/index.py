@@ -197,7 +197,24 @@ def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
     target.output.extend(graph.output)
     target.value_info.extend(graph.value_info)
     found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    while tokens := list(_tokens(graph, (*found.value_info, *found.output, *found.input))):
+        target.value_info.extend(tokens)
+        found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
     return {value.name: value for value in (*found.value_info, *found.output, *found.input)}
+
+
+def _tokens(graph: onnx.GraphProto, found: Iterable[onnx.ValueInfoProto]) -> Iterator[onnx.ValueInfoProto]:
+    """Yield the type of each result of onnxruntime's Tokenizer, which skl2onnx writes and ONNX does not know.
+
+    It has one dimension more than its operand, for the tokens. `found`: the types that are known.
+    """
+    known = {value.name: value for value in found}
+    for node in graph.node:
+        if (node.domain, node.op_type) == ("com.microsoft", "Tokenizer") and node.output[0] not in known:
+            dims = dims_of(known.get(node.input[0]))
+            yield helper.make_tensor_value_info(
+                node.output[0], TensorProto.STRING, None if dims is None else [*dims, None]
+            )
 
 
 def dims_of(value: onnx.ValueInfoProto | None) -> list[int | None] | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
-from onward.trainer.data.sharding import infer_schema
+from onward.trainer.data.sharding import infer_training_schema
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.mesh import Coordinate
@@ -63,14 +63,15 @@ def plan(config: RunConfig) -> Plan:
 
 def example_batch(config: RunConfig) -> tuple[list[Tensor], Tensor | None]:
     """Return inputs and labels of one micro-batch, all zeros, as long as the longest of the first rows of the data."""
-    schema = infer_schema(config.data)
+    signature = read_training_signature(config.model)
+    schema = infer_training_schema(config, signature)
 
     def zeros(feed: Feed) -> Tensor:
         columns = [schema[name] for name in feed.columns]
-        row = (len(columns),) if feed.stacked else columns[0].shape
+        row = (len(columns),) if feed.stacked else (1,) if feed.is_one_column else columns[0].shape
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
-    tensors = [zeros(feed) for feed in feeds(config, read_training_signature(config.model))]
+    tensors = [zeros(feed) for feed in feeds(config, signature)]
     return (tensors, None) if config.model.loss == "output" else (tensors[:-1], tensors[-1])
 
 

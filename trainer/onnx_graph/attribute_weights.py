@@ -19,7 +19,7 @@ import onnx
 import torch
 from onnx import TensorProto
 
-DOMAIN = "ai.onnx.ml"
+from onward.trainer.onnx_graph.ml_types import DOMAIN
 
 HELD = {
     "LinearClassifier": ("coefficients", "intercepts"),

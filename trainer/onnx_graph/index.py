@@ -14,6 +14,8 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
+from onward.trainer.onnx_graph.ml_types import further_results
+
 UNTIED = ".untied."
 """Part of the name of every copy that `model.untie` makes; the search for tied weights leaves these apart."""
 
@@ -196,25 +198,15 @@ def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
             target.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     target.output.extend(graph.output)
     target.value_info.extend(graph.value_info)
-    found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-    while tokens := list(_tokens(graph, (*found.value_info, *found.output, *found.input))):
-        target.value_info.extend(tokens)
+    added: dict[str, onnx.ValueInfoProto] = {}
+    while True:
         found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-    return {value.name: value for value in (*found.value_info, *found.output, *found.input)}
-
-
-def _tokens(graph: onnx.GraphProto, found: Iterable[onnx.ValueInfoProto]) -> Iterator[onnx.ValueInfoProto]:
-    """Yield the type of each result of onnxruntime's Tokenizer, which skl2onnx writes and ONNX does not know.
-
-    It has one dimension more than its operand, for the tokens. `found`: the types that are known.
-    """
-    known = {value.name: value for value in found}
-    for node in graph.node:
-        if (node.domain, node.op_type) == ("com.microsoft", "Tokenizer") and node.output[0] not in known:
-            dims = dims_of(known.get(node.input[0]))
-            yield helper.make_tensor_value_info(
-                node.output[0], TensorProto.STRING, None if dims is None else [*dims, None]
-            )
+        types = {value.name: value for value in (*found.value_info, *found.output, *found.input)} | added
+        # what follows an operator that ONNX does not know is inferred in the next round
+        if not (further := {value.name: value for value in further_results(graph, types)}):
+            return types
+        target.value_info.extend(further.values())
+        added |= further
 
 
 def dims_of(value: onnx.ValueInfoProto | None) -> list[int | None] | None:

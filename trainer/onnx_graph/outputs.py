@@ -22,8 +22,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.trainer.onnx_graph.attribute_weights import DOMAIN
 from onward.trainer.onnx_graph.index import Index, known_types, nodes_between
+from onward.trainer.onnx_graph.ml_types import DOMAIN
 
 LOG = "/log_probabilities"
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)

@@ -9,10 +9,12 @@ import onnx
 import pytest
 import torch
 
+from onward.trainer.config.sections import ModelConfig
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.training.loss_graph import evaluation_model, loss_names
 from onward.trainer.export.verification import weight_problems
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
@@ -99,3 +101,12 @@ def test_an_initializer_with_the_name_of_an_attribute_is_refused() -> None:
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(2, np.float32), "y0/intercepts"))
     with pytest.raises(UnsupportedModel, match="'y0/intercepts' is also the name of an attribute"):
         to_module(model)
+
+
+def test_training_files_are_refused_because_no_input_can_change_an_attribute() -> None:
+    model = model_of("LinearRegressor", [X], coefficients=[0.1, 0.2], intercepts=[0.3])
+    config = ModelConfig(path=Path("m.onnx"), loss="mse")
+    with pytest.raises(UnsupportedModel, match=r"y0/coefficients, y0/intercepts are attributes of ai\.onnx\.ml"):
+        evaluation_model(
+            model, config, names=loss_names(model, config), weights=["y0/coefficients", "y0/intercepts"], copies={}
+        )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -14,6 +15,7 @@ from onnx import TensorProto, helper
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.index import dims_of, known_types
 from onward.trainer.onnx_graph.outputs import class_order, score_tensors, with_numeric_outputs
 from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
@@ -177,3 +179,30 @@ def test_a_model_of_numbers_alone_is_imported_as_it_is() -> None:
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 2]) for name in "xy")
     model = helper.make_model(helper.make_graph([node], "g", [x], [y]))
     assert with_numeric_outputs(model) is model
+
+
+# -- types that ONNX's shape inference leaves out
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "shape"),
+    [
+        ("skl2onnx-mlp", "add_result2", [None, 10]),
+        ("skl2onnx-trees", "proba_output", [None, 10]),
+        ("sklearn-strings", "variable", [None, 64]),
+        ("sklearn-imputed", "variable1", [None, 64]),
+    ],
+)
+def test_the_shape_of_an_inner_tensor_behind_ai_onnx_ml_is_known(name: str, output: str, shape: list[Any]) -> None:
+    (value,) = part_of(name, output).graph.output
+    assert dims_of(value) == shape
+    part = part_of(name, output)
+    feed = {each.name: np.ones((3, 64), np.float32) for each in part.graph.input}
+    session = onnxruntime.InferenceSession(part.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert session.run(None, feed)[0].shape == (3, shape[1])
+
+
+def test_the_type_of_an_undeclared_output_of_ai_onnx_ml_is_known() -> None:
+    model = model_of("Scaler", [X], offset=[0.0], scale=[2.0])
+    model.graph.output[0].ClearField("type")
+    assert dims_of(known_types(model)["y0"]) == [None, 2]

@@ -13,9 +13,11 @@ from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.builder import GraphExtender
 from onward.trainer.onnx_graph.index import nodes_of
 from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.ml_types import DOMAIN
 from onward.trainer.onnx_graph.strip_training import strip_training
 
 LEAST_OPSET = 13
@@ -210,8 +212,16 @@ def _with_accuracy(model: onnx.ModelProto, config: ModelConfig, names: LossNames
 
 
 def _open(model: onnx.ModelProto, weights: set[str], copies: Mapping[str, tuple[str, bool]]) -> None:
-    """Make stored tensors inputs with a default; copies become views of their originals."""
+    """Make stored tensors inputs with a default; copies become views of their originals.
+
+    Raises UnsupportedModel for weights that a node holds as attributes, which cannot be inputs.
+    """
     graph = model.graph
+    if held := [name for name, node, _ in held_attributes(graph) if name in weights and node.domain == DOMAIN]:
+        raise UnsupportedModel(
+            f"no training files can be made of this model: {', '.join(held)} are attributes of ai.onnx.ml, which no "
+            "input can change"
+        )
     wanted = weights | copies.keys()
     stored = dict(stored_protos(graph))
     for node in [node for node in graph.node if node.op_type == "Constant" and node.output[0] in wanted]:

@@ -33,7 +33,8 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
     ]
     table(facts)
     _title("weights")
-    table(list(_weight_rows(found.weights, everything=everything)) or [("none", "")])
+    rows = list(_weight_rows(found.weights, everything=everything))
+    table(rows or [("none", "")], heads=("tensor", "role", "reason", "source", "stored as") if rows else ())
     _title("operators")
     uses = [(f"{use.operator}-{use.version}", str(use.nodes), _how(use)) for use in found.operators]
     table(uses, heads=("operator", "nodes", "imported by"))
@@ -73,14 +74,17 @@ def _refusal(entry: Unsupported) -> str:
 def _weight_rows(weights: Iterable[Weight], *, everything: bool) -> Iterator[tuple[str, ...]]:
     """Yield a row for every tensor, or one row for the tensors of one kind and reason."""
     # A model has hundreds of weights but few reasons.
-    groups: dict[tuple[str, str], list[Weight]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[Weight]] = defaultdict(list)
     for weight in weights:
-        groups[weight.kind, weight.reason].append(weight)
-    for (kind, reason), members in groups.items():
+        groups[weight.kind, weight.reason, weight.source].append(weight)
+    for key, members in groups.items():
         if everything or len(members) == 1:
-            yield from ((weight.name, kind, reason, f"{weight.stored_as} {list(weight.shape)}") for weight in members)
+            for weight in members:
+                own = weight.module and not weight.name.startswith(weight.module)
+                name = f"{weight.name} (in {weight.module})" if own else weight.name
+                yield name, *key, f"{weight.stored_as} {list(weight.shape)}"
         else:
-            yield f"{members[0].name} and {len(members) - 1} more", kind, reason, ""
+            yield f"{members[0].name} and {len(members) - 1} more", *key, ""
 
 
 def show_difference(found: Difference, *, everything: bool) -> None:

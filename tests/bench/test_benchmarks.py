@@ -19,6 +19,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "memory_prediction": ("SqueezeNet 96: micro-batches 1", "SqueezeNet 96: pipeline"),
     "pipeline_bubble": ("--ranks", "2", "--micro-batches", "2", "--forward-ms", "1"),
     "recompute": (),
+    "roles": ("swish",),
     "reduction": ("--sizes-kib", "64", "--rounds", "3"),
     "sharding_memory": ("2", "4"),
     "update_time": ("--rounds", "1"),

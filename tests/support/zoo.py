@@ -4,9 +4,9 @@
     model = export("gpt2", "legacy-17", folded=False)
     inputs = feed("gpt2", batch=3)               # by name, in the order of the module's and the file's inputs
 
-The modules are in zoo_text.py, zoo_vision.py and zoo_other.py. `folded` is the exporter's default: it folds
-BatchNormalization, transposes and renames weights and unties them. Unfolded is the recipe for training:
-dynamo with optimize=False, the older exporter in training mode without constant folding.
+The modules are in zoo_text.py, zoo_vision.py, zoo_other.py and zoo_roles.py. `folded` is the exporter's default: it
+folds BatchNormalization, transposes and renames weights and unties them. Unfolded is the recipe for training: dynamo
+with optimize=False, the older exporter in training mode without constant folding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
-from tests.support import zoo_other, zoo_text, zoo_vision
+from tests.support import zoo_other, zoo_roles, zoo_text, zoo_vision
 
 EXPORTERS = ("dynamo-18", "dynamo-20", "dynamo-23", "legacy-14", "legacy-17")
 LEGACY = EXPORTERS[3:]
@@ -67,16 +67,29 @@ class Architecture:
     """What a user adds to the file behind the network."""
     exporters: tuple[str, ...] = EXPORTERS
     """Those that can write it."""
+    as_initialised: bool = False
+    """Whether its weights stay as the module initialises them."""
 
 
-def build(name: str) -> nn.Module:
-    """The module, in evaluation mode: no two weights equal, no statistic at its start."""
+def entry_of(name: str) -> Architecture:
+    """Return an architecture of the zoo, or a module of zoo_roles.py."""
+    return ARCHITECTURES.get(name) or ROLE_MODULES[name]
+
+
+def build(name: str, *, shifted: bool = False) -> nn.Module:
+    """The module, in evaluation mode: no two weights equal, no statistic at its start.
+
+    shifted: every parameter differs from that of the same module without it; equal ones stay equal.
+    """
     torch.manual_seed(0)
-    module = ARCHITECTURES[name].build()
+    entry = entry_of(name)
+    module = entry.build()
     with torch.no_grad():
         for weight in module.parameters():
-            if weight.ndim < 2:
+            if weight.ndim < 2 and not entry.as_initialised:
                 weight += 0.1 * torch.randn_like(weight)
+            if shifted:
+                weight.mul_(1.0625).add_(0.0625)
         for key, buffer in module.named_buffers():
             if key.endswith("running_mean"):
                 buffer += 0.1 * torch.randn_like(buffer)
@@ -88,7 +101,7 @@ def build(name: str) -> nn.Module:
 def feed(name: str, batch: int, seed: int = 0) -> dict[str, Tensor]:
     """Inputs by name, in order."""
     torch.manual_seed(100 * seed + batch)
-    return {key: make(batch) for key, make in ARCHITECTURES[name].inputs.items()}
+    return {key: make(batch) for key, make in entry_of(name).inputs.items()}
 
 
 @functools.cache
@@ -101,14 +114,14 @@ def _folder() -> Path:
     return folder
 
 
-def export(name: str, exporter: str, *, folded: bool) -> onnx.ModelProto:
+def export(name: str, exporter: str, *, folded: bool, shifted: bool = False) -> onnx.ModelProto:
     """What this exporter writes for this architecture; made once in a session."""
-    return onnx.load(exported_file(name, exporter, folded=folded))
+    return onnx.load(exported_file(name, exporter, folded=folded, shifted=shifted))
 
 
-def exported_file(name: str, exporter: str, *, folded: bool) -> Path:
+def exported_file(name: str, exporter: str, *, folded: bool, shifted: bool = False) -> Path:
     """Return the file of `export`."""
-    final = _folder() / f"{name}-{exporter}-{folded}.onnx"
+    final = _folder() / f"{name}-{exporter}-{folded}{'-shifted' * shifted}.onnx"
     path = final.with_suffix(f".{os.getpid()}.onnx")
     if not final.exists():
         final.parent.mkdir(exist_ok=True)
@@ -116,8 +129,9 @@ def exported_file(name: str, exporter: str, *, folded: bool) -> Path:
         with warnings.catch_warnings():
             for opening, category in IGNORED:
                 warnings.filterwarnings("ignore", opening, category)
-            (_dynamo if kind == "dynamo" else _legacy)(name, path, int(opset), folded)
-        if after := ARCHITECTURES[name].after:
+            write = _dynamo if kind == "dynamo" else _legacy
+            write(name, build(name, shifted=shifted), path, int(opset), folded)
+        if after := entry_of(name).after:
             model = onnx.load(path)
             after(model)
             onnx.save(model, path)
@@ -125,8 +139,8 @@ def exported_file(name: str, exporter: str, *, folded: bool) -> Path:
     return final
 
 
-def _dynamo(name: str, path: Path, opset: int, folded: bool) -> None:
-    module, inputs, entry = build(name), feed(name, 2), ARCHITECTURES[name]
+def _dynamo(name: str, module: nn.Module, path: Path, opset: int, folded: bool) -> None:
+    inputs, entry = feed(name, 2), entry_of(name)
     dims = {label: torch.export.Dim(label) for names in entry.dims.values() for label in names.values()}
     shapes = tuple({axis: dims[label] for axis, label in entry.dims[key].items()} for key in inputs)
     program = torch.onnx.export(
@@ -144,8 +158,8 @@ def _dynamo(name: str, path: Path, opset: int, folded: bool) -> None:
     program.save(str(path), external_data=False)
 
 
-def _legacy(name: str, path: Path, opset: int, folded: bool) -> None:
-    module, inputs, entry = build(name), feed(name, 2), ARCHITECTURES[name]
+def _legacy(name: str, module: nn.Module, path: Path, opset: int, folded: bool) -> None:
+    inputs, entry = feed(name, 2), entry_of(name)
     training = {} if folded else {"training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
     torch.onnx.export(
         module,
@@ -297,3 +311,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         exporters=DYNAMO,
     ),
 }
+
+
+ROLE_MODULES = {
+    name: Architecture(
+        module,
+        {"x": _floats(*shape)},
+        {"x": BATCH},
+        # the older exporter does not know the newer of torch's two ways to write spectral normalisation
+        exporters=DYNAMO if name == "spectral_norm" else EXPORTERS,
+        as_initialised=True,
+    )
+    for name, (module, shape) in (zoo_roles.PARAMETERS | zoo_roles.BUFFERS).items()
+}
+"""Modules whose weights or buffers are easily mistaken; not in ARCHITECTURES, whose tests train every parameter."""

@@ -46,6 +46,10 @@ class Weight(Record):
     kind: str
     """trained, statistic, frozen, or copy (of a trained one)."""
     reason: str
+    source: str = "guessed"
+    """file (the exporter wrote what the tensor is, or the graph leaves no choice), or guessed."""
+    module: str = ""
+    """Path of its module, as far as it is written."""
 
 
 class Operator(Record):
@@ -110,6 +114,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     model, problems, preprocessing, front = load_model(path), list[str](), "", onnx.ModelProto()
     # as `to_module` does: what only computes strings or maps is not imported
     part = with_numeric_outputs(model)
+    records = read_records(model)
     try:
         settings = ModelConfig(path=path, output=_readable_output(model))
         if found := find_preprocessing(model, settings):
@@ -130,15 +135,15 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         audit.model = inliner.inline_local_functions(audit.model)
     try:
         audit.stored = stored_tensors(part.graph, path.parent)
-        roles = find_roles(audit.model.graph, audit.stored)
-        audit.originals = read_records(model).originals
+        roles = find_roles(audit.model.graph, audit.stored, records)
+        audit.originals = records.originals
         audit.copies = find_copies(audit.stored, roles, audit.originals)
         audit.roles = roles_of_copies(roles, audit.copies)
     except UnsupportedModel as error:
         problems = list(dict.fromkeys([*error.problems, *problems]))
     sides = {byte_range(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
     own = {tensor.name for tensor in model.graph.initializer}
-    weights = tuple(_weights(audit))
+    weights = tuple(_weights(audit, records.modules))
     return Diagnosis(
         path=path,
         size_bytes=sum(file.stat().st_size for file in (path, *(path.parent / side for side in sides))),
@@ -165,7 +170,7 @@ def _value(value: onnx.ValueInfoProto) -> str:
     return f"{value.name} {element_type_name(kind.elem_type).lower()} [{', '.join(dims)}]"
 
 
-def _weights(audit: AuditInput) -> Iterator[Weight]:
+def _weights(audit: AuditInput, modules: Mapping[str, str]) -> Iterator[Weight]:
     places = dict(stored_protos(audit.model.graph))
     for name, role in audit.roles.items():
         tensor, proto = audit.stored.get(name), places.get(name)
@@ -175,6 +180,8 @@ def _weights(audit: AuditInput) -> Iterator[Weight]:
             stored_as=element_type_name(proto.data_type).lower() if proto is not None else "",
             kind="copy" if name in audit.copies else role.kind,
             reason=role.reason,
+            source="file" if role.written else "guessed",
+            module=modules.get(name, ""),
         )
 
 

@@ -116,14 +116,14 @@ def to_module(
     model = with_numeric_outputs(model)
     # before inlining: a tensor stored in a local function has no place of its own to be written back to
     stored = stored_tensors(model.graph, base)
-    originals = read_records(model).originals
+    records = read_records(model)
     depth = find_branches(model, base)
     model = load_small_tensors(with_operands(model), base)
     if model.functions:
         model = inliner.inline_local_functions(model)
-    found = promote_to_trained(find_roles(model.graph, stored), stored, train)
+    found = promote_to_trained(find_roles(model.graph, stored, records), stored, train)
     attempt, graph = import_graph(mark_branches(model, depth), stored, found, base, widen=widen)
-    copies = find_copies(stored, found, originals) if tie else {}
+    copies = find_copies(stored, found, records.originals) if tie else {}
     return _finish(attempt, graph, copies, fuse=fuse)
 
 

@@ -8,12 +8,13 @@ Nothing here is guessed; a tensor about which the file says nothing is absent fr
                        metadata of value_info: ...optimizer.folded_from            the values that it was computed from
                        metadata of nodes: pkg.torch.onnx.name_scopes               the module that a node belongs to
     torch, TorchScript names of nodes, such as /encoder/layers.0/fc1/MatMul        the module that a node belongs to
+                       names of tensors, such as layers.0.fc1.weight               a parameter or a buffer, not which
     tf2onnx, Keras 3   names such as model/head/Cast/ReadVariableOp:0              a variable, with its layer
                        names such as model/norm/Sub/y:0, model/Const:0             a constant of the traced function
     paddle2onnx        names such as linear_0.w_0                                  a weight or statistic, with its layer
 
-torch writes PARAMETER, BUFFER and CONSTANT_TENSOR. TensorFlow and Paddle write that a tensor is a variable, but not
-whether it is trainable. jax2onnx (const_1, const_2, ...) and skl2onnx write nothing.
+The dynamo exporter writes PARAMETER, BUFFER and CONSTANT_TENSOR. TensorFlow and Paddle write that a tensor is a
+variable, but not whether it is trainable. jax2onnx (const_1, const_2, ...) and skl2onnx write nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Literal
 import onnx
 
 from onward.trainer.onnx_graph.module_paths import FOLDED_FROM, list_of_names, module_of_node
+from onward.trainer.onnx_import.tensor_contents import is_exporter_name
 
 RecordedKind = Literal["parameter", "buffer", "constant"]
 
@@ -34,6 +36,7 @@ SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 
 TORCH_KINDS: dict[str, RecordedKind] = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"}
 
+TENSORFLOW = "tf2onnx"  # Keras 3 exports with it
 TF_VARIABLE = re.compile(r"(?:.*?PartitionedCall/)?(.+?)(?:/[^/]+)?/(?:ReadVariableOp|Read)(?:_\d+)?(?:/resource)?:0")
 TF_CONSTANT = re.compile(r"(?:.*/)?Const(?:_\d+)?:0|.+/[xy]:0")
 PADDLE_VARIABLE = re.compile(r"([a-z]\w*_\d+)\.[wb]_\d+")
@@ -55,7 +58,7 @@ class ExporterRecords:
     modules: Mapping[str, str] = field(default_factory=dict)
     """Stored tensor -> path of the module that owns it ("": the outermost), or of the first one that reads it."""
     variables: frozenset[str] = frozenset()
-    """Stored tensors that are variables of the module according to their names; not known whether trainable."""
+    """Stored tensors that are parameters or buffers of the module by their names; not known which of the two."""
 
 
 def read_records(model: onnx.ModelProto) -> ExporterRecords:
@@ -79,14 +82,17 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
     if weights:
         # the signature lists every weight, and the exporter stores all of them as initializers
         kinds |= {name: "constant" for name in constant_nodes if name not in kinds}
-    tensorflow = model.producer_name == "tf2onnx"
-    variables = {
-        name: found[1].replace("/", ".")
-        for name in stored
-        if (found := (TF_VARIABLE if tensorflow else PADDLE_VARIABLE).fullmatch(name))
-    }
-    if tensorflow:
+    variables = _variables(model, stored)
+    if model.producer_name == TENSORFLOW:
         kinds |= {name: "constant" for name in stored if TF_CONSTANT.fullmatch(name) and name not in variables}
+    readers = _modules_of_readers(graph, stored)
+    # when BatchNormalization is folded into a convolution, the new bias has no record, but the convolution is in the
+    # module of the BatchNormalization: computed from buffers alone if that module has nothing else
+    own_kinds: dict[str, set[str]] = {}
+    for name, kind in weights.items():
+        own_kinds.setdefault(name.rpartition(".")[0], set()).add(kind)
+    unknown = [name for name in stored if name not in kinds]
+    kinds |= {name: "buffer" for name in unknown if own_kinds.get(readers.get(name, "")) == {"buffer"}}
     originals = _originals(folded, weights)
     own_names = {name: originals.get(name, name) for name in stored}
     owners = {name: own.rpartition(".")[0] for name, own in own_names.items() if own in weights}
@@ -94,9 +100,21 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
         kinds=kinds,
         folded=folded,
         originals=originals,
-        modules=_modules_of_readers(graph, stored) | variables | owners,
+        modules=readers | variables | owners,
         variables=frozenset(variables),
     )
+
+
+def _variables(model: onnx.ModelProto, stored: Iterable[str]) -> dict[str, str]:
+    """Return the stored tensors that are variables of the module by their names, with the paths of their modules."""
+    if model.producer_name == "pytorch":
+        # the TorchScript exporter keeps the names of the state dict, and makes up all other names
+        constant_nodes = {node.output[0] for node in model.graph.node if node.op_type == "Constant"}
+        own = [name for name in stored if name not in constant_nodes and not is_exporter_name(name)]
+        return {name: name.rpartition(".")[0] for name in own}
+    pattern = TF_VARIABLE if model.producer_name == TENSORFLOW else PADDLE_VARIABLE
+    found = {name: pattern.fullmatch(name) for name in stored}
+    return {name: match[1].replace("/", ".") for name, match in found.items() if match}
 
 
 def _metadata(proto: onnx.ValueInfoProto | onnx.GraphProto | onnx.NodeProto) -> dict[str, str]:

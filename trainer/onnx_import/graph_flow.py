@@ -42,14 +42,11 @@ from onward.trainer.onnx_import.role_tables import (
     QUANTIZERS,
     VALUE_FREE,
 )
+from onward.trainer.onnx_import.tensor_contents import MASKED_BELOW
 
 Origin = Literal["stored", "integers", "data"]
 
-NORMALISES = "normalises the input"
 COMPUTED_STATISTIC = "a statistic of a BatchNormalization behind arithmetic: it normalises, but is never updated"
-
-MAX_CHANNELS = 16
-"""Mean and standard deviation by which an input is normalised have no more elements than this."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,12 @@ class Flow:
     """The operator that computed it."""
     raw: bool = False
     """Whether it is an input of the graph, at most rescaled or rearranged."""
+    shifted: str = ""
+    """Add or Sub, if something was added to a raw value or subtracted from it."""
+    scale: str | None = None
+    """The stored tensor that a raw value was multiplied or divided by, "" if it was computed."""
+    projected: frozenset[str] = frozenset()
+    """The stored matrices of a product with a raw value, as long as nothing but a number is combined with it."""
     alias: str = ""
     """The stored tensor that it is, unchanged."""
 
@@ -100,6 +103,17 @@ class GraphFlow:
     quantized: set[str] = field(default_factory=set)
     conv_biases: set[str] = field(default_factory=set)
     masks: set[str] = field(default_factory=set)
+    exponents: set[str] = field(default_factory=set)
+    normalises: set[str] = field(default_factory=set)
+    """Subtracted from an input, or what an input is divided by."""
+    rescales: dict[str, str] = field(default_factory=dict)
+    """Factor of an input, or what is added to the product -> the other one of the two, "" if there is none."""
+    norm_weights: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Running statistic -> scale and bias of its BatchNormalization."""
+    waves: dict[str, set[str]] = field(default_factory=dict)
+    """Matrix that projects an input -> "Sin" and "Cos" as far as they read the product alone."""
+    followed: set[str] = field(default_factory=set)
+    """What is computed from the input or returned depends on these by differentiable operations."""
 
     def visit_all(self, nodes: Iterable[onnx.NodeProto]) -> None:
         for node in nodes:
@@ -126,9 +140,13 @@ class GraphFlow:
             self._combine_with_data(node, carried, operands)
         elif origin == "integers":
             self._freeze(carried, "only combined with integers: a table of positions or a mask")
+        if origin != "stored":
+            self.followed |= carried
         if node.op_type in ("Sin", "Cos"):  # rotation angles computed from positions are not features
             self._freeze(carried, "frequencies of sines and cosines")
             carried = frozenset()
+            for name in operands[0].projected:
+                self.waves.setdefault(name, set()).add(node.op_type)
         # `raw` lasts as long as the value is still pixels: mean and standard deviation are subtracted from these alone,
         # while the same nodes later in the network are biases and scales
         raw = node.op_type in KEEPS_INPUT and any(flow.raw for flow in operands)
@@ -136,8 +154,45 @@ class GraphFlow:
         # a weight combined with data has its role; what follows is a feature of the network
         if origin == "data" or (origin == "integers" and node.op_type not in KEEPS_WEIGHT):
             carried = frozenset()
-        flow = Flow(origin, carried, node.op_type, raw, self._alias(node, operands))
+        flow = Flow(origin, carried, node.op_type, raw, alias=self._alias(node, operands))
+        flow = self._follow_input(node, operands, flow)
         self.flows.update(dict.fromkeys(node.output, flow))
+
+    def _follow_input(self, node: onnx.NodeProto, operands: Sequence[Flow], flow: Flow) -> Flow:
+        """Record by what an input is scaled and shifted, and return the flow of the result with what was found so far.
+
+        (x - mean) / deviation, and x * factor + minimum. Each is done once; what comes later is learned.
+        """
+        if len(operands) == 2 and node.op_type in ("MatMul", "Gemm") and operands[0].raw:
+            return replace(flow, projected=operands[1].carried)
+        projected = frozenset[str]().union(*(operand.projected for operand in operands))
+        if projected and all(operand.projected or self._is_number(operand) for operand in operands):
+            flow = replace(flow, projected=projected)
+        data = next((operand for operand in operands if operand.raw), None)
+        if data is None or not flow.raw:
+            return flow
+        flow = replace(flow, shifted=data.shifted, scale=data.scale)
+        other = next((operand for operand in operands if not operand.raw), None)
+        arithmetic = len(operands) == 2 and node.op_type in ("Add", "Sub", "Mul", "Div")
+        if not arithmetic or other is None or self._is_number(other):
+            return flow
+        factor = node.op_type == "Mul" and data.scale is None
+        factor = factor and all(_is_vector(self.weights[name]) for name in other.carried)
+        if (node.op_type in ("Sub", "Div") and operands[0] is data) or (factor and data.shifted == "Sub"):
+            self.normalises |= other.carried
+        elif factor:
+            self.rescales.update(dict.fromkeys(other.carried, ""))
+        elif node.op_type == "Add" and not data.shifted and self._same_shape(other.alias, data.scale):
+            self.rescales.update({other.alias: data.scale or "", data.scale or "": other.alias})
+        if node.op_type in ("Add", "Sub"):
+            return replace(flow, shifted=node.op_type)
+        return replace(flow, scale=other.alias)
+
+    def _same_shape(self, shift: str, factor: str | None) -> bool:
+        return bool(shift) and factor in self.rescales and self.weights[shift].shape == self.weights[factor].shape
+
+    def _is_number(self, flow: Flow) -> bool:
+        return flow.origin == "stored" and all(self.weights[name].numel() == 1 for name in flow.carried)
 
     def _alias(self, node: onnx.NodeProto, operands: Sequence[Flow]) -> str:
         """Return the stored tensor that the node returns unchanged: by Identity, or by a Cast to its own type."""
@@ -152,21 +207,21 @@ class GraphFlow:
             # without the other would make them statistics of different data
             if all(flow.alias for flow in operands[3:5]):
                 self.statistics.update(flow.alias for flow in operands[3:5])
+                own = operands[1].carried | operands[2].carried
+                self.norm_weights.update({flow.alias: own for flow in operands[3:5]})
             else:
                 self._freeze((name for flow in operands[3:5] for name in flow.carried), COMPUTED_STATISTIC)
         if node.op_type in ("Conv", "ConvTranspose"):
             self.conv_biases.update(*(flow.carried for flow in operands[2:3]))
-        # a mask built from constants: the zeros look like an all-zero weight, the other operand gives them away
-        if node.op_type == "Where" and all(flow.origin == "stored" for flow in operands):
+        # a mask: the zeros look like an all-zero weight, the other operand gives them away
+        if node.op_type == "Where" and all(flow.origin == "stored" for flow in operands[1:]):
             parts = [name for flow in operands[1:] for name in flow.carried]  # Where(condition, 0, -10000)
-            if any(bool((self.weights[name] <= -50).all()) for name in parts):
+            if any(bool((self.weights[name] <= MASKED_BELOW).all()) for name in parts):
                 self.masks.update(name for name in parts if not self.weights[name].any())
+        if node.op_type == "Pow":
+            self.exponents |= operands[1].carried
         for i in INITIAL_STATES.get(node.op_type, ()):
             self.states.update(*(flow.carried for flow in operands[i : i + 1]))
-        if node.op_type in ("Sub", "Div") and len(operands) == 2 and operands[0].raw:
-            # one number for each channel; a learned table that is subtracted from the input has more elements
-            small = (name for name in operands[1].carried if 1 < self.weights[name].numel() <= MAX_CHANNELS)
-            self._freeze(small, NORMALISES)
         if why := PARAMETER_MEANING.get(node.op_type):
             # only the other operands: the data operand of a Clip may well be a weight
             self._freeze((name for i, flow in enumerate(operands) if i not in chosen for name in flow.carried), why)
@@ -181,9 +236,7 @@ class GraphFlow:
         # an Add after a MatMul is the bias of a linear layer, and may hold a single number
         bias = node.op_type == "Add" and any(flow.producer == "MatMul" for flow in operands)
         for name in carried:
-            # the subtraction that normalises pixels is float arithmetic with data too, and would make the mean a weight
-            if self.frozen_reason.get(name) != NORMALISES:
-                self.first_operator.setdefault(name, node.op_type)
+            self.first_operator.setdefault(name, node.op_type)
             if node.op_type in LAYERS or bias:
                 self.layer_operands.add(name)
 
@@ -260,6 +313,10 @@ class GraphFlow:
         return results
 
 
+def _is_vector(tensor: torch.Tensor) -> bool:
+    return sum(length > 1 for length in tensor.shape) <= 1
+
+
 def _num_scanned(node: onnx.NodeProto) -> int:
     return next((attribute.i for attribute in node.attribute if attribute.name == "num_scan_inputs"), 0)
 
@@ -280,4 +337,6 @@ def flow_of(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> Grap
         carried = frozenset([name]) if tensor.is_floating_point() else frozenset[str]()
         found.flows[name] = Flow("stored", carried, alias=name)
     found.visit_all(graph.node)
+    for value in graph.output:
+        found.followed |= found.flows.get(value.name, Flow("stored")).carried
     return found

@@ -19,7 +19,7 @@ COMPARISONS = (
     "ArgMax", "ArgMin", "NonZero",
 )
 FIRST_ONLY = (
-    "CastLike", "Clip", "CumSum", "Dropout", "Expand", "Pad", "Pow", "Reshape", "Resize", "RotaryEmbedding",
+    "CastLike", "Clip", "CumSum", "Dropout", "Expand", "Pad", "Reshape", "Resize", "RotaryEmbedding",
     "SequenceAt", "Slice", "Split", "SplitToSequence", "Squeeze", "Tile", "TopK", "Trilu", "Unsqueeze", "Upsample",
     "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum",
     "ReduceLogSumExp", "ReduceSumSquare", "SequenceErase", *QUANTIZED_WEIGHTS,
@@ -63,7 +63,6 @@ PARAMETER_MEANING: dict[str, str] = {
     **dict.fromkeys(("RotaryEmbedding", "GroupQueryAttention"), "a table of rotation angles"),
     "Clip": "a bound of Clip",
     "Pad": "the value padded with",
-    "Pow": "an exponent",
     "Dropout": "the ratio of Dropout",
     "Resize": "only says how large a result is",
     "Upsample": "only says how large a result is",

@@ -1,4 +1,4 @@
-"""Recognise masks, position tables, grids and placeholders by the numbers in a stored tensor."""
+"""Recognise masks, tables, fixed filters and placeholders by the numbers in a stored tensor."""
 
 from __future__ import annotations
 
@@ -51,10 +51,19 @@ def is_sinusoidal_table(tensor: torch.Tensor) -> bool:
     sums, middle = rows[2:] + rows[:-2], rows[1:-1]
     # least squares for 2 cos(w) in each column, then the residual relative to the column's greatest value
     ratio = (sums * middle).sum(0) / middle.square().sum(0).clamp_min(1e-30)
-    fits = ((sums - ratio * middle).abs() <= 2e-3 * rows.abs().amax(0)).all(0)
+    fits = ((sums - ratio * middle).abs() <= 2e-3 * rows.abs().amax(0) + 1e-5 * rows.abs().max()).all(0)
     # constant columns satisfy the equation too; at least half of them must vary
     varies = (rows.amax(0) - rows.amin(0)) > 1e-3 * rows.abs().amax(0)
     return bool(fits.all()) and int(varies.sum()) * 2 >= rows.shape[1]
+
+
+def is_fourier_matrix(tensor: torch.Tensor) -> bool:
+    """Return whether the columns or the rows of a matrix are sines and cosines."""
+    # a corner rules out most weights, without reading all of a mapped file
+    return any(
+        is_sinusoidal_table(matrix[:MAX_ROWS, :MIN_ROWS]) and is_sinusoidal_table(matrix)
+        for matrix in (tensor, tensor.t())
+    )
 
 
 def is_integer_table(tensor: torch.Tensor) -> bool:
@@ -67,6 +76,92 @@ def is_integer_table(tensor: torch.Tensor) -> bool:
 
 def _all_integers(values: torch.Tensor) -> bool:
     return bool((values == values.round()).all())
+
+
+def is_identity(tensor: torch.Tensor) -> bool:
+    """Return whether a matrix [n, m] or the kernel of a convolution passes its input on: torch's eye_ and dirac_."""
+    matrix = tensor
+    while matrix.ndim > 2:  # [outputs, inputs / groups, ...] -> its centre [outputs, inputs / groups]
+        matrix = matrix.select(-1, matrix.shape[-1] // 2)
+    if int((tensor != 0).sum()) != int((matrix != 0).sum()):
+        return False
+    if torch.equal(matrix, torch.eye(*matrix.shape, dtype=matrix.dtype)):
+        return True
+    # each output copies one input at most; dirac_ with groups repeats the identity of one group
+    once = bool(((matrix == 0) | (matrix == 1)).all()) and bool((matrix.sum(1) <= 1).all())
+    return tensor.ndim > 2 and once and bool(matrix.any())
+
+
+def is_distance_table(tensor: torch.Tensor) -> bool:
+    """Return whether all rows are evenly spaced numbers, or all matrices [n, n] a multiple of |row - column|: ALiBi."""
+    length = tensor.shape[-1] if tensor.ndim else 0
+    if tensor.ndim < 2 or length < MIN_ROWS or not bool(torch.isfinite(tensor).all()):
+        return False
+    rows = tensor.reshape(-1, length)[: MAX_ROWS * MAX_ROWS].double()
+    steps = rows[:, 1:] - rows[:, :-1]
+    largest = rows.abs().amax(1, keepdim=True)
+    if bool(((steps - steps[:, :1]).abs() <= 1e-5 * largest).all()):
+        return bool((steps.abs() > 1e-4 * largest).any())
+    if tensor.shape[-2] != length:
+        return False
+    places = torch.arange(length, dtype=torch.float64)
+    distances = (places[:, None] - places).abs()
+    matrices = tensor.reshape(-1, length, length).double()
+    return bool(matrices.any()) and bool(torch.isclose(matrices, matrices[:, 1:2, :1] * distances, rtol=1e-5).all())
+
+
+def is_fixed_filter(tensor: torch.Tensor) -> bool:
+    """Return whether each kernel of [outputs, inputs / groups, ...] is symmetric, or all are made of whole numbers.
+
+    Symmetric: unchanged, or changed in sign alone, when every spatial dimension is reversed, such as blur kernels,
+    derivatives and Fourier bases. The first element of a row of a Fourier basis stands alone:
+
+        cos(2 pi n / 8)     1  [ .7  0  -.7  -1  -.7  0  .7 ]
+        sin(2 pi n / 8)     0  [ .7  1   .7   0  -.7 -1 -.7 ]
+
+    Kernels of one number and kernels that have one element, such as those of torch's dirac_, are not fixed.
+    """
+    if max(tensor.shape[2:]) < 3 or not tensor.numel():
+        return False
+    # a few kernels rule out most weights, without reading all of a mapped file
+    return all(_all_fixed(tensor, part.reshape(-1, *tensor.shape[2:])) for part in (tensor[:2, :2], tensor))
+
+
+def _all_fixed(tensor: torch.Tensor, kernels: torch.Tensor) -> bool:
+    """kernels: [kernels, ...], all of the tensor's or some."""
+    flat = kernels.reshape(len(kernels), -1)
+    if bool((((flat != 0).sum(1) <= 1) | (flat == flat[:, :1]).all(1)).all()):
+        return _is_box(tensor, flat)
+    return _symmetric(kernels) or (kernels.ndim == 2 and _symmetric(kernels[:, 1:])) or is_integer_table(kernels)
+
+
+def _is_box(tensor: torch.Tensor, flat: torch.Tensor) -> bool:
+    """Return whether every kernel of a depthwise convolution is the mean of its window."""
+    return tensor.shape[1] == 1 and bool(((flat * flat.shape[1] - 1).abs() < 1e-5).all())
+
+
+def _symmetric(kernels: torch.Tensor) -> bool:
+    """kernels: [kernels, ...]."""
+    dims = tuple(range(1, kernels.ndim))
+    # rounding leaves a little of what would be zero, such as the sine of the highest frequency of a Fourier basis
+    bound = 1e-4 * kernels.abs().amax(dims, keepdim=True) + 1e-5 * kernels.abs().max()
+    even, odd = (((kernels - sign * kernels.flip(dims)).abs() <= bound).flatten(1).all(1) for sign in (1, -1))
+    return bool((even | odd).all())
+
+
+def is_filter_bank(tensor: torch.Tensor) -> bool:
+    """Return whether each column of [bins, filters] is a band: zero, then rising, then falling, then zero."""
+    bins, filters = tensor.shape
+    if bins < MIN_ROWS or filters < 2 or any(bool((part < 0).any()) for part in (tensor[:8, :8], tensor)):
+        return False
+    if int((tensor == 0).sum()) * 2 < tensor.numel():
+        return False
+    steps = tensor[1:] - tensor[:-1]
+    # behind the first fall there is no rise
+    fallen = (steps < 0).cumsum(0) > 0
+    bands = ~((steps > 0) & fallen).any(0)
+    wide = int(((tensor > 0).sum(0) >= 2).sum())
+    return bool(bands.all()) and wide * 2 >= filters
 
 
 def is_distinctive(tensor: torch.Tensor) -> bool:

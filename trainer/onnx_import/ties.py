@@ -128,6 +128,10 @@ def roles_of_copies(roles: Mapping[str, Role], copies: Copies) -> dict[str, Role
         if name not in copies:
             return role
         original, transposed = copies[name]
-        return Role("trained", f"a {'transposed ' if transposed else ''}copy of {original}, trained as one with it")
+        return Role(
+            "trained",
+            f"a {'transposed ' if transposed else ''}copy of {original}, trained as one with it",
+            written=role.written,
+        )
 
     return {name: role_of(name, role) for name, role in roles.items()}

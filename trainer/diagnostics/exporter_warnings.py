@@ -348,7 +348,8 @@ def _runtime_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
                 f"{sum(audit.runtime_nodes.values())} nodes are computed by Python each time the graph runs, because "
                 f"shapes or branches depend on data ({shown}): slower, and torch.compile stops there"
             ),
-            remedy="nothing to do if that is what the model is",
+            remedy="nothing to do if that is what the model is; if an input is dynamic in a dimension that has one "
+            "length only, declare it: python -m onnxruntime.tools.make_dynamic_shape_fixed",
         )
 
 

@@ -39,6 +39,7 @@ from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.external_data import external_problems, load_small_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_graph.operator_lengths import known_lengths, with_lengths
 from onward.trainer.onnx_graph.outputs import with_numeric_outputs
 from onward.trainer.onnx_graph.shape_inference import infer_probes
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, mark_branches
@@ -164,6 +165,7 @@ def import_graph(
     # before tracing, because a node is not traced when one before it fails, and all of them are to be reported at once
     unknown = unknown_operators(model)
     attempts: list[tuple[ImportAttempt, fx.Graph]] = []
+    model = with_lengths(model, known_lengths(model.graph))
     for lengths, batch in trial_sizes(model.graph, set(stored), widen=widen):
         attempt = ImportAttempt(model, Tracer(), roles, batch, base)
         attempts.append((attempt, attempt.build(stored, lengths)))

@@ -25,16 +25,19 @@ from onward.trainer.data.shards import Shards, open_shards
 from onward.trainer.data.signature import read_preprocessing, read_training_signature
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError, Refused
+from onward.trainer.model.trainable import open_trainable
+from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.parallel.planner import example_batch
 
 FOREIGN = Path(__file__).resolve().parents[2] / "support" / "foreign"
 HEAD = '<ir_version: 10, opset_import: ["" : 20, "ai.onnx.ml" : 4]>\n'
 SENTENCES = ["good film", "a", "the bad bad plot", "Great  music", "unknown words , they say", "awful"]
 
 
-def configuration(tmp_path: Path, model: Path, source: Path, **data: Any) -> RunConfig:
+def configuration(tmp_path: Path, model: Path, source: Path, *, freeze: tuple[str, ...] = (), **data: Any) -> RunConfig:
     settings = {
         "name": "text",
-        "model": {"path": model, **data.pop("model", {})},
+        "model": {"path": model, "freeze": freeze},
         "data": {"source": str(source), "evaluation_fraction": 0.5, **data},
         "train": {"num_steps": 1},
     }
@@ -137,6 +140,46 @@ def test_columns_of_text_and_numbers_feed_one_model(tmp_path: Path) -> None:
     size, encoded, is_new = rows.batch(np.arange(2)).inputs
     assert encoded.shape == (2, 1, 3)
     assert (size.shape, is_new.dtype) == ((2, 2), torch.bool)
+
+
+SEQUENCE = (
+    HEAD
+    + """g (seq(string[1]) words) => (float[N, 2] y) <float[2, 2] w = {1, 2, 3, 4}, float[3, 2] table =
+    {1, 2, 3, 4, 5, 6}> {
+    vectors = SequenceMap <body = each (string[1] word) => (float[1, 2] vector) {
+        id = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b"], values_int64s = [1, 2], default_int64 = 0> (word)
+        vector = Gather (table, id)
+    }> (words)
+    joined = ConcatFromSequence <axis = 0> (vectors)
+    y = MatMul (joined, w)
+}"""
+)
+
+
+def test_a_sequence_of_strings_has_one_for_each_row(tmp_path: Path) -> None:
+    onnx.save(parser.parse_model(SEQUENCE), tmp_path / "m.onnx")
+    source = write_csv(tmp_path / "t.csv", ["a", "b", "c", "b"])
+    inputs = {"words": "text"}
+    with pytest.raises(Refused, match=r"SequenceMap 'vectors' .* weight 'table' \[3, 2\]: freeze it"):
+        configuration(tmp_path, tmp_path / "m.onnx", source, inputs=inputs)
+    config = configuration(tmp_path, tmp_path / "m.onnx", source, inputs=inputs, freeze=("table",))
+    train, evaluation = sharded(tmp_path, config)
+    rows = FileRows(evaluation, config, read_training_signature(config.model))
+    numbers = np.arange(evaluation.num_rows)
+    (words,) = rows.inputs(numbers).values()
+    assert [word.tolist() for word in words] == [[text] for text in evaluation.read(numbers)["text"]]
+    vectors = {"a": [3, 4], "b": [5, 6], "c": [1, 2]}
+    assert rows.batch(numbers).inputs[0].tolist() == [vectors[word.item()] for word in words]
+    assert named_weights(open_trainable(config).module).keys() == {"w"}
+    assert "joined" in train.columns
+
+
+def test_the_planner_sees_the_results_of_the_pre_processing(tmp_path: Path) -> None:
+    source = write_csv(tmp_path / "t.csv", SENTENCES)
+    config = configuration(tmp_path, FOREIGN / "text-sentences.onnx", source)
+    (ids,), labels = example_batch(config)
+    # the longest of the first rows
+    assert (ids.shape[1], ids.dtype, labels is not None) == (5, torch.int64, True)
 
 
 def test_wide_results_are_computed_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,16 +257,21 @@ def to_module(
     `train`, `freeze`: glob patterns over initializer names; a weight is trained (`requires_grad`) if it matches one of
     `train` and none of `freeze`. `fuse`: compute attention and linear layers in single calls; results differ by
     rounding only. `tie`: let copies of one weight be one parameter. `converters`: Python files that add operators.
-    Dropout and BatchNormalization follow train() and eval(). Weights in other files are mapped copy-on-write. Raises
-    ConfigError for a pattern that matches nothing, UnsupportedModel with everything that cannot be imported.
+    Dropout and BatchNormalization follow train() and eval(). Weights in other files are mapped copy-on-write. A file
+    that declares a fixed batch is run a few times: if the module is right for batches of any size, it takes them, else
+    it refuses all but the declared one. Raises ConfigError for a pattern that matches nothing, UnsupportedModel with
+    everything that cannot be imported.
     """
     from onward.trainer.onnx_import import driver
     from onward.trainer.onnx_import.converters import load_converters
+    from onward.trainer.onnx_import.fixed_batch import batch_use
     from onward.trainer.onnx_import.train_selection import select_trained
 
     load_converters([Path(file) for file in converters])
     model = driver.load_model(Path(path))
-    module = driver.to_module(model, base=Path(path).parent, fuse=fuse, tie=tie, train=train)
+    base = Path(path).parent
+    widen = batch_use(model, base, train=train).kind == "any"
+    module = driver.to_module(model, base=base, fuse=fuse, tie=tie, train=train, widen=widen)
     select_trained(module, train=train, freeze=freeze)
     return module
 

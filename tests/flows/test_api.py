@@ -16,6 +16,7 @@ import torch
 import onward
 from onward.flows.examples import CONFIGS, MODELS, Example, find_config
 from onward.trainer.config.run_config import RunConfig
+from tests.support import fixed_batches
 from tests.support.graphs import tiny_conv_net
 
 
@@ -255,6 +256,14 @@ def test_a_module_is_trained_and_its_weights_come_back_into_the_file(model: Path
     assert not [change.name for change in changed.tensors if "bias" in change.name]
     again = onward.to_module(written).eval()
     assert torch.equal(again(images), module.eval()(images))
+
+
+def test_a_module_of_a_file_that_mixes_its_fixed_batch_takes_no_other(tmp_path: Path) -> None:
+    onnx.save(fixed_batches.exported("over-the-batch-4", "legacy"), tmp_path / "model.onnx")
+    module = onward.to_module(tmp_path / "model.onnx")
+    assert module(fixed_batches.rows("over-the-batch-4", 4)).shape == (4, 4)
+    with pytest.raises(ValueError, match="fits batches of 4, but 'x' has 5 rows"):
+        module(fixed_batches.rows("over-the-batch-4", 5))
 
 
 def test_a_module_that_was_not_trained_comes_back_as_the_same_bytes(model: Path) -> None:

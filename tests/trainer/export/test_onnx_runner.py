@@ -186,6 +186,25 @@ def test_a_fixed_batch_is_evaluated_row_for_row_and_repeated_rows_do_not_count()
     assert Seen.rows == [(4, 4, 4), (2, 2, 2)]
 
 
+def test_repeated_rows_do_not_count_where_each_row_has_several_results() -> None:
+    class Seen:
+        results: ClassVar[list[Tensor]] = []
+
+        def update(self, outputs: Sequence[Tensor], labels: Tensor | None, size: int) -> None:
+            self.results.append(outputs[0])
+
+        def compute(self) -> dict[str, float]:
+            return {}
+
+    g = GraphWriter("merged", opset=17)  # [4, 6] -> [4 x 2, 3]
+    g.op("Reshape", g.input("x", (4, 6)), g.weight("shape", [8, 3]), outputs="y")
+    g.output("y", (8, 3))
+    x = torch.randn(5, 6)
+    rows = EvaluationData(batches=lambda: [Rows((x,), None, 5)], new_metrics=lambda names: Seen())
+    OnnxRunner(g.model(), rows).evaluate()
+    assert torch.equal(torch.cat(Seen.results), x.reshape(10, 3))
+
+
 def rotary(width: int = 8) -> onnx.ModelProto:
     """RotaryEmbedding with the cos and sin of one row, as exporters write it: onnxruntime wants those of every row."""
     node = helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"])

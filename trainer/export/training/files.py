@@ -117,7 +117,8 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     # each file must load without others beside it
     model = _whole(model, base)
     # without fusion: the fused kernels would be decomposed into these calls again (decompositions.py)
-    module = to_module(model, fuse=False, tie=config.model.tie, train=config.model.train)
+    widen = config.model.fixed_batch in ("auto", "any")
+    module = to_module(model, fuse=False, tie=config.model.tie, train=config.model.train, widen=widen)
     select_trained(module, train=config.model.train, freeze=config.model.freeze)
     names = loss_names(model, config.model)
     training = training_model(module, model, config.model, names=names)

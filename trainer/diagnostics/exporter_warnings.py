@@ -15,7 +15,6 @@ from onnx import TensorProto, inliner
 from onward.trainer.diagnostics.merged_weights import merged_weights, separated_weights
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
-from onward.trainer.onnx_graph.outputs import UNTRAINED
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.fixed_batch import BatchUse
@@ -362,7 +361,9 @@ def _toml(names: Iterable[str]) -> str:
 
 
 def _trees(audit: AuditInput) -> Iterator[ExporterWarning]:
-    found = Counter(node.op_type for node in audit.nodes(*UNTRAINED, "TreeEnsembleRegressor", "TreeEnsemble"))
+    found = Counter(
+        node.op_type for node in audit.nodes("TreeEnsembleClassifier", "TreeEnsembleRegressor", "TreeEnsemble")
+    )
     if found:
         shown = ", ".join(f"{number} {operator}" for operator, number in found.items())
         yield ExporterWarning(

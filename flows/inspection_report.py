@@ -29,7 +29,8 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
         *(("output", text) for text in found.outputs),
         *((kind, f"{total.values:,} numbers in {total.tensors} tensors") for kind, total in found.totals.items()),
         *([("pre-processing", found.preprocessing)] if found.preprocessing else []),
-        ("importable", "yes" if found.importable else f"no: {len(found.unsupported)} problems, listed below"),
+        ("importable", _importable(found)),
+        ("onnxruntime", "opens it" if found.runtime.opens else f"rejects it: {found.runtime.error}"),
     ]
     table(facts)
     _title("weights")
@@ -48,6 +49,12 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
             print(_wrapped(what, "  - "))
             if remedy:
                 print(_wrapped(remedy, "    -> "))
+
+
+def _importable(found: Diagnosis) -> str:
+    if not found.importable:
+        return f"no: {len(found.unsupported)} problems, listed below"
+    return "yes" if found.runtime.opens else "yes, but onnxruntime rejects the file"
 
 
 def _wrapped(text: str, mark: str) -> str:
@@ -79,12 +86,17 @@ def _weight_rows(weights: Iterable[Weight], *, everything: bool) -> Iterator[tup
         groups[weight.kind, weight.reason, weight.source].append(weight)
     for key, members in groups.items():
         if everything or len(members) == 1:
-            for weight in members:
-                own = weight.module and not weight.name.startswith(weight.module)
-                name = f"{weight.name} (in {weight.module})" if own else weight.name
-                yield name, *key, f"{weight.stored_as} {list(weight.shape)}"
+            yield from ((_name(weight), *key, f"{weight.stored_as} {list(weight.shape)}") for weight in members)
         else:
-            yield f"{members[0].name} and {len(members) - 1} more", *key, ""
+            yield f"{_name(members[0])} and {len(members) - 1} more", *key, ""
+
+
+def _name(weight: Weight) -> str:
+    """Return the name of a tensor, with what it was in the exported network if the name does not say it."""
+    if weight.original:
+        return f"{weight.name} ({weight.original})"
+    foreign = weight.module and not weight.name.startswith(weight.module)
+    return f"{weight.name} (in {weight.module})" if foreign else weight.name
 
 
 def show_difference(found: Difference, *, everything: bool) -> None:

@@ -30,7 +30,8 @@ def doctor(
     """Diagnose an ONNX file before training.
 
     Lists every weight with its role and the reason (trained weight, running statistic, constant), how each operator is
-    imported, what is not supported, and what the exporter has lost, with the export that keeps it.
+    imported, what is not supported, and what the exporter has lost, with the export that keeps it. Also says whether
+    onnxruntime, which verifies the trained file, opens this one.
     """
     from onward.flows.inspection_report import show_diagnosis
 
@@ -39,7 +40,7 @@ def doctor(
         print_json(found.model_dump(mode="json"))
     else:
         show_diagnosis(found, everything=everything)
-    if not found.importable:
+    if not found.importable or not found.runtime.valid:
         raise typer.Exit(2)
 
 

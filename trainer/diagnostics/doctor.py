@@ -14,6 +14,7 @@ from onnx import defs, inliner
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.diagnostics.exporter_warnings import AuditInput, ExporterWarning, exporter_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings
+from onward.trainer.diagnostics.runtime_check import RuntimeCheck, check_runtime
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.element_types import element_type_name
@@ -41,6 +42,8 @@ class Weight(Record):
     """One stored tensor."""
 
     name: str
+    original: str = ""
+    """The weight of the exported network that it was folded from, where the exporter wrote it, else ""."""
     shape: tuple[int, ...]
     stored_as: str
     kind: str
@@ -96,6 +99,7 @@ class Diagnosis(Record):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     importable: bool
+    runtime: RuntimeCheck
     preprocessing: str = ""
     """For a file that begins with strings: where the trained part begins, and which nodes are in front of it."""
     totals: dict[str, Total]
@@ -114,7 +118,6 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     model, problems, preprocessing, front = load_model(path), list[str](), "", onnx.ModelProto()
     # as `to_module` does: what only computes strings or maps is not imported
     part = with_numeric_outputs(model)
-    records = read_records(model)
     try:
         settings = ModelConfig(path=path, output=_readable_output(model))
         if found := find_preprocessing(model, settings):
@@ -124,7 +127,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
             part = extract_subgraph(model, begin_at_numbers(model, settings))
     except UnsupportedModel as error:
         problems = list(error.problems)
-    audit = AuditInput(with_operands(part), path.parent)
+    audit = AuditInput(with_operands(part), path.parent, records=read_records(model))
     try:
         audit.batch = batch_use(part, path.parent)
         module = to_module(part, base=path.parent, widen=audit.batch.kind == "any")
@@ -135,18 +138,18 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         audit.model = inliner.inline_local_functions(audit.model)
     try:
         audit.stored = stored_tensors(part.graph, path.parent)
-        roles = find_roles(audit.model.graph, audit.stored, records)
-        audit.originals = records.originals
-        audit.copies = find_copies(audit.stored, roles, audit.originals)
+        roles = find_roles(audit.model.graph, audit.stored, audit.records)
+        audit.copies = find_copies(audit.stored, roles, audit.records.originals)
         audit.roles = roles_of_copies(roles, audit.copies)
     except UnsupportedModel as error:
         problems = list(dict.fromkeys([*error.problems, *problems]))
     sides = {byte_range(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
     own = {tensor.name for tensor in model.graph.initializer}
-    weights = tuple(_weights(audit, records.modules))
+    weights = tuple(_weights(audit))
+    size_bytes = sum(file.stat().st_size for file in (path, *(path.parent / side for side in sides)))
     return Diagnosis(
         path=path,
-        size_bytes=sum(file.stat().st_size for file in (path, *(path.parent / side for side in sides))),
+        size_bytes=size_bytes,
         producer=f"{model.producer_name} {model.producer_version}".strip(),
         ir_version=model.ir_version,
         opsets={entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
@@ -154,6 +157,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         outputs=tuple(_value(value) for value in model.graph.output),
         importable=not problems,
         preprocessing=preprocessing,
+        runtime=check_runtime(model, path, size_bytes),
         totals=_totals(weights),
         weights=weights,
         operators=tuple(_operators(model, part, front, audit.runtime_nodes)),
@@ -170,18 +174,19 @@ def _value(value: onnx.ValueInfoProto) -> str:
     return f"{value.name} {element_type_name(kind.elem_type).lower()} [{', '.join(dims)}]"
 
 
-def _weights(audit: AuditInput, modules: Mapping[str, str]) -> Iterator[Weight]:
+def _weights(audit: AuditInput) -> Iterator[Weight]:
     places = dict(stored_protos(audit.model.graph))
     for name, role in audit.roles.items():
         tensor, proto = audit.stored.get(name), places.get(name)
         yield Weight(
             name=name,
+            original=audit.records.originals.get(name, ""),
             shape=tuple(tensor.shape) if tensor is not None else (),
             stored_as=element_type_name(proto.data_type).lower() if proto is not None else "",
             kind="copy" if name in audit.copies else role.kind,
             reason=role.reason,
             source="file" if role.written else "guessed",
-            module=modules.get(name, ""),
+            module=audit.records.modules.get(name, ""),
         )
 
 

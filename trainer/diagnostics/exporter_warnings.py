@@ -16,7 +16,7 @@ from onward.trainer.diagnostics.merged_weights import merged_weights, separated_
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
-from onward.trainer.onnx_import.exporter_records import read_records
+from onward.trainer.onnx_import.exporter_records import ExporterRecords, read_records
 from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
@@ -61,8 +61,7 @@ class AuditInput:
     runtime_nodes: Counter[str] = field(default_factory=Counter)
     batch: BatchUse = field(default_factory=lambda: BatchUse("any", 0))
     """How the file is trained if it declares a fixed batch."""
-    originals: Mapping[str, str] = field(default_factory=dict)
-    """Stored tensor -> the weight that the exporter folded it from, as far as it is written."""
+    records: ExporterRecords = field(default_factory=ExporterRecords)
     selected: frozenset[str] | None = None
     """The weights that [model] selects for training; None = all of them."""
 
@@ -90,7 +89,7 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
         copies=module.copies,
         runtime_nodes=Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode)),
         batch=BatchUse("any" if takes_any_batch(module) else "own", declared_batch(main.graph)),
-        originals=read_records(model).originals,
+        records=read_records(model),
         selected=frozenset(module.onnx_names[path] for path, p in module.named_parameters() if p.requires_grad),
     )
 
@@ -162,7 +161,7 @@ def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
 def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     trained = set(audit.trained())
     roles = {name: role for name, role in audit.roles.items() if name in trained}
-    if found := separated_weights(audit.model.graph, audit.stored, roles, audit.originals):
+    if found := separated_weights(audit.model.graph, audit.stored, roles, audit.records.originals):
         yield ExporterWarning(
             key="separated",
             what=(
@@ -205,11 +204,12 @@ def _tables(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _made_up_names(audit: AuditInput) -> Iterator[ExporterWarning]:
     if found := [name for name in audit.trained() if is_exporter_name(name)]:
+        original = audit.records.originals.get(found[0], "")
         yield ExporterWarning(
             key="made_up_names",
             what=(
-                f"{len(found)} trained weights have names the exporter made up, such as {found[0]}: patterns over the "
-                "module's own names do not find them"
+                f"{len(found)} trained weights have names the exporter made up, such as {found[0]}"
+                f"{f' ({original})' if original else ''}: patterns over the module's own names do not find them"
             ),
             remedy=f"to keep the names, export with {RECIPE}",
         )

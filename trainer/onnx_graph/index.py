@@ -16,6 +16,9 @@ from onnx import TensorProto, helper
 
 from onward.trainer.onnx_graph.ml_types import further_results
 
+SMALL = 1024
+"""Number of elements up to which a tensor may be one that shapes are computed from."""
+
 UNTIED = ".untied."
 """Part of the name of every copy that `model.untie` makes; the search for tied weights leaves these apart."""
 
@@ -180,7 +183,20 @@ def known_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
 
 def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
     """Return the same as `known_types`. Raises InferenceError for a graph that contradicts itself."""
-    # onnx serializes the model, which fails at 2 GB: infer on a copy in which large weights are inputs
+    # onnx serializes the model, which fails at 2 GB
+    light, added = without_large_tensors(model), dict[str, onnx.ValueInfoProto]()
+    while True:
+        found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+        types = {value.name: value for value in (*found.value_info, *found.output, *found.input)} | added
+        # what follows an operator that ONNX does not know is inferred in the next round
+        if not (further := {value.name: value for value in further_results(model.graph, types)}):
+            return types
+        light.graph.value_info.extend(further.values())
+        added |= further
+
+
+def without_large_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy in which the initializers of more than SMALL elements are inputs."""
     # before IR version 4 every initializer had to be an input as well
     light = onnx.ModelProto(ir_version=max(model.ir_version, 4))
     light.opset_import.extend(model.opset_import)
@@ -192,21 +208,13 @@ def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
     target.input.extend(graph.input)
     for tensor in graph.initializer:
         # small ones stay initializers: shapes may be computed from them (Reshape, Slice)
-        if math.prod(tensor.dims) <= 1024 and tensor.data_location != TensorProto.EXTERNAL:
+        if math.prod(tensor.dims) <= SMALL and tensor.data_location != TensorProto.EXTERNAL:
             target.initializer.append(tensor)
         elif tensor.name not in declared:
             target.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     target.output.extend(graph.output)
     target.value_info.extend(graph.value_info)
-    added: dict[str, onnx.ValueInfoProto] = {}
-    while True:
-        found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-        types = {value.name: value for value in (*found.value_info, *found.output, *found.input)} | added
-        # what follows an operator that ONNX does not know is inferred in the next round
-        if not (further := {value.name: value for value in further_results(graph, types)}):
-            return types
-        target.value_info.extend(further.values())
-        added |= further
+    return light
 
 
 def dims_of(value: onnx.ValueInfoProto | None) -> list[int | None] | None:

@@ -88,10 +88,11 @@ def with_numeric_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
 def score_tensors(graph: onnx.GraphProto, outputs: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
     """Yield (tensor, what it is and the loss for it) of the scores from which labels and probabilities are computed.
 
-    outputs: those to begin at; all if there are none.
+    outputs: those to begin at; all if there are none. Where there is no such operator, the scores are what the first
+    ArgMax reads.
     """
-    index, seen = Index(graph), set[str]()
-    names = [*outputs] or [value.name for value in graph.output]
+    index, seen, compared = Index(graph), set[str](), list[str]()
+    names, any_found = [*outputs] or [value.name for value in graph.output], False
     while names:
         name = names.pop(0)
         node = index.makers.get(name)
@@ -99,11 +100,15 @@ def score_tensors(graph: onnx.GraphProto, outputs: Sequence[str] = ()) -> Iterat
             continue
         seen.update(node.output)
         if found := _scores_of(node):
+            any_found = True
             if found[0] not in seen or found[0] in node.output:
                 seen.add(found[0])
                 yield found
         elif node.op_type in KEEPS_SCORES:
             names += node.input
+            compared += node.input[:1] if node.op_type == "ArgMax" else []
+    if not any_found and compared:
+        yield compared[0], "the scores before ArgMax, for the loss cross_entropy"
 
 
 def _scores_of(node: onnx.NodeProto) -> tuple[str, str] | None:

@@ -198,6 +198,45 @@ def test_a_model_without_weights_says_so(tmp_path):
     assert "no stored tensor is a weight; 1 nodes make tensors of their own" in warned(examined(model, tmp_path))
 
 
+CONTRADICTION = """
+    <ir_version: 10, opset_import: ["" : 20]>
+    wrong (float[batch, 4] x, double[batch, 4] z) => (float[batch, 4] y) {
+        a = MatMul(x, w)
+        y = Add(a, z)
+    }"""
+
+
+def test_a_file_that_onnxruntime_finds_invalid_is_not_called_importable(tmp_path):
+    found = examined(parsed(CONTRADICTION, w=random(4, 4)), tmp_path)
+    assert not found.runtime.opens
+    assert not found.runtime.valid
+    assert "bound to different types (tensor(float) and tensor(double)" in found.runtime.error
+    shown = CliRunner().invoke(app, ["doctor", str(tmp_path / "m.onnx")])
+    assert shown.exit_code == 2
+    assert "yes, but onnxruntime rejects the file" in shown.output
+    assert "rejects it: Type Error" in shown.output
+
+
+def test_what_onnxruntime_lacks_is_said_and_does_not_make_a_file_invalid(tmp_path):
+    half = """<ir_version: 10, opset_import: ["" : 20]>
+        half (bfloat16[batch, 4] x) => (bfloat16[batch, 4] y) { y = Tanh(x) }"""
+    found = examined(parsed(half), tmp_path)
+    assert found.importable
+    assert (found.runtime.opens, found.runtime.valid) == (False, True)
+    assert "Could not find an implementation for Tanh" in found.runtime.error
+    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "m.onnx")]).exit_code == 0
+
+
+@pytest.mark.parametrize(("body", "opens"), [(CONTRADICTION, False), (CONTRADICTION.replace("double", "float"), True)])
+def test_a_large_file_is_opened_without_its_weights(tmp_path, monkeypatch, body, opens):
+    monkeypatch.setattr("onward.trainer.diagnostics.runtime_check.MAX_BYTES", 100)
+    model = parsed(body.replace(", 4]", ", 64]"), w=random(64, 64))
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    check = diagnose(tmp_path / "m.onnx").runtime
+    assert check.opens == opens
+    assert "tensors of more than 1,024 elements are inputs" in check.how
+
+
 def test_with_converters_of_ones_own_their_operators_are_imported(tmp_path):
     bad = parsed(
         """<ir_version: 10, opset_import: ["" : 20, "taught" : 1]>

@@ -91,6 +91,19 @@ def test_doctor_suggests_the_logits_when_the_first_output_is_a_softmax(tmp_path:
     assert found.remedy == "set model.output to 'logits' (the logits before Softmax, for the loss cross_entropy)"
 
 
+def test_doctor_suggests_what_an_argmax_reads(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        classes (float[N, 2] x) => (int64[N] y) {
+            logits = MatMul(x, w)
+            y = ArgMax<axis=1, keepdims=0>(logits)
+        }""")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([[1, 2], [3, 5]], np.float32), "w"))
+    onnx.save(model, tmp_path / "c.onnx")
+    (found,) = (warning for warning in diagnose(tmp_path / "c.onnx").warnings if warning.key == "label_output")
+    assert "set model.output to 'logits' (the scores before ArgMax, for the loss cross_entropy)" in found.remedy
+
+
 # -- outputs that torch has no type for
 
 

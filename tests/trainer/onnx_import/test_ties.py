@@ -9,7 +9,10 @@ import pytest
 import torch
 from onnx import numpy_helper
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
+from onward.flows.cli import app
+from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.exporter_records import read_records
 from tests.support import zoo
@@ -96,6 +99,17 @@ def test_every_copy_of_a_repeated_layer_is_written_with_the_trained_value(export
     assert all(np.array_equal(after[name], after[stored[0]]) for name in stored)
     [want] = onnxruntime.InferenceSession(written.SerializeToString()).run(None, {"ids": ids.numpy()})
     np.testing.assert_allclose(module(ids).detach().numpy(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_doctor_names_the_weight_of_the_module_that_a_tensor_was_folded_from(exported, tmp_path):
+    _, model = exported
+    onnx.save(model, tmp_path / "m.onnx")
+    found = diagnose(tmp_path / "m.onnx")
+    folded = read_records(model).originals
+    assert folded
+    assert {weight.name: weight.original for weight in found.weights if weight.name in folded} == folded
+    shown = CliRunner().invoke(app, ["doctor", str(tmp_path / "m.onnx"), "--all"]).output
+    assert all(f"{name} ({original})" in shown for name, original in folded.items())
 
 
 def test_equal_tensors_folded_from_two_weights_are_not_tied(exported):

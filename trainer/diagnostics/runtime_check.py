@@ -1,0 +1,58 @@
+"""Find out whether onnxruntime opens an ONNX file: what it rejects cannot be verified after training.
+
+A large file is opened as a copy in which its weights are inputs, so that they are neither read nor kept in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import onnx
+import onnxruntime
+
+from onward.trainer.onnx_graph.external_data import load_small_tensors
+from onward.trainer.onnx_graph.index import SMALL, without_large_tensors
+from onward.trainer.run.records import Record
+
+MAX_BYTES = 256 * 2**20
+"""Files up to this size, external data included, are opened as they are."""
+
+LACKS = re.compile(r"NOT_IMPLEMENTED|is not a registered function|IR version|ValidateOpsetForDomain|No opset import")
+"""What onnxruntime says about a file that needs more than it has: an operator, a type or a version."""
+
+
+class RuntimeCheck(Record):
+    """Whether onnxruntime opens a file."""
+
+    opens: bool
+    valid: bool
+    """False if onnxruntime finds an error in the file, and not an operator, a type or a version that it lacks."""
+    how: str
+    """What was opened."""
+    error: str = ""
+
+
+def check_runtime(model: onnx.ModelProto, path: Path, size_bytes: int) -> RuntimeCheck:
+    """Open a file with onnxruntime's CPU provider, without optimisations, and return whether it does.
+
+    model: the file's content, external data not loaded. size_bytes: of the file and its external data.
+    """
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4  # the error is reported here
+    options.intra_op_num_threads = 1
+    how, source = "the file, without optimisations", str(path)
+    if size_bytes > MAX_BYTES:
+        how = (
+            f"a copy without optimisations in which tensors of more than {SMALL:,} elements are inputs, because the "
+            f"file has {size_bytes / 2**30:.2g} GiB"
+        )
+        source = without_large_tensors(load_small_tensors(model, path.parent)).SerializeToString()
+    try:
+        onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors have no common base class
+        text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error))
+        text = re.sub(r"^Load model from \S+ failed:", "", text)
+        return RuntimeCheck(opens=False, valid=bool(LACKS.search(str(error))), how=how, error=" ".join(text.split()))
+    return RuntimeCheck(opens=True, valid=True, how=how)

@@ -15,6 +15,7 @@ from onnx import TensorProto, inliner
 from onward.trainer.diagnostics.merged_weights import merged_weights, separated_weights
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
+from onward.trainer.onnx_graph.outputs import score_tensors
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_import.exporter_records import ExporterRecords, read_records
 from onward.trainer.onnx_import.fixed_batch import BatchUse
@@ -108,7 +109,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _copies, _tables, _made_up_names,
         _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves, _quantized,
-        _runtime_nodes, _trees,
+        _runtime_nodes, _trees, _probabilities,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -370,4 +371,20 @@ def _trees(audit: AuditInput) -> Iterator[ExporterWarning]:
             key="trees",
             what=f"{shown}: computed exactly but not trained, and no gradient reaches what comes before",
             remedy="train the other weights of the file; trees themselves need the library that made them",
+        )
+
+
+def _probabilities(audit: AuditInput) -> Iterator[ExporterWarning]:
+    outputs = audit.model.graph.output
+    if len(outputs) == 1:  # of several, it is not known here which one the loss reads
+        yield from probabilities(audit.model.graph, outputs[0].name)
+
+
+def probabilities(graph: onnx.GraphProto, output: str) -> Iterator[ExporterWarning]:
+    """Yield a warning if an output is computed by a softmax or a sigmoid."""
+    if (scores := next(score_tensors(graph, [output]), None)) and scores[0] != output:
+        yield ExporterWarning(
+            key="probabilities",
+            what=f"output {output!r} holds probabilities, but the losses cross_entropy and bce_with_logits take scores",
+            remedy=f"set model.output to {scores[0]!r} ({scores[1]})",
         )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import onnx
 
-from onward.trainer.diagnostics.exporter_warnings import ExporterWarning
-from onward.trainer.onnx_graph.outputs import describe_type, is_numeric, score_tensors, unreadable_output
+from onward.trainer.diagnostics.exporter_warnings import ExporterWarning, probabilities
+from onward.trainer.onnx_graph.outputs import describe_type, is_numeric, unreadable_output
 
 
 def output_warnings(model: onnx.ModelProto) -> Iterator[ExporterWarning]:
@@ -16,12 +16,8 @@ def output_warnings(model: onnx.ModelProto) -> Iterator[ExporterWarning]:
     if problem := unreadable_output(model, first):
         what, _, remedy = problem.partition("; ")
         yield ExporterWarning(key="label_output", what=what, remedy=remedy)
-    elif (scores := next(score_tensors(model.graph, [first]), None)) and scores[0] != first:
-        yield ExporterWarning(
-            key="probabilities",
-            what=f"the first output, {first!r}, holds probabilities, but the loss takes scores",
-            remedy=f"set model.output to {scores[0]!r} ({scores[1]})",
-        )
+    elif len(model.graph.output) > 1:  # else `exporter_warnings` has it
+        yield from probabilities(model.graph, first)
     if kept := [value for value in model.graph.output if not is_numeric(value)]:
         yield ExporterWarning(
             key="kept_outputs",

@@ -224,7 +224,8 @@ def unreadable_output(model: onnx.ModelProto, output: str) -> str:
     if kind in FLOATS or kind == TensorProto.UNDEFINED:
         return ""
     known = [f"{name!r} ({what})" for name, what in score_tensors(model.graph)]
-    known += [f"{name!r}" for name, each in declared.items() if each.type.tensor_type.elem_type in FLOATS]
+    floats = [name for name, each in declared.items() if each.type.tensor_type.elem_type in FLOATS]
+    known += [f"{name!r}, with the loss mse or l1: the file has no tensor of scores before it" for name in floats]
     return (
         f"the loss cannot read output {output!r} ({describe_type(value)}), which has no gradient; set model.output to "
         f"{known[0] if known else 'the tensor of scores from which it is computed'}{_numbering(model.graph)}"

@@ -19,6 +19,7 @@ from onward.trainer.export.verification import weight_problems
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.write_back import write_model
+from tests.support.foreign_files import FOLDER
 from tests.trainer.onnx_import.ops.test_ml import X, model_of, under_onnxruntime
 
 ROWS = {"coefficients": [0.1, 0.2, 0.3, 0.1, 0.0, 0.4], "intercepts": [0.1, 0.2, 0.15]}
@@ -110,3 +111,20 @@ def test_training_files_are_refused_because_no_input_can_change_an_attribute() -
         evaluation_model(
             model, config, names=loss_names(model, config), weights=["y0/coefficients", "y0/intercepts"], copies={}
         )
+
+
+TRAINED = {
+    "skl2onnx-linear": {"variable/coefficients", "variable/intercepts"},
+    "skl2onnx-logistic": {"label/coefficients", "label/intercepts"},
+    "skl2onnx-trees": set(),
+    "sklearn-binary": {"label/coefficients", "label/intercepts"},
+    "sklearn-imputed": {"label/coefficients", "label/intercepts"},
+    "sklearn-columns": {"coefficient", "coefficient1", "intercepts", "intercepts1"},
+    "sklearn-strings": {"coefficient", "coefficient1", "intercepts", "intercepts1"},
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_scikit_learn_fits_by_gradients_is_trained_and_nothing_else(name: str) -> None:
+    roles = to_module(load_model(FOLDER / f"{name}.onnx")).roles
+    assert {tensor for tensor, role in roles.items() if role.kind == "trained"} == TRAINED[name]

@@ -34,10 +34,12 @@ HEAD = '<ir_version: 10, opset_import: ["" : 20, "ai.onnx.ml" : 4]>\n'
 SENTENCES = ["good film", "a", "the bad bad plot", "Great  music", "unknown words , they say", "awful"]
 
 
-def configuration(tmp_path: Path, model: Path, source: Path, *, freeze: tuple[str, ...] = (), **data: Any) -> RunConfig:
+def configuration(
+    tmp_path: Path, model: Path, source: Path, *, freeze: tuple[str, ...] = (), output: str = "", **data: Any
+) -> RunConfig:
     settings = {
         "name": "text",
-        "model": {"path": model, "freeze": freeze},
+        "model": {"path": model, "freeze": freeze, "output": output},
         "data": {"source": str(source), "evaluation_fraction": 0.5, **data},
         "train": {"num_steps": 1},
     }
@@ -182,6 +184,22 @@ def test_the_planner_sees_the_results_of_the_pre_processing(tmp_path: Path) -> N
     assert (ids.shape[1], ids.dtype, labels is not None) == (5, torch.int64, True)
 
 
+def test_a_column_of_numbers_feeds_an_input_of_one_column(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("color,size,weight,age,label\n" + "red,small,1.5,30,0\nblue,large,2.5,40,1\n" * 3)
+    model = FOREIGN / "text-skl2onnx-columns.onnx"
+    config = configuration(tmp_path, model, tmp_path / "t.csv", output="add_result1")
+    train, _ = sharded(tmp_path, config)
+    signature = read_training_signature(config.model)
+    batch = one_batch(train, config, signature, np.arange(2))
+    assert {info.name: tuple(tensor.shape) for info, tensor in zip(signature.inputs, batch.inputs, strict=True)} == {
+        "weight": (2, 1),
+        "age": (2, 1),
+        "label_encoder": (2, 1),
+        "color01out": (2, 1, 3),
+    }
+    assert [tensor.shape for tensor in example_batch(config)[0][:2]] == [(32, 1), (32, 1)]
+
+
 def test_wide_results_are_computed_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preprocessing, "BLOCK_BYTES", 5 * 14)  # 5 rows of 3 floats, a bool and the rest of a row
     calls: list[int] = []
@@ -229,6 +247,36 @@ def test_columns_that_hold_no_text_are_refused_before_anything_starts(tmp_path: 
         configuration(tmp_path, FOREIGN / "text-sentences.onnx", tmp_path / "t.csv")
     with pytest.raises(ConfigError, match=r"column 'label' feeds input text as text and data\.label as numbers"):
         configuration(tmp_path, FOREIGN / "text-sentences.onnx", tmp_path / "t.csv", inputs={"text": "label"})
+
+
+PAIRS = (
+    HEAD
+    + """g (string[N, 2] pair) => (float[N, 2] y) <float[2, 2] w = {1, 2, 3, 4}> {
+    values = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b"], values_floats = [1.0, 2.0]> (pair)
+    y = MatMul (values, w)
+}"""
+)
+
+
+def test_several_strings_of_a_row_are_stacked_from_as_many_columns(tmp_path: Path) -> None:
+    onnx.save(parser.parse_model(PAIRS), tmp_path / "m.onnx")
+    (tmp_path / "t.csv").write_text("one,two,label\n" + "a,b,1\nb,x,0\n" * 4)
+    config = configuration(tmp_path, tmp_path / "m.onnx", tmp_path / "t.csv", inputs={"pair": ["one", "two"]})
+    train, _ = sharded(tmp_path, config)
+    assert {tuple(row) for row in train.read(np.arange(train.num_rows))["values"]} == {(1, 2), (2, 0)}
+    for inputs, sentence in (
+        ({"pair": ["one"]}, r"takes shape \[2\] per sample, but data\.inputs stacks 1 columns"),
+        ({"pair": "one"}, r"takes \[2\] strings a sample, but column 'one' holds one; stack several columns"),
+        ({"pair": ["one", "two"], "pear": "one"}, r"data\.inputs names 'pear', which is not an input of the model"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            configuration(tmp_path, tmp_path / "m.onnx", tmp_path / "t.csv", inputs=inputs)
+
+
+def test_a_column_named_like_a_result_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("ids,label\ngood,1\nbad,0\n")
+    with pytest.raises(ConfigError, match="column 'ids' has the name of a tensor that the pre-processing computes"):
+        configuration(tmp_path, FOREIGN / "text-sentences.onnx", tmp_path / "t.csv", inputs={"text": "ids"})
 
 
 def test_missing_text_is_a_bad_row_with_its_place(tmp_path: Path) -> None:

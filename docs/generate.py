@@ -47,6 +47,7 @@ def pages() -> dict[str, str]:
         "reference/python-api.md": python_api,
         "reference/source-tree.md": source_tree,
         "reference/compatibility.md": compatibility,
+        "reference/roles.md": roles,
     }
     return {name: f"{NOTICE}\n{maker().rstrip()}\n" for name, maker in makers.items()}
 
@@ -369,6 +370,13 @@ def compatibility() -> str:
     from tests.compatibility import report
 
     return report.page(report.read())
+
+
+def roles() -> str:
+    """The results of `python -m tests.bench.roles`, which are kept in docs/role-results.json."""
+    from tests.support.role_table import page
+
+    return page()
 
 
 # -- text

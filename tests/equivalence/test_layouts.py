@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx import numpy_helper
 
 from onward.trainer.data.batches import Batches
 from onward.trainer.data.shards import open_shards
@@ -23,7 +24,7 @@ from tests.equivalence import layouts
 from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, make_case, trained
 from tests.support import graphs
 from tests.support.ranks import run_ranks
-from tests.support.runs import assert_equal_bits, events, final_tensors, losses, make_run, tiny_images
+from tests.support.runs import assert_equal_bits, events, final_tensors, losses, make_run, tiny_images, tiny_text
 
 GPT2, BERT, LLAMA, CONV = MODELS
 
@@ -83,6 +84,21 @@ def test_every_layout_trains_batch_norms_by_stored_and_by_computed_statistics(
     found = {case.name: differences(runs[case], runs[Case("statistics", ALONE)]) for case in cases}
     assert {name: each for name, each in found.items() if max(each.values()) > TOLERANCE} == {}
     assert_exported_alike(runs, cases)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_parameters_of_one_number_train_alike_in_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "numbers", (graphs.with_learned_numbers, tiny_text))
+    layouts_of_numbers = (("dp2", 1), ("dp2", 2), ("dp2", 3), ("tp2",), ("pp2",), ("2x2x2", 3))
+    alone, *cases = [Case("numbers", *each) for each in ((ALONE,), *layouts_of_numbers)]
+    runs = trained([alone, *cases], tmp_path)
+    found = {case.name: differences(runs[case], runs[alone]) for case in cases}
+    assert {name: each for name, each in found.items() if max(each.values()) > TOLERANCE} == {}
+    before, after = graphs.with_learned_numbers(), exported(runs[alone])
+    numbers = {tensor.name: tensor for tensor in before.graph.initializer if tensor.name in after}
+    learned = [name for name, tensor in numbers.items() if np.any(numpy_helper.to_array(tensor) != after[name])]
+    assert {"h.0.alpha", "h.1.alpha", "h.0.mlp.beta", "h.0.attn.temperature", "logit_scale"} <= set(learned)
 
 
 def continued(run: RunDir, folder: Path, layout: str, zero: int = 0) -> RunDir:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.reference_models import build_gpt2
@@ -343,3 +343,38 @@ def _erf_gelu(g: GraphWriter, x: str) -> str:
     erf = g.op("Erf", g.op("Div", x, g.weight("sqrt_2", math.sqrt(2.0))))
     half = g.op("Mul", x, g.op("Add", erf, g.weight("one", 1.0)))
     return g.op("Mul", half, g.weight("half", 0.5))
+
+
+def with_learned_numbers() -> onnx.ModelProto:
+    """`tiny_transformer` with parameters of one number, of shapes [1] and []: in attention, in an MLP, on a branch.
+
+    As [1] and as []: a temperature of the scores, beta of a Swish in place of Gelu, a factor of each attention branch
+    that begins at zero, and a factor of the logits.
+    """
+    model = tiny_transformer()
+    graph, nodes = model.graph, []
+    numbers = {"h.0.attn.temperature": ([], 3.5), "h.0.mlp.beta": ([1], 1.2), "h.1.mlp.beta": ([], 0.9)}
+    numbers |= {"h.0.alpha": ([1], 0.0), "h.1.alpha": ([], 0.0), "logit_scale": ([], 1.5)}
+    for name, (shape, value) in numbers.items():
+        graph.initializer.append(numpy_helper.from_array(np.full(shape, value, np.float32), name))
+    branches = {"Add_27": "h.0.alpha", "Add_54": "h.1.alpha", "logits": "logit_scale"}
+    for node in graph.node:
+        [result] = node.output if len(node.output) == 1 else [""]
+        if node.op_type == "Gelu":
+            beta = f"h.{0 if result == 'Gelu_32' else 1}.mlp.beta"
+            nodes += [
+                helper.make_node("Mul", [node.input[0], beta], [f"{result}.scaled"]),
+                helper.make_node("Sigmoid", [f"{result}.scaled"], [f"{result}.gate"]),
+                helper.make_node("Mul", [node.input[0], f"{result}.gate"], [result]),
+            ]
+            continue
+        nodes.append(node)
+        if result == "Div_20":
+            node.input[1] = "h.0.attn.temperature"
+        if result in branches:
+            node.output[0] = f"{result}.before"
+            nodes.append(helper.make_node("Mul", [f"{result}.before", branches[result]], [result]))
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copies)
+    return model

@@ -13,9 +13,10 @@ import torch
 from onnx import TensorProto, inliner
 
 from onward.trainer.diagnostics.merged_weights import merged_weights, separated_weights
+from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
-from onward.trainer.onnx_graph.outputs import score_tensors
+from onward.trainer.onnx_graph.outputs import score_tensors, with_numeric_outputs
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_import.exporter_records import ExporterRecords, read_records
 from onward.trainer.onnx_import.fixed_batch import BatchUse
@@ -80,8 +81,9 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
     model: the graph after `apply_surgery` and `extract_subgraph`, so that what `model.untie` separated is no longer
     shared. module: the graph imported from it, after `select_trained`.
     """
-    stored = stored_tensors(model.graph, base)
-    main = inliner.inline_local_functions(model) if model.functions else model
+    part = with_numeric_outputs(model)  # as `to_module` does: what only computes strings or maps is not imported
+    stored, main = stored_tensors(part.graph, base), with_operands(part)
+    main = inliner.inline_local_functions(main) if main.functions else main
     return AuditInput(
         model=main,
         base=base,

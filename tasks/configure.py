@@ -1,4 +1,4 @@
-"""configure: validate the configuration, then create the run directory and the MLflow run, or find both again.
+"""configure: validate the configuration, rehearse the run, create the run directory and the MLflow run.
 
 The directory is named after the Prefect flow run, so a Retry in Prefect (the same flow run in a new process) finds it;
 `onward resume` starts a new flow run that names the old directory. The saved configuration never changes: parameters
@@ -12,7 +12,7 @@ import datetime
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import model_digest
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
-from onward.trainer.parallel.plan_record import Plan
+from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
 from onward.trainer.run.directory import RunDir, onward_home, read_config, refusal_in
-from onward.trainer.run.records import Refusal, RunIdentity, own_error, read_record, write_record
+from onward.trainer.run.records import Refusal, Rehearsal, RunIdentity, own_error, read_record, write_record
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +41,16 @@ CHOSEN = {
 }
 """Settings that `parallel = "auto"` chooses. The saved configuration of such a run holds the chosen values."""
 
+MAX_NAMED = 5
+"""Weights that a message names."""
+
 
 @task(name="configure", task_run_name="configure", cache_policy=NO_CACHE)
 def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
-    """Validate `settings` (the fields of RunConfig); write `config.json` and `identity.json`; start the MLflow run.
+    """Validate `settings` (the fields of RunConfig) and rehearse a new run; write the records; start the MLflow run.
 
-    Raises ConfigError with all problems at once, and the errors of `identify`.
+    The records are `rehearsal.json`, `config.json` and `identity.json`. Raises ConfigError with all problems at once,
+    and the errors of `rehearse` and `identify`.
     """
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check_files_and_data)
@@ -55,8 +59,10 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
         refuse_changes(saved, config)
         config = saved
     else:
-        config = choose_layout(config)
+        config, found = rehearse(config)
+        write_record(run.rehearsal, found)  # before config.json, with which a run has begun and is not rehearsed again
         write_record(run.config, config)
+        _log(found)
     # After config.json, so that a run whose MLflow is unavailable can be started again unchanged.
     identity = identify(run, config)
     write_record(run.identity, identity)
@@ -72,6 +78,8 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
     if given.parallel.sizes == saved.parallel.sizes == "auto":
         chosen = CHOSEN if given.parallel.memory_gib else {*CHOSEN, "parallel.memory_gib"}
         before, now = ({key: value for key, value in each.items() if key not in chosen} for each in (before, now))
+    if given.model.fixed_batch == "auto":
+        before["model.fixed_batch"] = "auto"
     if changed := [key for key in before if before[key] != now[key]]:
         raise ConfigError(
             [f"{key} was {before[key]!r} when the run began, now {now[key]!r}" for key in changed]
@@ -79,28 +87,32 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         )
 
 
-def choose_layout(config: RunConfig) -> RunConfig:
-    """Return the configuration, with the sizes that the planner chose if `parallel.sizes` is "auto".
+def rehearse(config: RunConfig) -> tuple[RunConfig, Rehearsal]:
+    """Run a few micro-batches in a process of its own; return the configuration, with chosen sizes, and the record.
 
-    Raises the errors of `plan` if the graph cannot be divided as configured, before anything is launched.
+    With `parallel.sizes = "auto"` the process first chooses the sizes; sizes that are given are tried on the graph.
+    Raises that process's error, ConfigError with everything that is wrong, or RuntimeUnavailable when it crashes.
     """
-    given, parallel = config.parallel.sizes == "given", config.parallel
-    needs_units = parallel.pipeline > 1 or parallel.zero or parallel.units or config.recompute.mode != "none"
-    # data parallelism alone divides nothing, so there is nothing that could fail
-    if given and not needs_units and parallel.tensor == 1:
+    if config.launch.rehearsal == "off":
+        return _planned(config), Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
+    with _process("rehearse", config) as folder:
+        if config.parallel.sizes == "auto":
+            config = with_plan(config, read_record(folder / "plan.json", Plan))
+        found = read_record(RunDir(folder).rehearsal, Rehearsal)
+    model = config.model.model_copy(update={"fixed_batch": found.fixed_batch})
+    return config.model_copy(update={"model": model}), found
+
+
+def _planned(config: RunConfig) -> RunConfig:
+    """Return the configuration, with the sizes that the planner chose; sizes that are given are tried on the graph."""
+    if not needs_plan(config):
         return config
     try:
-        found = plan(config)
+        return with_plan(config, plan(config))
     except UnsupportedModel:
-        if given and not needs_units:  # shapes that depend on data have no estimate, but such a graph can be trained
+        if may_train_unplanned(config):
             return config
         raise
-    if given:
-        return config
-    # The rules across sections are checked again, for the chosen sizes.
-    train = config.train.model_copy(update={"gradient_accumulation_steps": found.gradient_accumulation_steps})
-    chosen = {"parallel": found.parallel, "recompute": found.recompute, "train": train}
-    return build_config({**dict(config), **chosen})
 
 
 def plan(config: RunConfig) -> Plan:
@@ -109,15 +121,34 @@ def plan(config: RunConfig) -> Plan:
     Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like that), or
     RuntimeUnavailable when the process ends without a plan.
     """
-    with tempfile.TemporaryDirectory(prefix="onward-plan-") as name:
+    with _process("plan", config) as folder:
+        return read_record(folder / "plan.json", Plan)
+
+
+@contextlib.contextmanager
+def _process(command: str, config: RunConfig) -> Iterator[Path]:
+    """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
+    with tempfile.TemporaryDirectory(prefix=f"onward-{command}-") as name:
         folder = Path(name)
         write_record(folder / "config.json", config)
-        ending = run_module("onward.trainer", "plan", str(folder), folder=folder, log=folder / "plan.log")
+        ending = run_module("onward.trainer", command, str(folder), folder=folder, log=folder / "process.log")
         if refusal_in(folder).exists():
             raise own_error(read_record(refusal_in(folder), Refusal))
-        if ending or not (folder / "plan.json").exists():
-            raise RuntimeUnavailable(f"the planning process {ending or 'left no plan'}")
-        return read_record(folder / "plan.json", Plan)
+        if ending:
+            raise RuntimeUnavailable(f"`python -m onward.trainer {command}` {ending}")
+        yield folder
+
+
+def _log(found: Rehearsal) -> None:
+    """Log what the rehearsal found: Prefect's page and the terminal of `onward run` show it."""
+    log.info("%s", found.summary)
+    for warning in found.warnings:
+        log.warning("%s: %s -> %s", warning.key, warning.what, warning.remedy)
+    for left_out in found.not_rehearsed if found.passes else ():
+        log.warning("not rehearsed: %s", left_out)
+    if found.without_gradient:
+        few = ", ".join(found.without_gradient[:MAX_NAMED])
+        log.warning("%d weights have no gradient on the first rows: %s", len(found.without_gradient), few)
 
 
 def identify(run: RunDir, config: RunConfig) -> RunIdentity:

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 TAIL_LINES = 20
+PYTHON: tuple[str, ...] = (sys.executable,)
+"""The words that start Python."""
 
 
 def run_module(*arguments: str, folder: Path, log: Path) -> str:
     """Run `python -m ARGUMENTS` to its end; return "" on success, else how it ended and the last lines of `log`."""
     with log.open("wb") as output:
         ended = subprocess.run(
-            [sys.executable, "-m", *arguments],
+            [*PYTHON, "-m", *arguments],
             cwd=folder,  # `-m` imports from the working directory first, so it must not be a directory of the user's
             stdin=subprocess.DEVNULL,
             stdout=output,

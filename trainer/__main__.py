@@ -1,4 +1,4 @@
-"""Run one process of the trainer: a rank of the training job, or an export, a variant, a plan.
+"""Run one process of the trainer: a rank of the training job, an export, a plan, a rehearsal.
 
     mpirun -n 2 python -m onward.trainer preflight RUN_DIR     report host, device and versions; test one all-reduce
     mpirun -n 2 python -m onward.trainer train RUN_DIR         train, or resume from the newest complete checkpoint
@@ -6,6 +6,7 @@
     python -m onward.trainer training RUN_DIR CHECKPOINT       write ONNX graphs that continue training without torch
     python -m onward.trainer variant RUN_DIR KIND              write one variant of the exported file
     python -m onward.trainer plan FOLDER                       estimate the layout: plan.json, or refused.json
+    python -m onward.trainer rehearse FOLDER                   run a few rows: rehearsal.json, or refused.json
 
 All settings are in RUN_DIR/config.json. Exit status: 0 done, 75 stopped after saving a checkpoint, 70 failed
 (RUN_DIR/errors has the reason), 72 a newer attempt has taken over RUN_DIR, 78 refused: a retry would fail again.
@@ -143,6 +144,15 @@ def make_plan(folder: RunDir) -> int:
     return 0
 
 
+def make_rehearsal(folder: RunDir) -> int:
+    """Rehearse the run of `config.json` in `folder`, and write rehearsal.json there."""
+    die_with_parent()
+    from onward.trainer.rehearsal.rehearse import rehearse
+
+    rehearse(folder)
+    return 0
+
+
 def main() -> int:
     """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(
@@ -156,6 +166,7 @@ def main() -> int:
         ("training", "write ONNX graphs that continue training without torch"),
         ("variant", "write one variant of the exported file"),
         ("plan", "estimate the layout of a run"),
+        ("rehearse", "run a few micro-batches forward and backward, and compare the file with onnxruntime"),
     ):
         command = commands.add_parser(name, help=summary)
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
@@ -169,6 +180,8 @@ def main() -> int:
         return 0
     if arguments.command == "plan":
         return make_plan(arguments.run)
+    if arguments.command == "rehearse":
+        return make_rehearsal(arguments.run)
     if arguments.command == "variant":
         return make_variant(arguments.run, arguments.what, folder=arguments.folder or arguments.run.export)
     if arguments.command in ("export", "training"):

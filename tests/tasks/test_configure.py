@@ -48,6 +48,7 @@ def sections(tmp_path: Path) -> dict[str, Section]:
         "model": ModelConfig(path=tmp_path / "model.onnx"),
         "data": DataConfig(source=str(tmp_path / "data.npz")),
         "train": TrainConfig(global_batch_size=8, num_steps=4),
+        "launch": LaunchConfig(rehearsal="off"),  # tests/tasks/test_rehearsal.py
     }
 
 
@@ -106,7 +107,7 @@ def test_all_problems_are_refused_at_once_and_nothing_is_written(sections: dict[
 
 
 def test_the_layout_that_auto_chooses_is_saved_and_kept(sections: dict[str, Section]) -> None:
-    launch = LaunchConfig(num_ranks=2, device="cpu")
+    launch = LaunchConfig(num_ranks=2, device="cpu", rehearsal="off")
     wanted = {**sections, "parallel": ParallelConfig(sizes="auto", memory_gib=1.0), "launch": launch}
     run = begin(wanted)
     before, chosen = run.config.read_bytes(), read_config(run)

@@ -36,6 +36,8 @@ class Section(BaseModel):
 AcceptedWarning = Literal["merged", "separated"]
 """The keys of the warnings (diagnostics/exporter_warnings.py) that change what is trained."""
 
+FixedBatch = Literal["auto", "any", "own", "joint"]
+
 
 class ModelConfig(Section):
     """The ONNX file to train, which of its weights, and the loss."""
@@ -64,7 +66,7 @@ class ModelConfig(Section):
     uses an exporter folded different things is trained as several."""
     tie: bool = True
     """Train the copies that an exporter made of one weight (such as a transposed embedding) as one weight."""
-    fixed_batch: Literal["auto", "any", "own", "joint"] = "auto"
+    fixed_batch: FixedBatch = "auto"
     """How a file that declares a fixed batch of B rows is trained: `any` = its shapes are rewritten for micro-batches
     of any size; `own` = B rows at a time, fewer are filled up with rows that do not count; `joint` = B rows at a time,
     never filled up, for rows that influence each other. `auto` = the first that running the file proves right."""
@@ -349,6 +351,11 @@ class LaunchConfig(Section):
     ranks_per_gpu: PositiveInt = 1
     """Ranks that share one GPU. Above 1, gloo sends their tensors through host memory, because NCCL refuses two ranks
     on one GPU: slow, for trying a layout on few GPUs."""
+    rehearsal: Literal["auto", "off"] = "auto"
+    """`auto` = before a new run is launched, run a few micro-batches of the first rows forward and backward on the CPU,
+    and compare the untrained file with onnxruntime; what fails is refused. `off` = do not."""
+    rehearsal_timeout_s: PositiveFloat = 60.0
+    """Longest time of these passes; what was not reached by then is left out and named."""
     threads_per_rank: NonNegativeInt = 0
     """CPU threads of one rank; 0 = the machine's cores divided by its ranks. Runs are bit-identical only with the same
     number."""

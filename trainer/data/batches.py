@@ -70,11 +70,14 @@ class Batch:
 
 
 class Rows(Protocol):
-    """Rows of data, read by number, such as the shards of a split."""
+    """Rows of data, read by number: the shards of a split, or its first rows (first_rows.py)."""
 
-    columns: Schema
-    pad_values: Mapping[str, float]
-    """Column that pre-processing computes -> what it pads rows of varying length with."""
+    @property
+    def columns(self) -> Schema: ...
+    @property
+    def pad_values(self) -> Mapping[str, float]:
+        """Column that pre-processing computes -> what it pads rows of varying length with."""
+        ...
 
     def read(self, rows: Array) -> dict[str, Values]: ...
 
@@ -210,6 +213,18 @@ def check_last_samples(config: RunConfig, num_rows: int) -> None:
 def one_batch(rows: Rows, config: RunConfig, signature: Signature, numbers: Array) -> Batch:
     """Return the rows of these numbers, int64 [B], as one batch on the CPU."""
     return _Collate(rows, config, signature, torch.device("cpu"))(numbers)
+
+
+def micro_batch_sizes(config: RunConfig, num_rows: int, size: int) -> list[tuple[int, bool]]:
+    """Return each (rows, whether it is padding) that occurs when `num_rows` rows are divided, the greatest first."""
+    full, replicas = config.model.fixed_batch in ("own", "joint"), config.parallel.data
+    shares = [_divide(np.arange(num_rows), size, replica, replicas, full=full) for replica in range(replicas)]
+    found = {
+        (len(part), share.last_is_padding and number == len(share.micro_batches))
+        for share in shares
+        for number, part in enumerate(share.micro_batches, start=1)
+    }
+    return sorted(found, reverse=True)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def infer_training_schema(config: RunConfig, signature: Signature) -> Schema:
     schema = infer_schema(config.data)
     if (preprocessor := open_preprocessor(config, signature)) is None:
         return schema
-    columns = _stored_columns(config.data, columns_to_read(config, signature))
+    columns = stored_columns(config.data, columns_to_read(config, signature))
     texts = [column.name for column in columns if column.dtype == TEXT]
     for block in sources.first_blocks(config.data, texts):
         values, good, _ = fit_block(block, columns)
@@ -124,7 +124,7 @@ def make_shards(
     preprocessor: computes further columns from them; columns that only the file reads are kept for evaluation only.
     Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files.
     """
-    stored = _stored_columns(data, columns)
+    stored = stored_columns(data, columns)
     key = _cache_key(data, stored, preprocessor)
     final = cache / key
     if manifest := _complete_manifest(final):
@@ -145,7 +145,7 @@ def make_shards(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) -> list[Column]:
+def stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) -> list[Column]:
     """Return the columns as they are stored. Raises DataError for those that are missing or hold no numbers."""
     schema = infer_schema(data)
     types: Mapping[str, ColumnType | None]

@@ -108,11 +108,20 @@ def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:
 
 def model_digest(path: Path) -> str:
     """Return the digest of a model: of its file and of its external data files (see `digest_of_files`)."""
+    return digest_of_files(_files(path))
+
+
+def model_bytes(path: Path) -> int:
+    """Return the size of a model: of its file and of its external data files."""
+    return sum(file.stat().st_size for file in _files(path))
+
+
+def _files(path: Path) -> list[Path]:
     try:
         names = locations(onnx.load(path, load_external_data=False))
     except (DecodeError, ValueError):
         names = []  # not an ONNX file: whoever reads it reports that
-    return digest_of_files([path, *(file for name in names if (file := path.parent / name).is_file())])
+    return [path, *(file for name in names if (file := path.parent / name).is_file())]
 
 
 def digest_of_files(files: Sequence[Path]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sysconfig
 import zipfile
@@ -259,13 +260,25 @@ DIGITS_MEAN, DIGITS_STD = 0.3053, 0.3760
 
 def _digits(data: DataConfig) -> Block:
     """Return scikit-learn's 1,797 digits: `image` float32 [C, S, S], resized and standardised; `label` 0..9."""
-    from sklearn.datasets import load_digits  # imported here, because it is slow to import
-
-    images, labels = load_digits(return_X_y=True)
+    table = _digits_table()
+    images, labels = table[:, :64], table[:, 64]
     resize = _bilinear(8, data.image_size)
-    pixels = (images.reshape(-1, 8, 8) / 16.0 - DIGITS_MEAN) / DIGITS_STD
+    pixels: Array = (images.reshape(-1, 8, 8) / 16.0 - DIGITS_MEAN) / DIGITS_STD
     pixels = (resize @ pixels @ resize.T).astype(np.float32)[:, None].repeat(data.image_channels, axis=1)
     return Block("digits", np.arange(len(labels)), {"image": pixels, "label": labels.astype(np.int64)}, unit="image")
+
+
+def _digits_table() -> Array:
+    """Return 64 pixels 0..16 and the label of each digit: float64 [1797, 65]."""
+    package = importlib.util.find_spec("sklearn")
+    file = Path(package.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if package else Path()
+    if file.is_file():  # read directly, because importing scikit-learn takes more than a second
+        table: Array = np.loadtxt(file, delimiter=",")
+        return table
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return np.column_stack([images, labels])
 
 
 def digits_schema(data: DataConfig) -> dict[str, Column]:

@@ -12,7 +12,7 @@ import onnx
 from onnx import defs, inliner
 
 from onward.trainer.config.sections import ModelConfig
-from onward.trainer.diagnostics.exporter_warnings import AuditInput, ExporterWarning, exporter_warnings
+from onward.trainer.diagnostics.exporter_warnings import AuditInput, exporter_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.diagnostics.runtime_check import RuntimeCheck, check_runtime
 from onward.trainer.errors import UnsupportedModel
@@ -32,7 +32,7 @@ from onward.trainer.onnx_import.lowering import list_operators
 from onward.trainer.onnx_import.roles import find_roles
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
-from onward.trainer.run.records import Record
+from onward.trainer.run.records import ExporterWarning, Record
 
 IN_FRONT = "onnxruntime, in front"
 """How the nodes of the pre-processing are imported."""

@@ -27,7 +27,7 @@ from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.tensor_contents import is_exporter_name
 from onward.trainer.onnx_import.ties import Copies
 from onward.trainer.onnx_import.trial_sizes import declared_batch
-from onward.trainer.run.records import Record
+from onward.trainer.run.records import ExporterWarning
 
 T = TypeVar("T")
 
@@ -36,18 +36,6 @@ RECIPE = (
     "training=TrainingMode.TRAINING, do_constant_folding=False"
 )
 """The export that keeps names, ties, Dropout and BatchNormalization."""
-
-
-class ExporterWarning(Record):
-    """Something that is allowed but perhaps not intended."""
-
-    key: str
-    """Its name, such as "merged", by which `model.accept` accepts it."""
-    what: str
-    remedy: str
-    changes_training: bool = False
-    """Whether the file trains differently from the module that it was exported from; such a warning must be accepted or
-    its cause removed before a run starts."""
 
 
 @dataclass

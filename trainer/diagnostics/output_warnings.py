@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import onnx
 
-from onward.trainer.diagnostics.exporter_warnings import ExporterWarning, probabilities
+from onward.trainer.diagnostics.exporter_warnings import probabilities
 from onward.trainer.onnx_graph.outputs import describe_type, is_numeric, unreadable_output
+from onward.trainer.run.records import ExporterWarning
 
 
 def output_warnings(model: onnx.ModelProto) -> Iterator[ExporterWarning]:

@@ -99,7 +99,7 @@ def export(run: RunDir, checkpoint: Checkpoint, *, data: EvaluationData, folder:
     removed = strip_training(original, keep=kept, base=source.parent)
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
     with _staging_directory(folder) as staging:
-        before = OnnxRunner(_trained_part(original, source, staging / "before", config.model), data).evaluate()
+        before = OnnxRunner(trained_part(original, source, staging / "before", config.model), data).evaluate()
         load_weights(trainable.module, checkpoint.weights)
         merged = merged_module(trainable)
         path, *beside = write_model(merged, original, source, staging / source.name)
@@ -189,7 +189,7 @@ def _rounded_as_stored(trained: ImportedGraph, merged: ImportedGraph, model: onn
     return module
 
 
-def _trained_part(
+def trained_part(
     model: onnx.ModelProto, source: Path, folder: Path, config: ModelConfig
 ) -> ModelFile | onnx.ModelProto:
     """Return the part of the original that is trained; as a file in `folder` if it has external data."""

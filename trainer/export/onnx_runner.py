@@ -108,8 +108,7 @@ class OnnxRunner:
                 if not (math.isnan(worst[name][0]) or difference <= worst[name][0]):  # NaN is the worst of all
                     worst[name] = (difference, f"output {name!r}, {where}: {sentence}")
         problems = [
-            f"{sentence}: {self.runtime} is {difference:.3g} off the trained module, above export.tolerance "
-            f"{tolerance:g}"
+            f"{sentence}: {self.runtime} is {difference:.3g} off the torch module, above export.tolerance {tolerance:g}"
             for difference, sentence in worst.values()
             # likewise: a NaN is a problem
             if not difference <= tolerance

@@ -53,7 +53,8 @@ class Loss:
     """
 
     def __init__(self, config: ModelConfig, output_names: Sequence[str], *, classes: ClassShard | None = None) -> None:
-        self._index = output_index(config, output_names)
+        self.index = output_index(config, output_names)
+        """Position of the output that the loss reads."""
         self._config, self._ignore_index = config, config.ignore_index
         self._classes = classes
         self.name = config.loss
@@ -111,7 +112,7 @@ class Loss:
         return self._classes.total if self._classes else self._own(outputs).shape[-1]
 
     def _own(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
-        return outputs if isinstance(outputs, Tensor) else outputs[self._index]
+        return outputs if isinstance(outputs, Tensor) else outputs[self.index]
 
 
 def _first(values: Sequence[int], most: int = 5) -> str:

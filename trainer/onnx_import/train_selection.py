@@ -21,6 +21,11 @@ def select_trained(module: ImportedGraph, *, train: Sequence[str] = ("*",), free
     normalises by them. Raises ConfigError for every pattern without a match, and when no weight is left to train.
     """
     parameters = {module.onnx_names[path]: parameter for path, parameter in module.named_parameters()}
+    if not parameters:
+        raise ConfigError(
+            "no stored tensor of the graph is a weight, so there is nothing to train; `onward doctor` shows the role "
+            "of each tensor and why, and model.train may name one that is a weight after all"
+        )
     originals = {name: name for name in parameters} | {name: of for name, (of, _) in module.copies.items()}
     problems = [
         *_unmatched(module, "model.train", train, originals),

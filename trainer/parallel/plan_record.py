@@ -5,6 +5,8 @@ trainer/parallel/planner.py makes it in a process of its own; the flow reads it,
 
 from __future__ import annotations
 
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import ParallelConfig, RecomputeConfig
 from onward.trainer.run.records import Record
 
@@ -111,3 +113,27 @@ class Plan(Record):
     @property
     def num_ranks(self) -> int:
         return self.parallel.data * self.parallel.tensor * self.parallel.pipeline
+
+
+def needs_plan(config: RunConfig) -> bool:
+    """Return whether the layout has to be planned: chosen, or tried on the graph. Data parallelism divides nothing."""
+    return not may_train_unplanned(config) or config.parallel.tensor > 1
+
+
+def may_train_unplanned(config: RunConfig) -> bool:
+    """Return whether a graph can be trained that has no plan, because its shapes depend on data: it is not cut."""
+    parallel = config.parallel
+    is_cut = parallel.pipeline > 1 or parallel.zero or parallel.units or config.recompute.mode != "none"
+    return parallel.sizes == "given" and not is_cut
+
+
+def with_plan(config: RunConfig, found: Plan) -> RunConfig:
+    """Return the configuration with the sizes that the plan chose, if `parallel.sizes` is "auto"; else itself.
+
+    Raises ConfigError when the chosen sizes contradict another section.
+    """
+    if config.parallel.sizes == "given":
+        return config
+    train = config.train.model_copy(update={"gradient_accumulation_steps": found.gradient_accumulation_steps})
+    chosen = {"parallel": found.parallel, "recompute": found.recompute, "train": train}
+    return build_config({**dict(config), **chosen})

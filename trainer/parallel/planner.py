@@ -43,17 +43,18 @@ from onward.trainer.parallel.plan_record import Plan
 AXES = ("data", "tensor", "pipeline")
 
 
-def plan(config: RunConfig) -> Plan:
+def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
     """Return how a run is divided; with `parallel.sizes = "auto"`, the division with the shortest step that fits.
 
-    Loads the model and reads the first rows of the data. Raises ConfigError when the graph cannot be divided as
+    module: the module of `open_trainable`, which must not be used afterwards; None = the model is loaded. Reads the
+    first rows of the data. Raises ConfigError when the graph cannot be divided as
     configured or nothing fits into memory, UnsupportedModel when its shapes depend on data.
     """
     device = torch.device("cuda" if config.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
     config = config.model_copy(update={"precision": resolve_precision(config.precision, capability_of(device))})
-    if config.model.fixed_batch == "auto":  # `onward plan`; configure has chosen it for a run
+    if config.model.fixed_batch == "auto":  # `onward plan`; a rehearsal has chosen it
         config, _ = choose_fixed_batch(config)
-    module = open_trainable(config).module
+    module = module or open_trainable(config).module
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
     if config.parallel.sizes == "auto":

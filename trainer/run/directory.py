@@ -7,6 +7,7 @@ it.
         lock                    empty; the flow that works on the run holds a flock on it       the flow
         flow.log                log of the flow, with tracebacks       onward run, onward resume
         config.json             RunConfig                      configure
+        rehearsal.json          Rehearsal                      configure
         identity.json           RunIdentity                    configure
         runtime.json            RuntimeReport                  init runtime
         preflight/              preflight.log, one RankReport per rank          init runtime
@@ -61,6 +62,10 @@ class RunDir:
     @property
     def config(self) -> Path:
         return self.root / "config.json"
+
+    @property
+    def rehearsal(self) -> Path:
+        return self.root / "rehearsal.json"
 
     @property
     def identity(self) -> Path:

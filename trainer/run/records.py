@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -9,6 +10,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from onward.trainer import errors
+from onward.trainer.config.sections import FixedBatch
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.durable_files import write_durably
 
@@ -179,8 +181,70 @@ class ExportedModel(Record):
     version: str = ""
 
 
+class ExporterWarning(Record):
+    """Something that is allowed but perhaps not intended."""
+
+    key: str
+    """Its name, such as "merged", by which `model.accept` accepts it."""
+    what: str
+    remedy: str
+    changes_training: bool = False
+    """Whether the file trains differently from the module that it was exported from; such a warning must be accepted or
+    its cause removed before a run starts."""
+
+
+class RehearsedPass(Record):
+    """One micro-batch of the first rows of the data, run through the graph before the training."""
+
+    what: Literal["training", "evaluation", "padding"]
+    """`training`: forward and backward. `evaluation`: forward alone. `padding`: forward in evaluation mode and
+    backward, as a replica computes that has no rows left."""
+    rows: int
+    loss: float
+    """Per target; NaN if no label of these rows is a target."""
+    elapsed_s: float
+
+
+class Rehearsal(Record):
+    """What was run of the graph before anything was launched, and what it showed."""
+
+    passes: tuple[RehearsedPass, ...] = ()
+    trained: int = 0
+    """Number of weights to train."""
+    without_gradient: tuple[str, ...] = ()
+    """The weights among them whose gradient is zero on these rows, or that the loss does not depend on."""
+    parity: float = math.nan
+    """Greatest difference of onnxruntime from the imported, untrained module, relative to the output's largest value;
+    NaN if they were not compared."""
+    judged_by: str = ""
+    """The runtime that ran the file."""
+    warnings: tuple[ExporterWarning, ...] = ()
+    """What `onward doctor` warns of, for the graph as configured."""
+    fixed_batch: FixedBatch = "auto"
+    """The `model.fixed_batch` that was chosen for a file that declares a fixed batch."""
+    not_rehearsed: tuple[str, ...] = ()
+    """What was left out, and why."""
+    elapsed_s: float = 0.0
+    """Wall time of the process, with starting it and opening the model."""
+
+    @property
+    def summary(self) -> str:
+        """Return it in one line."""
+        if not self.passes:
+            return "not rehearsed: " + "; ".join(self.not_rehearsed)
+        sizes = [
+            f"{what} {', '.join(str(each.rows) for each in self.passes if each.what == what)}"
+            for what in dict.fromkeys(each.what for each in self.passes)
+        ]
+        parts = [f"rows {'; '.join(sizes)}", f"{self.trained - len(self.without_gradient)} of {self.trained} weights"]
+        parts[-1] += " with a gradient"
+        if not math.isnan(self.parity):
+            parts.append(f"{self.judged_by} within {self.parity:.2g}")
+        return f"rehearsed in {self.elapsed_s:.1f} s: " + ", ".join(parts)
+
+
 class Refusal(Record):
-    """Why there is no exported file: the error of the exporting process."""
+    """Why a process refused: its error, in place of the record that it would have written."""
 
     kind: str
     """The name of its class in trainer/errors.py."""

@@ -408,7 +408,7 @@ def test_a_module_that_diverged_is_refused(make: Make) -> None:
     with torch.no_grad():
         named_weights(case.module)["fc2.bias"].fill_(torch.nan)
     (problem,) = case.refused()
-    assert "nan off the trained module" in problem
+    assert "nan off the torch module" in problem
 
 
 def test_another_original_is_refused(make: Make) -> None:

@@ -262,7 +262,7 @@ def test_verification_accepts_found_masks_and_names_other_random_nodes(noise, tm
     with pytest.raises(ExportRefused) as refusal:
         verify(ModelFile.read(file), expected, data=data, config=ExportConfig())
     [named] = random_nodes(model)
-    assert "off the trained module" in refusal.value.problems[0]
+    assert "off the torch module" in refusal.value.problems[0]
     assert f"still draws random numbers ({named}), so no two runs of it agree" in refusal.value.problems[-1]
 
 

@@ -1,0 +1,347 @@
+"""configure rehearses: what would fail after sharding and launching is refused before, with nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx import numpy_helper
+
+from onward.infra.tracking import local_store
+from onward.tasks import subprocesses
+from onward.tasks.configure import configure
+from onward.trainer.config.run_config import SECTIONS
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
+from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.records import Rehearsal, read_record
+from tests.support import rank_server
+from tests.support.graphs import tiny_conv_net
+from tests.support.runs import tiny_images
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One MLflow store for all tests here: creating its tables takes seconds."""
+    return local_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home of the runs. The processes of `configure` are forked from one that has imported torch."""
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    monkeypatch.setattr(subprocesses, "PYTHON", rank_server.command())
+    return tmp_path / "home"
+
+
+Configured = Callable[..., Rehearsal]
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Configured:
+    """The real task `configure` on a model and its data; returns the rehearsal's record."""
+
+    def begin(model: onnx.ModelProto, columns: dict[str, Any], /, **sections: dict[str, Any]) -> Rehearsal:
+        onnx.save_model(model, tmp_path / "model.onnx")
+        np.savez(tmp_path / "data.npz", **columns)
+        given: dict[str, dict[str, Any]] = {
+            "model": {"path": tmp_path / "model.onnx"},
+            "data": {"source": str(tmp_path / "data.npz")},
+            "train": {"global_batch_size": 8} | ({} if "num_epochs" in sections.get("train", {}) else {"num_steps": 4}),
+            "launch": {"device": "cpu"},
+        }
+        settings = {
+            name: SECTIONS[name].model_validate(given.get(name, {}) | sections.get(name, {}))
+            for name in given.keys() | sections.keys()
+        }
+        run = RunDir(onward_home() / "runs" / "run")
+        configure.fn(run, {"name": "rehearsed", **settings})
+        return read_record(run.rehearsal, Rehearsal)
+
+    return begin
+
+
+def refused(home: Path, configured: Configured, *arguments: Any, **sections: dict[str, Any]) -> tuple[str, ...]:
+    """The problems for which `configure` refuses a run; nothing is left of it."""
+    with pytest.raises(OnwardError) as refusal:
+        configured(*arguments, **sections)
+    assert refusal.value.exit_code == 2
+    assert not home.exists(), "something was written"
+    assert isinstance(refusal.value, ConfigError)
+    return refusal.value.problems
+
+
+def test_a_run_is_rehearsed_at_its_micro_batch_and_at_the_ends_of_its_data(configured: Configured) -> None:
+    # 22 of 25 rows are trained on: 2 steps of 8 and one of 6, which 2 replicas divide into 3 and 3
+    columns = tiny_images(25)
+    found = configured(
+        tiny_conv_net(), columns, train={"num_epochs": 1}, parallel={"data": 2}, data={"evaluation_fraction": 0.12}
+    )
+    assert [(each.what, each.rows) for each in found.passes] == [
+        ("training", 4),
+        ("training", 3),
+        ("evaluation", 2),
+        ("evaluation", 1),
+    ]
+    assert all(np.isfinite(each.loss) for each in found.passes)
+    assert (found.trained, found.without_gradient, found.not_rehearsed) == (6, (), ())
+    assert found.parity < 1e-5
+    assert found.judged_by == "onnxruntime"
+    assert [warning.key for warning in found.warnings] == ["folded_batch_norm"]
+
+
+def test_a_padding_micro_batch_is_rehearsed(configured: Configured) -> None:
+    # 17 training rows: the last step has one row for 2 replicas
+    found = configured(
+        tiny_conv_net(),
+        tiny_images(19),
+        train={"num_epochs": 1},
+        parallel={"data": 2},
+        data={"evaluation_fraction": 0.1},
+    )
+    assert ("padding", 1) in [(each.what, each.rows) for each in found.passes]
+
+
+# -- what is refused
+
+
+def test_a_last_micro_batch_that_does_not_run_is_refused(home: Path, configured: Configured, tmp_path: Path) -> None:
+    # 17 training rows: two steps of 8, and one of 1
+    sections = {"model": own_operator(tmp_path, TWO_ROWS, reference="x"), "data": {"evaluation_fraction": 0.15}}
+    (problem,) = refused(home, configured, OWN, table(20), train={"num_epochs": 1}, **sections)
+    assert "the last micro-batch of the training, of 1 row, does not run: NameError" in problem
+    assert "at the node that computes 'stepped'" in problem
+    assert "a train.global_batch_size that divides the 17 training rows" in problem
+    found = configured(OWN, table(20), train={"num_epochs": 1, "global_batch_size": 17}, **sections)
+    assert [(each.what, each.rows) for each in found.passes] == [("training", 17), ("evaluation", 3)]
+
+
+def test_an_operator_without_a_gradient_is_refused_with_the_node(
+    home: Path, configured: Configured, tmp_path: Path
+) -> None:
+    (problem,) = refused(home, configured, OWN, table(), model=own_operator(tmp_path))
+    assert "a micro-batch of 8 rows does not run: " in problem
+    assert "the derivative for 'igamma: input' is not implemented" in problem
+    assert "at the node that computes 'stepped'" in problem
+    assert "the graph runs forward alone" in problem
+
+
+def test_a_wrong_import_is_refused_before_it_is_trained(home: Path, configured: Configured, tmp_path: Path) -> None:
+    wrong = own_operator(tmp_path, "2 * x", reference="x")
+    (problem,) = refused(home, configured, OWN, table(), model=wrong)
+    assert "the untrained file: output 'stepped'" in problem
+    assert "onnx.reference is 0.5 off the torch module, above export.tolerance 0.001" in problem
+
+
+def test_a_process_that_crashes_is_reported(configured: Configured, home: Path, tmp_path: Path) -> None:
+    crashes = own_operator(tmp_path, "__import__('os').abort()")
+    with pytest.raises(RuntimeUnavailable, match=r"`python -m onward.trainer rehearse` ended with signal 6"):
+        configured(OWN, table(), model=crashes)
+    assert not home.exists()
+
+
+def test_a_loss_without_a_gradient_is_refused(home: Path, configured: Configured) -> None:
+    rounded = parsed(
+        """
+        rounded (float[batch, 4] x) => (float[batch, 3] scores) { y = MatMul(x, w) scores = Round(y) }""",
+        w=normal(4, 3),
+    )
+    (problem,) = refused(home, configured, rounded, table())
+    assert "nothing would be learnt: the loss of the first 8 rows is" in problem
+    assert "its gradient is zero for each of the 1 trained weights (w). The loss reads 'scores'" in problem
+
+
+def test_a_file_without_weights_is_refused(home: Path, configured: Configured) -> None:
+    empty = parsed("empty (float[batch, 4] x) => (float[batch, 4] y) { y = Relu(x) }")
+    (problem,) = refused(home, configured, empty, table())
+    assert "no stored tensor of the graph is a weight" in problem
+
+
+def test_a_loss_that_is_not_finite_is_refused(home: Path, configured: Configured) -> None:
+    logarithm = parsed("""
+        logarithm (float[batch, 4] x) => (float[batch, 3] scores) { y = MatMul(x, w) scores = Log(y) }
+        """, w=normal(4, 3))  # fmt: skip
+    problems = refused(home, configured, logarithm, table())
+    assert problems[0].startswith("before any training, the loss of the first 8 rows is nan and the gradients of 1 of")
+
+
+def test_labels_that_are_no_classes_are_refused(home: Path, configured: Configured) -> None:
+    # the output does not declare how many classes there are, so only running the graph shows it
+    model = tiny_conv_net(num_classes=3)
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "classes"
+    problems = refused(home, configured, model, tiny_images(25, classes=4))
+    assert "labels 3 in rows" in problems[0]
+
+
+def test_merged_weights_are_refused_until_they_are_accepted_or_untied(home: Path, configured: Configured) -> None:
+    g = GraphWriter("merged")
+    x, bias = g.input("x", ("batch", 4)), g.weight("bias", np.zeros(4, np.float32))
+    for layer in "abc":
+        x = g.op("Relu", g.op("Add", g.op("MatMul", x, g.weight(f"{layer}.w", normal(4, 4, seed=ord(layer)))), bias))
+    g.output(x, ("batch", 4))
+    model = g.model()
+    (problem,) = refused(home, configured, model, table(classes=4))
+    assert "1 weights are read by several layers" in problem
+    assert 'set model.untie = ["bias"]' in problem
+    assert 'model.accept = ["merged"]' in problem
+    accepted = configured(model, table(classes=4), model={"accept": ("merged",)})
+    assert [warning.key for warning in accepted.warnings if warning.changes_training] == ["merged"]
+
+
+def test_everything_that_is_wrong_is_refused_at_once(home: Path, configured: Configured, tmp_path: Path) -> None:
+    problems = refused(
+        home,
+        configured,
+        OWN,
+        table(20),
+        model=own_operator(tmp_path, TWO_ROWS),
+        train={"num_epochs": 1},
+        data={"evaluation_fraction": 0.15},
+        parallel={"tensor": 2},
+    )
+    assert len(problems) == 3
+    assert "nothing of this graph can be divided over parallel.tensor = 2" in problems[0]
+    assert "the untrained file: output 'stepped'" in problems[1]
+    assert "the last micro-batch of the training, of 1 row, does not run: NameError" in problems[2]
+
+
+# -- files of fixed batch
+
+
+def test_a_graph_that_mixes_its_fixed_batch_is_refused_at_other_sizes_and_at_an_incomplete_end(
+    home: Path, configured: Configured
+) -> None:
+    (problem,) = refused(home, configured, MIXED, table())
+    assert "the file is trained 4 rows at a time: the results of a row depend on the other rows" in problem
+    assert "= 8 rows; set train.gradient_accumulation_steps = 2" in problem
+    by_four = {"global_batch_size": 4, "num_epochs": 1}
+    (problem,) = refused(home, configured, MIXED, table(), train=by_four)  # of 20 rows 18 are trained on
+    assert "but a run of 18 samples ends with 2" in problem
+
+
+def test_a_graph_that_mixes_its_fixed_batch_is_rehearsed_at_that_size(configured: Configured) -> None:
+    halves = {"global_batch_size": 8, "gradient_accumulation_steps": 2, "num_steps": 2}
+    found = configured(MIXED, table(48), train=halves)
+    assert [(each.what, each.rows) for each in found.passes] == [("training", 4), ("evaluation", 4)]
+    assert found.parity < 1e-5
+    assert (found.fixed_batch, read_config(RunDir(onward_home() / "runs" / "run")).model.fixed_batch) == ("joint",) * 2
+    assert configured(MIXED, table(48), train=halves) == found  # a run that has begun keeps what was found
+
+
+# -- what is left out, and named
+
+
+def test_without_a_rehearsal_the_record_says_so(configured: Configured) -> None:
+    found = configured(tiny_conv_net(), tiny_images(25), launch={"device": "cpu", "rehearsal": "off"})
+    assert (found.passes, found.not_rehearsed) == ((), ("everything: launch.rehearsal is 'off'",))
+
+
+def test_what_is_not_reached_in_time_is_named(configured: Configured, tmp_path: Path) -> None:
+    limited = {"rehearsal_timeout_s": 1.0, "device": "cpu"}
+    found = configured(OWN, table(), model=own_operator(tmp_path, SLOW, reference="x"), launch=limited)
+    assert [each.what for each in found.passes] == ["training"]
+    (left,) = found.not_rehearsed
+    assert left == (
+        "an evaluation batch of 2 rows, the comparison with onnxruntime: launch.rehearsal_timeout_s, 1 s, was over"
+    )
+
+
+def test_the_precision_of_gpus_is_named_and_that_of_cpus_is_used(configured: Configured) -> None:
+    arguments = tiny_conv_net(), tiny_images(25)
+    on_gpu = configured(*arguments, launch={"device": "cuda"}, precision={"compute": "fp16"})
+    assert on_gpu.not_rehearsed == ("precision.compute 'fp16', that of GPUs: the CPU computed in fp32",)
+    for run in onward_home().glob("runs/*/*.json"):
+        run.unlink()
+    on_cpu = configured(*arguments, precision={"compute": "bf16"})
+    assert on_cpu.not_rehearsed == ()
+    assert on_cpu.passes[0].loss == pytest.approx(on_gpu.passes[0].loss, rel=0.02)
+    assert on_cpu.passes[0].loss != on_gpu.passes[0].loss
+
+
+def test_a_run_that_has_begun_is_not_rehearsed_again(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = tiny_conv_net(), tiny_images(25)
+    first = configured(*arguments)
+    monkeypatch.setattr(subprocesses, "PYTHON", ("/absent",))
+    assert configured(*arguments) == first
+
+
+def test_the_chosen_layout_is_rehearsed_in_the_process_that_chooses_it(configured: Configured) -> None:
+    parallel = {"sizes": "auto", "memory_gib": 1.0}
+    found = configured(tiny_conv_net(), tiny_images(25), parallel=parallel, launch={"num_ranks": 2, "device": "cpu"})
+    chosen = read_config(RunDir(onward_home() / "runs" / "run"))
+    assert chosen.world_size == 2
+    assert found.passes[0].rows == chosen.micro_batch_size
+
+
+# -- models and data
+
+
+def parsed(text: str, **weights: Any) -> onnx.ModelProto:
+    """A model in ONNX's text form, without its header."""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20, "own" : 1]>\n{text}')
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    return model
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(0, 0.5, shape).astype(np.float32)
+
+
+def table(rows: int = 20, *, classes: int = 3) -> dict[str, Any]:
+    """Rows for an input `x` [batch, 4], and labels."""
+    return {"x": 4 * normal(rows, 4, seed=1), "label": np.arange(rows) % classes}
+
+
+OWN = parsed(
+    """
+    own (float[batch, 4] x) => (float[batch, 3] stepped) { y = MatMul(x, w) stepped = own.Step(y) }""",
+    w=normal(4, 3),
+)
+MIXED = parsed("""
+    mixed (float[4, 4] x) => (float[4, 3] y) { z = MatMul(x, w) y = Softmax<axis = 0>(z) }
+    """, w=normal(4, 3))  # fmt: skip
+REFERENCE = "gammainc(abs(x) + 1, 1.0)"
+GAMMA = "torch.igamma(x.abs() + 1, torch.ones_like(x))"
+OWN_OPERATOR = f"""
+import time
+import torch
+from onnx.reference.op_run import OpRun
+from onnx2torch.node_converters.registry import add_converter
+from onnx2torch.utils.common import OperationConverterResult, onnx_mapping_from_node
+from scipy.special import gammainc
+
+class Module(torch.nn.Module):
+    def forward(self, x):
+        return {GAMMA}
+
+@add_converter("Step", 1, domain="own")
+def convert(node, graph):
+    return OperationConverterResult(Module(), onnx_mapping_from_node(node))
+
+class Step(OpRun):
+    op_domain = "own"
+    def _run(self, x):
+        return ({REFERENCE}.astype(x.dtype),)
+"""
+"""An operator of the user's, which torch cannot differentiate: the incomplete gamma function."""
+
+
+def own_operator(
+    folder: Path, computes: str = GAMMA, *, reference: str = "gammainc(abs(x) + 1, 1.0)"
+) -> dict[str, Any]:
+    """Write the operator with another body; return the section that names it."""
+    text = OWN_OPERATOR.replace(GAMMA, computes).replace(REFERENCE, reference)
+    (folder / "own.py").write_text(text)
+    return {"converters": (folder / "own.py",)}
+
+
+TWO_ROWS = "x if not self.training or len(x) > 1 else at_least_two"
+"""Fails in training on a single row."""
+SLOW = "(time.sleep(0 if self.training or x.is_meta or len(x) == 1 else 60), x)[1]"
+"""Takes a minute in evaluation, for more than one row."""

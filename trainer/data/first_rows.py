@@ -1,0 +1,94 @@
+"""Read the first training rows of a data source without writing shards, and count the rows of a small one.
+
+They go through the same reader and the same conversion as sharding, so a batch of them is what training will read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import DataConfig
+from onward.trainer.data import sources
+from onward.trainer.data.columns import TEXT, Array, Schema, Values, fit_block, select
+from onward.trainer.data.input_columns import columns_to_read
+from onward.trainer.data.preprocessing import open_preprocessor
+from onward.trainer.data.sharding import stored_columns
+from onward.trainer.data.signature import Signature
+from onward.trainer.errors import DataError
+
+COUNTED_BYTES = 16 << 20
+"""The rows of a larger source are not counted: that would take about as long as sharding it."""
+KEPT_BYTES = 64 << 20
+"""About the most that the rows take which are kept."""
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """The first rows of the training split, which repeat when more are read than were kept."""
+
+    columns: Schema
+    pad_values: Mapping[str, float]
+    values: Mapping[str, Values]
+    num_rows: int
+    counts: tuple[int, int] | None
+    """The numbers of rows for training and for evaluation; None if they were not counted."""
+
+    def read(self, rows: Array) -> dict[str, Values]:
+        """Return rows by number, int64 [n], from 0."""
+        places = rows % self.num_rows
+        return {
+            name: [values[place] for place in places] if isinstance(values, list) else values[places]
+            for name, values in self.values.items()
+        }
+
+
+def read_first_rows(config: RunConfig, signature: Signature, most: int) -> FirstRows:
+    """Read the first `most` training rows, fewer if they are large. Bad rows are left out: sharding reports them.
+
+    Raises DataError when the source cannot be read or holds no row to train on, and the errors of `open_preprocessor`.
+    """
+    data, preprocessor = config.data, open_preprocessor(config, signature)
+    stored = stored_columns(data, columns_to_read(config, signature))
+    numbers = [column for column in stored if column.dtype != TEXT]
+    row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in numbers)
+    most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
+    is_counted = _source_bytes(data) <= COUNTED_BYTES
+    parts: list[dict[str, Values]] = []
+    num_kept, counts = 0, [0, 0]
+    texts = [column.name for column in stored if column.dtype == TEXT]
+    for block, held_out in sources.read(data, [column.name for column in stored], texts):
+        values, good, bad = fit_block(block, stored)
+        chunks: Iterable[tuple[dict[str, Values], Array]] = [(select(values, good), held_out[good])]
+        if preprocessor:
+            chunks = preprocessor.chunks(block, values, good, held_out, bad)
+        for rows, held in chunks:
+            chosen = ~held & (np.cumsum(~held) <= most - num_kept)
+            if chosen.any():
+                parts.append(select(rows, chosen))
+                num_kept += int(chosen.sum())
+            counts[0] += int((~held).sum())
+            counts[1] += int(held.sum())
+        if num_kept == most and not is_counted:
+            break
+    if not num_kept:
+        raise DataError(f"{data.source} holds no row to train on: all are bad, or held out for evaluation")
+    schema = {column.name: column for column in (*stored, *(preprocessor.columns if preprocessor else ()))}
+    joined = {name: _joined([part[name] for part in parts]) for name in schema}
+    pad_values = preprocessor.pad_values if preprocessor else {}
+    return FirstRows(schema, pad_values, joined, num_kept, (counts[0], counts[1]) if is_counted else None)
+
+
+def _source_bytes(data: DataConfig) -> int:
+    located = [sources.locate(source, data) for source in (data.source, data.evaluation_source) if source]
+    return sum(path.stat().st_size for source in located for _, path in source.files)
+
+
+def _joined(parts: list[Values]) -> Values:
+    if isinstance(parts[0], list):
+        return [row for part in parts for row in part]
+    joined: Array = np.concatenate(parts)
+    return joined

@@ -1,0 +1,7 @@
+"""Rehearse a run before anything is launched: a few micro-batches of real rows through the graph, on one process.
+
+`rehearse` orders the steps and collects what they find, `passes` runs one micro-batch forward and backward,
+`failing_node` names the place in the graph where an error was raised, `parity` compares the untrained file under
+onnxruntime with the imported module. Only `python -m onward.trainer rehearse` imports this package. It launches no
+rank and changes no file.
+"""

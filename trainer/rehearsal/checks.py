@@ -1,0 +1,213 @@
+"""The checks of a rehearsal, in their order: warnings, micro-batches of each size with their gradients, parity."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import PrecisionConfig
+from onward.trainer.data.batches import Batch, check_last_samples, one_batch
+from onward.trainer.data.file_rows import FileRows
+from onward.trainer.data.first_rows import read_first_rows
+from onward.trainer.data.signature import read_training_signature
+from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_symptoms
+from onward.trainer.diagnostics.output_warnings import output_warnings
+from onward.trainer.distributed.arithmetic import resolve_precision
+from onward.trainer.distributed.preflight import free_memory
+from onward.trainer.errors import ConfigError, ExportRefused
+from onward.trainer.export.onnx_runner import EvaluationData
+from onward.trainer.model.loss import Loss
+from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.precision import autocast
+from onward.trainer.model.trainable import TrainableModel
+from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
+from onward.trainer.onnx_graph.surgery import extract_subgraph
+from onward.trainer.onnx_import.fixed_batch import BatchUse
+from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.rehearsal.findings import Findings
+from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
+from onward.trainer.rehearsal.passes import RehearsedGraph
+from onward.trainer.rehearsal.sizes import Size, sizes_of_run
+
+CPU = torch.device("cpu")
+PARITY_ROWS = 8
+"""Rows on which the untrained file is compared; export compares batches of all sizes."""
+MAX_NAMED = 5
+"""Weights that a message names."""
+
+Check = tuple[str, Callable[[], None]]
+"""What is checked, for the record if it is left out; and the check."""
+
+
+def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings: Findings) -> list[Check]:
+    """Return the checks of a run. Each adds to `findings`, and raises no error of the graph.
+
+    use: how a file of fixed batch is trained, which `config.model.fixed_batch` says as well.
+    Reads the first rows of the data. Raises DataError when there are none, ConfigError for an unknown `model.output`.
+    """
+    arithmetic = _arithmetic(config, findings)
+    if config.graph.compile:
+        findings.not_rehearsed.append("the compiled graph (graph.compile): compiling it takes long, so it ran eagerly")
+    graph = RehearsedGraph(
+        trainable.module,
+        Loss(config.model, trainable.module.output_names),
+        autocast=partial(autocast, arithmetic, CPU),
+    )
+    torch.manual_seed(config.train.seed)
+    signature = read_training_signature(config.model)
+    most = max(config.micro_batch_size, config.evaluation_batch_size, PARITY_ROWS)
+    rows = read_first_rows(config, signature, most)
+    if rows.counts is None and (config.train.num_epochs or rows.num_rows > 1):
+        findings.not_rehearsed.append(
+            "the smaller micro-batches at the end of the data: the source is too large to count its rows before it is "
+            "sharded"
+        )
+
+    if rows.counts:
+        try:
+            check_last_samples(config, rows.counts[0])
+        except ConfigError as error:
+            findings.errors.append(error)
+
+    def batch(number: int) -> Batch:
+        return one_batch(rows, config, signature, np.arange(number))
+
+    sizes = _sizes_that_fit(graph, sizes_of_run(config, rows.counts), batch, findings)
+    first = next(size for size in sizes if size.kind == "training")
+    # a graph of fixed batch is compared on batches of that size
+    number = config.micro_batch_size if use.kind != "any" else min(config.evaluation_batch_size, PARITY_ROWS)
+    compared = batch(number)
+    file_rows = FileRows(rows, config, signature) if signature.computed else None
+
+    def metrics(output_names: Sequence[str]) -> EvaluationMetrics:
+        return EvaluationMetrics(graph.loss, ignore_index=config.model.ignore_index, device=CPU)
+
+    data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows)
+    return [
+        ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
+        *((size.what, partial(_run, graph, size, batch, findings, gradients=size is first)) for size in sizes),
+        ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
+    ]
+
+
+def _arithmetic(config: RunConfig, findings: Findings) -> PrecisionConfig:
+    """Return the precision in which the CPU rehearses: that of the run where it computes on CPUs, else fp32."""
+    launch, compute = config.launch, config.precision.compute
+    # the ranks of a hostfile may have GPUs that this machine lacks
+    on_gpu = launch.device == "cuda" or (launch.device == "auto" and (torch.cuda.is_available() or launch.hostfile))
+    if not on_gpu:
+        return resolve_precision(config.precision, (0, 0))
+    if compute != "fp32":
+        findings.not_rehearsed.append(f"precision.compute {compute!r}, that of GPUs: the CPU computed in fp32")
+    return config.precision.model_copy(update={"compute": "fp32"})
+
+
+def _sizes_that_fit(
+    graph: RehearsedGraph, sizes: Sequence[Size], batch: Callable[[int], Batch], findings: Findings
+) -> list[Size]:
+    """Return the sizes, smaller where the activations would take more than half of the free memory.
+
+    Measured on one row. The rank of a GPU may hold micro-batches for which this machine has no memory.
+    """
+    bytes_of_row = graph.kept_bytes_per_row(batch(1))
+    # gradients of activations are alive beside them
+    most = int(free_memory(CPU) / 2 / max(2 * bytes_of_row, 1.0))
+    fitting = []
+    for size in sizes:
+        rows = max(1, min(size.rows, most))
+        if rows < size.rows:
+            findings.not_rehearsed.append(
+                f"{size.what}: its activations take about {2 * bytes_of_row * size.rows / 2**30:.3g} GiB, more than "
+                f"half of the memory that is free here; {rows} were run in place of {size.rows}"
+            )
+        fitting.append(replace(size, rows=rows))
+    return fitting
+
+
+# -- the checks
+
+
+def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings: Findings) -> None:
+    settings = begin_at_numbers(trainable.model, config.model)
+    audit = audit_of_run(extract_subgraph(trainable.model, settings), trainable.module, trainable.base)
+    audit.batch = use
+    outputs = () if config.model.output else output_warnings(trainable.model)
+    findings.warnings = (*exporter_warnings(audit), *outputs)
+    for problem in refused_symptoms(findings.warnings, config.model.accept):
+        findings.refuse(problem)
+
+
+def _run(
+    graph: RehearsedGraph, size: Size, batch: Callable[[int], Batch], findings: Findings, *, gradients: bool
+) -> None:
+    rows = batch(size.rows)
+    try:
+        result = graph.run(size.kind, rows)
+    except Exception as error:  # torch raises errors of many types
+        if _is_out_of_memory(error):
+            findings.not_rehearsed.append(f"{size.what}: it takes more memory than this machine has free")
+        else:
+            findings.failures.append((size, graph.error_of(size.kind, rows, error)))
+        return
+    findings.passes.append(result)
+    if gradients:
+        _check_gradients(graph, rows, findings)
+
+
+def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> None:
+    """Refuse a run in which no weight has a gradient, or a gradient is not finite."""
+    trained = {name: weight.grad for name, weight in named_weights(graph.module).items() if weight.requires_grad}
+    findings.trained = len(trained)
+    if not rows.num_targets:
+        findings.not_rehearsed.append(f"gradients: the first {rows.size} rows have no label that counts")
+        return
+    loss = f"the loss of the first {rows.size} rows is {findings.passes[-1].loss:g}"
+    wrong = [name for name, gradient in trained.items() if gradient is not None and not gradient.isfinite().all()]
+    if wrong or not np.isfinite(findings.passes[-1].loss):
+        gradients = f" and the gradients of {len(wrong)} of {len(trained)} weights are not finite ({_few(wrong)})"
+        findings.refuse(
+            f"before any training, {loss}{gradients if wrong else ''}; look for NaN, zeros or unscaled values in the "
+            "data, and for a loss that fits the output (model.loss)"
+        )
+        return
+    findings.without_gradient = tuple(name for name, gradient in trained.items() if _is_zero(gradient))
+    if len(findings.without_gradient) == len(trained):
+        findings.refuse(
+            f"nothing would be learnt: {loss}, and its gradient is zero for each of the {len(trained)} trained weights "
+            f"({_few(list(trained))}). The loss reads {graph.loss_output!r}; name another tensor in model.output, "
+            "train other weights (model.train), or look at the data"
+        )
+
+
+def _compare(config: RunConfig, trainable: TrainableModel, data: EvaluationData, findings: Findings) -> None:
+    try:
+        with tempfile.TemporaryDirectory(prefix="onward-rehearsal-") as folder:
+            findings.parity, findings.judged_by = compare_untrained(trainable, config, data, Path(folder))
+    except NotCompared as why:
+        findings.not_rehearsed.append(f"the comparison with onnxruntime: {why}")
+    except ExportRefused as error:
+        for problem in error.problems:
+            findings.refuse(f"the untrained file: {problem}; the export would be refused for it")
+    except Exception as error:  # of the module: onnxruntime's own errors are ExportRefused
+        if not findings.failures:  # otherwise the reason is known already
+            findings.refuse(f"the untrained file: one row of it does not run: {type(error).__name__}: {error}")
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    return gradient is None or not gradient.any()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")

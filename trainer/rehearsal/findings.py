@@ -1,0 +1,75 @@
+"""Collect what a rehearsal finds; its record, or the error with everything that is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from onward.trainer.config.sections import FixedBatch
+from onward.trainer.errors import ConfigError, Refused
+from onward.trainer.rehearsal.sizes import Size
+from onward.trainer.run.records import ExporterWarning, Rehearsal, RehearsedPass
+
+
+@dataclass
+class Findings:
+    """What was found so far."""
+
+    passes: list[RehearsedPass] = field(default_factory=list)
+    failures: list[tuple[Size, str]] = field(default_factory=list)
+    """Micro-batches that do not run, and why."""
+    errors: list[Refused] = field(default_factory=list)
+    warnings: tuple[ExporterWarning, ...] = ()
+    trained: int = 0
+    without_gradient: tuple[str, ...] = ()
+    parity: float = math.nan
+    judged_by: str = ""
+    fixed_batch: FixedBatch = "auto"
+    not_rehearsed: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=list)
+    """What has not ended yet."""
+
+    def refuse(self, problem: str) -> None:
+        """Add something that is wrong."""
+        self.errors.append(ConfigError(problem))
+
+    def record(self, *, elapsed_s: float) -> Rehearsal:
+        """Return the record. Raises ConfigError with all that is wrong; a single error is raised as it is."""
+        errors = [*self.errors, *(ConfigError(problem) for problem in self._failures_by_cause())]
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ConfigError(dict.fromkeys(problem for error in errors for problem in error.problems))
+        return Rehearsal(
+            passes=tuple(self.passes),
+            trained=self.trained,
+            without_gradient=self.without_gradient,
+            parity=self.parity,
+            judged_by=self.judged_by,
+            warnings=self.warnings,
+            fixed_batch=self.fixed_batch,
+            not_rehearsed=tuple(self.not_rehearsed),
+            elapsed_s=elapsed_s,
+        )
+
+    def _failures_by_cause(self) -> Iterator[str]:
+        """Yield one sentence for each different reason, with all sizes that fail for it."""
+        sizes = defaultdict(list)
+        for size, why in self.failures:
+            sizes[why].append(size)
+        ran = {each.what for each in self.passes}
+        for why, failed in sizes.items():
+            what = " and ".join(size.what for size in failed)
+            runs = "do not run" if len(failed) > 1 else "does not run"
+            if not ran:
+                remedy = "the graph runs at none of the sizes that were tried; `onward doctor` lists its operators"
+            elif ran == {"evaluation"} and failed[0].kind == "training":
+                remedy = (
+                    "the graph runs forward alone: train only what comes after that operator (model.start), or export "
+                    "the model without it"
+                )
+            else:
+                remedy = "; ".join(dict.fromkeys(size.remedy for size in failed))
+            yield f"{what} {runs}: {why}; {remedy}"

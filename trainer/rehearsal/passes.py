@@ -1,0 +1,91 @@
+"""Run one micro-batch through the imported graph as the training loop does: forward, loss, backward."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.trainer.data.batches import Batch
+from onward.trainer.errors import OnwardError, Refused
+from onward.trainer.model.loss import Loss
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.rehearsal.failing_node import failing_node
+from onward.trainer.rehearsal.sizes import Kind
+from onward.trainer.run.records import RehearsedPass
+
+
+@dataclass(frozen=True)
+class RehearsedGraph:
+    """The graph, the loss and the arithmetic of a run, on the CPU."""
+
+    module: ImportedGraph
+    loss: Loss
+    autocast: Callable[[], contextlib.AbstractContextManager[object]]
+    """Makes the context of a forward pass."""
+
+    def run(self, kind: Kind, batch: Batch, call: Callable[..., Any] | None = None) -> RehearsedPass:
+        """Run a micro-batch; gradients stay with the weights. Running statistics are left as they were.
+
+        call: what computes the outputs in place of the module.
+        """
+        started_at = time.monotonic()
+        self.module.train(kind == "training")
+        self.module.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(kind != "evaluation"), _statistics_kept(self.module):
+            with self.autocast():
+                outputs = (call or self.module)(*batch.inputs)
+            outputs = batch.own_rows((outputs,) if isinstance(outputs, Tensor) else outputs)
+            self.loss.check_labels(batch, outputs)
+            loss = self.loss(outputs, batch.labels, batch.size)
+            if loss.requires_grad:  # not in evaluation, and not if it depends on no weight
+                (loss / max(batch.num_targets, 1)).backward()  # type: ignore[no-untyped-call]
+        mean = float(loss.detach()) / batch.num_targets if batch.num_targets else math.nan
+        return RehearsedPass(what=kind, rows=batch.size, loss=mean, elapsed_s=time.monotonic() - started_at)
+
+    @property
+    def loss_output(self) -> str:
+        """Return the name of the output that the loss reads."""
+        return self.module.output_names[self.loss.index]
+
+    def kept_bytes_per_row(self, batch: Batch) -> float:
+        """Return the bytes that a forward pass keeps for the backward pass, without weights; 0 if it does not run."""
+        kept: dict[int, int] = {}
+        weights = {tensor.untyped_storage()._cdata for tensor in self.module.parameters()}
+
+        def count(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), contextlib.suppress(Exception):
+            self.run("padding", batch)  # in evaluation mode: BatchNormalization refuses a single row in training
+        return sum(kept.values()) / (batch.filled_to or batch.size)
+
+    def error_of(self, kind: Kind, batch: Batch, error: Exception) -> str:
+        """Return a clause that says what went wrong in a pass, and where in the graph."""
+        if isinstance(error, OnwardError):
+            return "; ".join(error.problems) if isinstance(error, Refused) else str(error)
+        where = failing_node(self.module, lambda call: self.run(kind, batch, call))
+        # the first line: torch appends the C++ stack and general advice
+        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        return f"{type(error).__name__}: {text}" + (f" (at the node that computes {where!r})" if where else "")
+
+
+@contextlib.contextmanager
+def _statistics_kept(module: ImportedGraph) -> Iterator[None]:
+    """Restore the running statistics, which a forward pass in training mode updates, at the end of a block."""
+    before = [(buffer, buffer.clone()) for path, buffer in module.named_buffers() if path in module.onnx_names]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -1,0 +1,148 @@
+"""Run what a run will compute, once, before it is launched: on the CPU, in one process, on the first rows of the data.
+
+    config.json ── open the file ── plan the layout ── checks.py ── rehearsal.json (and plan.json), or refused.json
+
+What is too large for this machine, or not reached within `launch.rehearsal_timeout_s`, is left out and named in the
+record. The graph is run undivided and is not compiled; the planner tries a configured division on fake tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.signature import model_bytes
+from onward.trainer.distributed.preflight import free_memory
+from onward.trainer.errors import Refused, UnsupportedModel
+from onward.trainer.export.export import exit_with_refusal
+from onward.trainer.model.fixed_batch import choose_fixed_batch
+from onward.trainer.model.trainable import open_trainable
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.parallel.plan_record import may_train_unplanned, needs_plan, with_plan
+from onward.trainer.rehearsal.checks import checks
+from onward.trainer.rehearsal.findings import Findings
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import write_record
+
+COPIES_OF_WEIGHTS = 4
+"""In memory at once: the file, the module, its gradients, and onnxruntime's session."""
+
+
+def rehearse(folder: RunDir) -> None:
+    """Rehearse `config.json` in `folder`; write rehearsal.json and, if the sizes are chosen, plan.json there.
+
+    Ends the process with a refused.json and an exit status when the run is refused.
+    """
+    findings = Findings()
+    with exit_with_refusal(folder.root):
+        config, use = choose_fixed_batch(read_config(folder))
+        findings.fixed_batch = config.model.fixed_batch
+        config = _planned(folder, config)
+        if too_large := _too_large(config):
+            findings.not_rehearsed.append(too_large)
+            _check_division(config, None, findings)
+        else:
+            trainable = open_trainable(config)
+            _check_division(config, trainable.module, findings)
+            with _time_limit(folder, findings, config.launch.rehearsal_timeout_s):
+                steps = checks(config, trainable, use, findings)
+                findings.pending = [what for what, _ in steps]
+                for _, check in steps:
+                    check()
+                    findings.pending.pop(0)
+        write_record(folder.rehearsal, findings.record(elapsed_s=_elapsed_s()))
+
+
+# -- the layout
+
+
+def _planned(folder: RunDir, config: RunConfig) -> RunConfig:
+    """Return the configuration with the sizes that the planner chooses, if it is to choose them; write plan.json."""
+    if config.parallel.sizes == "given":
+        return config
+    from onward.trainer.parallel.planner import plan  # here: it takes a second to import
+
+    # it opens the file itself, because it weighs layouts by the memory that is free, and this process keeps the weights
+    found = plan(config)
+    write_record(folder.root / "plan.json", found)
+    return with_plan(config, found)
+
+
+def _check_division(config: RunConfig, module: ImportedGraph | None, findings: Findings) -> None:
+    """Add the planner's error if the graph cannot be divided as configured. module: None = it opens the file."""
+    if config.parallel.sizes == "auto" or not needs_plan(config):
+        return
+    from onward.trainer.parallel.planner import plan
+
+    try:
+        plan(config, module and _without_data(module))
+    except UnsupportedModel as error:
+        if not may_train_unplanned(config):
+            findings.errors.append(error)
+    except Refused as error:
+        findings.errors.append(error)
+
+
+def _without_data(module: ImportedGraph) -> ImportedGraph:
+    """Return a copy whose parameters have no data."""
+    from onward.trainer.parallel.dry_run import replaced_weights
+
+    def place(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+
+    with replaced_weights(module, place):
+        return copy.deepcopy(module)
+
+
+# -- bounds
+
+
+def _too_large(config: RunConfig) -> str:
+    """Return why the model is not rehearsed here, from the sizes of its files; "" if it fits into memory."""
+    size = model_bytes(config.model.path)
+    free = free_memory(torch.device("cpu"))
+    if COPIES_OF_WEIGHTS * size <= free:
+        return ""
+    return (
+        f"everything: {COPIES_OF_WEIGHTS} copies of a model of {size / 2**30:.3g} GiB (the file, weights, gradients, "
+        f"those of onnxruntime) do not fit into the {free / 2**30:.3g} GiB of memory that are free here"
+    )
+
+
+@contextmanager
+def _time_limit(folder: RunDir, findings: Findings, limit_s: float) -> Iterator[None]:
+    """End the process when the block takes longer, with what was found by then: torch cannot be interrupted."""
+
+    def end() -> None:
+        left = ", ".join(findings.pending) or "everything"
+        findings.not_rehearsed.append(f"{left}: launch.rehearsal_timeout_s, {limit_s:g} s, was over")
+        status = 0
+        try:
+            with exit_with_refusal(folder.root):
+                write_record(folder.rehearsal, findings.record(elapsed_s=_elapsed_s()))
+        except SystemExit as refused:
+            status = int(refused.code or 0)
+        os._exit(status)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _elapsed_s() -> float:
+    return time.time() - psutil.Process().create_time()

@@ -22,6 +22,7 @@ from onward.trainer.onnx_import.exporter_records import ExporterRecords, read_re
 from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
+from onward.trainer.onnx_import.quantized_weights import integer_names, with_dequantized
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.tensor_contents import is_exporter_name
@@ -70,7 +71,7 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
     shared. module: the graph imported from it, after `select_trained`.
     """
     part = with_numeric_outputs(model)  # as `to_module` does: what only computes strings or maps is not imported
-    stored, main = stored_tensors(part.graph, base), with_operands(part)
+    stored, main = with_dequantized(part.graph, stored_tensors(part.graph, base)), with_operands(part)
     main = inliner.inline_local_functions(main) if main.functions else main
     return AuditInput(
         model=main,
@@ -99,7 +100,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _copies, _tables, _made_up_names,
         _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves, _quantized,
-        _runtime_nodes, _trees, _probabilities,
+        _integer_weights, _runtime_nodes, _trees, _probabilities,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -326,6 +327,20 @@ def _quantized(audit: AuditInput) -> Iterator[ExporterWarning]:
             key="quantized",
             what=f"{len(found)} weights are quantized ({found[0]}, ...) and stay frozen",
             remedy="train the model it was quantized from; export.variants quantizes the result",
+        )
+
+
+def _integer_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
+    integers = integer_names(audit.model.graph)
+    if found := [name for name in audit.trained() if name in integers]:
+        yield ExporterWarning(
+            key="integer_weights",
+            what=(
+                f"{len(found)} trained weights are stored as integers ({found[0]}, ...): they are trained in fp32, "
+                "computed as the integers nearest to them, and written as these integers with the scales of the file. "
+                "Updates that add up to less than half a scale are lost in the written file"
+            ),
+            remedy="to keep them, train the model it was quantized from; export.variants quantizes the result",
         )
 
 

@@ -28,9 +28,10 @@ from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.external_data import is_external
 from onward.trainer.onnx_graph.index import locations
-from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_graph.stochastic_depth import random_nodes
 from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
+from onward.trainer.onnx_import.quantized_weights import QuantizedWeight, integer_names, quantized_weights
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,11 @@ def weight_problems(written: ModelFile, weights: Mapping[str, Tensor]) -> list[s
     """Return one sentence for each stored tensor that is not the checkpoint's, in the type the file stores."""
     problems = []
     stored = dict(stored_protos(written.proto.graph))
+    integers = _dequantized(written, weights)
     for name, weight in weights.items():
+        if name in integers:
+            problems += _rounding_problems(name, weight, integers[name])
+            continue
         if name not in stored:
             problems.append(f"tensor {name!r} is not in the exported file")
             continue
@@ -174,3 +179,21 @@ def weight_problems(written: ModelFile, weights: Mapping[str, Tensor]) -> list[s
                 f"its greatest value is {np.abs(expected).max():.3g}"
             )
     return problems
+
+
+def _dequantized(written: ModelFile, weights: Mapping[str, Tensor]) -> dict[str, QuantizedWeight]:
+    """Return those of the weights that the file stores as integers."""
+    graph = written.proto.graph
+    if not (integers := integer_names(graph) & weights.keys()):
+        return {}
+    found = quantized_weights(graph, stored_tensors(graph, written.path.parent))
+    return {name: found[name] for name in integers if name in found}
+
+
+def _rounding_problems(name: str, weight: Tensor, found: QuantizedWeight) -> list[str]:
+    """Return a sentence if the integers of the file are not the nearest to a weight; beyond their range, the last."""
+    steps = found.steps_from(weight)
+    # half a step is rounding; the rest that of fp32, which int32 exceeds
+    if bool((steps <= 0.5 + 1e-5 * found.integers.double().abs()).all()):
+        return []
+    return [f"initializer {name!r} is up to {float(steps.max()):.3g} scales from the checkpoint; rounding is 0.5"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import as_tensor_proto, held_attributes
@@ -83,5 +83,5 @@ def _typed_fields(array: np.ndarray[Any, Any], data_type: int) -> dict[str, list
     """Return the protobuf field for a data type and its content; half-precision values are stored as their bits."""
     if data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
         return {"int32_data": array.reshape(-1).view(np.uint16).tolist()}
-    name = "float_data" if data_type == TensorProto.FLOAT else "double_data"
+    name = helper.tensor_dtype_to_field(data_type)
     return {name: array.reshape(-1).tolist()}

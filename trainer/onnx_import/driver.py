@@ -49,6 +49,11 @@ from onward.trainer.onnx_import.lowering import GraphLowering, local_functions, 
 from onward.trainer.onnx_import.ops.cast import HALVES, widen_half
 from onward.trainer.onnx_import.ops.contrib import OWN_NORMS, check_optimised
 from onward.trainer.onnx_import.passes.fuse import fuse_graph as fuse_graph
+from onward.trainer.onnx_import.quantized_weights import (
+    QuantizedWeight,
+    quantized_weights,
+    roles_of_quantized,
+)
 from onward.trainer.onnx_import.roles import Role, find_roles, promote_to_trained
 from onward.trainer.onnx_import.shape_assumptions import check_rows, is_impure
 from onward.trainer.onnx_import.ties import Copies, find_copies, roles_of_copies
@@ -118,13 +123,16 @@ def to_module(
     # before inlining: a tensor stored in a local function has no place of its own to be written back to
     stored = stored_tensors(model.graph, base)
     records = read_records(model)
+    quantized = quantized_weights(model.graph, stored)
+    floats = stored | {name: weight.dequantized() for name, weight in quantized.items()}
     depth = find_branches(model, base)
     model = load_small_tensors(with_operands(model), base)
     if model.functions:
         model = inliner.inline_local_functions(model)
-    found = promote_to_trained(find_roles(model.graph, stored, records), stored, train)
-    attempt, graph = import_graph(mark_branches(model, depth), stored, found, base, widen=widen)
-    copies = find_copies(stored, found, records.originals) if tie else {}
+    found = roles_of_quantized(promote_to_trained(find_roles(model.graph, floats, records), floats, train), quantized)
+    trained = {name: weight for name, weight in quantized.items() if found[name].kind == "trained"}
+    attempt, graph = import_graph(mark_branches(model, depth), stored, found, base, quantized=trained, widen=widen)
+    copies = find_copies(floats, found, records.originals) if tie else {}
     return _finish(attempt, graph, copies, fuse=fuse)
 
 
@@ -156,18 +164,20 @@ def import_graph(
     roles: Mapping[str, Role],
     base: Path | None = None,
     *,
+    quantized: Mapping[str, QuantizedWeight],
     widen: bool | None = None,
 ) -> tuple[ImportAttempt, fx.Graph]:
     """Trace the graph at several sizes and return the attempt with the lowest cost.
 
-    Raises UnsupportedModel with every problem of the best attempt.
+    quantized: the trained ones of `stored` that are integers. Raises UnsupportedModel with every problem of the best
+    attempt.
     """
     # before tracing, because a node is not traced when one before it fails, and all of them are to be reported at once
     unknown = unknown_operators(model)
     attempts: list[tuple[ImportAttempt, fx.Graph]] = []
     model = with_lengths(model, known_lengths(model.graph))
     for lengths, batch in trial_sizes(model.graph, set(stored), widen=widen):
-        attempt = ImportAttempt(model, Tracer(), roles, batch, base)
+        attempt = ImportAttempt(model, Tracer(), roles, batch, base, quantized)
         attempts.append((attempt, attempt.build(stored, lengths)))
         # nothing was assumed and nothing is left to run time: a further size cannot be better
         if not any(attempt.cost):
@@ -189,6 +199,8 @@ class ImportAttempt:
     """The batch size that the file declares, if it is treated as dynamic."""
     base: Path | None = None
     """The directory of external data that was not loaded."""
+    quantized: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    """The trained tensors that are stored as integers."""
     problems: list[str] = field(default_factory=list)
     onnx_names: dict[str, str] = field(default_factory=dict)
 
@@ -275,6 +287,8 @@ class ImportAttempt:
         role = self.roles.get(name)
         if role is None or role.kind == "frozen":
             return tensor
-        traced = self.tracer.tensor(name, nn.Parameter(tensor) if role.kind == "trained" else tensor)
+        quantized = self.quantized.get(name)
+        weight = tensor if quantized is None else quantized.dequantized()
+        traced = self.tracer.tensor(name, nn.Parameter(weight) if role.kind == "trained" else weight)
         self.onnx_names[str(traced.node.target)] = name
-        return traced
+        return traced if quantized is None else quantized.traced(self.tracer, traced)

@@ -13,6 +13,7 @@ that it did not read are refused with a message.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.element_types import torch_dtype
 from onward.trainer.onnx_graph.index import attribute_value
 from onward.trainer.onnx_import.eager import EagerTracer
+from onward.trainer.onnx_import.integer_storage import MOVES, move_before_storage
 from onward.trainer.onnx_import.tracing import Tracer
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, ShapeArray, Value, element_type
 from onward.trainer.onnx_import.widening import fit_operands
@@ -181,7 +183,12 @@ def run_rule(call: Call, rule: Rule, operands: Sequence[Value]) -> tuple[Value, 
     if (result := _apply_shape_rule(call, operands)) is not NotImplemented:
         return (result,) if not isinstance(result, tuple) else result
     try:
-        result = rule(call, *fit_operands(call, [call.tracer.to_tensor(operand) for operand in operands]))
+        tensors = fit_operands(call, [call.tracer.to_tensor(operand) for operand in operands])
+        result = NotImplemented
+        if call.op in MOVES and not call.eager:
+            result = move_before_storage(call.tracer, functools.partial(rule, call), tensors)
+        if result is NotImplemented:
+            result = rule(call, *tensors)
     except UnsupportedNode:
         raise
     except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError, KeyError) as error:

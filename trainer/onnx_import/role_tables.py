@@ -6,8 +6,9 @@ from __future__ import annotations
 QUANTIZERS = (
     "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv", "QLinearAdd",
     "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax", "QLinearConcat", "QLinearAveragePool",
-    "QLinearGlobalAveragePool", "QGemm", "QAttention", "MatMulInteger", "ConvInteger", "MatMulIntegerToFloat",
-    "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QEmbedLayerNormalization", "QOrderedMatMul",
+    "QLinearGlobalAveragePool", "QLinearWhere", "QGemm", "QAttention", "MatMulInteger",
+    "ConvInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
+    "QOrderedMatMul",
 )
 QUANTIZED_WEIGHTS = ("MatMulNBits", "MatMulBnb4")
 VALUE_FREE = (
@@ -32,7 +33,23 @@ DIFFERENTIABLE_OPERANDS: dict[str, tuple[int, ...]] = {
     # after the general entry of QUANTIZERS, because the later entry wins:
     # gradients pass through these as through the identity (ops/quant.py)
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), (0,)),
-    **dict.fromkeys(("QLinearMatMul", "QLinearConv"), (0, 3)),
+    **dict.fromkeys(("QLinearMatMul", "QLinearAdd", "QLinearMul"), (0, 3)),
+    **dict.fromkeys(
+        (
+            "QLinearSigmoid",
+            "QLinearLeakyRelu",
+            "QLinearSoftmax",
+            "QLinearAveragePool",
+            "QLinearGlobalAveragePool",
+        ),
+        (0,),
+    ),
+    "QLinearConv": (0, 3, 8),
+    "QGemm": (0, 3, 6),
+    "QLinearWhere": (1, 4),
+    "MatMulIntegerToFloat": (0, 1, 6),
+    "DynamicQuantizeMatMul": (0, 1, 4),
+    "QLinearConcat": tuple(range(2, 999, 3)),
     **dict.fromkeys(("MatMulInteger", "ConvInteger"), (0, 1)),
     "Where": (1, 2),
     "Gather": (0,),
@@ -76,6 +93,7 @@ PARAMETER_MEANING: dict[str, str] = {
 LAYERS = frozenset((
     "Conv", "ConvTranspose", "DeformConv", "CausalConvWithState", "FusedConv", "NhwcConv", "Gemm", "FusedGemm",
     "BatchNormalization", "LayerNormalization", "InstanceNormalization", "GroupNormalization", "RMSNormalization",
+    "QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
     "PRelu", "LSTM", "GRU", "RNN", "LinearClassifier", "LinearRegressor",
     "EmbedLayerNormalization", "SkipLayerNormalization", "BiasGelu",
     "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "SkipGroupNorm", "GroupNorm",

@@ -21,6 +21,7 @@ from onward.trainer.onnx_graph.external_data import byte_range, is_external, wri
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import store_tensor, stored_protos
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, stored_weights
+from onward.trainer.onnx_import.quantized_weights import stored_as_integers
 from onward.trainer.run.durable_files import durable_file
 
 
@@ -33,7 +34,7 @@ def write_model(module: ImportedGraph, model: onnx.ModelProto, source: Path, tar
     is written with the same bytes as `source`. Returns every file written, the model first. Raises ConfigError when
     `model` is not the one the module was imported from, or when a file of another model would be overwritten.
     """
-    trained, outside = fill_weights(module, model)
+    trained, outside = fill_weights(module, model, source.parent)
     externals = [tensor for tensor in all_tensors(trained) if is_external(tensor)]
     locations = sorted({byte_range(tensor).location for tensor in externals})
     if problems := _overwrite_problems(source, target, locations):
@@ -51,19 +52,20 @@ def write_model(module: ImportedGraph, model: onnx.ModelProto, source: Path, tar
 
 
 def fill_weights(
-    module: ImportedGraph, model: onnx.ModelProto
+    module: ImportedGraph, model: onnx.ModelProto, base: Path | None = None
 ) -> tuple[onnx.ModelProto, dict[str, tuple[torch.Tensor, TensorProto]]]:
     """Return a copy of `model` with the weights that the model file holds, and (tensor, proto) of external ones.
 
     Each weight is stored in the element type and the protobuf field, or the attribute, of the original. A tensor
-    without changes is not touched. Raises ConfigError when `model` is not the one the module was imported from.
+    without changes is not touched. base: the directory of external data. Raises ConfigError when `model` is not the
+    one the module was imported from.
     """
     trained = onnx.ModelProto()
     trained.CopyFrom(model)
     protos = dict(stored_protos(trained.graph))
     attributes = {name: attribute for name, _, attribute in held_attributes(trained.graph)}
     outside = {}
-    for name, tensor in stored_weights(module).items():
+    for name, tensor in stored_as_integers(trained.graph, stored_weights(module), base).items():
         proto = protos.get(name)
         if proto is None or list(proto.dims) != list(tensor.shape):
             raise ConfigError(

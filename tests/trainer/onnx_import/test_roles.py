@@ -136,18 +136,19 @@ def test_weights_of_contrib_operators_are_trained_and_their_tables_are_frozen():
     assert found["cos"] == found["sin"] == "a table of rotation angles"
 
 
-def test_quantized_weights_are_frozen_because_they_are_integers():
+def test_integers_without_a_stored_scale_are_frozen():
+    """Those with one are trained: test_quantized_weights.py."""
     model = parsed(
-        """qdq (float[batch, 4] x) => (float[batch, 4] y) {
-            w = DequantizeLinear <axis = 0> (packed, scale)
-            y = MatMul(x, w)
+        """dynamic (float[batch, 4] x) => (float[batch, 4] y) {
+            q, s, z = DynamicQuantizeLinear(x)
+            p = MatMulInteger(q, packed, z)
+            f = Cast<to = 1>(p)
+            y = Mul(f, s)
         }""",
         packed=np.arange(16, dtype=np.int8).reshape(4, 4),
-        scale=random(4),
     )
-    found = reasons(model)
+    found = {name: role.reason for name, role in to_module(model).roles.items()}
     assert found["packed"] == "stored as integers; train the model it was quantized from"
-    assert found["scale"] == "a scale of quantization"
 
 
 def test_weights_that_are_quantized_when_the_graph_runs_are_trained():

@@ -38,6 +38,7 @@ from onward.trainer.export.training.optimizer_graph import optimizer_model
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.quantized_weights import integer_names
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.run.durable_files import durable_file, sha256, write_durably
 from onward.trainer.run.records import write_record
@@ -120,6 +121,11 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     widen = config.model.fixed_batch in ("auto", "any")
     module = to_module(model, fuse=False, tie=config.model.tie, train=config.model.train, widen=widen)
     select_trained(module, train=config.model.train, freeze=config.model.freeze)
+    if integers := sorted(integer_names(model.graph) & set(named_weights(module))):
+        raise ExportRefused(
+            f"{len(integers)} trained weights are stored as integers ({integers[0]}, ...), and training.onnx would "
+            "need them as floats: set export.training = false"
+        )
     names = loss_names(model, config.model)
     training = training_model(module, model, config.model, names=names)
     tensors = {name: tensor.detach() for name, tensor in named_weights(module).items()}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from onnx import TensorProto
-from torch import fx
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.element_types import PACKED, element_type_name, torch_dtype
+from onward.trainer.onnx_import.integer_storage import before_storage
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Traced, Value
+from onward.trainer.onnx_import.values import Value
 
 INT_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
 HALVES: dict[int, torch.dtype] = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}
@@ -49,26 +49,9 @@ def widen_half(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     return x.to(anchor.dtype)
 
 
-def store_as(levels: torch.Tensor, dtype: torch.dtype, computed_in: torch.dtype) -> torch.Tensor:
-    """Convert integers that were computed in floating point to the type that they have in the file.
-
-    computed_in: the floating-point type; `value_before_storage` reads it from the recorded call.
-    """
-    return levels.to(dtype)
-
-
 def value_before_storage(c: Call, x: Value) -> Value:
-    """Return the floating-point value that `store_as` converted to x, so that gradients pass; else x itself.
-
-    x --- levels (float) --- store_as (uint8) --- DequantizeLinear     the file: no gradient passes integers
-    x --- levels (float) ------------------------ DequantizeLinear     what is recorded: the same numbers
-    """
-    if not isinstance(x, Traced) or x.node.target is not store_as:
-        return x
-    levels, _, computed_in = x.node.args
-    assert isinstance(levels, fx.Node)
-    first, second = (torch.empty(probe.shape, dtype=computed_in, device="meta") for probe in x.probes)  # type: ignore[arg-type]
-    return Traced(c.tracer, levels, (first, second))
+    """Return the floating-point value that was stored as x; x itself if there is none (integer_storage.py)."""
+    return before_storage(c.tracer, x)
 
 
 def mark_packed(x: Value, target: int) -> Value:

@@ -6,8 +6,8 @@
                       `--- store_as (uint8) --- other readers
 
 A quantized value is computed as a floating-point number (`quantized_values`) and only then stored as an integer
-(`cast.store_as`). An operator that makes a float of it again reads the first (`cast.value_before_storage`), so that
-gradients reach x, except where it was clamped. Weights that the file stores as integers stay frozen.
+(`store_as`). An operator that makes a float of it again reads the first (integer_storage.py), so that
+gradients reach x, except where it was clamped. Weights that the file stores as integers: quantized_weights.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
+from onward.trainer.onnx_import.integer_storage import store_as
 from onward.trainer.onnx_import.ops.cast import (
     INT_BITS,
     is_float8,
     mark_packed,
-    store_as,
     to_float4,
     to_float8,
     value_before_storage,
@@ -219,8 +219,8 @@ def _convolved(c: Call, data: tuple[Value, Value], weight: tuple[Value, Value], 
     # a bias is int32, of which fp32 represents only those up to 2^24
     dtype = exact_dtype(num_terms) if bias is None else torch.float64
     x = c(subtract_zero_point, value_before_storage(c, x), x_zero, dtype, 1)  # before padding: 0 is the zero point then
-    w = c(subtract_zero_point, w, w_zero, dtype, 0)
-    return conv(c, x, w, None if bias is None else c("to", bias, dtype))
+    w = c(subtract_zero_point, value_before_storage(c, w), w_zero, dtype, 0)
+    return conv(c, x, w, None if bias is None else c("to", value_before_storage(c, bias), dtype))
 
 
 @lower("QLinearMatMul", since=(10, 21))

@@ -504,3 +504,14 @@ def test_the_loss_may_read_any_tensor_of_the_graph() -> None:
     labels = np.array([0, 1, 1])
     expected = torch.nn.functional.cross_entropy(rest, torch.from_numpy(labels))
     assert run(file, feeds | {"labels": labels})["loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_weights_stored_as_integers_are_refused(tmp_path: Path) -> None:
+    g = GraphWriter("integers", seed=0)
+    codes, scale = g.weight("q", np.int8([[3, -9], [40, 7]])), g.weight("s", 0.1)
+    g.op("MatMul", g.input("x", ("n", 2)), g.op("DequantizeLinear", codes, scale), outputs="logits")
+    g.output("logits", ("n", 2))
+    config = build_config({"model": {"path": "m.onnx"}, "data": {"source": "d.npz"}, "train": {"num_steps": 1}})
+    with pytest.raises(ExportRefused, match=r"1 trained weights are stored as integers \(q, ...\).*export.training"):
+        write_artifacts(tmp_path, g.model(), config, base=tmp_path)
+    assert not any(tmp_path.iterdir())

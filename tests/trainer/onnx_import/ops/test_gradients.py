@@ -292,6 +292,10 @@ FUSED: dict[str, list[Case]] = {
 CASES |= {f"com.microsoft.{name}": cases for name, cases in FUSED.items()}
 CASES["SimplifiedLayerNormalization"] = [case(PAIRS, some(4, seed=1))]
 
+QLINEAR = (
+    *(f"QLinear{name}" for name in ("Add", "Mul", "Sigmoid", "LeakyRelu", "Softmax", "Concat", "Where", "Conv")),
+    *("QLinearAveragePool", "QLinearGlobalAveragePool", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
+)
 INTEGERS, PLACES, CONSTANT = "integers or booleans come out", "a count or a place comes out", "no float goes in"
 STEPS, WHOLE = "constant between its steps", "tested with the operators that read its sequence"
 NOT_DIFFERENTIABLE: dict[str, str] = {
@@ -307,6 +311,8 @@ NOT_DIFFERENTIABLE: dict[str, str] = {
     **dict.fromkeys(["Bernoulli", "Multinomial"], STEPS),
     "onward.StochasticDepth": "the import's own, in no file; its gradient: test_stochastic_depth.py",
     **dict.fromkeys(["QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"], STEPS),
+    **dict.fromkeys(["com.microsoft.QuantizeLinear", "com.microsoft.DequantizeLinear"], STEPS),
+    **{f"com.microsoft.{name}": "compared with the same operator on floats: test_qlinear.py" for name in QLINEAR},
     **dict.fromkeys(["QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger"], INTEGERS),
 }
 """Operator -> why it has no gradient to check."""

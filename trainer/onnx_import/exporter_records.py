@@ -108,9 +108,12 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
 def _variables(model: onnx.ModelProto, stored: Iterable[str]) -> dict[str, str]:
     """Return the stored tensors that are variables of the module by their names, with the paths of their modules."""
     if model.producer_name == "pytorch":
-        # the TorchScript exporter keeps the names of the state dict, and makes up all other names
+        # the TorchScript exporter keeps the names of the state dict, and makes up all other names; the dynamo exporter
+        # names folded tensors after operations (mul_8), which only its records tell from parameters without a path
         constant_nodes = {node.output[0] for node in model.graph.node if node.op_type == "Constant"}
+        dynamo = any(node.name.startswith("node_") for node in model.graph.node)
         own = [name for name in stored if name not in constant_nodes and not is_exporter_name(name)]
+        own = [name for name in own if "." in name or not dynamo]
         return {name: name.rpartition(".")[0] for name in own}
     pattern = TF_VARIABLE if model.producer_name == TENSORFLOW else PADDLE_VARIABLE
     found = {name: pattern.fullmatch(name) for name in stored}

@@ -124,8 +124,12 @@ class _Evidence:
         why = frozen_because(name, tensor, self.flow, of_module=of_module, names=self.names)
         if recorded == "constant":
             return Role("frozen", why or "a constant in the module's code", written=True)
+        if why:
+            return Role("frozen", why)
         operator = self.flow.first_operator.get(name, "")
-        return Role("frozen", why) if why else Role("trained", f"weight of {operator}", operator)
+        named = tensor.numel() == 1 and name not in self.flow.layer_operands
+        how = ": a single number with the name of a parameter" if named else ""
+        return Role("trained", f"weight of {operator}{how}", operator)
 
     def _operator(self, name: str) -> str:
         """Return the operator in which a parameter is first combined with data; "" if no gradient can reach it."""

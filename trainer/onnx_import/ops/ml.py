@@ -176,7 +176,7 @@ def linear_regressor(c: Call, x: Value, coefficients: Value = None, intercepts: 
 
 def transformed_targets(c: Call, scores: Value, targets: int, transform: str) -> Value:
     """Apply `post_transform` to the results of a regression; onnxruntime leaves a single target as it is."""
-    return scores if targets == 1 and transform != "PROBIT" else c(post_transform, scores, transform)
+    return scores if targets == 1 and transform != "PROBIT" else post_transform(c, scores, transform)
 
 
 def _linear(c: Call, x: Value, coefficients: Value, intercepts: Value, rows: int) -> Value:
@@ -201,7 +201,7 @@ def linear_classifier(c: Call, x: Value, coefficients: Value = None, intercepts:
     if rows != len(labels):
         raise UnsupportedNode(f"it has {len(labels)} class labels for {rows} scores")
     found = c(label_of, c(torch.argmax, scores, -1), labels) if c.wants(0) else None
-    return found, c(post_transform, scores, transform)
+    return found, post_transform(c, scores, transform)
 
 
 def _two_classes(c: Call, score: Value, labels: Tensor, transform: str) -> Value:
@@ -234,25 +234,32 @@ def label_of(position: Tensor, labels: Tensor) -> Tensor:
     return labels[position] if len(labels) else position
 
 
-def post_transform(scores: Tensor, transform: str) -> Tensor:
+def post_transform(c: Call, scores: Value, transform: str) -> Value:
     """Apply an attribute `post_transform` to the scores of each row."""
-    if transform == "NONE":
-        return scores
-    if transform == "LOGISTIC":
-        return scores.sigmoid()
-    if transform == "SOFTMAX":
-        return scores.softmax(-1)
-    if transform == "SOFTMAX_ZERO":  # a softmax over the scores that are not zero; zeros stay zero
-        counted = scores.abs() > 1e-7
-        weights = torch.where(counted, (scores - scores.amax(-1, keepdim=True)).exp(), 0)
-        return weights / weights.sum(-1, keepdim=True)
-    if transform == "PROBIT":
-        return math.sqrt(2) * erf_inverse(2 * scores - 1)
-    raise ValueError(f"post_transform={transform!r} is not implemented")
+    known = {
+        "NONE": lambda: scores,
+        "SOFTMAX": lambda: c(torch.softmax, scores, -1),
+        "LOGISTIC": lambda: c(torch.sigmoid, scores),
+        "SOFTMAX_ZERO": lambda: c(softmax_zero, scores),
+        "PROBIT": lambda: c(probit, scores),
+    }
+    if transform not in known:
+        raise UnsupportedNode(f"post_transform={transform!r} is not implemented")
+    return known[transform]()
 
 
-def erf_inverse(x: Tensor) -> Tensor:
-    """Return the inverse of the error function, by the approximation of onnxruntime (Winitzki, a = 0.147)."""
+def softmax_zero(scores: Tensor) -> Tensor:
+    """Return the softmax over the scores of a row that are not zero; zeros stay zero."""
+    weights = torch.where(scores.abs() > 1e-7, (scores - scores.amax(-1, keepdim=True)).exp(), 0)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def probit(probabilities: Tensor) -> Tensor:
+    """Return the inverse of the normal distribution, by onnxruntime's approximation of the inverse error function.
+
+    The approximation is that of Winitzki with a = 0.147.
+    """
+    x = 2 * probabilities - 1
     log = ((1 - x) * (1 + x)).log()
     half = 2 / (math.pi * 0.147) + 0.5 * log
-    return x.sign() * (-half + (half.square() - log / 0.147).sqrt()).sqrt()
+    return math.sqrt(2) * x.sign() * (-half + (half.square() - log / 0.147).sqrt()).sqrt()

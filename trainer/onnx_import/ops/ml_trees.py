@@ -77,7 +77,7 @@ def tree_ensemble_classifier(c: Call, x: Value) -> Value:
         raise UnsupportedNode(f"it has {len(labels)} class labels")
     scores = scores if base is None else c(torch.add, scores, base.float())
     found = c(label_of, c(torch.argmax, scores, -1), labels) if c.wants(0) else None
-    return found, c(post_transform, scores, transform)
+    return found, post_transform(c, scores, transform)
 
 
 def _two_classes(c: Call, scores: Value, labels: Tensor, ids: Sequence[int]) -> Value:
@@ -100,7 +100,7 @@ def _two_classes(c: Call, scores: Value, labels: Tensor, ids: Sequence[int]) -> 
         return found, c(of_one_class, one, probabilities, transform == "LOGISTIC")
     if ids == [1]:
         scores = c(torch.mul, scores, torch.tensor([0.0, 1.0]))  # without the base value
-    return found, c(post_transform, scores, transform)
+    return found, post_transform(c, scores, transform)
 
 
 def of_one_class(score: Tensor, probability: bool, logistic: bool) -> Tensor:

@@ -23,6 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.index import Index, did_you_mean, dims_of, infer_types, names_read
+from onward.trainer.onnx_graph.outputs import class_labels
 
 # fmt: off
 PASS_THROUGH = frozenset((
@@ -134,6 +135,13 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
         layer = _chosen_layer(index, config, output)
     except ConfigError as error:
         return list(error.problems)
+    names = class_labels(graph)
+    if names and len(names) != config.num_classes:
+        return [
+            f"model.num_classes {config.num_classes}: the file has labels for {len(names)} classes ({names[0]}, ..., "
+            f"{names[-1]}), which its outputs read; keep the number, or convert the model with the classes that it is "
+            "to have"
+        ]
     old = index.stored[layer.weight].dims[layer.axis]
     # the number of groups would have to divide the new number of outputs
     if group := next((a.i for a in layer.node.attribute if a.name == "group" and a.i != 1), 0):

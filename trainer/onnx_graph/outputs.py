@@ -15,7 +15,7 @@ A LinearClassifier applies its own softmax, so the file has no tensor of its sco
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -196,10 +196,16 @@ def with_log_probabilities(model: onnx.ModelProto, output: str) -> onnx.ModelPro
 
 
 def class_order(graph: onnx.GraphProto) -> list[str]:
-    """Return the file's class labels in the order of its scores; [] if they are 0, 1, 2, ... or it has none.
+    """Return the file's class labels as `class_labels` does; [] if they are 0, 1, 2, ...
 
     The labels of the data are places in this order, counted from 0, whatever the file calls the classes.
     """
+    names = class_labels(graph)
+    return [] if names == [str(number) for number in range(len(names))] else names
+
+
+def class_labels(graph: onnx.GraphProto) -> list[str]:
+    """Return the class labels that operators of ai.onnx.ml hold, in the order of the scores; [] if there are none."""
     found: list[Any] = []
     stored = Index(graph).stored
     for node in graph.node:
@@ -209,14 +215,18 @@ def class_order(graph: onnx.GraphProto) -> list[str]:
         if node.op_type == "ArrayFeatureExtractor" and node.input[0] in stored:
             labels = [numpy_helper.to_array(stored[node.input[0]]).flatten().tolist()]
         found = next(filter(None, labels), found)
-    names = [label.decode() if isinstance(label, bytes) else str(label) for label in found]
-    return [] if names == [str(number) for number in range(len(names))] else names
+    return [label.decode() if isinstance(label, bytes) else str(label) for label in found]
 
 
-def unreadable_output(model: onnx.ModelProto, output: str) -> str:
-    """Return a sentence if an output has no gradient, with the tensor that the loss can read instead; else ""."""
+def unreadable_output(
+    model: onnx.ModelProto, output: str, types: Mapping[str, onnx.ValueInfoProto] | None = None
+) -> str:
+    """Return a sentence if an output has no gradient, with the tensor that the loss can read instead; else "".
+
+    types: those of inner tensors, which inference finds; without them only the graph's outputs are judged.
+    """
     declared = {value.name: value for value in model.graph.output}
-    value = declared.get(output) or known_types(model).get(output)
+    value = declared.get(output) or (types or {}).get(output)
     # an output without a declared type may be anything
     if value is None or not value.type.WhichOneof("value"):
         return ""

@@ -84,7 +84,7 @@ def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preproces
     graph, types = model.graph, known_types(model)
     output = config.output or graph.output[0].name
     if output in types and _is_text(types[output]):
-        raise UnsupportedModel(unreadable_output(model, output))
+        raise UnsupportedModel(unreadable_output(model, output, types))
     between, _ = nodes_between(graph, output, set())
     front = _nodes_in_front(graph, between, types)
     if not front:

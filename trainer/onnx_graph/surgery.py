@@ -156,6 +156,8 @@ def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]
     if not needed & {*config.start, *(value.name for value in model.graph.input if value.name not in index.stored)}:
         problems.append(f"model.output {output!r} depends on none of the model's inputs")
     types = known_types(model)
+    if problem := unreadable_output(model, output, types):
+        return [problem]
     for name in (*config.start, output):
         if name not in types or not types[name].type.tensor_type.elem_type:
             problems.append(

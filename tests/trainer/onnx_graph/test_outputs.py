@@ -219,3 +219,16 @@ def test_the_type_of_an_undeclared_output_of_ai_onnx_ml_is_known() -> None:
     model = model_of("Scaler", [X], offset=[0.0], scale=[2.0])
     model.graph.output[0].ClearField("type")
     assert dims_of(known_types(model)["y0"]) == [None, 2]
+
+
+def test_another_number_of_classes_is_refused_when_the_file_has_labels_for_them() -> None:
+    """Else ZipMap would refuse the scores when somebody runs the exported file."""
+    path = file("sklearn-strings")
+    with pytest.raises(ConfigError, match=r"the file has labels for 10 classes \(eight, \.\.\., two\)"):
+        apply_surgery(load_model(path), ModelConfig(path=path, output="add_result1", num_classes=5), seed=0)
+    apply_surgery(load_model(path), ModelConfig(path=path, output="add_result1", num_classes=10), seed=0)
+
+
+def test_an_inner_tensor_of_integers_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read output 'argmax_output' \(int64\)"):
+        part_of("skl2onnx-mlp", "argmax_output")

@@ -68,6 +68,8 @@ class Flow:
     """The stored matrices of a product with a raw value, as long as nothing but a number is combined with it."""
     alias: str = ""
     """The stored tensor that it is, unchanged."""
+    centre: str = ""
+    """The stored tensor that was subtracted from it, as long as it is only multiplied afterwards."""
 
 
 def _merged(flows: Iterable[Flow]) -> Flow:
@@ -108,6 +110,8 @@ class GraphFlow:
     """Subtracted from an input, or what an input is divided by."""
     rescales: dict[str, str] = field(default_factory=dict)
     """Factor of an input, or what is added to the product -> the other one of the two, "" if there is none."""
+    centres: set[str] = field(default_factory=set)
+    """Subtracted in front of a factor and a shift of the same shape: x - centre, times factor, plus shift."""
     norm_weights: dict[str, frozenset[str]] = field(default_factory=dict)
     """Running statistic -> scale and bias of its BatchNormalization."""
     waves: dict[str, set[str]] = field(default_factory=dict)
@@ -155,7 +159,7 @@ class GraphFlow:
         if origin == "data" or (origin == "integers" and node.op_type not in KEEPS_WEIGHT):
             carried = frozenset()
         flow = Flow(origin, carried, node.op_type, raw, alias=self._alias(node, operands))
-        flow = self._follow_input(node, operands, flow)
+        flow = self._follow_centre(node, operands, self._follow_input(node, operands, flow))
         self.flows.update(dict.fromkeys(node.output, flow))
 
     def _follow_input(self, node: onnx.NodeProto, operands: Sequence[Flow], flow: Flow) -> Flow:
@@ -187,6 +191,25 @@ class GraphFlow:
         if node.op_type in ("Add", "Sub"):
             return replace(flow, shifted=node.op_type)
         return replace(flow, scale=other.alias)
+
+    def _follow_centre(self, node: onnx.NodeProto, operands: Sequence[Flow], flow: Flow) -> Flow:
+        """Record x - centre that a factor and a shift follow, and return the flow of the result with its centre."""
+        if node.op_type in ("Cast", "Identity") and operands:
+            return replace(flow, centre=operands[0].centre)
+        if len(operands) != 2 or node.op_type not in ("Sub", "Mul", "Div", "Add"):
+            return flow
+        data, other = operands if operands[0].origin == "data" else operands[::-1]
+        if data.origin != "data" or other.origin != "stored" or not other.carried:
+            return flow
+        if node.op_type == "Sub":
+            return replace(flow, centre=other.alias if operands[0] is data else "")
+        shape = self.weights[data.centre].shape if data.centre else None
+        if any(self.weights[name].shape != shape for name in other.carried):
+            return flow
+        if node.op_type == "Add":
+            self.centres.add(data.centre)
+            return flow
+        return replace(flow, centre=data.centre)
 
     def _same_shape(self, shift: str, factor: str | None) -> bool:
         return bool(shift) and factor in self.rescales and self.weights[shift].shape == self.weights[factor].shape

@@ -80,6 +80,9 @@ def _by_use(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_module: bool
         return "frequencies of sines and cosines of the input"
     if name in flow.exponents and not of_module:
         return "an exponent"
+    # frozen, it takes nothing from what can be learned: the shift can make up for any centre
+    if name in flow.centres and not of_module and tensor.numel() > 1:
+        return "subtracted in front of a factor and a shift of its shape: the mean of a normalisation written out"
     return ""
 
 

@@ -180,8 +180,27 @@ def test_a_frozen_batch_norm_is_not_updated():
     torch.testing.assert_close(module(x), zoo.build("frozen_operator")(x), rtol=1e-4, atol=1e-5)
 
 
-FOREIGN_MISSES = {"keras-torch": 4, "onnxruntime": 1, "torch-legacy": 1}
-"""Exporter -> number of tensors whose role no use, contents or name gives away: folded statistics, a decay."""
+@pytest.mark.parametrize(("factor", "shift", "expected"), [(6, 6, "frozen"), (1, 6, "trained"), (6, 1, "trained")])
+def test_a_mean_in_front_of_a_factor_and_a_shift_of_its_shape_is_a_statistic_written_out(factor, shift, expected):
+    """So Keras writes BatchNormalization on torch; the shift can learn what the mean could."""
+    model = parsed(
+        """net (float[batch, 4] x) => (float[batch, 6] y) {
+            h = MatMul(x, weight)
+            centred = Sub(h, mean)
+            scaled = Mul(centred, factor)
+            y = Add(scaled, shift)
+        }""",
+        weight=np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32),
+        mean=np.random.default_rng(1).normal(size=6).astype(np.float32),
+        factor=np.random.default_rng(2).normal(size=factor).astype(np.float32),
+        shift=np.random.default_rng(3).normal(size=shift).astype(np.float32),
+    )
+    assert kinds(model)["mean"] == expected
+    assert kinds(model)["weight"] == "trained"
+
+
+FOREIGN_MISSES = {"onnxruntime": 1, "torch-legacy": 1}
+"""Exporter -> number of tensors whose role no use, contents or name gives away: a decay."""
 
 
 @pytest.mark.parametrize("exporter", sorted({file.exporter for file in FILES.values()}))

@@ -52,7 +52,8 @@ class ModelConfig(Section):
     `loss = "output"` it is the loss itself."""
     start: tuple[str, ...] = ()
     """Tensors inside the graph that become its inputs, each read from the data's column of its name. The nodes before
-    them are neither computed nor trained. Empty = the graph's own inputs."""
+    them are neither computed nor trained. Empty = the graph's own inputs; in a file that begins with strings the
+    tensors of numbers behind them, which onnxruntime computes when the data is read."""
     num_classes: NonNegativeInt = 0
     """Replace the head: its last layer gets this many outputs, newly initialised; 0 = keep it."""
     head: str = ""
@@ -147,8 +148,8 @@ class DataConfig(Section):
     rows_per_shard: PositiveInt = 65536
     """Rows in one shard file. Sharding needs memory in proportion to it."""
     pad_values: dict[str, float] = {}
-    """Column of variable length -> the value that pads its shorter rows in a batch; without an entry 0, and
-    `model.ignore_index` for labels."""
+    """Column of variable length -> the value that pads its shorter rows in a batch; without an entry 0,
+    `model.ignore_index` for labels, and for what is computed from strings the value that the model itself pads with."""
     image_size: PositiveInt = 32
     """Digits only: side in pixels the 8x8 images are resized to."""
     image_channels: PositiveInt = 3

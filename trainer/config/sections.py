@@ -33,7 +33,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-AcceptedWarning = Literal["merged", "separated"]
+AcceptedWarning = Literal["merged", "separated", "removed"]
 """The keys of the warnings (diagnostics/exporter_warnings.py) that change what is trained."""
 
 FixedBatch = Literal["auto", "any", "own", "joint"]
@@ -64,7 +64,8 @@ class ModelConfig(Section):
     accept: tuple[AcceptedWarning, ...] = ()
     """Warnings of `onward doctor` that a run accepts although they change what is trained; without, such a run is
     refused. `merged`: weights that an exporter merged are trained as one weight. `separated`: one weight into whose
-    uses an exporter folded different things is trained as several."""
+    uses an exporter folded different things is trained as several. `removed`: biases of zeros that an exporter removed
+    stay absent."""
     tie: bool = True
     """Train the copies that an exporter made of one weight (such as a transposed embedding) as one weight."""
     fixed_batch: FixedBatch = "auto"

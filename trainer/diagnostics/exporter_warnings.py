@@ -12,7 +12,7 @@ import onnx
 import torch
 from onnx import TensorProto, inliner
 
-from onward.trainer.diagnostics.merged_weights import merged_weights, separated_weights
+from onward.trainer.diagnostics.merged_weights import merged_weights, removed_biases, separated_weights
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
@@ -98,9 +98,9 @@ def refused_symptoms(found: Iterable[ExporterWarning], accept: Sequence[str]) ->
 def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     """Yield a warning for everything that is allowed but perhaps not intended."""
     for check in (
-        _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _copies, _tables, _made_up_names,
-        _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves, _quantized,
-        _integer_weights, _runtime_nodes, _trees, _probabilities,
+        _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _removed_biases, _copies, _tables,
+        _made_up_names, _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves,
+        _quantized, _integer_weights, _runtime_nodes, _trees, _probabilities,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -161,6 +161,19 @@ def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
                 f"into each use: {'; '.join(' and '.join(names) for names in found[:3])}. They train apart"
             ),
             remedy=f"to train each as one weight, export with {RECIPE}",
+            changes_training=True,
+        )
+
+
+def _removed_biases(audit: AuditInput) -> Iterator[ExporterWarning]:
+    if found := removed_biases(audit.model.graph, audit.records.weights):
+        yield ExporterWarning(
+            key="removed",
+            what=(
+                f"{len(found)} biases of the network are not in the file and cannot be trained, because the exporter "
+                f"removes biases of zeros: {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
+            ),
+            remedy=f"to train them, export with {RECIPE}",
             changes_training=True,
         )
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 import onnx
 import torch
 
+from onward.trainer.onnx_graph.module_paths import module_of_node
 from onward.trainer.onnx_graph.shared_parameters import MAX_MERGED, Use, parameters_read
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.tensor_contents import is_distinctive
@@ -120,3 +121,16 @@ def _has_proportional_slices(one: torch.Tensor, other: torch.Tensor) -> bool:
     cosines = torch.nn.functional.cosine_similarity(rows, other_rows, dim=1).abs()
     compared = (rows.abs().amax(1) > 0) & (other_rows.abs().amax(1) > 0)
     return bool(compared.any()) and bool((cosines[compared] > 1 - 1e-6).all())
+
+
+def removed_biases(main: onnx.GraphProto, weights: Iterable[str]) -> list[str]:
+    """Return the biases of the exported network that the file does not store, because all of their elements were 0.
+
+    weights: the names of all weights of the exported network, by what the exporter wrote.
+    """
+    stored = {tensor.name for tensor in main.initializer}
+    unbiased = [
+        node for node in main.node if node.op_type in ("Conv", "ConvTranspose", "Gemm") and not any(node.input[2:])
+    ]
+    names = {f"{module}.bias" for node in unbiased if (module := module_of_node(node)) is not None}
+    return [name for name in weights if name in names - stored]

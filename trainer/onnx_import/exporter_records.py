@@ -55,6 +55,8 @@ class ExporterRecords:
 
     A tensor of its own name is absent, too: it is the weight itself.
     """
+    weights: Mapping[str, RecordedKind] = field(default_factory=dict)
+    """Every weight of the exported network by its name in the module, those that the file no longer stores included."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Stored tensor -> path of the module that owns it ("": the outermost), or of the first one that reads it."""
     variables: frozenset[str] = frozenset()
@@ -100,6 +102,7 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
         kinds=kinds,
         folded=folded,
         originals=originals,
+        weights=weights,
         modules=readers | variables | owners,
         variables=frozenset(variables),
     )

@@ -84,6 +84,19 @@ class Tied(nn.Module):
         return result
 
 
+class Unbiased(nn.Module):
+    """A layer whose bias is still 0, as those of a new GPT-2 are."""
+
+    def __init__(self, width: int = 13) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(width, 12), nn.Linear(12, 14)
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.tanh(self.fc(x)))
+        return result
+
+
 class Everything(nn.Module):
     """All of them, of different widths, so that the exporter merges nothing of two of them."""
 
@@ -97,11 +110,12 @@ class Everything(nn.Module):
         self.repeated = Layers([repeated] * 3)
         self.scales = TwoScales()
         self.tied = Tied()
+        self.unbiased = Unbiased()
 
     def forward(self, x: Tensor) -> Tensor:
         scaled = self.scales(self.scales(x[:, :9]))
         parts = [self.norms(x[:, :4]), self.copied(x[:, :6]), self.once(x[:, :7]), self.repeated(x), scaled]
-        return torch.cat([*parts, self.tied(x[:, :11])], 1)
+        return torch.cat([*parts, self.tied(x[:, :11]), self.unbiased(x[:, :13])], 1)
 
 
 @pytest.fixture(scope="module", params=["dynamo", "TorchScript"])
@@ -144,14 +158,25 @@ def test_a_scale_that_is_one_tensor_with_a_running_variance_is_found(exported):
         assert {f"norms.bn{i}.{part}" for i in (1, 2) for part in (kind, statistic)} in found
 
 
-def test_merged_parameters_are_refused_until_they_are_accepted_or_untied(exported):
-    def warned(model: onnx.ModelProto) -> list[str]:
-        return refused_symptoms(exporter_warnings(audit_of_run(model, to_module(model), Path())), accept=())
+def refused(model: onnx.ModelProto, *accept: str) -> list[str]:
+    return refused_symptoms(exporter_warnings(audit_of_run(model, to_module(model), Path())), accept)
 
-    [refused] = warned(exported)
-    assert 'model.untie = ["' in refused
-    assert 'model.accept = ["merged"]' in refused
-    assert warned(untied(exported)) == []
+
+def test_merged_parameters_are_refused_until_they_are_accepted_or_untied(exported):
+    [sentence] = refused(exported, "removed")
+    assert 'model.untie = ["' in sentence
+    assert 'model.accept = ["merged"]' in sentence
+    assert refused(untied(exported), "removed") == refused(exported, "removed", "merged") == []
+
+
+def test_biases_of_zeros_that_the_exporter_removed_are_refused_until_they_are_accepted(exported):
+    removed = refused(exported, "merged")
+    if "unbiased.fc.bias" in {tensor.name for tensor in exported.graph.initializer}:
+        assert removed == []
+    else:
+        assert len(removed) == 1
+        assert "1 biases of the network are not in the file and cannot be trained" in removed[0]
+        assert "unbiased.fc.bias" in removed[0]
 
 
 def test_copied_layers_whose_equal_matrices_were_merged_are_found(exported):
@@ -188,6 +213,8 @@ def test_untied_parameters_have_the_gradients_and_statistics_of_the_module(expor
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     buffers, originals = dict(module.named_buffers()), read_records(changed).originals
     read = {name: next(iter(found)) for name, found in parameters_read(changed.graph).items()}
+    stored = {tensor.name for tensor in changed.graph.initializer}
+    gradients = {name: each for name, each in gradients.items() if name in stored or not name.startswith("unbiased")}
     expected = gradients | {name: tensor for name, tensor in buffers.items() if "running" in name}
     for name, tensor in named_weights(imported).items():
         value = tensor.grad if isinstance(tensor, nn.Parameter) else tensor

@@ -137,11 +137,15 @@ def label_encoder(c: Call, x: Value) -> Value:
         raise UnsupportedNode("it encodes strings")
     if default is None:
         default = torch.tensor(-1 if values.dtype == torch.int64 else 0).to(values.dtype)
-    # as in onnxruntime, where the first of equal keys is used
-    order = torch.tensor(list({key: i for i, key in reversed(list(enumerate(keys.tolist())))}.values()))
-    keys, values = keys[order], values[order]
-    keys, order = keys.sort()
-    return c(looked_up, x, keys.to(x.dtype), values[order], default.reshape(()))
+    default = default.reshape(())
+    missing = keys.isnan()
+    # as in onnxruntime, where NaN is a key from version 4 on
+    of_nan = values[missing][0] if bool(missing.any()) and c.version >= 4 else default
+    keys, values = keys[~missing], values[~missing]
+    # likewise: the first of equal keys is used
+    first = torch.tensor(list({key: i for i, key in reversed(list(enumerate(keys.tolist())))}.values())).long()
+    keys, order = keys[first].sort()
+    return c(looked_up, x, keys.to(x.dtype), values[first][order], default, of_nan)
 
 
 def _codes(c: Call, what: str) -> Tensor | None:
@@ -159,10 +163,13 @@ def _codes(c: Call, what: str) -> Tensor | None:
     return given[0] if given else None
 
 
-def looked_up(x: Tensor, keys: Tensor, values: Tensor, default: Tensor) -> Tensor:
-    """Return the value of each element's key (`keys` are sorted), or the default."""
+def looked_up(x: Tensor, keys: Tensor, values: Tensor, default: Tensor, of_nan: Tensor) -> Tensor:
+    """Return the value of each element's key (`keys` are sorted), `of_nan` for NaN, or the default."""
+    other = torch.where(x.isnan(), of_nan, default)
+    if not len(keys):
+        return other
     place = torch.searchsorted(keys, x.contiguous()).clamp(max=len(keys) - 1)
-    return torch.where(keys[place] == x, values[place], default)
+    return torch.where(keys[place] == x, values[place], other)
 
 
 # -- linear models

@@ -60,9 +60,9 @@ def tree_ensemble_regressor(c: Call, x: Value) -> Value:
     scores = _evaluated(c, x, trees, c.attr("aggregate_function", "SUM"))
     base = _numbers(c, "base_values")
     if base is not None:
-        scores = c(torch.add, scores, base.float())
+        scores = c(torch.add, scores, base)
     transform = c.attr("post_transform", "NONE")
-    return transformed_targets(c, scores, c.attr("n_targets"), transform)
+    return as_float(c, transformed_targets(c, scores, c.attr("n_targets"), transform))
 
 
 @lower("ai.onnx.ml.TreeEnsembleClassifier", since=(1, 3, 5))
@@ -72,12 +72,13 @@ def tree_ensemble_classifier(c: Call, x: Value) -> Value:
     trees = _older_trees(c, "class", max(len(labels), 2))
     scores = _evaluated(c, x, trees, "SUM")
     if len(labels) == 2:
-        return _two_classes(c, scores, labels, ids)
+        found, scores = _two_classes(c, scores, labels, ids)
+        return found, as_float(c, scores)
     if len(labels) < 2:
         raise UnsupportedNode(f"it has {len(labels)} class labels")
-    scores = scores if base is None else c(torch.add, scores, base.float())
+    scores = scores if base is None else c(torch.add, scores, base)
     found = c(label_of, c(torch.argmax, scores, -1), labels) if c.wants(0) else None
-    return found, post_transform(c, scores, transform)
+    return found, as_float(c, post_transform(c, scores, transform))
 
 
 def _two_classes(c: Call, scores: Value, labels: Tensor, ids: Sequence[int]) -> Value:
@@ -136,13 +137,13 @@ def leaves(
     x = x.detach()
     place = roots.expand(x.shape[0], -1)
     for _ in range(depth):
-        value, limit, kind = x.gather(1, feature[place]), threshold[place].to(x.dtype), mode[place]
+        value, limit, kind = x.gather(1, feature[place]), threshold[place], mode[place]
         compared = (value <= limit, value < limit, value >= limit, value > limit, value == limit, value != limit)
         truth = torch.zeros_like(value, dtype=torch.bool)
         for number, result in enumerate(compared):
             truth = torch.where(kind == number, result, truth)
         if members.shape[1]:
-            among = (value[..., None] == members[place].to(x.dtype)).any(-1)
+            among = (value[..., None] == members[place]).any(-1)
             truth = torch.where(kind == len(compared), among, truth)
         truth = truth | (value.isnan() & missing[place])
         place = successors[place].gather(-1, truth[..., None].long())[..., 0]
@@ -201,7 +202,7 @@ def _older_trees(c: Call, what: str, num_targets: int) -> Trees:
         successors=torch.tensor(successors),
         missing=torch.tensor(c.attr("nodes_missing_value_tracks_true") or [0] * len(ids)).bool(),
         members=torch.empty(len(ids), 0),
-        scores=torch.from_numpy(scores).float(),
+        scores=torch.from_numpy(scores).to(weights.dtype),
         depth=_depth(successors, list(roots.values())),
     )
 

@@ -135,6 +135,9 @@ def tensor(values: list[Any], dtype: str) -> TensorProto:
         (np.array([1, 2, 3]), 2, {"keys_int64s": [2, 1, 2], "values_int64s": [4, 5, 6], "default_int64": -7}),
         (np.array([[1.0, 2.5]], np.float32), 2, {"keys_floats": [2.5, -1.0], "values_int64s": [4, 5]}),
         (np.array([[1.0, 2.5]], np.float32), 4, {"keys_floats": [2.5], "values_floats": [4.0], "default_float": 9.0}),
+        (np.array([1.0, NAN, 3.0], np.float32), 2, {"keys_floats": [NAN, 1.0], "values_floats": [7.0, 8.0]}),
+        (np.array([1.0, NAN, 3.0], np.float32), 4, {"keys_floats": [NAN, 1.0], "values_floats": [7.0, 8.0]}),
+        (np.array([1.0, NAN, 3.0], np.float32), 4, {"keys_floats": [NAN], "values_int64s": [7], "default_int64": -7}),
         *(
             (
                 np.array([1, 2, 3], dtype),

@@ -191,3 +191,17 @@ def test_two_classes_that_onnxruntime_computes_oddly_are_refused(given: dict[str
     all_given = attributes("class", nodes, scores, classlabels_int64s=[0, 1], **given)
     with pytest.raises(UnsupportedModel, match=why):
         to_module(model_of("TreeEnsembleClassifier", [ROWS], 2, **all_given))
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_thresholds_and_scores_in_fp64_equal_onnxruntime(classes: int) -> None:
+    """0.1 in fp64 is not 0.1 in fp32, so that rows of 0.1 go the other way if thresholds are rounded."""
+    nodes, scores = forest(5, list(range(classes)), seed=6, mode="BRANCH_LEQ")
+    x = ROWS.astype(np.float64) + 0.1
+    nodes = {**nodes, "nodes_values": [value + 0.1 for value in nodes["nodes_values"]]}
+    labels = [3, 1] if classes == 1 else [3, 1, 2]
+    given = attributes("class", nodes, scores, classlabels_int64s=labels)
+    for name in ("nodes_values", "class_weights"):
+        given[f"{name}_as_tensor"] = numpy_helper.from_array(np.array(given.pop(name), np.float64))
+    model = model_of("TreeEnsembleClassifier", [x], 2, 3, **given)
+    assert_as_onnxruntime(model, x)

@@ -181,6 +181,9 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
     if feed.dtype not in NUMERIC:
         yield f"{feed.target} takes {feed.dtype}, which cannot be fed from columns of numbers"
         return
+    if feed.sequence and feed.stacked:
+        yield f"{feed.target} is a sequence with one tensor a sample; it cannot be stacked from columns"
+        return
     for column in columns:
         if column.dtype == TEXT:
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds text"
@@ -204,7 +207,7 @@ def _text_problems(config: RunConfig, feed: Feed, columns: list[Column]) -> Iter
             yield f"{feed.target} takes strings, but column {column.name!r} holds {column.kind}, not text"
     shape = feed.sample_shape
     if feed.sequence and feed.stacked:
-        yield f"{feed.target} is a sequence with one string tensor a sample; it cannot be stacked from columns"
+        yield f"{feed.target} is a sequence with one tensor a sample; it cannot be stacked from columns"
     elif feed.stacked and shape is not None and (len(shape) != 1 or shape[0] not in (None, len(columns))):
         yield f"{feed.target} takes shape {_shown(shape)} per sample, but data.inputs stacks {len(columns)} columns"
     elif not feed.stacked and shape not in (None, (), (1,), (None,)):

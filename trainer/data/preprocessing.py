@@ -46,13 +46,13 @@ def file_inputs(inputs: Mapping[str, Feed], values: Mapping[str, Values]) -> Fil
 
 
 def _input(feed: Feed, values: Mapping[str, Values]) -> Any:
-    arrays = [np.asarray(values[name]) for name in feed.columns]
-    array = np.stack(arrays, axis=1) if feed.stacked else arrays[0]
     dtype = object if feed.dtype == "string" else feed.tensor_dtype if feed.dtype == "bfloat16" else feed.dtype
-    array = array.astype(dtype)
     rank = None if feed.sample_shape is None else len(feed.sample_shape)
-    if feed.sequence:
-        return [np.array(row, dtype).reshape((1,) * (1 if rank is None else rank)) for row in array]
+    if feed.sequence:  # a tensor for each row, of one element if the row is a single value
+        least = 1 if rank is None else rank
+        return [np.array(row, dtype, ndmin=least) for row in values[feed.columns[0]]]
+    arrays = [np.asarray(values[name]) for name in feed.columns]
+    array = (np.stack(arrays, axis=1) if feed.stacked else arrays[0]).astype(dtype)
     return array.reshape(-1, 1) if array.ndim == 1 and rank == 1 else array
 
 

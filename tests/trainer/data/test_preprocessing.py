@@ -176,6 +176,39 @@ def test_a_sequence_of_strings_has_one_for_each_row(tmp_path: Path) -> None:
     assert "joined" in train.columns
 
 
+NUMBERS = (
+    HEAD
+    + """g (seq(float[K]) signals, float[N] level) => (float[N, 2] y) <float[2, 2] w = {1, 2, 3, 4}> {
+    means = SequenceMap <body = each (float[K] signal) => (float[1] mean) { mean = ReduceMean (signal) }> (signals)
+    joined = ConcatFromSequence <axis = 0> (means)
+    axis = Constant <value_ints = [1]> ()
+    left = Unsqueeze (joined, axis)
+    right = Unsqueeze (level, axis)
+    both = Concat <axis = 1> (left, right)
+    y = MatMul (both, w)
+}"""
+)
+
+
+def test_a_sequence_of_numbers_is_computed_in_front_of_the_network_too(tmp_path: Path) -> None:
+    onnx.save(parser.parse_model(NUMBERS), tmp_path / "m.onnx")
+    rows = [{"signals": [float(row)] * (row + 1) + [0.0], "level": row, "label": row % 2} for row in range(6)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="input signals is a sequence with one tensor a sample; it cannot be stacked"):
+        configuration(tmp_path, tmp_path / "m.onnx", tmp_path / "t.jsonl", inputs={"signals": ["level", "level"]})
+    config = configuration(tmp_path, tmp_path / "m.onnx", tmp_path / "t.jsonl")
+    train, evaluation = sharded(tmp_path, config)
+    assert set(train.columns) == {"joined", "level", "label"}
+    rows_of_file = FileRows(evaluation, config, read_training_signature(config.model))
+    fed = rows_of_file.inputs(np.arange(evaluation.num_rows))
+    level, means = rows_of_file.batch(np.arange(evaluation.num_rows)).inputs
+    wanted = [row * (row + 1) / (row + 2) for row in level.tolist()]
+    assert means.tolist() == pytest.approx(wanted)
+    assert [signal.shape for signal in fed["signals"]] == [(int(row) + 2,) for row in level.tolist()]
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    assert session.run(None, fed)[0] == pytest.approx(np.stack([wanted, level], 1) @ np.array([[1, 2], [3, 4]]))
+
+
 def test_the_planner_sees_the_results_of_the_pre_processing(tmp_path: Path) -> None:
     source = write_csv(tmp_path / "t.csv", SENTENCES)
     config = configuration(tmp_path, FOREIGN / "text-sentences.onnx", source)

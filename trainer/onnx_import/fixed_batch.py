@@ -25,7 +25,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.element_types import torch_dtype
+from onward.trainer.onnx_graph.element_types import DTYPES, torch_dtype
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
@@ -71,11 +71,13 @@ def batch_use(
     compute = _file(model, base, train)
     trial = _trial(model, declared, compute)
     if isinstance(trial, str):
+        to_module(model, base=base, train=train, widen=False)
         return BatchUse("own" if declared == 1 else "joint", declared, trial, proved=False)
     reason = trial.widened_problem(model, base, train)
     if not reason:
         tried = f"batches of 1 and {len(trial.inputs[0])} rows"
         return BatchUse("any", declared, f"{tried} give row by row what the file gives {declared} at a time")
+    to_module(model, base=base, train=train, widen=False)  # otherwise the reason is not about the batch
     if declared > 1 and (mixed := trial.dependence(_index(model, output))):
         return BatchUse("joint", declared, mixed)
     return BatchUse("own", declared, reason)
@@ -151,7 +153,8 @@ def _made_up(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
     """
     stored = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in stored]
-    if not all(value.type.HasField("tensor_type") and value.type.tensor_type.shape.dim for value in inputs):
+    kinds = {value.name: value.type.tensor_type for value in inputs}
+    if not all(kind.shape.dim and kind.elem_type in DTYPES for kind in kinds.values()):
         return
     tried: set[tuple[tuple[int, ...], ...]] = set()
     for lengths, _ in trial_sizes(model.graph, stored, widen=True):
@@ -164,16 +167,16 @@ def _made_up(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
             continue
         tried.add(shapes)
         generator = torch.Generator().manual_seed(0)
-        kinds = [torch_dtype(value.type.tensor_type.elem_type) for value in inputs]
+        types = [torch_dtype(kind.elem_type) for kind in kinds.values()]
         tables = [_rows_indexed(model.graph, value.name) for value in inputs]
         for least, known in ((0, True), (0, False), (1, False)):
             yield [
                 torch.randn(shape, generator=generator).to(kind)
                 if kind.is_floating_point
                 else torch.randint(least, table if known else 2, shape, generator=generator).to(kind)
-                for shape, kind, table in zip(shapes, kinds, tables, strict=True)
+                for shape, kind, table in zip(shapes, types, tables, strict=True)
             ]
-            if all(kind.is_floating_point for kind in kinds):
+            if all(kind.is_floating_point for kind in types):
                 break
 
 

@@ -112,7 +112,6 @@ def test_a_network_of_several_columns_of_several_types(workshop: Workshop) -> No
         file,
         {**columns, "label": labels},
         model={"output": "add_result1", "loss": "bce_with_logits"},
-        data={f"inputs.{name}": [name] for name in columns},
         optimizer={"learning_rate": 1e-2},
     )
     assert_better(outcome, file, {name: column[:, None] for name, column in columns.items()}, list(labels))

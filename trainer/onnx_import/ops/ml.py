@@ -8,6 +8,7 @@ torch type: the import leaves out the outputs that hold them (onnx_graph/outputs
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -243,16 +244,18 @@ def label_of(position: Tensor, labels: Tensor) -> Tensor:
 
 def post_transform(c: Call, scores: Value, transform: str) -> Value:
     """Apply an attribute `post_transform` to the scores of each row."""
-    known = {
-        "NONE": lambda: scores,
-        "SOFTMAX": lambda: c(torch.softmax, scores, -1),
-        "LOGISTIC": lambda: c(torch.sigmoid, scores),
-        "SOFTMAX_ZERO": lambda: c(softmax_zero, scores),
-        "PROBIT": lambda: c(probit, scores),
+    if transform == "NONE":
+        return scores
+    if transform == "SOFTMAX":
+        return c(torch.softmax, scores, -1)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "LOGISTIC": torch.sigmoid,
+        "SOFTMAX_ZERO": softmax_zero,
+        "PROBIT": probit,
     }
-    if transform not in known:
+    if transform not in functions:
         raise UnsupportedNode(f"post_transform={transform!r} is not implemented")
-    return known[transform]()
+    return c(functions[transform], scores)
 
 
 def softmax_zero(scores: Tensor) -> Tensor:

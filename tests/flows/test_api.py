@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -293,3 +294,19 @@ def test_a_pattern_that_matches_nothing_and_a_foreign_module_are_refused(model: 
         onward.write(torch.nn.Linear(2, 2), model, "out.onnx")  # type: ignore[arg-type]
     with pytest.raises(onward.ConfigError, match="cannot read the model"):
         onward.to_module("absent.onnx")
+
+
+def test_a_file_that_begins_with_strings_is_trained_and_written_from_python(tmp_path: Path) -> None:
+    source = Path(__file__).resolve().parents[1] / "support" / "foreign" / "text-sentences.onnx"
+    module = onward.to_module(source)
+    assert module.input_names == ("ids",)
+    ids, text = torch.tensor([[2, 8, 0], [5, 9, 12]]), np.array(["good film", "bad plot the"], object)
+    torch.nn.functional.cross_entropy(module(ids), torch.tensor([1, 0])).backward()
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    onward.write(module, source, tmp_path / "trained.onnx")
+    before, after = (
+        onnxruntime.InferenceSession(str(path)).run(None, {"text": text})[0]
+        for path in (source, tmp_path / "trained.onnx")
+    )
+    assert after == pytest.approx(module(ids).detach().numpy(), abs=1e-6)
+    assert after != pytest.approx(before, abs=1e-3)

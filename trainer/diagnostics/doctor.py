@@ -21,7 +21,7 @@ from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
-from onward.trainer.onnx_graph.outputs import FLOATS, score_tensors, with_numeric_outputs
+from onward.trainer.onnx_graph.outputs import readable_output, with_numeric_outputs
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, describe, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.converters import load_converters
@@ -120,7 +120,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     # as `to_module` does: what only computes strings or maps is not imported
     part = with_numeric_outputs(model)
     try:
-        settings = ModelConfig(path=path, output=_readable_output(model))
+        settings = ModelConfig(path=path, output=readable_output(model))
         if found := find_preprocessing(model, settings):
             preprocessing, front = describe(found.nodes, found.tensors), preprocessing_model(model, found)
             if settings.output != model.graph.output[0].name:
@@ -198,13 +198,6 @@ def _totals(weights: Iterable[Weight]) -> dict[str, Total]:
         kind: Total(tensors=len(members), values=sum(math.prod(weight.shape) for weight in members))
         for kind, members in kinds.items()
     }
-
-
-def _readable_output(model: onnx.ModelProto) -> str:
-    """Return the first output that a loss can read, or the scores behind the others; empty if there is neither."""
-    kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.output}
-    floats = (name for name, kind in kinds.items() if kind in FLOATS)
-    return next(floats, "") or next((name for name, _ in score_tensors(model.graph)), "")
 
 
 def _operators(

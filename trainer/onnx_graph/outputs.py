@@ -195,6 +195,13 @@ def with_log_probabilities(model: onnx.ModelProto, output: str) -> onnx.ModelPro
 # -- what the loss reads
 
 
+def readable_output(model: onnx.ModelProto) -> str:
+    """Return the first output that a loss can read, or the scores behind the others; empty if there is neither."""
+    kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.output}
+    floats = (name for name, kind in kinds.items() if kind in FLOATS)
+    return next(floats, "") or next((name for name, _ in score_tensors(model.graph)), "")
+
+
 def class_order(graph: onnx.GraphProto) -> list[str]:
     """Return the file's class labels as `class_labels` does; [] if they are 0, 1, 2, ...
 

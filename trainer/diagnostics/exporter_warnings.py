@@ -86,7 +86,7 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
     )
 
 
-def refused_symptoms(found: Iterable[ExporterWarning], accept: Sequence[str]) -> list[str]:
+def refused_warnings(found: Iterable[ExporterWarning], accept: Sequence[str]) -> list[str]:
     """Return a sentence for each warning that changes what is trained and is not in `accept` (`model.accept`)."""
     return [
         f'{warning.what}; {warning.remedy}; or, to train it so, set model.accept = ["{warning.key}"]'

@@ -18,7 +18,7 @@ from onward.trainer.data.batches import Batch, check_last_samples, one_batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.signature import read_training_signature
-from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_symptoms
+from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory
@@ -141,7 +141,7 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     audit.batch = use
     outputs = () if config.model.output else output_warnings(trainable.model)
     findings.warnings = (*exporter_warnings(audit), *outputs)
-    for problem in refused_symptoms(findings.warnings, config.model.accept):
+    for problem in refused_warnings(findings.warnings, config.model.accept):
         findings.refuse(problem)
 
 

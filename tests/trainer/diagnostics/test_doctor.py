@@ -14,7 +14,7 @@ from onward.flows.cli import app
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.diagnostics.doctor import Diagnosis, diagnose
-from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_symptoms
+from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_warnings
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.surgery import apply_surgery
@@ -36,7 +36,7 @@ def examined(model: onnx.ModelProto, folder: Path) -> Diagnosis:
 
 
 def warned(found: Diagnosis) -> str:
-    return "\n".join(f"{symptom.what} -> {symptom.remedy}" for symptom in found.warnings)
+    return "\n".join(f"{warning.what} -> {warning.remedy}" for warning in found.warnings)
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -125,7 +125,7 @@ def test_merged_weights_are_refused_until_they_are_untied_frozen_or_accepted(tmp
         apply_surgery(changed, config, seed=0)
         module = to_module(changed, base=tmp_path)
         select_trained(module, train=config.train, freeze=config.freeze)
-        return refused_symptoms(exporter_warnings(audit_of_run(changed, module, tmp_path)), config.accept)
+        return refused_warnings(exporter_warnings(audit_of_run(changed, module, tmp_path)), config.accept)
 
     (only,) = refused()
     assert 'set model.untie = ["scale", "bias"]' in only

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onward.trainer.config.sections import ModelConfig
-from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_symptoms
+from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_warnings
 from onward.trainer.diagnostics.merged_weights import merged_weights
 from onward.trainer.onnx_graph.shared_parameters import MAX_MERGED, parameters_read
 from onward.trainer.onnx_graph.surgery import apply_surgery
@@ -159,7 +159,7 @@ def test_a_scale_that_is_one_tensor_with_a_running_variance_is_found(exported):
 
 
 def refused(model: onnx.ModelProto, *accept: str) -> list[str]:
-    return refused_symptoms(exporter_warnings(audit_of_run(model, to_module(model), Path())), accept)
+    return refused_warnings(exporter_warnings(audit_of_run(model, to_module(model), Path())), accept)
 
 
 def test_merged_parameters_are_refused_until_they_are_accepted_or_untied(exported):
@@ -276,8 +276,8 @@ def test_a_shared_weight_into_whose_uses_different_norms_were_folded_is_refused(
     [separated] = [warning for warning in warned if warning.key == "separated"]
     convolutions = [node.input[1] for node in model.graph.node if node.op_type == "Conv"]
     assert f"{convolutions[0]} and {convolutions[1]}. They train apart" in separated.what
-    assert 'model.accept = ["separated"]' in refused_symptoms(warned, accept=())[0]
-    assert refused_symptoms(warned, accept=["separated"]) == []
+    assert 'model.accept = ["separated"]' in refused_warnings(warned, accept=())[0]
+    assert refused_warnings(warned, accept=["separated"]) == []
 
 
 def test_a_tensor_that_is_scale_and_bias_of_one_node_is_merged_whoever_wrote_the_file():

@@ -234,7 +234,7 @@ def test_added_noise_stays_random_and_doctor_names_it_and_the_masks_found(tmp_pa
     x = torch.randn(4, 5, 8)
     assert not torch.equal(module(x), module(x)), "this noise is what the model is"
     onnx.save(model, tmp_path / "m.onnx")
-    said = "\n".join(symptom.what for symptom in diagnose(tmp_path / "m.onnx").warnings)
+    said = "\n".join(warning.what for warning in diagnose(tmp_path / "m.onnx").warnings)
     assert "2 branches with stochastic depth, driven by train()/eval() (dropped at a rate of 0.25)" in said
     assert f"1 nodes draw random numbers, in evaluation, too ({noise})" in said
     assert strip_training(model) == {"stochastic depth": 2}

@@ -12,7 +12,8 @@ import onnx
 from onnx import defs, inliner
 
 from onward.trainer.config.sections import ModelConfig
-from onward.trainer.diagnostics.exporter_warnings import AuditInput, exporter_warnings
+from onward.trainer.diagnostics.audit_input import AuditInput
+from onward.trainer.diagnostics.exporter_warnings import exporter_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.diagnostics.runtime_check import RuntimeCheck, check_runtime
 from onward.trainer.errors import UnsupportedModel

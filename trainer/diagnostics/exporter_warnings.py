@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 import onnx
-import torch
-from onnx import TensorProto, inliner
+from onnx import TensorProto
 
+from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.merged_weights import merged_weights, removed_biases, separated_weights
-from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.element_types import element_type_name
-from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
-from onward.trainer.onnx_graph.outputs import score_tensors, with_numeric_outputs
+from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.outputs import score_tensors
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
-from onward.trainer.onnx_import.exporter_records import ExporterRecords, read_records
-from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
-from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
-from onward.trainer.onnx_import.quantized_weights import integer_names, with_dequantized
-from onward.trainer.onnx_import.roles import Role
-from onward.trainer.onnx_import.runtime_node import RuntimeNode
+from onward.trainer.onnx_import.quantized_weights import integer_names
 from onward.trainer.onnx_import.tensor_contents import is_exporter_name
-from onward.trainer.onnx_import.ties import Copies
-from onward.trainer.onnx_import.trial_sizes import declared_batch
 from onward.trainer.run.records import ExporterWarning
 
 T = TypeVar("T")
@@ -37,53 +27,6 @@ RECIPE = (
     "training=TrainingMode.TRAINING, do_constant_folding=False"
 )
 """The export that keeps names, ties, Dropout and BatchNormalization."""
-
-
-@dataclass
-class AuditInput:
-    """The model and what was found in it, as far as it could be imported."""
-
-    model: onnx.ModelProto
-    base: Path | None = None
-    """The directory of external data, which is not loaded."""
-    stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    roles: Mapping[str, Role] = field(default_factory=dict)
-    copies: Copies = field(default_factory=dict)
-    runtime_nodes: Counter[str] = field(default_factory=Counter)
-    batch: BatchUse = field(default_factory=lambda: BatchUse("any", 0))
-    """How the file is trained if it declares a fixed batch."""
-    records: ExporterRecords = field(default_factory=ExporterRecords)
-    selected: frozenset[str] | None = None
-    """The weights that [model] selects for training; None = all of them."""
-
-    def nodes(self, *operators: str) -> list[onnx.NodeProto]:
-        return [node for node in self.model.graph.node if node.op_type in operators]
-
-    def trained(self) -> list[str]:
-        found = [name for name, role in self.roles.items() if role.kind == "trained" and name not in self.copies]
-        return [name for name in found if self.selected is None or name in self.selected]
-
-
-def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> AuditInput:
-    """Return what `exporter_warnings` reads, for the graph that a run trains.
-
-    model: the graph after `apply_surgery` and `extract_subgraph`, so that what `model.untie` separated is no longer
-    shared. module: the graph imported from it, after `select_trained`.
-    """
-    part = with_numeric_outputs(model)  # as `to_module` does: what only computes strings or maps is not imported
-    stored, main = with_dequantized(part.graph, stored_tensors(part.graph, base)), with_operands(part)
-    main = inliner.inline_local_functions(main) if main.functions else main
-    return AuditInput(
-        model=main,
-        base=base,
-        stored=stored,
-        roles=module.roles,
-        copies=module.copies,
-        runtime_nodes=Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode)),
-        batch=BatchUse("any" if takes_any_batch(module) else "own", declared_batch(main.graph)),
-        records=read_records(model),
-        selected=frozenset(module.onnx_names[path] for path, p in module.named_parameters() if p.requires_grad),
-    )
 
 
 def refused_warnings(found: Iterable[ExporterWarning], accept: Sequence[str]) -> list[str]:

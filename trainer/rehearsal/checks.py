@@ -18,7 +18,8 @@ from onward.trainer.data.batches import Batch, check_last_samples, one_batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.signature import read_training_signature
-from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_warnings
+from onward.trainer.diagnostics.audit_input import audit_of_run
+from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory

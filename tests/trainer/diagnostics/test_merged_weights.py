@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from onward.trainer.config.sections import ModelConfig
-from onward.trainer.diagnostics.exporter_warnings import audit_of_run, exporter_warnings, refused_warnings
+from onward.trainer.diagnostics.audit_input import audit_of_run
+from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
 from onward.trainer.diagnostics.merged_weights import merged_weights
 from onward.trainer.onnx_graph.shared_parameters import MAX_MERGED, parameters_read
 from onward.trainer.onnx_graph.surgery import apply_surgery

@@ -8,7 +8,8 @@ import pytest
 import torch
 from onnx import TensorProto, numpy_helper, parser
 
-from onward.trainer.diagnostics.exporter_warnings import AuditInput, exporter_warnings
+from onward.trainer.diagnostics.audit_input import AuditInput
+from onward.trainer.diagnostics.exporter_warnings import exporter_warnings
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_import.driver import to_module

@@ -11,6 +11,7 @@ from onnx import TensorProto
 
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.merged_weights import merged_weights, removed_biases, separated_weights
+from onward.trainer.onnx_graph.blocked_layout import DOMAIN as BLOCKED
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.outputs import score_tensors
@@ -43,7 +44,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _removed_biases, _copies, _tables,
         _made_up_names, _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves,
-        _quantized, _integer_weights, _runtime_nodes, _trees, _probabilities,
+        _quantized, _integer_weights, _blocked_layout, _runtime_nodes, _trees, _probabilities,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -297,6 +298,19 @@ def _integer_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
                 "Updates that add up to less than half a scale are lost in the written file"
             ),
             remedy="to keep them, train the model it was quantized from; export.variants quantizes the result",
+        )
+
+
+def _blocked_layout(audit: AuditInput) -> Iterator[ExporterWarning]:
+    if found := [node for node in audit.model.graph.node if node.domain == BLOCKED]:
+        yield ExporterWarning(
+            key="blocked_layout",
+            what=(
+                f"{len(found)} nodes are in onnxruntime's blocked layout ({BLOCKED}): their weights are stored for the "
+                "processor that optimised the file, and are read as this processor does; the exported file runs on "
+                "such processors only"
+            ),
+            remedy="optimise the model with ORT_ENABLE_EXTENDED rather than ORT_ENABLE_ALL",
         )
 
 

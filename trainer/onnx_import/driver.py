@@ -36,6 +36,7 @@ from torch import fx, nn
 import onward.trainer.onnx_import.ops  # noqa: F401  registers the operator rules
 from onward.trainer.errors import ConfigError, UnsupportedModel, UnsupportedNode
 from onward.trainer.onnx_graph.attribute_weights import with_operands
+from onward.trainer.onnx_graph.blocked_layout import mark_blocks
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.external_data import external_problems, load_small_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
@@ -131,7 +132,8 @@ def to_module(
         model = inliner.inline_local_functions(model)
     found = roles_of_quantized(promote_to_trained(find_roles(model.graph, floats, records), floats, train), quantized)
     trained = {name: weight for name, weight in quantized.items() if found[name].kind == "trained"}
-    attempt, graph = import_graph(mark_branches(model, depth), stored, found, base, quantized=trained, widen=widen)
+    model = mark_blocks(mark_branches(model, depth), stored)
+    attempt, graph = import_graph(model, stored, found, base, quantized=trained, widen=widen)
     copies = find_copies(floats, found, records.originals) if tie else {}
     return _finish(attempt, graph, copies, fuse=fuse)
 

@@ -105,6 +105,7 @@ def bias_add(c: Call, x: Value, bias: Value, skip: Value) -> Value:
 def activate(c: Call, x: Value, name: str, numbers: Sequence[float]) -> Value:
     """Apply the activation of a fused product or convolution. numbers: its alpha and beta, or the bounds of Clip."""
     plain = {"Relu": torch.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid, "Softplus": F.softplus}
+    plain |= {"HardSwish": F.hardswish, "Gelu": F.gelu}
     if not name:
         return x
     if name in plain:
@@ -154,15 +155,11 @@ def fused_conv(c: Call, x: Value, weight: Value, bias: Value = None, added: Valu
     return activate(c, y, c.attr("activation", ""), c.attr("activation_params", []))
 
 
-@lower(
-    *(f"com.microsoft.nchwc.{name}" for name in ("Conv", "ReorderInput", "ReorderOutput", "MaxPool", "AveragePool")),
-    *(f"com.microsoft.nchwc.{name}" for name in ("GlobalMaxPool", "GlobalAveragePool", "Upsample")),
-    since=(1,),
-)
-def refuse_blocked_layout(c: Call, *operands: Value) -> Value:
+@_microsoft("NhwcConv", "NhwcFusedConv")
+def refuse_nhwc_conv(c: Call, *operands: Value) -> Value:
     raise UnsupportedNode(
-        "its weights are stored in blocks for one kind of processor; "
-        "optimise the model with ORT_ENABLE_EXTENDED rather than ORT_ENABLE_ALL"
+        "onnxruntime runs it on GPUs only, which differ in the order of its weight; optimise the model for the CPU "
+        "(or with ORT_ENABLE_BASIC)"
     )
 
 

@@ -8,7 +8,6 @@ import onnxruntime
 import pytest
 import torch
 
-from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_import.driver import load_model, to_module
 from tests.support.graphs import MODELS, feed
 from tests.support.onenode import assert_agrees
@@ -87,15 +86,6 @@ def test_a_file_optimised_for_transformers_computes_the_same(name, kind, tmp_pat
     path = optimised_for_transformers(tmp_path / "model.onnx", kind)
     assert "SkipLayerNormalization" in assert_imported_whole(path, model)
     assert num_weights(load_model(path)) == num_weights(model)
-
-
-def test_a_file_with_blocked_weights_is_refused_with_what_to_do(tmp_path):
-    onnx.save(MODELS["tiny_conv_net"](), str(tmp_path / "model.onnx"))
-    path = optimised_by_the_runtime(tmp_path / "model.onnx", "ALL")
-    if all(node.domain != "com.microsoft.nchwc" for node in load_model(path).graph.node):
-        pytest.skip("onnxruntime has no blocked layout for this processor")
-    with pytest.raises(UnsupportedModel, match="ORT_ENABLE_EXTENDED"):
-        to_module(load_model(path))
 
 
 # -- operator by operator

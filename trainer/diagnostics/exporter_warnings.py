@@ -139,7 +139,8 @@ def _tables(audit: AuditInput) -> Iterator[ExporterWarning]:
     frozen = {
         name: audit.stored[name].numel()
         for name, role in audit.roles.items()
-        if role.kind == "frozen" and name in audit.stored and audit.stored[name].numel() > 1
+        # what the file says is no guess that could be wrong
+        if role.kind == "frozen" and not role.written and name in audit.stored and audit.stored[name].numel() > 1
     }
     if frozen:
         largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))
@@ -147,7 +148,7 @@ def _tables(audit: AuditInput) -> Iterator[ExporterWarning]:
         yield ExporterWarning(
             key="frozen",
             what=f"{sum(frozen.values()):,} numbers in {len(frozen)} tensors stay frozen: {shown}",
-            remedy="to train one that is a weight after all, give its full name in model.train",
+            remedy="this is guessed; to train one that is a weight after all, give its full name in model.train",
         )
 
 

@@ -59,8 +59,8 @@ class ModelConfig(Section):
     head: str = ""
     """The weight of the layer that `num_classes` replaces; empty = the last one before the output."""
     untie: tuple[str, ...] = ()
-    """Glob patterns of initializers that several nodes share although they should not (exporters merge equal ones).
-    Each node gets its own copy, in the exported file too."""
+    """Glob patterns of initializers that several layers share although they should not (exporters merge equal ones).
+    Each parameter that the file names gets its own copy, or each node where it names none; in the exported file too."""
     accept: tuple[AcceptedWarning, ...] = ()
     """Warnings of `onward doctor` that a run accepts although they change what is trained; without, such a run is
     refused. `merged`: weights that an exporter merged are trained as one weight. `separated`: one weight into whose

@@ -72,11 +72,16 @@ def parameters_read(graph: onnx.GraphProto) -> dict[str, dict[str, list[Use]]]:
     """
     index = Index(graph)
     uses: dict[str, list[Use]] = defaultdict(list)
-    merges_named = any(_named_merge(node) for node in graph.node)
+    written = _Written(
+        index,
+        outputs={value.name for value in graph.output},
+        merges=any(_named_merge(node) for node in graph.node),
+        modules={prefix for name in index.stored for prefix in _prefixes(name)},
+    )
     for node in nodes_of(graph):
         for slot, name in enumerate(node.input):
             if name in index.stored and node.op_type not in ("Shape", "Size"):  # these do not read its values
-                uses[name] += _uses(node, slot, name, index, merges_named=merges_named)
+                uses[name] += _uses(node, slot, name, written)
     weights = {
         name: _Weight(origin, math.prod(index.stored[name].dims))
         for name, origin in _origins(graph, uses).items()
@@ -115,41 +120,49 @@ def _made_up(name: str) -> bool:
     return re.match(r"onnx::|/|\d+$", name) is not None
 
 
-def _uses(node: onnx.NodeProto, slot: int, name: str, index: Index, *, merges_named: bool) -> Iterator[Use]:
-    """Yield the uses of an operand, with the parameter that it is if one node says so; an Identity passes it on.
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """What the whole graph says about its parameters."""
 
-    merges_named: whether the TorchScript exporter named the parameters that it merged; a tool may have removed them.
-    """
-    if node.op_type == "Identity" and node.output[0] not in {value.name for value in index.graph.output}:
+    index: Index
+    outputs: set[str]
+    merges: bool
+    """Whether the TorchScript exporter named the parameters that it merged; another tool may have removed them."""
+    modules: set[str]
+    """Stored tensors, and the paths that their names begin with."""
+
+
+def _uses(node: onnx.NodeProto, slot: int, name: str, written: _Written) -> Iterator[Use]:
+    """Yield the uses of an operand, with the parameter that it is if one node says so; an Identity passes it on."""
+    if node.op_type == "Identity" and node.output[0] not in written.outputs:
         alias, value = _named_merge(node), node.output[0]
-        for reader in index.readers.get(value, ()):
+        for reader in written.index.readers.get(value, ()):
             for place in (place for place, read in enumerate(reader.input) if read == value):
-                for use in _uses(reader, place, name, index, merges_named=merges_named):
+                for use in _uses(reader, place, name, written):
                     yield replace(use, node=node, slot=slot, parameter=alias, source="merge") if alias else use
         return
     operand, module = OPERANDS.get(node.op_type, {}).get(slot, ""), module_of_node(node)
     if any(entry.key == NAME_SCOPES for entry in node.metadata_props) and module is not None:
         yield Use(node, slot, "", module, operand, source="module")
-    elif module is not None and merges_named and not _made_up(name):
+    elif module is not None and written.merges and not _made_up(name):
         yield Use(node, slot, name, operand=operand, source="module")
     elif module is not None:
-        yield Use(node, slot, _first_call(module, index), operand=operand, source="node name")
+        yield Use(node, slot, _first_call(module, written.modules), operand=operand, source="node name")
     else:
         output = next(filter(None, node.output), node.op_type)
         yield Use(node, slot, f"{output} {operand}".strip(), operand=operand)
 
 
-def _first_call(module: str, index: Index) -> str:
+def _first_call(module: str, modules: set[str]) -> str:
     """Return the path of a module without the numbers of calls: the second call of `norm` is `norm_1`.
 
-    A module that is called like that itself has tensors under its name.
+    modules: the paths under which there are tensors; these are names of modules and not of calls.
     """
     path = ""
     for scope in module.split("."):
         path = f"{path}.{scope}".lstrip(".")
-        called = re.sub(r"_\d+$", "", path)
-        if called != path and not any(name.startswith(f"{path}.") for name in index.stored):
-            path = called
+        if path not in modules:
+            path = re.sub(r"_\d+$", "", path)
     return path
 
 

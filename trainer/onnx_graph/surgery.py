@@ -46,6 +46,8 @@ def _untie(graph: onnx.GraphProto, patterns: Sequence[str]) -> list[str]:
 
     If the file says that the weight is one parameter, every node that reads it gets its own copy.
     """
+    if not patterns:
+        return []
     index, problems = Index(graph), []
     shared = {name: groups for name, found in parameters_read(graph).items() if len(groups := _groups(found)) > 1}
     for pattern in patterns:

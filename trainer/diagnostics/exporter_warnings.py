@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-import onnx
 from onnx import TensorProto
 
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.merged_weights import merged_weights, removed_biases, separated_weights
+from onward.trainer.diagnostics.output_warnings import graph_warnings
 from onward.trainer.onnx_graph.blocked_layout import DOMAIN as BLOCKED
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.initializers import stored_protos
-from onward.trainer.onnx_graph.outputs import score_tensors
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.quantized_weights import integer_names
@@ -44,9 +43,10 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _removed_biases, _copies, _tables,
         _made_up_names, _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves,
-        _quantized, _integer_weights, _blocked_layout, _runtime_nodes, _trees, _probabilities,
+        _quantized, _integer_weights, _blocked_layout, _runtime_nodes,
     ):  # fmt: skip
         yield from check(audit)
+    yield from graph_warnings(audit.model.graph)
 
 
 def _nothing_to_train(audit: AuditInput) -> Iterator[ExporterWarning]:
@@ -335,32 +335,3 @@ def _few(found: Mapping[str, T]) -> list[tuple[str, T]]:
 
 def _toml(names: Iterable[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
-
-
-def _trees(audit: AuditInput) -> Iterator[ExporterWarning]:
-    found = Counter(
-        node.op_type for node in audit.nodes("TreeEnsembleClassifier", "TreeEnsembleRegressor", "TreeEnsemble")
-    )
-    if found:
-        shown = ", ".join(f"{number} {operator}" for operator, number in found.items())
-        yield ExporterWarning(
-            key="trees",
-            what=f"{shown}: computed exactly but not trained, and no gradient reaches what comes before",
-            remedy="train the other weights of the file; trees themselves need the library that made them",
-        )
-
-
-def _probabilities(audit: AuditInput) -> Iterator[ExporterWarning]:
-    outputs = audit.model.graph.output
-    if len(outputs) == 1:  # of several, it is not known here which one the loss reads
-        yield from probabilities(audit.model.graph, outputs[0].name)
-
-
-def probabilities(graph: onnx.GraphProto, output: str) -> Iterator[ExporterWarning]:
-    """Yield a warning if an output is computed by a softmax or a sigmoid."""
-    if (scores := next(score_tensors(graph, [output]), None)) and scores[0] != output:
-        yield ExporterWarning(
-            key="probabilities",
-            what=f"output {output!r} holds probabilities, but the losses cross_entropy and bce_with_logits take scores",
-            remedy=f"set model.output to {scores[0]!r} ({scores[1]})",
-        )

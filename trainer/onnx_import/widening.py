@@ -205,7 +205,10 @@ def shared_row(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def fit_parts(c: Call, parts: Sequence[Value], axis: int) -> list[Value]:
-    """Expand the parts of a Concat that have one row, or the declared batch of equal rows, to the dynamic batch."""
+    """Expand tensors that have one row, or the declared batch of equal rows, to the dynamic batch of the others.
+
+    The parts of a Concat, or the operands of a ScatterElements: equal in all dimensions but `axis`.
+    """
     batch, fitted = c.batch, list(parts)
     known = all(isinstance(x, torch.Tensor) or (isinstance(x, Traced) and x.known) for x in parts)
     if batch is None or not known:

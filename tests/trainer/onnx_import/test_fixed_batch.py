@@ -118,6 +118,17 @@ def test_a_constant_of_equal_rows_fits_every_batch_and_one_of_different_rows_its
     assert "place" in use.reason
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_zeros_that_a_router_scatters_its_weights_into_fit_every_batch(batch):
+    g = GraphWriter("router", seed=0, opset=17)
+    scores = g.op("MatMul", g.input("x", (batch, 4)), g.weight("w", g.normal(1, 4, 6)))
+    g.op("TopK", scores, g.weight("k", [2]), outputs=["best", "where"])
+    zeros = helper.make_tensor("zeros", TensorProto.FLOAT, [batch, 6], [0.0] * batch * 6)
+    g.op("ScatterElements", g.op("Constant", value=zeros), "where", "best", outputs="y", axis=1)
+    g.output("y", (batch, 6))
+    assert batch_use(g.model()).kind == "any"
+
+
 def test_a_file_whose_rows_are_independent_but_hidden_from_the_importer_is_used_at_its_own_batch():
     g = GraphWriter("by number", seed=0, opset=17)
     x = g.op("MatMul", g.input("x", (2, 4)), g.weight("w", g.normal(1, 4, 3)))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
-from onward.trainer.onnx_import.widening import fit_indices
+from onward.trainer.onnx_import.widening import fit_indices, fit_parts
 
 
 def non_negative_indices(indices: torch.Tensor, length: int) -> torch.Tensor:
@@ -89,7 +89,9 @@ def scatter(x: torch.Tensor, axis: int, indices: torch.Tensor, updates: torch.Te
 @lower("ScatterElements", since=(13, 16, 18))
 @lower("Scatter", since=(9,))
 def scatter_elements(c: Call, x: Value, indices: Value, updates: Value) -> Value:
-    return c(scatter, x, c.axis(x, c.attr("axis", 0)), indices, updates, c.attr("reduction", "none"))
+    axis = c.axis(x, c.attr("axis", 0))
+    x, indices, updates = fit_parts(c, (x, indices, updates), axis)
+    return c(scatter, x, axis, indices, updates, c.attr("reduction", "none"))
 
 
 def scatter_nd(x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, reduction: str) -> torch.Tensor:

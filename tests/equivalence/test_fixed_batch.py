@@ -52,20 +52,23 @@ def run_of(folder: Path, model: onnx.ModelProto, *, use: str, layout: str) -> Ru
 
 
 @pytest.mark.mpi
-def test_rows_that_fill_a_batch_up_count_neither_in_training_nor_in_evaluation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", ["two replicas", *(pytest.param(each, marks=pytest.mark.slow) for each in ("one rank", "two stages"))]
+)
+def test_rows_that_fill_a_batch_up_count_neither_in_training_nor_in_evaluation(layout: str, tmp_path: Path) -> None:
     free = run_of(tmp_path / "free", graphs.tiny_mlp(), use="auto", layout="one rank")
     assert events(free, "start")[0].fields["num_samples"] % BATCH
     wanted = [event.fields["values"] for event in events(free, "evaluation")]
-    for layout in LAYOUTS:
-        own = run_of(tmp_path / layout, declared(graphs.tiny_mlp(), BATCH), use="own", layout=layout)
-        assert_close(final_tensors(own), final_tensors(free), 1e-5)
-        found = [event.fields["values"] for event in events(own, "evaluation")]
-        assert found == [pytest.approx(each, rel=1e-5) for each in wanted], layout
-        newest = newest_complete(own)
-        assert newest is not None
-        state, tensors = load(newest)
-        checkpoint = export.Checkpoint(step=state.step, weights=weights_in(tensors))
-        exported = export.export(own, checkpoint, data=evaluation_data(own), folder=own.export)
-        assert exported.after == pytest.approx(wanted[-1], rel=1e-4)
-        (dims,) = [value.type.tensor_type.shape.dim for value in onnx.load(exported.path).graph.input]
-        assert dims[0].dim_value == BATCH
+    own = run_of(tmp_path / "own", declared(graphs.tiny_mlp(), BATCH), use="own", layout=layout)
+    assert_close(final_tensors(own), final_tensors(free), 1e-5)
+    assert [event.fields["values"] for event in events(own, "evaluation")] == [
+        pytest.approx(each, rel=1e-5) for each in wanted
+    ]
+    newest = newest_complete(own)
+    assert newest is not None
+    state, tensors = load(newest)
+    checkpoint = export.Checkpoint(step=state.step, weights=weights_in(tensors))
+    exported = export.export(own, checkpoint, data=evaluation_data(own), folder=own.export)
+    assert exported.after == pytest.approx(wanted[-1], rel=1e-4)
+    (dims,) = [value.type.tensor_type.shape.dim for value in onnx.load(exported.path).graph.input]
+    assert dims[0].dim_value == BATCH

@@ -13,7 +13,7 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.fixed_batch import batch_use
 from tests.support.fixed_batches import EXPORTERS, FILES, built, exported, rows
 
-QUICK = ("vit-2", "attention-2", "squeezed-1")
+QUICK = ("vit-2", "attention-2")
 """Those that torch.export also writes in the ordinary run: it takes seconds for each."""
 ANY = [name for name, file in FILES.items() if file.use == "any"]
 OTHERS = [name for name in FILES if name not in ANY]

@@ -23,6 +23,7 @@ from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence import layouts
 from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, make_case, trained
 from tests.support import graphs
+from tests.support.quantized import quantized
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_bits, events, final_tensors, losses, make_run, tiny_images, tiny_text
 
@@ -99,6 +100,18 @@ def test_parameters_of_one_number_train_alike_in_every_layout(tmp_path: Path, mo
     numbers = {tensor.name: tensor for tensor in before.graph.initializer if tensor.name in after}
     learned = [name for name, tensor in numbers.items() if np.any(numpy_helper.to_array(tensor) != after[name])]
     assert {"h.0.alpha", "h.1.alpha", "h.0.mlp.beta", "h.0.attn.temperature", "logit_scale"} <= set(learned)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_every_layout_trains_weights_that_are_stored_as_integers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "int8", (quantized, tiny_images))
+    cases = [Case("int8", "dp2"), Case("int8", "pp2"), Case("int8", "dp2 x pp2", 3)]
+    runs = trained([Case("int8", ALONE), *cases], tmp_path)
+    found = {case.name: differences(runs[case], runs[Case("int8", ALONE)]) for case in cases}
+    assert {name: each for name, each in found.items() if max(each.values()) > TOLERANCE} == {}
 
 
 def continued(run: RunDir, folder: Path, layout: str, zero: int = 0) -> RunDir:

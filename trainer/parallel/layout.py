@@ -31,6 +31,7 @@ from onward.trainer.model.vocabulary_loss import ClassShard
 from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
+from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
 from onward.trainer.parallel.device import CPU, Device
 from onward.trainer.parallel.memory import activation_budget
@@ -123,6 +124,8 @@ def build_layout(
     rank (`device.typical`). with_costs: estimate the costs of the nodes even if nothing depends on them. Raises
     ConfigError or UnsupportedModel when the graph cannot be divided as configured.
     """
+    if config.parallel.data > 1 and (problems := _conditional_updates(module)):
+        raise ConfigError(problems)
     last = config.parallel.tensor - 1
     # divided in place like the module itself, but only its shapes are used
     # before the module itself is divided, which happens in place
@@ -278,11 +281,34 @@ def running_statistic_retention(stage: Stage) -> dict[str, float]:
         for node in part.module.graph.find_nodes(op="call_module"):
             norm = part.module.get_submodule(str(node.target))
             if isinstance(norm, BatchNorm) and not norm.frozen:
-                for operand in node.args[3:]:  # input, scale, bias, running mean, running variance
-                    if isinstance(operand, fx.Node) and (name := names.get(str(operand.target))):
-                        # each of several updates keeps 1 - momentum of the one before
-                        found[name] = found.get(name, 1.0) * (1.0 - norm.momentum)
+                momentum = norm.momentum
+            elif isinstance(norm, RuntimeNode) and norm.statistics and norm.node.op_type == "BatchNormalization":
+                momentum = 1.0 - next((a.f for a in norm.node.attribute if a.name == "momentum"), 0.9)
+            else:
+                continue
+            for operand in node.args[3:]:  # input, scale, bias, running mean, running variance
+                if isinstance(operand, fx.Node) and (name := names.get(str(operand.target))):
+                    # each of several updates keeps 1 - momentum of the one before
+                    found[name] = found.get(name, 1.0) * (1.0 - momentum)
     return found
+
+
+def _conditional_updates(module: ImportedGraph) -> list[str]:
+    """Return a sentence for each node whose inner graphs update running statistics, in some steps or several times."""
+    parameters, problems = dict(module.named_parameters()), []
+    for node in module.graph.find_nodes(op="call_module"):
+        each = module.get_submodule(str(node.target))
+        if not isinstance(each, RuntimeNode) or not each.statistics or each.node.op_type == "BatchNormalization":
+            continue
+        read = [parameters.get(str(operand.target)) for operand in node.all_input_nodes]
+        # a BatchNormalization whose scale and bias are frozen keeps its statistics
+        if any(parameter is not None and parameter.requires_grad for parameter in read):
+            problems.append(
+                f"node {each.node.name or each.node.output[0]!r}: {each.node.op_type} holds a BatchNormalization, "
+                f"whose running statistics ({', '.join(sorted(each.statistics))}) replicas would update a different "
+                "number of times; use parallel.data = 1, or freeze its scale and bias"
+            )
+    return problems
 
 
 def is_trained(tensor: Tensor) -> bool:

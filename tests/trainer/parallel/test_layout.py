@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from onnx import parser
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
@@ -14,7 +15,7 @@ from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
-from onward.trainer.parallel.layout import Layout, build_layout, recompute_units
+from onward.trainer.parallel.layout import Layout, build_layout, recompute_units, running_statistic_retention
 from tests.support import graphs
 
 HERE = Coordinate(0, 0, 0)
@@ -74,3 +75,41 @@ def test_a_graph_of_which_nothing_can_be_divided_is_refused_with_the_reasons() -
         ConfigError, match=r"nothing of this graph .* parallel\.tensor = 2 ranks \(head: .*use parallel.data"
     ):
         build_layout(module, config, [torch.zeros(4, WIDTH)], rank=0, group="tensor", autocast=nullcontext)
+
+
+def test_replicas_of_running_statistics_in_a_branch_are_refused() -> None:
+    """Each replica takes the branch in other steps, so it is not known how to merge what they computed."""
+    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 17]> g (float[N,2] x, bool b) => (float[N,2] y)
+      <float[2] scale = {1,2}, float[2] bias = {1,0}, float[2] mean = {0,1}, float[2] variance = {1,2},
+       float[2,2] w = {1,3,2,7}> {
+        h = MatMul(x, w)
+        y = If(b)<
+          then_branch = t () => (float[N,2] p) { p = BatchNormalization(h, scale, bias, mean, variance) },
+          else_branch = e () => (float[N,2] q) { q = Neg(h) }> }""")
+    example = [torch.zeros(4, 2), torch.tensor(True)]
+
+    def build(data: int, freeze: tuple[str, ...] = ()) -> Layout:
+        module = to_module(model)
+        select_trained(module, freeze=freeze)
+        config = configured(parallel={"data": data})
+        return build_layout(module, config, example, rank=0, group="", autocast=nullcontext)
+
+    with pytest.raises(ConfigError, match=r"If holds a BatchNormalization.*\(mean, variance\).*parallel.data = 1"):
+        build(data=2)
+    build(data=1)
+    build(data=2, freeze=("scale", "bias"))
+
+
+def test_a_batch_norm_that_is_computed_when_the_graph_runs_keeps_what_its_momentum_says() -> None:
+    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 17]> g (float[N,2] x, int64[1] k) => (float[M,2] y)
+      <float[2] scale = {1,2}, float[2] bias = {1,0}, float[2] mean = {0,1}, float[2] variance = {1,2},
+       int64[1] zero = {0}> {
+        h = NonZero(x)
+        f = CastLike(h, x)
+        t = Transpose(f)
+        y = BatchNormalization<momentum = 0.75>(t, scale, bias, mean, variance) }""")
+    module = to_module(model)
+    layout = build_layout(
+        module, configured(), [torch.zeros(4, 2), torch.zeros(1)], rank=0, group="", autocast=nullcontext
+    )
+    assert running_statistic_retention(layout.stages[0]) == {"mean": 0.75, "variance": 0.75}

@@ -1,6 +1,7 @@
 """Copies of one weight, as torch's dynamo exporter stores them for a layer that is applied several times."""
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -17,6 +18,10 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.exporter_records import read_records
 from tests.support import zoo
 from tests.support.trained_models import model_with_weights
+
+FOREIGN = Path(__file__).resolve().parents[2] / "support" / "foreign"
+DUPLICATES = 2
+"""The embedding is the output layer's weight, and the output layer's bias has two names."""
 
 WIDTH, HIDDEN, CALLS = 40, 48, 3
 """Matrices of more than 1,024 elements, which the exporter does not merge although they are equal."""
@@ -82,6 +87,19 @@ def test_the_gradients_of_a_repeated_layer_are_those_of_the_module(exported):
         gradient = expected[originals.get(name, name)].grad
         transposed = name in originals
         torch.testing.assert_close(parameter.grad, gradient.t() if transposed else gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_the_gradients_of_albert_are_those_of_the_module():
+    model, found = onnx.load(FOREIGN / "albert-dynamo.onnx"), np.load(FOREIGN / "albert-dynamo.npz")
+    originals, module = read_records(model).originals, to_module(model)
+    assert len(module.copies) == 7, "six matrices of the layer's second call, and the embedding's transpose"
+    module(torch.from_numpy(found["ids"])).square().mean().backward()
+    names = {module.onnx_names[path]: parameter.grad for path, parameter in module.named_parameters()}
+    assert len(names) == len([name for name in found.files if name != "ids"]) - DUPLICATES
+    for name, gradient in names.items():
+        expected = found[originals.get(name, name)]
+        turned = expected.T if name in originals else expected
+        np.testing.assert_allclose(gradient, turned, rtol=1e-3, atol=1e-6 * np.abs(expected).max() + 1e-8, err_msg=name)
 
 
 def test_every_copy_of_a_repeated_layer_is_written_with_the_trained_value(exported):

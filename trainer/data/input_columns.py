@@ -186,7 +186,8 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
         return
     for column in columns:
         if column.dtype == TEXT:
-            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds text"
+            how = "; number the classes from 0 on, in the model's order" if feed.target == "data.label" else ""
+            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds text{how}"
         elif not _castable(column.dtype, feed.dtype):
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds {column.dtype}"
         elif feed.stacked and (column.shape or column.variable):

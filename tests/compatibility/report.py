@@ -32,7 +32,7 @@ Files of small models, written by the exporters people use, and what Onward does
 - *imports* when the module computes what onnxruntime computes with the file, at two batch sizes, to 2e-5 of the largest
   output;
 - *trains* when every gradient is finite, a gradient step lowers a loss, and the trained tensors are those that the
-  framework trains, as far as that is known;
+  framework trains, as far as that is known (where only the last does not hold, *roles differ*);
 - *comes back* when the file written without a step has the same bytes, the file written after the step differs in
   trained tensors and running statistics only, and onnxruntime computes with it what the module computes.
 
@@ -110,7 +110,7 @@ def _foreign_tables(lines: Sequence[Line]) -> Iterator[str]:
             figures = line.get("figures", {})
             loss = f"{figures['loss']:.3g} -> {figures['loss_after']:.3g}" if "loss_after" in figures else ""
             parity = ", ".join(f"{figures[key]:.0e}" for key in ("parity", "parity_after") if key in figures)
-            cells = [line["architecture"], *(_mark(line[check]) for check in CHECKS)]
+            cells = [line["architecture"], *(_mark(line, check) for check in CHECKS)]
             yield f"| {' | '.join(map(_cell, [*cells, str(figures.get('weights', '')), loss, parity]))} |"
 
 
@@ -135,8 +135,9 @@ def _zoo_table(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _brief(line: Line) -> str:
-    wrong = [name for check, name in CHECKS.items() if line[check] and line[check] != "not reached"]
-    return f"not: {', '.join(wrong)}" if wrong else "yes"
+    said = [_mark(line, check) for check in _problems(line)]
+    wrong = [CHECKS[check] for check, mark in zip(_problems(line), said, strict=True) if mark == "no"]
+    return ", ".join([mark for mark in said if mark != "no"] + [f"not: {name}" for name in wrong]) or "yes"
 
 
 def _failures(lines: Sequence[Line]) -> Iterator[str]:
@@ -151,8 +152,11 @@ def _problems(line: Line) -> dict[str, str]:
     return {check: line[check] for check in CHECKS if line[check] and line[check] != "not reached"}
 
 
-def _mark(problem: str) -> str:
-    return "yes" if not problem else problem if problem == "not reached" else "no"
+def _mark(line: Line, check: str) -> str:
+    problem = line[check]
+    if check == "trains" and problem and "loss_after" in line.get("figures", {}):
+        return "roles differ"
+    return {"": "yes", "not reached": "", "no weight to train": "nothing to train"}.get(problem, "no")
 
 
 def _cell(text: str) -> str:

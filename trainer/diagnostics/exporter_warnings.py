@@ -251,16 +251,16 @@ def _fixed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
     use, because = audit.batch, f" ({audit.batch.reason})" if audit.batch.reason else ""
     if not use.declared:
         return
-    rows = f"every micro-batch must have {use.declared} rows"
+    rows = f"{use.declared} row{'s' if use.declared > 1 else ''}"
+    needed = f"it is trained at this batch alone{because}: every micro-batch must have {rows}"
     trained = {
         "any": f"it is trained at any size{because}",
-        "own": f"it is right for no other{because}, so that {rows}; fewer are filled up, and do not count",
-        "joint": f"its rows are computed jointly{because}, so that {rows}, and fewer cannot be trained",
+        "own": needed + (", and fewer are filled up with rows that do not count" if use.declared > 1 else ""),
+        "joint": f"{needed}, and no rows may be added to fewer",
     }
     yield ExporterWarning(
         key="fixed_batch",
-        what=f"the file declares a batch of {use.declared}: {trained[use.kind]}; elsewhere it is run {use.declared} "
-        "rows at a time",
+        what=f"the file declares a batch of {use.declared}: {trained[use.kind]}; elsewhere it is run {rows} at a time",
         remedy="export with a dynamic batch: dynamic_shapes (dynamo) or dynamic_axes (legacy)",
     )
 

@@ -163,8 +163,8 @@ def test_a_file_of_dynamic_batch_is_not_run():
     ("name", "said"),
     [
         ("attention-2", "trained at any size"),
-        ("squeezed-1", "every micro-batch must have 1 rows; fewer are filled up"),
-        ("over-the-batch-4", "its rows are computed jointly"),
+        ("squeezed-1", "trained at this batch alone (its shapes hold for no other batch"),
+        ("over-the-batch-4", "every micro-batch must have 4 rows, and no rows may be added"),
     ],
 )
 def test_the_doctor_says_which_of_the_three_it_is(name, said, tmp_path):

@@ -22,6 +22,16 @@ EXPORTERS = {
 }
 """Exporters of which the page says more than the name."""
 
+OTHERS = {
+    "sklearn": (
+        "scikit-learn's pipelines: strings, missing values, several columns",
+        "tests/flows/test_scikit_learn.py",
+    ),
+    "text": ("strings in front of a network", "tests/equivalence/test_strings_in_front.py"),
+    "albert": ("ALBERT of transformers as `dynamo=True` writes it", "tests/trainer/onnx_import/test_ties.py"),
+}
+"""How the names of committed files begin that need data of their own -> (what they are, the test that trains them)."""
+
 Line = dict[str, Any]
 
 OPENING = """\
@@ -67,6 +77,8 @@ def page(lines: Mapping[str, Line]) -> str:
     parts = [OPENING, *_summary(lines.values())]
     if foreign:
         parts += ["", "## Files of each exporter", "", *_foreign_tables(foreign)]
+        parts += ["", "### Files with data of their own", "", "| files | test |", "|---|---|"]
+        parts += [f"| {what} | `{test}` |" for what, test in OTHERS.values()]
     if zoo:
         parts += ["", "## Architectures and torch's exporters", "", *_zoo_table(zoo)]
     if failures := [line for line in lines.values() if _problems(line)]:

@@ -62,16 +62,17 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
     texts = [column.name for column in stored if column.dtype == TEXT]
     for block, held_out in sources.read(data, [column.name for column in stored], texts):
         values, good, bad = fit_block(block, stored)
-        chunks: Iterable[tuple[dict[str, Values], Array]] = [(select(values, good), held_out[good])]
-        if preprocessor:
-            chunks = preprocessor.chunks(block, values, good, held_out, bad)
+        training = good & ~held_out
+        wanted = training & (np.cumsum(training) <= most - num_kept)
+        chunks: Iterable[tuple[dict[str, Values], Array]] = [(select(values, wanted), held_out[wanted])]
+        if preprocessor:  # of the rows that are kept only: that of all rows may take long
+            chunks = preprocessor.chunks(block, values, wanted, held_out, bad)
         for rows, held in chunks:
-            chosen = ~held & (np.cumsum(~held) <= most - num_kept)
-            if chosen.any():
-                parts.append(select(rows, chosen))
-                num_kept += int(chosen.sum())
-            counts[0] += int((~held).sum())
-            counts[1] += int(held.sum())
+            if len(held):
+                parts.append(rows)
+                num_kept += len(held)
+        counts[0] += int(training.sum())
+        counts[1] += int((good & held_out).sum())
         if num_kept == most and not is_counted:
             break
     if not num_kept:

@@ -20,6 +20,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data import preprocessing
 from onward.trainer.data.batches import one_batch
 from onward.trainer.data.file_rows import FileRows
+from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.sharding import make_training_shards
 from onward.trainer.data.shards import Shards, open_shards
 from onward.trainer.data.signature import read_preprocessing, read_training_signature
@@ -231,6 +232,27 @@ def test_a_column_of_numbers_feeds_an_input_of_one_column(tmp_path: Path) -> Non
         "color01out": (2, 1, 3),
     }
     assert [tensor.shape for tensor in example_batch(config)[0][:2]] == [(32, 1), (32, 1)]
+
+
+def test_the_rehearsal_computes_only_the_rows_that_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(
+        tmp_path,
+        FOREIGN / "text-sentences.onnx",
+        write_csv(tmp_path / "t.csv", SENTENCES * 200),
+        evaluation_fraction=0.1,
+    )
+    calls = []
+    plain = preprocessing.Preprocessor._compute
+    monkeypatch.setattr(
+        preprocessing.Preprocessor, "_compute", lambda self, rows: calls.append(len(rows["text"])) or plain(self, rows)
+    )
+    signature = read_training_signature(config.model)
+    rows = read_first_rows(config, signature, 20)
+    assert (rows.num_rows, rows.counts, rows.pad_values) == (20, (1080, 120), {"ids": 0})
+    assert sum(calls) < 100
+    batch = one_batch(rows, config, signature, np.arange(3))
+    (text,) = FileRows(rows, config, signature).inputs(np.arange(3)).values()
+    assert batch.inputs[0].tolist() == in_front(config, text=text)[0].tolist()
 
 
 def test_wide_results_are_computed_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,10 +154,11 @@ def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelP
     if base is None or not any(map(is_external, all_tensors(model))):
         return model
     model = onnx.ModelProto.FromString(model.SerializeToString())
-    outer = {id(tensor) for tensor in model.graph.initializer}
-    for proto in filter(is_external, all_tensors(model)):
-        # in inner graphs all of them: nothing maps those, and lowering reads them as constants
-        if id(proto) not in outer or byte_range(proto).length <= SMALL_BYTES:
+    for place, proto in enumerate(all_tensors(model)):
+        # initializers of the main graph come first; in inner graphs all are loaded: nothing maps those, and lowering
+        # reads them as constants
+        inner = place >= len(model.graph.initializer)
+        if is_external(proto) and (inner or byte_range(proto).length <= SMALL_BYTES):
             load_external_data_for_tensor(proto, str(base))
             proto.data_location = TensorProto.DEFAULT
             del proto.external_data[:]

@@ -43,6 +43,18 @@ def ranges(model: onnx.ModelProto, names: set[str]) -> set[int]:
     return {byte for where in places for byte in range(where.offset, where.end)}
 
 
+@pytest.mark.parametrize("rows", [80, 200])
+def test_a_large_tensor_of_the_main_graph_stays_in_its_file_and_a_small_one_is_loaded(tmp_path, rows):
+    weight = np.zeros((rows, 200), np.float32)
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 10, opset_import: ["" : 20]>
+        g (float[n, {rows}] x) => (float[n, 200] y) {{ y = MatMul(x, w) }}""")
+    model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    path = saved(model, tmp_path)
+    copied = external.load_small_tensors(onnx.load(path, load_external_data=False), tmp_path)
+    assert is_external(copied.graph.initializer[0]) == (weight.nbytes > external.SMALL_BYTES) == (rows == 200)
+
+
 def moved(module: ImportedGraph, *names: str) -> None:
     with torch.no_grad():
         for name in names:

@@ -9,6 +9,7 @@ Nothing here is guessed; a tensor about which the file says nothing is absent fr
                        metadata of nodes: pkg.torch.onnx.name_scopes               the module that a node belongs to
     torch, TorchScript names of nodes, such as /encoder/layers.0/fc1/MatMul        the module that a node belongs to
                        names of tensors, such as layers.0.fc1.weight               a parameter or a buffer, not which
+                       Constant nodes, such as /fc1/Constant_2_output_0            a constant of the module's code
     tf2onnx, Keras 3   names such as model/head/Cast/ReadVariableOp:0              a variable, with its layer
                        names such as model/norm/Sub/y:0, model/Const:0             a constant of the traced function
     paddle2onnx        names such as linear_0.w_0                                  a weight or statistic, with its layer
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import onnx
+import torch
 
 from onward.trainer.onnx_graph.module_paths import FOLDED_FROM, list_of_names, module_of_node
 from onward.trainer.onnx_import.tensor_contents import is_exporter_name
@@ -36,6 +38,7 @@ SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 
 TORCH_KINDS: dict[str, RecordedKind] = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"}
 
+TORCHSCRIPT_CONSTANT = re.compile(r"/(?:.*/)?Constant(?:_\d+)?_output_0")
 TENSORFLOW = "tf2onnx"  # Keras 3 exports with it
 TF_VARIABLE = re.compile(r"(?:.*?PartitionedCall/)?(.+?)(?:/[^/]+)?/(?:ReadVariableOp|Read)(?:_\d+)?(?:/resource)?:0")
 TF_CONSTANT = re.compile(r"(?:.*/)?Const(?:_\d+)?:0|.+/[xy]:0")
@@ -85,6 +88,9 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
         # the signature lists every weight, and the exporter stores all of them as initializers
         kinds |= {name: "constant" for name in constant_nodes if name not in kinds}
     variables = _variables(model, stored)
+    if model.producer_name == "pytorch" and variables:
+        # torch stores parameters as initializers; of a frozen TorchScript module it stores none under its own name
+        kinds |= {name: "constant" for name in constant_nodes if TORCHSCRIPT_CONSTANT.fullmatch(name)}
     if model.producer_name == TENSORFLOW:
         kinds |= {name: "constant" for name in stored if TF_CONSTANT.fullmatch(name) and name not in variables}
     readers = _modules_of_readers(graph, stored)
@@ -93,8 +99,8 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
     own_kinds: dict[str, set[str]] = {}
     for name, kind in weights.items():
         own_kinds.setdefault(name.rpartition(".")[0], set()).add(kind)
-    unknown = [name for name in stored if name not in kinds]
-    kinds |= {name: "buffer" for name in unknown if own_kinds.get(readers.get(name, "")) == {"buffer"}}
+    unknown = [name for name in stored if name not in kinds and name in readers]
+    kinds |= {name: "buffer" for name in unknown if own_kinds.get(readers[name]) == {"buffer"}}
     originals = _originals(folded, weights)
     own_names = {name: originals.get(name, name) for name in stored}
     owners = {name: own.rpartition(".")[0] for name, own in own_names.items() if own in weights}
@@ -111,12 +117,12 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
 def _variables(model: onnx.ModelProto, stored: Iterable[str]) -> dict[str, str]:
     """Return the stored tensors that are variables of the module by their names, with the paths of their modules."""
     if model.producer_name == "pytorch":
-        # the TorchScript exporter keeps the names of the state dict, and makes up all other names; the dynamo exporter
-        # names folded tensors after operations (mul_8), which only its records tell from parameters without a path
+        # the TorchScript exporter keeps the names of the state dict, and makes up all other names; the dynamo exporter,
+        # whose records other tools remove, names folded tensors after torch's operations (mul_8)
         constant_nodes = {node.output[0] for node in model.graph.node if node.op_type == "Constant"}
         dynamo = any(node.name.startswith("node_") for node in model.graph.node)
         own = [name for name in stored if name not in constant_nodes and not is_exporter_name(name)]
-        own = [name for name in own if "." in name or not dynamo]
+        own = [name for name in own if not (dynamo and hasattr(torch.ops.aten, re.sub(r"(_\d+)+$", "", name)))]
         return {name: name.rpartition(".")[0] for name in own}
     pattern = TF_VARIABLE if model.producer_name == TENSORFLOW else PADDLE_VARIABLE
     found = {name: pattern.fullmatch(name) for name in stored}

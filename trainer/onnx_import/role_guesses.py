@@ -135,7 +135,8 @@ def _by_contents(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_module:
         return "a table of whole numbers: a grid, strides or distances"
     if not weighted and operator in ELEMENTWISE and is_distance_table(tensor):
         return "a table of distances or of evenly spaced numbers"
-    if conv and is_fixed_filter(tensor):
+    # the learned filters of a ConvTranspose often begin as those of bilinear interpolation
+    if operator == "Conv" and conv and is_fixed_filter(tensor):
         return "a filter that is symmetric or made of whole numbers: blur, edges, a Fourier transform"
     if product and is_fourier_matrix(tensor):
         return "the sines and cosines of a Fourier transform"

@@ -91,5 +91,21 @@ def test_names_of_nodes_say_the_module_in_a_file_of_torchs_older_exporter():
     assert read_records(model).modules == {"onnx::MatMul_7": "blocks.0.conv1.0"}
 
 
+@pytest.mark.parametrize(("weight", "kinds"), [("fc.weight", {"/fc/Constant_1_output_0": "constant"}), ("val_1", {})])
+def test_constant_nodes_of_the_torchscript_exporter_hold_no_parameters(weight, kinds):
+    """But for a frozen TorchScript module, in which everything is a constant and nothing has a name of its own."""
+    model = dense("/fc/Constant_1_output_0", weight, producer="pytorch")
+    tensor = model.graph.initializer.pop(0)
+    model.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value=tensor))
+    assert read_records(model).kinds == kinds
+
+
+def test_names_say_which_tensors_are_variables_where_other_tools_removed_the_records_of_torch():
+    """onnxruntime's optimiser writes files without metadata."""
+    model = dense("h0", "layers.0.weight", "mul_8", "linalg_vector_norm_1", "val_3", producer="pytorch", node="node_mm")
+    records = read_records(model)
+    assert (records.variables, records.kinds) == ({"h0", "layers.0.weight"}, {})
+
+
 def test_a_file_in_which_nothing_is_written_has_no_records():
     assert read_records(dense("const_1", "const_2", producer="jax2onnx")) == ExporterRecords()

@@ -163,6 +163,19 @@ def test_the_user_has_the_last_word_on_guessed_roles():
     assert not module.temperature.requires_grad
 
 
+def test_a_learned_interpolation_is_trained_and_a_blur_is_not():
+    line = np.array([1, 3, 3, 1], np.float32) / 4
+    model = parsed(
+        """up (float[batch, 1, 8, 8] x) => (float[batch, 1, height, width] y) {
+            h = ConvTranspose <strides = [2, 2], pads = [1, 1, 1, 1]> (x, learned)
+            y = Conv <pads = [1, 1, 1, 1]> (h, blur)
+        }""",
+        learned=np.outer(line, line)[None, None],
+        blur=np.outer(line, line)[None, None] / 4,
+    )
+    assert kinds(model) == {"learned": "trained", "blur": "frozen"}
+
+
 @pytest.mark.parametrize("operator", ["Mul", "Where"])
 def test_an_identity_that_is_no_layer_is_a_mask(operator):
     call = "Mul(x, eye)" if operator == "Mul" else "Where(c, x, eye)"

@@ -41,6 +41,7 @@ from onward.trainer.onnx_import.role_tables import (
     QUANTIZED_WEIGHTS,
     QUANTIZERS,
     VALUE_FREE,
+    ZERO_POINTS,
 )
 from onward.trainer.onnx_import.tensor_contents import MASKED_BELOW
 
@@ -249,7 +250,9 @@ class GraphFlow:
             # only the other operands: the data operand of a Clip may well be a weight
             self._freeze((name for i, flow in enumerate(operands) if i not in chosen for name in flow.carried), why)
         if node.op_type in QUANTIZERS or node.op_type in QUANTIZED_WEIGHTS:
-            self.quantized.update(name for name in node.input if _is_integer(self.weights.get(name)))
+            places = ZERO_POINTS.get(node.op_type, ())
+            others = (name for place, name in enumerate(node.input) if place not in places)
+            self.quantized.update(name for name in others if _is_integer(self.weights.get(name)))
 
     def _freeze(self, names: Iterable[str], why: str) -> None:
         for name in names:

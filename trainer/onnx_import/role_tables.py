@@ -113,5 +113,19 @@ KEEPS_WEIGHT = frozenset((
 mask is added; a weight multiplied by integers cannot."""
 # fmt: on
 
+ZERO_POINTS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (2,)),
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul"), (2, 5, 7)),
+    **dict.fromkeys(("QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax"), (2, 4)),
+    **dict.fromkeys(("QLinearAveragePool", "QLinearGlobalAveragePool"), (2, 4)),
+    **dict.fromkeys(("MatMulInteger", "ConvInteger"), (2, 3)),
+    "QLinearConcat": tuple(range(1, 999, 3)),
+    "QLinearWhere": (3, 6, 8),
+    "QGemm": (2, 5, 8),
+    "MatMulIntegerToFloat": (4, 5),
+    "DynamicQuantizeMatMul": (3,),
+}
+"""Operator -> the operands that are zero points, which are no weights."""
+
 INITIAL_STATES = {"LSTM": (5, 6), "GRU": (5,), "RNN": (5,)}
 """Operator -> the operands that are its initial state."""

@@ -94,8 +94,9 @@ def _summary(lines: Iterable[Line]) -> Iterator[str]:
     days = sorted({line["day"] for line in found})
     with_versions = sorted({_versions(line["with"]) for line in found})
     counts = Counter(check for line in found for check in CHECKS if not line[check])
+    when = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
     yield (
-        f"{len(found)} files, examined from {days[0]} to {days[-1]} with {' and '.join(with_versions)}: "
+        f"{len(found)} files, examined {when} with {' and '.join(with_versions)}: "
         + ", ".join(f"{counts[check]} {'import' if check == 'imports' else name}" for check, name in _plural().items())
         + "."
     )

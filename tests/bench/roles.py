@@ -31,7 +31,8 @@ from onward.trainer.onnx_import.roles import Role, find_roles
 from tests.support import zoo
 from tests.support.foreign_files import FILES
 from tests.support.role_table import RESULTS
-from tests.support.zoo_roles import BUFFERS, PARAMETERS
+from tests.support.zoo_buffers import BUFFERS
+from tests.support.zoo_parameters import PARAMETERS
 
 EXPORTS = (("dynamo-20", False), ("dynamo-20", True), ("legacy-17", False), ("legacy-17", True))
 UNWRITABLE = {("older_spectral_norm", "legacy-17", False)}

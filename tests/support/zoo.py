@@ -4,7 +4,7 @@
     model = export("gpt2", "legacy-17", folded=False)
     inputs = feed("gpt2", batch=3)               # by name, in the order of the module's and the file's inputs
 
-The modules are in zoo_text.py, zoo_vision.py, zoo_other.py and zoo_roles.py. `folded` is the exporter's default: it
+The modules are in zoo_text.py, zoo_vision.py and zoo_other.py (zoo_*.py). `folded` is the exporter's default: it
 folds BatchNormalization, transposes and renames weights and unties them. Unfolded is the recipe for training: dynamo
 with optimize=False, the older exporter in training mode without constant folding.
 """
@@ -27,7 +27,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
-from tests.support import zoo_other, zoo_roles, zoo_text, zoo_vision
+from tests.support import zoo_buffers, zoo_other, zoo_parameters, zoo_text, zoo_vision
 
 EXPORTERS = ("dynamo-18", "dynamo-20", "dynamo-23", "legacy-14", "legacy-17")
 LEGACY = EXPORTERS[3:]
@@ -72,7 +72,7 @@ class Architecture:
 
 
 def entry_of(name: str) -> Architecture:
-    """Return an architecture of the zoo, or a module of zoo_roles.py."""
+    """Return an architecture of the zoo, or a module of zoo_parameters.py or zoo_buffers.py."""
     return ARCHITECTURES.get(name) or ROLE_MODULES[name]
 
 
@@ -322,6 +322,6 @@ ROLE_MODULES = {
         exporters=DYNAMO if name == "spectral_norm" else EXPORTERS,
         as_initialised=True,
     )
-    for name, (module, shape) in (zoo_roles.PARAMETERS | zoo_roles.BUFFERS).items()
+    for name, (module, shape) in (zoo_parameters.PARAMETERS | zoo_buffers.BUFFERS).items()
 }
 """Modules whose weights or buffers are easily mistaken; not in ARCHITECTURES, whose tests train every parameter."""

@@ -14,7 +14,8 @@ from onward.trainer.onnx_import.train_selection import select_trained
 from tests.bench.roles import roles_of, verdicts
 from tests.support import zoo
 from tests.support.foreign_files import FILES
-from tests.support.zoo_roles import BUFFERS, PARAMETERS
+from tests.support.zoo_buffers import BUFFERS
+from tests.support.zoo_parameters import PARAMETERS
 
 HEADER = '<ir_version: 10, opset_import: ["" : 20], producer_name: "{}">\n'
 UNKNOWABLE = ("learned_waves", "frozen_operator", "radial_basis", "codebook")

@@ -78,6 +78,7 @@ class OnnxRunner:
         self._places = [outputs.index(name) for name in self.outputs]
         self.runtime = "onnxruntime"
         """What runs the file, for the record."""
+        self._rounds = any("Quantize" in node.op_type or "QLinear" in node.op_type for node in structure.graph.node)
         self._widened = widen and in_half_precision(structure)
         if self._widened:
             model, self.runtime = fp32_copy(model), "onnxruntime, on an fp32 copy of the file"
@@ -107,8 +108,10 @@ class OnnxRunner:
                 # written with `not`, because every comparison with NaN is false
                 if not (math.isnan(worst[name][0]) or difference <= worst[name][0]):  # NaN is the worst of all
                     worst[name] = (difference, f"output {name!r}, {where}: {sentence}")
+        hint = "; the file rounds to integers, and kernels may choose neighbours: export.tolerance says what is allowed"
         problems = [
             f"{sentence}: {self.runtime} is {difference:.3g} off the torch module, above export.tolerance {tolerance:g}"
+            + (hint if self._rounds else "")
             for difference, sentence in worst.values()
             # likewise: a NaN is a problem
             if not difference <= tolerance

@@ -38,6 +38,7 @@ from onward.trainer.run.directory import RunDir, example_in, refusal_in
 from onward.trainer.run.durable_files import sha256 as digest
 from onward.trainer.run.records import ExportedModel, Refusal, RunIdentity, read_record, write_record
 from tests.support import graphs
+from tests.support.quantized import quantized
 
 CPU = torch.device("cpu")
 
@@ -401,6 +402,13 @@ def test_weights_that_were_not_written_at_all_are_refused(make: Make, monkeypatc
 
     monkeypatch.setattr("onward.trainer.export.export.write_model", stale)
     assert sum("differs from the checkpoint" in problem for problem in case.refused()) == 4
+
+
+def test_a_file_that_rounds_to_integers_is_refused_with_the_setting_for_it(make: Make) -> None:
+    case = make(quantized("tiny_transformer"))
+    problems = case.refused()  # onnxruntime's fused kernels choose other neighbours
+    assert problems
+    assert all("the file rounds to integers" in problem and "export.tolerance says" in problem for problem in problems)
 
 
 def test_a_module_that_diverged_is_refused(make: Make) -> None:

@@ -17,6 +17,7 @@ from onward.trainer.run.records import (
     AttemptResult,
     ExportedModel,
     Record,
+    Rehearsal,
     RunIdentity,
     TrainResult,
     Variant,
@@ -45,6 +46,8 @@ class RunStatus(Record):
     """Weight updates of the whole run; 0 as long as it is not known."""
     values: dict[str, float]
     """The last value of each metric."""
+    rehearsal: str
+    """What was rehearsed before the run was launched, in one line; "" for a run of an earlier version."""
     error: str
     """The error of the first rank that failed in the last attempt; "" if none did."""
     directory: str
@@ -89,6 +92,7 @@ def describe(run: RunDir) -> RunStatus:
         step=step,
         num_steps=num_steps,
         values=values,
+        rehearsal=read_record(run.rehearsal, Rehearsal).summary if run.rehearsal.exists() else "",
         error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}" if error else "",
         directory=str(run.root),
         model=str(read_record(run.exported, ExportedModel).path) if run.exported.exists() else "",

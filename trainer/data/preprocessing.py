@@ -83,19 +83,17 @@ class Preprocessor:
         inputs: Mapping[str, Feed],
         file_only: frozenset[str] = frozenset(),
     ) -> None:
-        import onnxruntime  # imported here: ranks never need it
+        # imported here: ranks never need it
+        from onward.trainer.onnx_graph.onnxruntime_session import open_session
 
-        content = model.SerializeToString(deterministic=True)
-        self.digest = hashlib.sha256(content).hexdigest()
+        self.digest = hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
         self._feeds = {value.name: inputs[value.name] for value in model.graph.input}
         self._results = list(results)
         self.summary = describe(model.graph.node, [info.name for info in results])
         """Where the trained part begins and what is in front of it, for people."""
         self.file_only = file_only
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4  # its errors are raised, too
         try:
-            self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            self._session = open_session(model)
         except Exception as error:  # onnxruntime's errors have no common base class
             names = ", ".join(info.name for info in self._results)
             remedy = f"compute {names} yourself, as columns of the data, and name them in model.start"

@@ -6,18 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from onnx import TensorProto
-
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.merged_weights import merged_weights, removed_biases, separated_weights
 from onward.trainer.diagnostics.output_warnings import graph_warnings
 from onward.trainer.onnx_graph.blocked_layout import DOMAIN as BLOCKED
 from onward.trainer.onnx_graph.element_types import element_type_name
+from onward.trainer.onnx_graph.exporter_names import is_exporter_name
+from onward.trainer.onnx_graph.index import HALF_TYPES
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.quantized_weights import integer_names
-from onward.trainer.onnx_import.tensor_contents import is_exporter_name
 from onward.trainer.run.records import ExporterWarning
 
 T = TypeVar("T")
@@ -266,8 +265,9 @@ def _fixed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _halves(audit: AuditInput) -> Iterator[ExporterWarning]:
-    kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-    if found := [proto for _, proto in stored_protos(audit.model.graph) if proto.data_type in kinds and proto.dims]:
+    if found := [
+        proto for _, proto in stored_protos(audit.model.graph) if proto.data_type in HALF_TYPES and proto.dims
+    ]:
         name = element_type_name(found[0].data_type).lower()
         yield ExporterWarning(
             key="half_precision",

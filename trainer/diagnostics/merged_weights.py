@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 import onnx
 import torch
 
-from onward.trainer.onnx_graph.module_paths import module_of_node
+from onward.trainer.onnx_graph.exporter_names import module_of_node
 from onward.trainer.onnx_graph.shared_parameters import MAX_MERGED, Use, parameters_read
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.tensor_contents import is_distinctive

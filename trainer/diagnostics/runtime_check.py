@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 import onnx
-import onnxruntime
 
 from onward.trainer.onnx_graph.external_data import load_small_tensors
 from onward.trainer.onnx_graph.index import SMALL, without_large_tensors
+from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.run.records import Record
 
 MAX_BYTES = 256 * 2**20
@@ -38,19 +38,16 @@ def check_runtime(model: onnx.ModelProto, path: Path, size_bytes: int) -> Runtim
 
     model: the file's content, external data not loaded. size_bytes: of the file and its external data.
     """
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4  # the error is reported here
-    options.intra_op_num_threads = 1
-    how, source = "the file, without optimisations", str(path)
+    how = "the file, without optimisations"
+    source: Path | onnx.ModelProto = path
     if size_bytes > MAX_BYTES:
         how = (
             f"a copy without optimisations in which tensors of more than {SMALL:,} elements are inputs, because the "
             f"file has {size_bytes / 2**30:.2g} GiB"
         )
-        source = without_large_tensors(load_small_tensors(model, path.parent)).SerializeToString()
+        source = without_large_tensors(load_small_tensors(model, path.parent))
     try:
-        onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        open_session(source, optimise=False)
     except Exception as error:  # onnxruntime's errors have no common base class
         text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error))
         text = re.sub(r"^Load model from \S+ failed:", "", text)

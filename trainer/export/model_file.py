@@ -10,9 +10,7 @@ import onnx
 from onnx import TensorProto, TypeProto, numpy_helper
 from onnx.external_data_helper import load_external_data_for_model
 
-from onward.trainer.onnx_graph.index import all_tensors, graphs_of
-
-HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+from onward.trainer.onnx_graph.index import HALF_TYPES, all_tensors, graphs_of
 
 
 @dataclass(frozen=True)

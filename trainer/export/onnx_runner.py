@@ -22,7 +22,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,8 +35,10 @@ from torch import Tensor, nn
 from onward.trainer.data.batches import Batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.model_file import HALF_TYPES, ModelFile, fp32_copy, full_copy, in_half_precision
+from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
 from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.onnx_graph.index import HALF_TYPES
+from onward.trainer.onnx_graph.onnxruntime_session import open_session
 
 log = logging.getLogger(__name__)
 
@@ -324,22 +325,7 @@ class OnnxRunner:
         return np.dtype(np.float32 if to_fp32 else onnx.helper.tensor_dtype_to_np_dtype(element_type))
 
 
-# -- sessions
-
-
-def open_session(
-    model: Path | onnx.ModelProto, *, optimise: bool = True, save: Path | None = None
-) -> onnxruntime.InferenceSession:
-    """Open an onnxruntime session on the CPU. `save`: also write the graph it runs, optimised for any machine."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    levels = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimise else levels.ORT_DISABLE_ALL
-    if save:  # levels above EXTENDED use memory layouts of this machine's processor
-        options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED
-        options.optimized_model_filepath = str(save)
-    content = str(model) if isinstance(model, Path) else model.SerializeToString()
-    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+# -- onnx.reference
 
 
 def _reference(model: ModelFile | onnx.ModelProto) -> ReferenceEvaluator:

@@ -29,9 +29,10 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import Array, EvaluationData, OnnxRunner, open_session
+from onward.trainer.export.onnx_runner import Array, EvaluationData, OnnxRunner
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Variant
 

@@ -16,6 +16,10 @@ from onnx import TensorProto, helper
 
 from onward.trainer.onnx_graph.ml_types import further_results
 
+FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+"""Element types in which weights are trained, and those among them of half precision."""
+
 SMALL = 1024
 """Number of elements up to which a tensor may be one that shapes are computed from."""
 

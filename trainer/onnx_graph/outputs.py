@@ -22,11 +22,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.trainer.onnx_graph.index import Index, known_types, nodes_between
+from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, known_types, nodes_between
 from onward.trainer.onnx_graph.ml_types import DOMAIN
 
 LOG = "/log_probabilities"
-FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 # fmt: off
 KEEPS_SCORES = frozenset((
@@ -198,7 +197,7 @@ def with_log_probabilities(model: onnx.ModelProto, output: str) -> onnx.ModelPro
 def readable_output(model: onnx.ModelProto) -> str:
     """Return the first output that a loss can read, or the scores behind the others; empty if there is neither."""
     kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.output}
-    floats = (name for name, kind in kinds.items() if kind in FLOATS)
+    floats = (name for name, kind in kinds.items() if kind in FLOAT_TYPES)
     return next(floats, "") or next((name for name, _ in score_tensors(model.graph)), "")
 
 
@@ -238,10 +237,10 @@ def unreadable_output(
     if value is None or not value.type.WhichOneof("value"):
         return ""
     kind = value.type.tensor_type.elem_type if value.type.HasField("tensor_type") else None
-    if kind in FLOATS or kind == TensorProto.UNDEFINED:
+    if kind in FLOAT_TYPES or kind == TensorProto.UNDEFINED:
         return ""
     known = [f"{name!r} ({what})" for name, what in score_tensors(model.graph)]
-    floats = [name for name, each in declared.items() if each.type.tensor_type.elem_type in FLOATS]
+    floats = [name for name, each in declared.items() if each.type.tensor_type.elem_type in FLOAT_TYPES]
     known += [f"{name!r}, with the loss mse or l1: the file has no tensor of scores before it" for name in floats]
     return (
         f"the loss cannot read output {output!r} ({describe_type(value)}), which has no gradient; set model.output to "

@@ -24,8 +24,16 @@ from onnx import TensorProto, helper
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.index import Index, known_types, names_read, nodes_between, nodes_inside, subgraphs
-from onward.trainer.onnx_graph.outputs import FLOATS, unreadable_output, with_log_probabilities
+from onward.trainer.onnx_graph.index import (
+    FLOAT_TYPES,
+    Index,
+    known_types,
+    names_read,
+    nodes_between,
+    nodes_inside,
+    subgraphs,
+)
+from onward.trainer.onnx_graph.outputs import unreadable_output, with_log_probabilities
 
 STRING_OPERATORS = frozenset(("CastMap", "CategoryMapper", "DictVectorizer", "ImageDecoder", "RegexFullMatch")) | {
     *("StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer", "Tokenizer"),
@@ -250,7 +258,7 @@ def _weights_in(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto], config:
         for layer in layers:
             for name in layer.input:
                 tensor = stored.get(name)
-                if tensor is None or tensor.data_type not in FLOATS or math.prod(tensor.dims) < 2:
+                if tensor is None or tensor.data_type not in FLOAT_TYPES or math.prod(tensor.dims) < 2:
                     continue
                 if _is_trained(name, config):
                     yield (

@@ -23,10 +23,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import onnx
-from onnx import TensorProto
 
-from onward.trainer.onnx_graph.index import Index, nodes_of
-from onward.trainer.onnx_graph.module_paths import FOLDED_FROM, NAME_SCOPES, module_of_node
+from onward.trainer.onnx_graph.exporter_names import (
+    FOLDED_FROM,
+    NAME_SCOPES,
+    is_exporter_name,
+    metadata,
+    module_of_node,
+)
+from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, nodes_of
 
 OPERANDS = {
     "BatchNormalization": {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"},
@@ -44,8 +49,6 @@ REARRANGING = {
 
 MAX_MERGED = 1024
 """torch's dynamo exporter merges equal tensors of at most so many elements (onnx_ir.DeduplicateInitializersPass)."""
-
-FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +88,7 @@ def parameters_read(graph: onnx.GraphProto) -> dict[str, dict[str, list[Use]]]:
     weights = {
         name: _Weight(origin, math.prod(index.stored[name].dims))
         for name, origin in _origins(graph, uses).items()
-        if index.stored[name].data_type in FLOATS
+        if index.stored[name].data_type in FLOAT_TYPES
     }
     first_path = _first_paths(uses, weights)
     calls = _calls(uses, weights, first_path)
@@ -106,18 +109,14 @@ class _Weight:
 
 
 def _origins(graph: onnx.GraphProto, names: Iterable[str]) -> dict[str, str]:
-    written = {v.name: e.value for v in graph.value_info for e in v.metadata_props if e.key == FOLDED_FROM}
-    return {name: written.get(name, name) for name in names}
+    written = {value.name: metadata(value).get(FOLDED_FROM) for value in graph.value_info}
+    return {name: written.get(name) or name for name in names}
 
 
 def _named_merge(node: onnx.NodeProto) -> str:
     """Return the name of the parameter that an Identity of the TorchScript exporter stands for, else ""."""
     name = node.output[0] if node.op_type == "Identity" and re.fullmatch(r"Identity_\d+", node.name) else ""
-    return "" if _made_up(name) else name
-
-
-def _made_up(name: str) -> bool:
-    return re.match(r"onnx::|/|\d+$", name) is not None
+    return "" if is_exporter_name(name) else name
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,9 +141,9 @@ def _uses(node: onnx.NodeProto, slot: int, name: str, written: _Written) -> Iter
                     yield replace(use, node=node, slot=slot, parameter=alias, source="merge") if alias else use
         return
     operand, module = OPERANDS.get(node.op_type, {}).get(slot, ""), module_of_node(node)
-    if any(entry.key == NAME_SCOPES for entry in node.metadata_props) and module is not None:
+    if module is not None and NAME_SCOPES in metadata(node):
         yield Use(node, slot, "", module, operand, source="module")
-    elif module is not None and written.merges and not _made_up(name):
+    elif module is not None and written.merges and not is_exporter_name(name):
         yield Use(node, slot, name, operand=operand, source="module")
     elif module is not None:
         yield Use(node, slot, _first_call(module, written.modules), operand=operand, source="node name")

@@ -28,8 +28,13 @@ from typing import Literal
 import onnx
 import torch
 
-from onward.trainer.onnx_graph.module_paths import FOLDED_FROM, list_of_names, module_of_node
-from onward.trainer.onnx_import.tensor_contents import is_exporter_name
+from onward.trainer.onnx_graph.exporter_names import (
+    FOLDED_FROM,
+    is_exporter_name,
+    list_of_names,
+    metadata,
+    module_of_node,
+)
 
 RecordedKind = Literal["parameter", "buffer", "constant"]
 
@@ -71,16 +76,16 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
     graph = model.graph
     constant_nodes = [node.output[0] for node in graph.node if node.op_type == "Constant"]
     stored = dict.fromkeys([*(tensor.name for tensor in graph.initializer), *constant_nodes])
-    metadata = {value.name: _metadata(value) for value in graph.value_info}
-    weights = _signature(_metadata(graph).get(SIGNATURE, ""))
-    for name, written in metadata.items():
+    of_values = {value.name: metadata(value) for value in graph.value_info}
+    weights = _signature(metadata(graph).get(SIGNATURE, ""))
+    for name, written in of_values.items():
         if kind := TORCH_KINDS.get(written.get(INPUT_KIND, "")):
             weights[name] = kind
     kinds = {name: weights[name] for name in stored if name in weights}
     folded = {}
     for name in stored:
         # without the kinds of its origins, which other tools may have removed, it is not known what a folded tensor is
-        if weights and FOLDED_FROM in (written := metadata.get(name, {})):
+        if weights and FOLDED_FROM in (written := of_values.get(name, {})):
             origins = tuple(origin for origin in list_of_names(written[FOLDED_FROM]) if origin in weights)
             folded[name] = origins
             kinds.setdefault(name, _kind_of_folded([weights[origin] for origin in origins]))
@@ -127,10 +132,6 @@ def _variables(model: onnx.ModelProto, stored: Iterable[str]) -> dict[str, str]:
     pattern = TF_VARIABLE if model.producer_name == TENSORFLOW else PADDLE_VARIABLE
     found = {name: pattern.fullmatch(name) for name in stored}
     return {name: match[1].replace("/", ".") for name, match in found.items() if match}
-
-
-def _metadata(proto: onnx.ValueInfoProto | onnx.GraphProto | onnx.NodeProto) -> dict[str, str]:
-    return {entry.key: entry.value for entry in proto.metadata_props}
 
 
 def _signature(text: str) -> dict[str, RecordedKind]:

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Literal
 
 import onnx
-import onnxruntime
 import torch
-from onnx import TensorProto, helper
+from onnx import helper
 from torch import Tensor
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.element_types import DTYPES, torch_dtype
-from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.index import HALF_TYPES, locations
 from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.trial_sizes import declared_batch, trial_sizes
@@ -97,12 +97,9 @@ def _file(model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> Co
     inference = onnx.ModelProto()
     inference.CopyFrom(model)
     strip_training(inference, keep=[value.name for value in model.graph.output], base=base)
-    halves = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-    if not locations(model) and not any(proto.data_type in halves for _, proto in stored_protos(model.graph)):
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
+    if not locations(model) and not any(proto.data_type in HALF_TYPES for _, proto in stored_protos(model.graph)):
         try:
-            session = onnxruntime.InferenceSession(inference.SerializeToString(), options)
+            session = open_session(inference)
         except Exception:  # onnxruntime's errors have no common base class
             pass
         else:
@@ -139,7 +136,7 @@ def _trial(model: onnx.ModelProto, declared: int, compute: Compute) -> _Trial | 
         except Exception as error:  # those of onnxruntime and of torch have no common base class
             problem = f"it does not run on made-up rows, so that nothing is proved: {str(error).splitlines()[0][:200]}"
             continue
-        if trial.is_telling:
+        if trial.is_conclusive:
             return trial
         problem = "made-up rows all give the same results, or none that are finite, so that nothing is proved"
     return problem
@@ -211,7 +208,7 @@ class _Trial:
         return [value[list(numbers)] for value in self.inputs]
 
     @property
-    def is_telling(self) -> bool:
+    def is_conclusive(self) -> bool:
         """Return whether results are finite and at least one of them differs from group to group."""
         first, *others = self.results
         if not all(bool(value.double().isfinite().all()) for value in first):

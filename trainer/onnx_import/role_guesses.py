@@ -15,11 +15,11 @@ from collections.abc import Collection
 
 import torch
 
+from onward.trainer.onnx_graph.exporter_names import is_exporter_name
 from onward.trainer.onnx_import.graph_flow import GraphFlow
 from onward.trainer.onnx_import.role_tables import ELEMENTWISE
 from onward.trainer.onnx_import.tensor_contents import (
     is_distance_table,
-    is_exporter_name,
     is_filter_bank,
     is_fixed_filter,
     is_fourier_matrix,

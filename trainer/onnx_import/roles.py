@@ -16,9 +16,8 @@ from typing import Literal
 
 import onnx
 import torch
-from onnx import TensorProto
 
-from onward.trainer.onnx_graph.index import names_read, subgraphs
+from onward.trainer.onnx_graph.index import FLOAT_TYPES, names_read, subgraphs
 from onward.trainer.onnx_import.exporter_records import ExporterRecords
 from onward.trainer.onnx_import.graph_flow import GraphFlow, flow_of
 from onward.trainer.onnx_import.role_guesses import frozen_because
@@ -26,7 +25,6 @@ from onward.trainer.onnx_import.role_guesses import frozen_because
 Kind = Literal["trained", "statistic", "frozen"]
 
 TRAINED_TYPES = (torch.float32, torch.float64)
-FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def _inner_roles(graph: onnx.GraphProto) -> Iterator[tuple[str, Role]]:
                 if inner.op_type == "Constant" and attribute.name == "value"
             ]
             for name, tensor in [*((tensor.name, tensor) for tensor in body.initializer), *constants]:
-                if tensor.data_type in FLOATS and any(dim > 1 for dim in tensor.dims):
+                if tensor.data_type in FLOAT_TYPES and any(dim > 1 for dim in tensor.dims):
                     why = f"stored inside the body of {node.op_type}; move it to the main graph to train it"
                     yield f"{node.name or node.output[0]}/{name}", Role("frozen", why, written=True)
             yield from _inner_roles(body)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import torch
 
@@ -173,8 +171,3 @@ def is_distinctive(tensor: torch.Tensor) -> bool:
     starts = torch.linspace(0, max(flat.numel() - BLOCK, 0), NUM_BLOCKS).long().tolist()
     distinct = len(np.unique(np.concatenate([flat[start : start + BLOCK].numpy() for start in starts])))
     return distinct > max(2, min(16, flat.numel() // 4))
-
-
-def is_exporter_name(name: str) -> bool:
-    """Return whether an exporter generated the name; other names come from the author's module."""
-    return re.fullmatch(r"onnx::\w+|val_\d+|_?\d+|.*_(fold|fused)\w*|/.*_output_\d+", name) is not None

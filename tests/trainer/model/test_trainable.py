@@ -14,9 +14,9 @@ from onnx import numpy_helper
 from onward.tasks.export import export_file
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.export.onnx_runner import open_session
 from onward.trainer.model.trainable import merged_module, open_trainable
 from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.reference_models import build_squeezenet
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import to_module

@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.export.onnx_runner import open_session
 from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.reference_models import build_squeezenet
 from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module

@@ -40,7 +40,7 @@ def quantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Valu
     c.attr("precision")  # half precision is computed in fp32
     target = c.attr("output_dtype", 0) or (TensorProto.UINT8 if zero is None else c.element_type(zero))
     layout = _scale_layout(c, x)
-    if target in FLOATS:
+    if target in SMALL_FLOATS:
         found = c(float_quantized_values, x, scale, zero, layout, c.dtype(target), bool(c.attr("saturate", 1)))
     else:
         c.attr("saturate")  # integers always do
@@ -48,7 +48,7 @@ def quantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Valu
     return store_integers(c, found, target)
 
 
-FLOATS = (
+SMALL_FLOATS = (
     TensorProto.FLOAT8E4M3FN,
     TensorProto.FLOAT8E4M3FNUZ,
     TensorProto.FLOAT8E5M2,
@@ -237,7 +237,7 @@ def qlinear_matmul(
 ) -> Value:
     product = _product(c, (a, a_zero), (b, b_zero))
     target = c.element_type(y_zero)
-    if target in FLOATS:
+    if target in SMALL_FLOATS:
         scaled = c(rescale, product, (a_scale, -2), (b_scale, -1), y_scale)
         one = c(torch.ones_like, y_scale)
         return store_integers(c, c(float_quantized_values, scaled, one, y_zero, (0, 0), c.dtype(target), True), target)

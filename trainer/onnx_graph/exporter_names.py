@@ -1,4 +1,4 @@
-"""Read which module of the exported network a node was recorded in, as far as the exporter wrote it.
+"""Read names that exporters wrote: the module that a node was recorded in, origins of tensors, made-up names.
 
 written by          where                                                              module
 torch, dynamo       metadata name_scopes: ['', 'encoder', 'encoder.norm', 'linear_3']  encoder.norm
@@ -8,6 +8,7 @@ torch, TorchScript  the node's name: /encoder/encoder.0/norm/Mul                
 from __future__ import annotations
 
 import ast
+import re
 
 import onnx
 
@@ -16,12 +17,17 @@ FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 """Keys of metadata: of a node, its modules; of a stored tensor, the values that it was computed from."""
 
 
+def metadata(proto: onnx.ValueInfoProto | onnx.GraphProto | onnx.NodeProto) -> dict[str, str]:
+    """Return the metadata of a value, a graph or a node as key -> value."""
+    return {entry.key: entry.value for entry in proto.metadata_props}
+
+
 def module_of_node(node: onnx.NodeProto) -> str | None:
     """Return the dotted path of the module in which a node was recorded ("": the outermost); None if it is not written.
 
     The TorchScript exporter numbers the calls of a module: the second call of `norm` is `norm_1`.
     """
-    if scopes := next((list_of_names(entry.value) for entry in node.metadata_props if entry.key == NAME_SCOPES), []):
+    if scopes := list_of_names(metadata(node).get(NAME_SCOPES, "")):
         # the last one is the call itself; values that the exporter computes for itself belong to no module
         return scopes[-2] if len(scopes) > 1 and not scopes[-2].startswith("_empty") else None
     if not node.name.startswith("/"):
@@ -42,3 +48,8 @@ def list_of_names(text: str) -> list[str]:
     except (ValueError, SyntaxError):
         return []
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def is_exporter_name(name: str) -> bool:
+    """Return whether an exporter generated the name; other names come from the author's module."""
+    return re.fullmatch(r"onnx::\w+|val_\d+|_?\d+|.*_(fold|fused)\w*|/.*_output_\d+", name) is not None

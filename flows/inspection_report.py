@@ -28,7 +28,8 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
         *(("input", text) for text in found.inputs),
         *(("output", text) for text in found.outputs),
         *((kind, f"{total.values:,} numbers in {total.tensors} tensors") for kind, total in found.totals.items()),
-        *([("pre-processing", found.preprocessing)] if found.preprocessing else []),
+        # one clause on each line
+        *zip(("pre-processing", "", ""), filter(None, found.preprocessing.split("; ")), strict=False),
         ("importable", _importable(found)),
         ("onnxruntime", "opens it" if found.runtime.opens else f"rejects it: {found.runtime.error}"),
     ]
@@ -95,8 +96,9 @@ def _name(weight: Weight) -> str:
     """Return the name of a tensor, with what it was in the exported network if the name does not say it."""
     if weight.original:
         return f"{weight.name} ({weight.original})"
-    foreign = weight.module and not weight.name.startswith(weight.module)
-    return f"{weight.name} (in {weight.module})" if foreign else weight.name
+    # in files of torch's older exporter a made-up name is the path of a node: /encoder/fc1/Constant_output_0
+    named = weight.module in weight.name.replace("/", ".")
+    return weight.name if named else f"{weight.name} (in {weight.module})"
 
 
 def show_difference(found: Difference, *, everything: bool) -> None:

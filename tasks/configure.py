@@ -143,7 +143,7 @@ def _log(found: Rehearsal) -> None:
     """Log what the rehearsal found: Prefect's page and the terminal of `onward run` show it."""
     log.info("%s", found.summary)
     for warning in found.warnings:
-        log.warning("%s: %s -> %s", warning.key, warning.what, warning.remedy)
+        log.warning("%s: %s\n    -> %s", warning.key, warning.what, warning.remedy)
     for left_out in found.not_rehearsed if found.passes else ():
         log.warning("not rehearsed: %s", left_out)
     if found.without_gradient:

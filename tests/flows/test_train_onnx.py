@@ -57,7 +57,7 @@ def test_a_run_writes_the_same_graph_with_better_weights(workshop: Workshop, und
     assert undisturbed["after"]["evaluation/accuracy"] > undisturbed["before"]["evaluation/accuracy"]
     assert undisturbed["parity"] < 1e-3
     assert (undisturbed["state"], undisturbed["attempts"]) == ("exported", 1)
-    assert "rows training 4; evaluation 4, 2, 6 of 6 weights with a gradient" in undisturbed["rehearsal"]
+    assert "4 rows (training), 4 and 2 rows (evaluation); 6 of 6 weights with a gradient" in undisturbed["rehearsal"]
     log = (Path(undisturbed["directory"]) / "flow.log").read_text()
     assert undisturbed["rehearsal"] in log
     assert "WARNING onward.tasks.configure: folded_batch_norm: 2 convolutions have a bias" in log

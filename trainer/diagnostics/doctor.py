@@ -125,7 +125,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         if found := find_preprocessing(model, settings):
             preprocessing, front = describe(found.nodes, found.tensors), preprocessing_model(model, found)
             if settings.output != model.graph.output[0].name:
-                preprocessing += f" (with model.output = {settings.output!r})"
+                preprocessing += f"; this is for model.output = {settings.output!r}"
             part = extract_subgraph(model, begin_at_numbers(model, settings))
     except UnsupportedModel as error:
         problems = list(error.problems)
@@ -164,7 +164,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         weights=weights,
         operators=tuple(_operators(model, part, front, audit.runtime_nodes)),
         unsupported=tuple(_unsupported(problem, model) for problem in problems),
-        warnings=(*exporter_warnings(audit), *output_warnings(model)),
+        warnings=(*exporter_warnings(audit), *output_warnings(model, audit.model.graph)),
     )
 
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.merged_weights import merged_weights, removed_biases, separated_weights
-from onward.trainer.diagnostics.output_warnings import graph_warnings
 from onward.trainer.onnx_graph.blocked_layout import DOMAIN as BLOCKED
 from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.exporter_names import is_exporter_name
@@ -42,10 +41,9 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _removed_biases, _copies, _tables,
         _made_up_names, _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves,
-        _quantized, _integer_weights, _blocked_layout, _runtime_nodes,
+        _quantized, _integer_weights, _blocked_layout, _runtime_nodes, _trees,
     ):  # fmt: skip
         yield from check(audit)
-    yield from graph_warnings(audit.model.graph)
 
 
 def _nothing_to_train(audit: AuditInput) -> Iterator[ExporterWarning]:
@@ -326,6 +324,17 @@ def _runtime_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
             ),
             remedy="nothing to do if that is what the model is; if an input is dynamic in a dimension that has one "
             "length only, declare it: python -m onnxruntime.tools.make_dynamic_shape_fixed",
+        )
+
+
+def _trees(audit: AuditInput) -> Iterator[ExporterWarning]:
+    found = Counter(node.op_type for node in audit.model.graph.node if node.op_type.startswith("TreeEnsemble"))
+    if found:
+        shown = ", ".join(f"{number} {operator}" for operator, number in found.items())
+        yield ExporterWarning(
+            key="trees",
+            what=f"{shown}: computed exactly but not trained, and no gradient reaches what comes before",
+            remedy="train the other weights of the file; trees themselves need the library that made them",
         )
 
 

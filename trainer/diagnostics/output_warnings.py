@@ -1,8 +1,7 @@
-"""Warn of outputs that a loss cannot read, or reads less well than the scores behind them, and of trees."""
+"""Warn of outputs that a loss cannot read, or reads less well than the scores behind them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import onnx
@@ -11,14 +10,19 @@ from onward.trainer.onnx_graph.outputs import describe_type, is_numeric, score_t
 from onward.trainer.run.records import ExporterWarning
 
 
-def output_warnings(model: onnx.ModelProto) -> Iterator[ExporterWarning]:
-    """Yield a warning for the first output, which the loss reads by default, and for those that are not computed."""
+def output_warnings(model: onnx.ModelProto, part: onnx.GraphProto, output: str = "") -> Iterator[ExporterWarning]:
+    """Yield a warning for the tensor that the loss reads, and for outputs of the file that are not computed.
+
+    part: the graph that is trained. output: `model.output`, which has been checked; "" = the first output of the file.
+    """
     first = model.graph.output[0].name
-    if problem := unreadable_output(model, first):
+    if not output and (problem := unreadable_output(model, first)):
         what, _, remedy = problem.partition("; ")
         yield ExporterWarning(key="label_output", what=what, remedy=remedy)
-    elif len(model.graph.output) > 1:  # else `graph_warnings` has it
-        yield from _probabilities(model.graph, first)
+    else:
+        yield from _probabilities(part, output or first)
+    if output:
+        return
     if kept := [value for value in model.graph.output if not is_numeric(value)]:
         yield ExporterWarning(
             key="kept_outputs",
@@ -27,20 +31,6 @@ def output_warnings(model: onnx.ModelProto) -> Iterator[ExporterWarning]:
                 f"{', '.join(f'{value.name} ({describe_type(value)})' for value in kept)}"
             ),
             remedy="nothing, if the loss reads another tensor; they are computed from it in the exported file",
-        )
-
-
-def graph_warnings(graph: onnx.GraphProto) -> Iterator[ExporterWarning]:
-    """Yield the warnings of a graph or of the part that is trained: probabilities as its only output, and trees."""
-    if len(graph.output) == 1:  # of several, it is not known here which one the loss reads
-        yield from _probabilities(graph, graph.output[0].name)
-    trees = Counter(node.op_type for node in graph.node if node.op_type.startswith("TreeEnsemble"))
-    if trees:
-        shown = ", ".join(f"{number} {operator}" for operator, number in trees.items())
-        yield ExporterWarning(
-            key="trees",
-            what=f"{shown}: computed exactly but not trained, and no gradient reaches what comes before",
-            remedy="train the other weights of the file; trees themselves need the library that made them",
         )
 
 

@@ -147,7 +147,8 @@ def describe(nodes: Iterable[onnx.NodeProto], tensors: Iterable[str]) -> str:
 def label_of(node: onnx.NodeProto) -> str:
     """Return the operator and the name of a node, for messages."""
     operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-    return f"{operator} {node.name or next(filter(None, node.output), '')!r}"
+    name = node.name or next(filter(None, node.output), "")
+    return operator if name == node.op_type else f"{operator} {name!r}"
 
 
 # -- which nodes

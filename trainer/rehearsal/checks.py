@@ -140,7 +140,7 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     settings = begin_at_numbers(trainable.model, config.model)
     audit = audit_of_run(extract_subgraph(trainable.model, settings), trainable.module, trainable.base)
     audit.batch = use
-    outputs = () if config.model.output else output_warnings(trainable.model)
+    outputs = output_warnings(trainable.model, audit.model.graph, config.model.output)
     findings.warnings = (*exporter_warnings(audit), *outputs)
     for problem in refused_warnings(findings.warnings, config.model.accept):
         findings.refuse(problem)

@@ -233,14 +233,14 @@ class Rehearsal(Record):
         if not self.passes:
             return "not rehearsed: " + "; ".join(self.not_rehearsed)
         sizes = [
-            f"{what} {', '.join(str(each.rows) for each in self.passes if each.what == what)}"
+            f"{' and '.join(str(each.rows) for each in self.passes if each.what == what)} rows ({what})"
             for what in dict.fromkeys(each.what for each in self.passes)
         ]
-        parts = [f"rows {'; '.join(sizes)}", f"{self.trained - len(self.without_gradient)} of {self.trained} weights"]
-        parts[-1] += " with a gradient"
+        with_gradient = self.trained - len(self.without_gradient)
+        parts = [f"micro-batches of {', '.join(sizes)}", f"{with_gradient} of {self.trained} weights with a gradient"]
         if not math.isnan(self.parity):
-            parts.append(f"{self.judged_by} within {self.parity:.2g}")
-        return f"rehearsed in {self.elapsed_s:.1f} s: " + ", ".join(parts)
+            parts.append(f"{self.judged_by} differs by {self.parity:.2g}")
+        return f"rehearsed in {self.elapsed_s:.1f} s: " + "; ".join(parts)
 
 
 class Refusal(Record):

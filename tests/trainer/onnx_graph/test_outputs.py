@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.diagnostics.doctor import diagnose
+from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.index import dims_of, known_types
 from onward.trainer.onnx_graph.outputs import class_order, score_tensors, with_numeric_outputs
@@ -89,6 +90,14 @@ def test_doctor_suggests_the_logits_when_the_first_output_is_a_softmax(tmp_path:
     (tmp_path / "p.onnx").write_bytes(model.SerializeToString())
     (found,) = (warning for warning in diagnose(tmp_path / "p.onnx").warnings if warning.key == "probabilities")
     assert found.remedy == "set model.output to 'logits' (the logits before Softmax, for the loss cross_entropy)"
+
+
+def test_probabilities_that_a_run_reads_beside_other_outputs_are_warned_of() -> None:
+    model = onnx.load(FOLDER / "skl2onnx-mlp.onnx")
+    (found,) = output_warnings(model, model.graph, "probabilities")
+    assert found.key == "probabilities"
+    assert "'add_result2' (the logits before Softmax" in found.remedy
+    assert not [*output_warnings(model, model.graph, "add_result2")]
 
 
 def test_doctor_suggests_what_an_argmax_reads(tmp_path: Path) -> None:

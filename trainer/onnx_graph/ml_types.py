@@ -1,4 +1,4 @@
-"""Types and shapes that ONNX's shape inference leaves out: of ai.onnx.ml, and of the Tokenizer that skl2onnx writes."""
+"""Infer types and shapes that ONNX's shape inference leaves out: of ai.onnx.ml, and of skl2onnx's Tokenizer."""
 
 from __future__ import annotations
 

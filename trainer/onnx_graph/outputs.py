@@ -229,7 +229,7 @@ def unreadable_output(
 ) -> str:
     """Return a sentence if an output has no gradient, with the tensor that the loss can read instead; else "".
 
-    types: those of inner tensors, which inference finds; without them only the graph's outputs are judged.
+    types: those of inner tensors, which inference finds; without them only the graph's outputs are looked at.
     """
     declared = {value.name: value for value in model.graph.output}
     value = declared.get(output) or (types or {}).get(output)

@@ -29,7 +29,7 @@ import onnx
 import torch
 
 from onward.trainer.onnx_graph.element_types import DTYPES
-from onward.trainer.onnx_graph.index import subgraphs
+from onward.trainer.onnx_graph.index import FLOAT_TYPES, subgraphs
 from onward.trainer.onnx_import.role_tables import (
     COMPARISONS,
     DIFFERENTIABLE_OPERANDS,
@@ -139,8 +139,8 @@ class GraphFlow:
         carried = frozenset[str]().union(*(flow.carried for flow in carriers))
         origin = self._origin(node, operands, carriers)
         self._record_operand_meanings(node, operands, chosen)
-        # Combined with integers alone, a tensor is frozen only provisionally: `first_operator` has precedence in
-        # `_role`, so a table that is also combined with data elsewhere is trained.
+        # Combined with integers alone, a tensor is frozen only provisionally: `first_operator` has precedence over
+        # `frozen_reason`, so a table that is also combined with data elsewhere is trained.
         if origin == "data":
             self._combine_with_data(node, carried, operands)
         elif origin == "integers":
@@ -356,8 +356,8 @@ def flow_of(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> Grap
     found = GraphFlow(weights)
     for value in graph.input:
         if value.name not in weights:
-            # FLOAT, FLOAT16, DOUBLE, BFLOAT16; a sequence or optional may hold floats
-            floats = value.type.tensor_type.elem_type in (1, 10, 11, 16) or not value.type.HasField("tensor_type")
+            # a sequence or optional may hold floats
+            floats = value.type.tensor_type.elem_type in FLOAT_TYPES or not value.type.HasField("tensor_type")
             found.flows[value.name] = Flow("data" if floats else "integers", raw=True)
     for name, tensor in weights.items():
         carried = frozenset([name]) if tensor.is_floating_point() else frozenset[str]()

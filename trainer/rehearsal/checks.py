@@ -1,4 +1,4 @@
-"""The checks of a rehearsal, in their order: warnings, micro-batches of each size with their gradients, parity."""
+"""List the checks of a rehearsal, in their order: warnings, micro-batches of each size with their gradients, parity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run what a run will compute, once, before it is launched: on the CPU, in one process, on the first rows of the data.
+"""Rehearse a run in one process on the CPU: open the file, choose sizes, run the checks, write the record.
 
     config.json ── open the file ── plan the layout ── checks.py ── rehearsal.json (and plan.json), or refused.json
 

@@ -20,7 +20,7 @@ from onward.trainer.run.durable_files import sha256
 
 Dims = tuple[int | None, ...]
 
-FLOAT_TYPES = ("float32", "float64", "float16", "bfloat16", "undefined")
+FLOAT_NAMES = ("float32", "float64", "float16", "bfloat16", "undefined")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def read_training_signature(model: ModelConfig) -> Signature:
     proto = _load(model.path)
     signature = _signature(proto.graph, model.path)
     output = signature.output(model.output)
-    trainable = output is None or output.dtype in FLOAT_TYPES
+    trainable = output is None or output.dtype in FLOAT_NAMES
     if not trainable or model.num_classes or model.untie or trains_subgraph(proto, model):
         # the seed only decides the values of a new head, which a signature does not contain
         apply_surgery(proto, model, seed=0)

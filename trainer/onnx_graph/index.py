@@ -122,6 +122,11 @@ def attribute_value(attribute: onnx.AttributeProto) -> Any:
     return [item.decode() if isinstance(item, bytes) else item for item in value]
 
 
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    """Return the attributes of a node by name, as Python values."""
+    return {attribute.name: attribute_value(attribute) for attribute in node.attribute}
+
+
 # -- producers and readers
 
 

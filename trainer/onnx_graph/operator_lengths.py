@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx
 
-from onward.trainer.onnx_graph.index import attribute_value
+from onward.trainer.onnx_graph.index import attributes_of
 from onward.trainer.onnx_graph.initializers import stored_protos
 
 Shape = Sequence[int]
@@ -23,12 +23,8 @@ SCALES = {"Add", "Sub", "Mul", "Div"}
 """These keep it too if operand 1 is a single number."""
 
 
-def _attribute(node: onnx.NodeProto, name: str, default: int) -> int:
-    return next((int(attribute_value(each)) for each in node.attribute if each.name == name), default)
-
-
 def _conv(node: onnx.NodeProto, weight: Shape, rank: int) -> tuple[int, int]:
-    return 1, weight[1] * _attribute(node, "group", 1)
+    return 1, weight[1] * int(attributes_of(node).get("group", 1))
 
 
 def _conv_transpose(node: onnx.NodeProto, weight: Shape, rank: int) -> tuple[int, int]:
@@ -40,7 +36,7 @@ def _matmul(node: onnx.NodeProto, weight: Shape, rank: int) -> tuple[int, int]:
 
 
 def _gemm(node: onnx.NodeProto, weight: Shape, rank: int) -> tuple[int, int]:
-    return 1 - _attribute(node, "transA", 0), weight[_attribute(node, "transB", 0)]
+    return 1 - attributes_of(node).get("transA", 0), weight[attributes_of(node).get("transB", 0)]
 
 
 def _recurrent(node: onnx.NodeProto, weight: Shape, rank: int) -> tuple[int, int]:

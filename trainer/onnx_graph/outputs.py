@@ -22,7 +22,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, known_types, nodes_between
+from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, attributes_of, known_types, nodes_between
 from onward.trainer.onnx_graph.ml_types import DOMAIN
 
 LOG = "/log_probabilities"
@@ -123,17 +123,12 @@ def _scores_of(node: onnx.NodeProto) -> tuple[str, str] | None:
         return node.output[1], f"the scores of {node.op_type}, which is not trained"
     if node.op_type != "LinearClassifier":
         return None
-    transform = _attributes(node).get("post_transform", "NONE")
+    transform = attributes_of(node).get("post_transform", "NONE")
     if transform == "NONE":
         return node.output[1], "the scores of LinearClassifier, for the loss cross_entropy"
     if _log_steps(node):
         return f"{node.output[1]}{LOG}", f"the logarithm of LinearClassifier's {transform}, for the loss cross_entropy"
     return None
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    found = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    return {name: value.decode() if isinstance(value, bytes) else value for name, value in found.items()}
 
 
 def _log_steps(node: onnx.NodeProto) -> list[tuple[str, str, dict[str, Any]]]:
@@ -144,7 +139,7 @@ def _log_steps(node: onnx.NodeProto) -> list[tuple[str, str, dict[str, Any]]]:
     """
     if (node.domain, node.op_type) != (DOMAIN, "LinearClassifier") or len(node.output) < 2:
         return []
-    attributes = _attributes(node)
+    attributes = attributes_of(node)
     intercepts, transform = list(attributes.get("intercepts", ())), attributes.get("post_transform", "NONE")
     if transform == "SOFTMAX" and len(intercepts) > 1:
         return [("", "LogSoftmax", {"axis": 1})]
@@ -184,7 +179,7 @@ def with_log_probabilities(model: onnx.ModelProto, output: str) -> onnx.ModelPro
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]  # `del` invalidates the others
     del copy.graph.node[:]
     copy.graph.node.extend(copies)
-    shape: list[str | int | None] = ["N", len(_attributes(scores)["intercepts"])]
+    shape: list[str | int | None] = ["N", len(attributes_of(scores)["intercepts"])]
     copy.graph.value_info.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, shape))
     if not any(entry.domain in ("", "ai.onnx") for entry in copy.opset_import):
         copy.opset_import.append(helper.make_opsetid("", 13))
@@ -217,11 +212,11 @@ def class_labels(graph: onnx.GraphProto) -> list[str]:
     for node in graph.node:
         if node.domain != DOMAIN:
             continue
-        labels = [value for name, value in _attributes(node).items() if name.startswith("classlabels_")]
+        labels = [value for name, value in attributes_of(node).items() if name.startswith("classlabels_")]
         if node.op_type == "ArrayFeatureExtractor" and node.input[0] in stored:
             labels = [numpy_helper.to_array(stored[node.input[0]]).flatten().tolist()]
         found = next(filter(None, labels), found)
-    return [label.decode() if isinstance(label, bytes) else str(label) for label in found]
+    return [str(label) for label in found]
 
 
 def unreadable_output(

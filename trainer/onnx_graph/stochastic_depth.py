@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -35,7 +34,7 @@ from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 from onnx import helper, numpy_helper, shape_inference
 
 from onward.trainer.onnx_graph.external_data import is_external, load_small_tensors
-from onward.trainer.onnx_graph.index import inner_graphs, nodes_inside, nodes_of
+from onward.trainer.onnx_graph.index import attributes_of, inner_graphs, nodes_inside, nodes_of
 
 DOMAIN = "onward"
 OPERATOR = "StochasticDepth"
@@ -108,10 +107,6 @@ def random_nodes(model: onnx.ModelProto, found: Iterable[Branch] = ()) -> list[s
 
 def _is(node: onnx.NodeProto | None, *operators: str) -> bool:
     return node is not None and node.domain in ("", "ai.onnx") and node.op_type in operators
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
 def _values_read(node: onnx.NodeProto) -> list[str]:
@@ -245,7 +240,7 @@ class _BranchFinder:
         """Return whether a node draws uniformly from [0, 1) or from a Bernoulli distribution."""
         if _is(draw, "Bernoulli"):
             return True
-        own = _attributes(draw)
+        own = attributes_of(draw)
         return _is(draw, "RandomUniform", "RandomUniformLike") and (own.get("low", 0.0), own.get("high", 1.0)) == (0, 1)
 
     def _maker(self, name: str, *, alone: bool = True) -> onnx.NodeProto | None:
@@ -262,7 +257,7 @@ class _BranchFinder:
         if not _is(node, "Constant"):
             return None
         assert node is not None
-        [value] = _attributes(node).values()
+        [value] = attributes_of(node).values()
         return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
 
     def _number(self, name: str, *, single: bool = True) -> float | None:
@@ -271,7 +266,7 @@ class _BranchFinder:
         if constant is None and node is not None and _is(node, *KEEPS_ELEMENTS if not single else IDENTITIES):
             return self._number(node.input[0], single=single)
         if constant is None and node is not None and _is(node, "ConstantOfShape") and not single:
-            fill = _attributes(node).get("value")
+            fill = attributes_of(node).get("value")
             return float(numpy_helper.to_array(fill).item()) if fill is not None else 0.0
         if constant is None or constant.dtype.kind not in "fiu" or constant.size == 0 or (single and constant.size > 1):
             return None
@@ -281,7 +276,7 @@ class _BranchFinder:
     def _drawn_lengths(self, draw: onnx.NodeProto) -> list[int | None] | None:
         """Return the shape that a random node draws, with None for unknown lengths."""
         if _is(draw, "RandomUniform"):
-            return list(_attributes(draw)["shape"])
+            return list(attributes_of(draw)["shape"])
         return self._lengths(draw.input[0]) or self.dims.get(draw.output[0]) or self.dims.get(draw.input[0])
 
     def _lengths(self, name: str) -> list[int | None] | None:

@@ -23,7 +23,7 @@ import torch
 
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.element_types import DTYPES
-from onward.trainer.onnx_graph.index import attribute_value, inner_graphs, names_read
+from onward.trainer.onnx_graph.index import attributes_of, inner_graphs, names_read
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_import.integer_storage import MOVES, store_as
 from onward.trainer.onnx_import.ops.cast import is_packed
@@ -187,7 +187,7 @@ def _use(
 
 def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tuple[int, _Use]]:
     """Yield (position, how it is dequantized) of the operands of a node that may be weights. ndim: of the weight."""
-    attributes = {attribute.name: attribute_value(attribute) for attribute in node.attribute}
+    attributes = attributes_of(node)
     operator = node.op_type
     if operator == "DequantizeLinear":
         axis = attributes.get("axis", 1)

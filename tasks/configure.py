@@ -144,7 +144,7 @@ def _log(found: Rehearsal) -> None:
     log.info("%s", found.summary)
     for warning in found.warnings:
         log.warning("%s: %s\n    -> %s", warning.key, warning.what, warning.remedy)
-    for left_out in found.not_rehearsed if found.passes else ():
+    for left_out in found.not_rehearsed if found.batches else ():
         log.warning("not rehearsed: %s", left_out)
     if found.without_gradient:
         few = ", ".join(found.without_gradient[:MAX_NAMED])

@@ -83,13 +83,13 @@ def test_a_run_is_rehearsed_at_its_micro_batch_and_at_the_ends_of_its_data(confi
     found = configured(
         tiny_conv_net(), columns, train={"num_epochs": 1}, parallel={"data": 2}, data={"evaluation_fraction": 0.12}
     )
-    assert [(each.what, each.rows) for each in found.passes] == [
+    assert [(each.what, each.rows) for each in found.batches] == [
         ("training", 4),
         ("training", 3),
         ("evaluation", 2),
         ("evaluation", 1),
     ]
-    assert all(np.isfinite(each.loss) for each in found.passes)
+    assert all(np.isfinite(each.loss) for each in found.batches)
     assert (found.trained, found.without_gradient, found.not_rehearsed) == (6, (), ())
     assert found.parity < 1e-5
     assert found.judged_by == "onnxruntime"
@@ -105,7 +105,7 @@ def test_a_padding_micro_batch_is_rehearsed(configured: Configured) -> None:
         parallel={"data": 2},
         data={"evaluation_fraction": 0.1},
     )
-    assert ("padding", 1) in [(each.what, each.rows) for each in found.passes]
+    assert ("padding", 1) in [(each.what, each.rows) for each in found.batches]
 
 
 # -- what is refused
@@ -119,7 +119,7 @@ def test_a_last_micro_batch_that_does_not_run_is_refused(home: Path, configured:
     assert "at the node that computes 'stepped'" in problem
     assert "a train.global_batch_size that divides the 17 training rows" in problem
     found = configured(OWN, table(20), train={"num_epochs": 1, "global_batch_size": 17}, **sections)
-    assert [(each.what, each.rows) for each in found.passes] == [("training", 17), ("evaluation", 3)]
+    assert [(each.what, each.rows) for each in found.batches] == [("training", 17), ("evaluation", 3)]
 
 
 def test_an_operator_without_a_gradient_is_refused_with_the_node(
@@ -228,7 +228,7 @@ def test_a_graph_that_mixes_its_fixed_batch_is_refused_at_other_sizes_and_at_an_
 def test_a_graph_that_mixes_its_fixed_batch_is_rehearsed_at_that_size(configured: Configured) -> None:
     halves = {"global_batch_size": 8, "gradient_accumulation_steps": 2, "num_steps": 2}
     found = configured(MIXED, table(48), train=halves)
-    assert [(each.what, each.rows) for each in found.passes] == [("training", 4), ("evaluation", 4)]
+    assert [(each.what, each.rows) for each in found.batches] == [("training", 4), ("evaluation", 4)]
     assert found.parity < 1e-5
     assert (found.fixed_batch, read_config(RunDir(onward_home() / "runs" / "run")).model.fixed_batch) == ("joint",) * 2
     assert configured(MIXED, table(48), train=halves) == found  # a run that has begun keeps what was found
@@ -239,13 +239,13 @@ def test_a_graph_that_mixes_its_fixed_batch_is_rehearsed_at_that_size(configured
 
 def test_without_a_rehearsal_the_record_says_so(configured: Configured) -> None:
     found = configured(tiny_conv_net(), tiny_images(25), launch={"device": "cpu", "rehearsal": "off"})
-    assert (found.passes, found.not_rehearsed) == ((), ("everything: launch.rehearsal is 'off'",))
+    assert (found.batches, found.not_rehearsed) == ((), ("everything: launch.rehearsal is 'off'",))
 
 
 def test_what_is_not_reached_in_time_is_named(configured: Configured, tmp_path: Path) -> None:
     limited = {"rehearsal_timeout_s": 1.0, "device": "cpu"}
     found = configured(OWN, table(), model=own_operator(tmp_path, SLOW, reference="x"), launch=limited)
-    assert [each.what for each in found.passes] == ["training"]
+    assert [each.what for each in found.batches] == ["training"]
     (left,) = found.not_rehearsed
     assert left == (
         "an evaluation batch of 2 rows, the comparison with onnxruntime: launch.rehearsal_timeout_s, 1 s, was over"
@@ -260,8 +260,8 @@ def test_the_precision_of_gpus_is_named_and_that_of_cpus_is_used(configured: Con
         run.unlink()
     on_cpu = configured(*arguments, precision={"compute": "bf16"})
     assert on_cpu.not_rehearsed == ()
-    assert on_cpu.passes[0].loss == pytest.approx(on_gpu.passes[0].loss, rel=0.02)
-    assert on_cpu.passes[0].loss != on_gpu.passes[0].loss
+    assert on_cpu.batches[0].loss == pytest.approx(on_gpu.batches[0].loss, rel=0.02)
+    assert on_cpu.batches[0].loss != on_gpu.batches[0].loss
 
 
 def test_a_run_that_has_begun_is_not_rehearsed_again(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_the_chosen_layout_is_rehearsed_in_the_process_that_chooses_it(configure
     found = configured(tiny_conv_net(), tiny_images(25), parallel=parallel, launch={"num_ranks": 2, "device": "cpu"})
     chosen = read_config(RunDir(onward_home() / "runs" / "run"))
     assert chosen.world_size == 2
-    assert found.passes[0].rows == chosen.micro_batch_size
+    assert found.batches[0].rows == chosen.micro_batch_size
 
 
 # -- models and data

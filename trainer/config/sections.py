@@ -357,7 +357,7 @@ class LaunchConfig(Section):
     """`auto` = before a new run is launched, run a few micro-batches of the first rows forward and backward on the CPU,
     and compare the untrained file with onnxruntime; what fails is refused. `off` = do not."""
     rehearsal_timeout_s: PositiveFloat = 60.0
-    """Longest time of these passes; what was not reached by then is left out and named."""
+    """Longest time of the rehearsal once the model is open; what was not reached by then is left out and named."""
     threads_per_rank: NonNegativeInt = 0
     """CPU threads of one rank; 0 = the machine's cores divided by its ranks. Runs are bit-identical only with the same
     number."""

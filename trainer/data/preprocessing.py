@@ -31,7 +31,7 @@ from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_prep
 from onward.trainer.errors import DataError, UnsupportedModel
 from onward.trainer.onnx_graph.preprocessing import describe
 
-PROBE_ROWS = 32
+FIRST_ROWS = 32
 """Rows that are computed both alone and together, to find out what results look like."""
 MAX_ROWS = 4096
 """Rows of one call of onnxruntime, at most."""
@@ -112,7 +112,7 @@ class Preprocessor:
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find the columns of the results from the first rows. Raises DataError for results that cannot be stored."""
         alone, good, problem = [], [], ""
-        for at in range(min(PROBE_ROWS, len(next(iter(values.values()))))):
+        for at in range(min(FIRST_ROWS, len(next(iter(values.values()))))):
             try:
                 alone.append(self._compute(_rows(values, at, at + 1)))
                 good.append(at)

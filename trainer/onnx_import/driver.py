@@ -222,7 +222,7 @@ class ImportAttempt:
         for value in self.inputs:
             self._add_input(value, lengths, values)
         self._fix_or_free_batch(lengths, values)
-        for value in self.inputs:  # after all placeholders, which fx wants first
+        for value in self.inputs:  # after all placeholders, which must come first in fx
             if value.type.tensor_type.elem_type in HALVES and isinstance(values.get(value.name), Traced):
                 values[value.name] = self.tracer.call(widen_half, values[value.name], self.tracer.anchor)
         for name, tensor in stored.items():

@@ -237,7 +237,7 @@ class GraphFlow:
                 self._freeze((name for flow in operands[3:5] for name in flow.carried), COMPUTED_STATISTIC)
         if node.op_type in ("Conv", "ConvTranspose"):
             self.conv_biases.update(*(flow.carried for flow in operands[2:3]))
-        # a mask: the zeros look like an all-zero weight, the other operand gives them away
+        # a mask: the zeros look like an all-zero weight, the other operand shows what they are
         if node.op_type == "Where" and all(flow.origin == "stored" for flow in operands[1:]):
             parts = [name for flow in operands[1:] for name in flow.carried]  # Where(condition, 0, -10000)
             if any(bool((self.weights[name] <= MASKED_BELOW).all()) for name in parts):

@@ -5,7 +5,7 @@
     name       running_mean, anchors, weight_u; a single number is a weight if it has the name of a parameter
 
 A guess may be wrong. `onward doctor` says which roles are guessed, `model.train` and `model.freeze` decide otherwise.
-What no use, contents or name gives away is taken for a weight: a random projection, a codebook, a wavelet.
+What neither use, contents nor name identifies is taken for a weight: a random projection, a codebook, a wavelet.
 """
 
 from __future__ import annotations

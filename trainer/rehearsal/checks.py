@@ -35,7 +35,7 @@ from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
-from onward.trainer.rehearsal.passes import RehearsedGraph
+from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 from onward.trainer.rehearsal.sizes import Size, sizes_of_run
 
 CPU = torch.device("cpu")
@@ -158,7 +158,7 @@ def _run(
         else:
             findings.failures.append((size, graph.error_of(size.kind, rows, error)))
         return
-    findings.passes.append(result)
+    findings.batches.append(result)
     if gradients:
         _check_gradients(graph, rows, findings)
 
@@ -170,9 +170,9 @@ def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> 
     if not rows.num_targets:
         findings.not_rehearsed.append(f"gradients: the first {rows.size} rows have no label that counts")
         return
-    loss = f"the loss of the first {rows.size} rows is {findings.passes[-1].loss:g}"
+    loss = f"the loss of the first {rows.size} rows is {findings.batches[-1].loss:g}"
     wrong = [name for name, gradient in trained.items() if gradient is not None and not gradient.isfinite().all()]
-    if wrong or not np.isfinite(findings.passes[-1].loss):
+    if wrong or not np.isfinite(findings.batches[-1].loss):
         gradients = f" and the gradients of {len(wrong)} of {len(trained)} weights are not finite ({_few(wrong)})"
         findings.refuse(
             f"before any training, {loss}{gradients if wrong else ''}; look for NaN, zeros or unscaled values in the "

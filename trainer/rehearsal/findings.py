@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from onward.trainer.config.sections import FixedBatch
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.rehearsal.sizes import Size
-from onward.trainer.run.records import ExporterWarning, Rehearsal, RehearsedPass
+from onward.trainer.run.records import ExporterWarning, Rehearsal, RehearsedBatch
 
 
 @dataclass
 class Findings:
     """What was found so far."""
 
-    passes: list[RehearsedPass] = field(default_factory=list)
+    batches: list[RehearsedBatch] = field(default_factory=list)
     failures: list[tuple[Size, str]] = field(default_factory=list)
     """Micro-batches that do not run, and why."""
     errors: list[Refused] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Findings:
         if errors:
             raise ConfigError(dict.fromkeys(problem for error in errors for problem in error.problems))
         return Rehearsal(
-            passes=tuple(self.passes),
+            batches=tuple(self.batches),
             trained=self.trained,
             without_gradient=self.without_gradient,
             parity=self.parity,
@@ -59,7 +59,7 @@ class Findings:
         sizes = defaultdict(list)
         for size, why in self.failures:
             sizes[why].append(size)
-        ran = {each.what for each in self.passes}
+        ran = {each.what for each in self.batches}
         for why, failed in sizes.items():
             what = " and ".join(size.what for size in failed)
             runs = "do not run" if len(failed) > 1 else "does not run"

@@ -193,7 +193,7 @@ class ExporterWarning(Record):
     its cause removed before a run starts."""
 
 
-class RehearsedPass(Record):
+class RehearsedBatch(Record):
     """One micro-batch of the first rows of the data, run through the graph before the training."""
 
     what: Literal["training", "evaluation", "padding"]
@@ -208,7 +208,7 @@ class RehearsedPass(Record):
 class Rehearsal(Record):
     """What was run of the graph before anything was launched, and what it showed."""
 
-    passes: tuple[RehearsedPass, ...] = ()
+    batches: tuple[RehearsedBatch, ...] = ()
     trained: int = 0
     """Number of weights to train."""
     without_gradient: tuple[str, ...] = ()
@@ -230,11 +230,11 @@ class Rehearsal(Record):
     @property
     def summary(self) -> str:
         """Return it in one line."""
-        if not self.passes:
+        if not self.batches:
             return "not rehearsed: " + "; ".join(self.not_rehearsed)
         sizes = [
-            f"{' and '.join(str(each.rows) for each in self.passes if each.what == what)} rows ({what})"
-            for what in dict.fromkeys(each.what for each in self.passes)
+            f"{' and '.join(str(each.rows) for each in self.batches if each.what == what)} rows ({what})"
+            for what in dict.fromkeys(each.what for each in self.batches)
         ]
         with_gradient = self.trained - len(self.without_gradient)
         parts = [f"micro-batches of {', '.join(sizes)}", f"{with_gradient} of {self.trained} weights with a gradient"]

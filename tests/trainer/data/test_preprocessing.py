@@ -104,7 +104,7 @@ def test_rows_are_padded_with_the_value_that_the_model_pads_with(tmp_path: Path)
     values.ints[0] = 7  # what "" becomes, with which StringSplit fills
     onnx.save(model, tmp_path / "m.onnx")
     # the first rows have one length, so that only later ones show it
-    same = ["good film"] * preprocessing.PROBE_ROWS
+    same = ["good film"] * preprocessing.FIRST_ROWS
     config = configuration(tmp_path, tmp_path / "m.onnx", write_jsonl(tmp_path / "t.jsonl", same + SENTENCES))
     train, _ = sharded(tmp_path, config)
     assert train.pad_values == {"ids": 7}

@@ -18,7 +18,7 @@ from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.rehearsal.failing_node import failing_node
 from onward.trainer.rehearsal.sizes import Kind
-from onward.trainer.run.records import RehearsedPass
+from onward.trainer.run.records import RehearsedBatch
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RehearsedGraph:
     autocast: Callable[[], contextlib.AbstractContextManager[object]]
     """Makes the context of a forward pass."""
 
-    def run(self, kind: Kind, batch: Batch, call: Callable[..., Any] | None = None) -> RehearsedPass:
+    def run(self, kind: Kind, batch: Batch, call: Callable[..., Any] | None = None) -> RehearsedBatch:
         """Run a micro-batch; gradients stay with the weights. Running statistics are left as they were.
 
         call: what computes the outputs in place of the module.
@@ -47,7 +47,7 @@ class RehearsedGraph:
             if loss.requires_grad:  # not in evaluation, and not if it depends on no weight
                 (loss / max(batch.num_targets, 1)).backward()  # type: ignore[no-untyped-call]
         mean = float(loss.detach()) / batch.num_targets if batch.num_targets else math.nan
-        return RehearsedPass(what=kind, rows=batch.size, loss=mean, elapsed_s=time.monotonic() - started_at)
+        return RehearsedBatch(what=kind, rows=batch.size, loss=mean, elapsed_s=time.monotonic() - started_at)
 
     @property
     def loss_output(self) -> str:

@@ -22,7 +22,7 @@ from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_data import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
-from onward.trainer.onnx_graph.outputs import readable_output, with_numeric_outputs
+from onward.trainer.onnx_graph.outputs import describe_type, readable_output, with_numeric_outputs
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, describe, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.converters import load_converters
@@ -171,7 +171,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
 def _value(value: onnx.ValueInfoProto) -> str:
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
-        return f"{value.name} {value.type.WhichOneof('value')}"
+        return f"{value.name} {describe_type(value)}"
     dims = [str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in kind.shape.dim]
     return f"{value.name} {element_type_name(kind.elem_type).lower()} [{', '.join(dims)}]"
 

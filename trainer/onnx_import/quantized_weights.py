@@ -9,7 +9,8 @@ The parameter has the name of the stored integers. The module computes with the 
 the written file will compute; gradients pass the rounding (ops/quant.py). What is smaller than half a scale accumulates
 in the parameter and in checkpoints, and is lost in the written file. Scales and zero points do not change.
 
-A tensor is trained so if the scale is stored in the file and all nodes that read the integers agree on it.
+A tensor is trained so if the scale is stored in the file, is nowhere 0, and all nodes that read the integers agree on
+it.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def _use(
     if found is None or (found.zero and found.zero not in stored):
         return None
     scales = [stored[name] for name in found.scales if name in stored and stored[name].dtype == torch.float32]
-    if len(scales) < len(found.scales):
+    # with a scale of 0, as some tools give channels that are all zero, no weight has integers
+    if len(scales) < len(found.scales) or not all(scale.all() for scale in scales):
         return None
     if all(scale.numel() == 1 for scale in scales):
         return replace(found, axis=0, block=0)

@@ -179,6 +179,10 @@ FROZEN = {
         "m = ReduceMax<keepdims = 0>(x) w = DequantizeLinear(q, m, z1) y = MatMul(x, w)",
         {"z1": np.int8(0)},
     ),
+    "a scale is 0": (
+        "w = DequantizeLinear<axis = 1>(q, s0, z) y = MatMul(x, w)",
+        {"s0": np.float32([0.2, 0])},
+    ),
 }
 
 

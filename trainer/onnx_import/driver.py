@@ -67,8 +67,8 @@ from onward.trainer.onnx_import.values import FreedBatch, Traced, Value
 def load_model(path: Path) -> onnx.ModelProto:
     """Read and check an ONNX file. External data stays in its files; `to_module(base=path.parent)` maps it.
 
-    Raises ConfigError when there is no readable file, UnsupportedModel when it is not valid ONNX or when an external
-    data file is absent, too short or outside the model's directory.
+    Raises ConfigError when there is no readable file, UnsupportedModel when it is not valid ONNX, has no outputs, or
+    when an external data file is absent, too short or outside the model's directory.
     """
     try:
         path.open("rb").close()  # for an OSError with a reason, which the checker does not give
@@ -77,6 +77,8 @@ def load_model(path: Path) -> onnx.ModelProto:
         raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
     except onnx.checker.ValidationError as error:
         raise UnsupportedModel(f"{path} is not valid ONNX: {error}") from None
+    if not model.graph.output:  # which the checker allows
+        raise UnsupportedModel(f"{path} has no outputs, so that there is nothing to train for")
     if problems := external_problems(model, path.parent):
         raise UnsupportedModel(problems)
     return model

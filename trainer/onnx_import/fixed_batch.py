@@ -39,6 +39,8 @@ Compute = Callable[[Sequence[Tensor]], list[Tensor]]
 TOLERANCE, MOST = 1e-4, 0.05
 """Greatest difference that counts as rounding, relative to the greatest value; a graph that differs from onnxruntime by
 more at the file's own batch may differ four times as much at another, up to `MOST`."""
+LARGE = 30
+"""Factor of the inputs with which rows are tried once more: some graphs mix them only behind a limit."""
 VARIES = 1e-3
 """Rows whose results differ by less than this, relative to the greatest value, prove nothing."""
 
@@ -74,6 +76,8 @@ def batch_use(
         to_module(model, base=base, train=train, widen=False)
         return BatchUse("own" if declared == 1 else "joint", declared, trial, proved=False)
     reason = trial.widened_problem(model, base, train)
+    if not reason and (mixed := trial.dependence_of_large(_index(model, output))):
+        return BatchUse("own" if declared == 1 else "joint", declared, mixed)
     if not reason:
         tried = f"batches of 1 and {len(trial.inputs[0])} rows"
         return BatchUse("any", declared, f"{tried} give row by row what the file gives {declared} at a time")
@@ -129,8 +133,12 @@ def _module(module: torch.nn.Module) -> Compute:
 
 def _trial(model: onnx.ModelProto, declared: int, compute: Compute) -> _Trial | str:
     """Return the file's results on made-up rows on which it runs, or why there are none."""
-    problem = "it takes no tensors"
-    for inputs in _made_up(model, declared + 2):
+    stored = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in stored]
+    if single := [value.name for value in inputs if not value.type.tensor_type.shape.dim]:
+        return f"input {single[0]!r} has no rows, so that nothing is proved"
+    problem = "no rows can be made up for its inputs, so that nothing is proved"
+    for inputs in _made_up(model, max(declared, 2) + 2):
         try:
             trial = _Trial(declared, inputs, compute)
         except Exception as error:  # those of onnxruntime and of torch have no common base class
@@ -151,7 +159,7 @@ def _made_up(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
     stored = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in stored]
     kinds = {value.name: value.type.tensor_type for value in inputs}
-    if not all(kind.shape.dim and kind.elem_type in DTYPES for kind in kinds.values()):
+    if not all(kind.elem_type in DTYPES for kind in kinds.values()):
         return
     tried: set[tuple[tuple[int, ...], ...]] = set()
     for lengths, _ in trial_sizes(model.graph, stored, widen=True):
@@ -194,6 +202,8 @@ class _Trial:
 
     def __init__(self, declared: int, inputs: Sequence[Tensor], compute: Compute) -> None:
         self.declared, self.inputs, self.compute = declared, list(inputs), compute
+        self.widened: Compute | None = None
+        """The widened graph, as soon as `widened_problem` has imported it."""
         total = len(inputs[0])
         starts = [*range(0, total, declared), total - 1]
         self.groups = [[(start + i) % total for i in range(declared)] for start in starts]
@@ -215,23 +225,44 @@ class _Trial:
             return False
         return any(_difference(a, b) > VARIES for other in others for a, b in zip(first, other, strict=True))
 
-    def dependence(self, number: int) -> str:
+    def dependence(self, number: int, tolerance: float = TOLERANCE) -> str:
         """Return why one row of an output depends on the other rows or on its place; "" if it does not."""
         first = self.results[0][number]
         if not first.ndim or not len(first) or len(first) % self.declared:
             return f"output {number + 1} has no dimension of rows in front ({list(first.shape)})"
+        mixed = "the results of a row depend on the other rows of its batch, or on its place among them"
         known: dict[int, Tensor] = {}
         for group, results in zip(self.groups, self.results, strict=True):
-            for row, value in zip(group, results[number].chunk(self.declared), strict=True):
-                if row in known and not _difference(known[row], value) <= TOLERANCE:
-                    return "the results of a row depend on the other rows of its batch, or on its place among them"
-                known[row] = value
+            if results[number].shape != first.shape:
+                return mixed
+            now = results[number].reshape(self.declared, -1)
+            again = [at for at, row in enumerate(group) if row in known]
+            if again and not _greatest(torch.stack([known[group[at]] for at in again]), now[again]) <= tolerance:
+                return mixed
+            known |= dict(zip(group, now, strict=True))
         return ""
+
+    def dependence_of_large(self, number: int) -> str:
+        """Return why a row depends on others for large inputs alone, as behind a limit for the whole batch; else "".
+
+        The file is run, since the widened graph may round large values otherwise; that one if the file has one row.
+        """
+        floats = [value.is_floating_point() for value in self.inputs]
+        compute = self.compute if self.declared > 1 else self.widened
+        if not any(floats) or compute is None or self.dependence(number):
+            return ""
+        inputs = [LARGE * value if scaled else value for value, scaled in zip(self.inputs, floats, strict=True)]
+        try:
+            large = _Trial(max(self.declared, 2), inputs, compute)
+        except Exception:  # those of onnxruntime and of torch have no common base class
+            return ""
+        mixed = large.dependence(number, MOST) if large.is_telling else ""
+        return mixed and f"for inputs {LARGE} times as large as normal ones {mixed}"
 
     def widened_problem(self, model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> str:
         """Return why the widened graph does not exist or computes something else; "" if it is right."""
         try:
-            widened = _module(to_module(model, base=base, train=train, widen=True).eval())
+            self.widened = widened = _module(to_module(model, base=base, train=train, widen=True).eval())
         except UnsupportedModel as error:
             return f"its shapes hold for no other batch: {error.problems[0]}"
         tolerance, total = TOLERANCE, len(self.inputs[0])
@@ -260,12 +291,9 @@ class _Trial:
             # an output without rows, such as a loss, must be the mean over its rows
             rows = [self.compute(self.rows([row] * self.declared))[number] for row in numbers]
             return _difference(torch.stack(rows).double().mean(0), value)
-        worst = 0.0
-        places = {row: (group, at) for group, rows in enumerate(self.groups) for at, row in enumerate(rows)}
-        for row, ours in zip(numbers, value.chunk(len(numbers), axis), strict=True):
-            group, at = places[row]
-            worst = max(worst, _difference(self.results[group][number].chunk(self.declared, axis)[at], ours))
-        return worst
+        places = {row: at for at, row in enumerate(row for group in self.groups for row in group)}
+        theirs = torch.cat([_by_row(results[number], axis, self.declared) for results in self.results])
+        return _greatest(theirs[[places[row] for row in numbers]], _by_row(value, axis, len(numbers)))
 
     def _axis(self, ours: Tensor, theirs: Tensor, rows: int) -> int | None:
         """Return the dimension of an output that grows with the batch; None if it has none."""
@@ -278,6 +306,21 @@ class _Trial:
             and all(ours.shape[i] == n for i, n in enumerate(theirs.shape) if i != axis)
         ]
         return fits[0] if fits else None
+
+
+def _by_row(value: Tensor, axis: int, rows: int) -> Tensor:
+    """Return a tensor as [rows, numbers], with the rows in order along an axis."""
+    return value.movedim(axis, 0).reshape(rows, -1)
+
+
+def _greatest(expected: Tensor, found: Tensor) -> float:
+    """Return the greatest `_difference` of the rows of two tensors [rows, numbers]."""
+    if expected.shape != found.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    greatest, scale = (value.double().abs().amax(1) for value in (expected.double() - found.double(), expected))
+    return float((greatest / torch.where(scale > 0, scale, 1.0)).nan_to_num(float("inf")).max())
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:

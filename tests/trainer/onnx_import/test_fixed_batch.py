@@ -1,5 +1,7 @@
 """Files of fixed batch: widened where that is right, used at their own size where it is not; never silently wrong."""
 
+import time
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -97,6 +99,33 @@ def mean_over_rows(batch, *, mixing):
 def test_a_loss_over_the_rows_is_used_at_any_size_only_if_it_is_their_mean():
     assert batch_use(mean_over_rows(3, mixing=False)).kind == "any"
     assert batch_use(mean_over_rows(3, mixing=True)).kind == "joint"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_that_share_a_limit_are_found_though_made_up_rows_do_not_reach_it(batch):
+    g = GraphWriter("limit", seed=0, opset=17)
+    x = g.op("MatMul", g.input("x", (batch, 4)), g.weight("w", g.normal(1, 4, 3)))
+    largest = g.op("ReduceMax", g.op("Abs", x), axes=[0, 1], keepdims=1)
+    g.op("Div", x, g.op("Max", largest, g.weight("limit", np.float32([[20]]))), outputs="y")
+    g.output("y", (batch, 3))
+    use = batch_use(g.model())
+    assert use.kind == ("own" if batch == 1 else "joint")
+    assert use.reason.startswith("for inputs 30 times as large as normal ones the results of a row")
+
+
+def test_an_input_without_dimensions_is_named_as_the_reason_why_nothing_is_proved():
+    g = GraphWriter("scalar", seed=0, opset=17)
+    x = g.op("MatMul", g.input("x", (2, 4)), g.weight("w", g.normal(1, 4, 3)))
+    g.op("Mul", x, g.input("t", ()), outputs="y")
+    g.output("y", (2, 3))
+    use = batch_use(g.model())
+    assert (use.kind, use.proved, use.reason) == ("joint", False, "input 't' has no rows, so that nothing is proved")
+
+
+def test_a_large_fixed_batch_is_proved_in_seconds():
+    began = time.monotonic()
+    assert batch_use(elementwise(60_000)).kind == "any"
+    assert time.monotonic() - began < 20
 
 
 def elementwise(batch, *operands):

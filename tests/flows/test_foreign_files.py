@@ -48,7 +48,7 @@ FILE_OF_EACH = {
     "optimum-bert": 2,
 }
 """Committed file -> number of ranks."""
-QUICK = ("tf2onnx-transformer", "jax2onnx-cnn")
+QUICK = ("jax2onnx-cnn",)
 LOGITS = {"skl2onnx-mlp": "add_result2"}
 """What the loss reads where the first output is not logits: here before Softmax and ArgMax."""
 

@@ -13,9 +13,10 @@ Nothing here is guessed; a tensor about which the file says nothing is absent fr
     tf2onnx, Keras 3   names such as model/head/Cast/ReadVariableOp:0              a variable, with its layer
                        names such as model/norm/Sub/y:0, model/Const:0             a constant of the traced function
     paddle2onnx        names such as linear_0.w_0                                  a weight or statistic, with its layer
+    skl2onnx           the names coefficient, intercepts, idfcst                   weights, or a constant
 
 The dynamo exporter writes PARAMETER, BUFFER and CONSTANT_TENSOR. TensorFlow and Paddle write that a tensor is a
-variable, but not whether it is trainable. jax2onnx (const_1, const_2, ...) and skl2onnx write nothing.
+variable, but not whether it is trainable. jax2onnx writes nothing (const_1, const_2, ...).
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ TORCH_KINDS: dict[str, RecordedKind] = {"PARAMETER": "parameter", "BUFFER": "buf
 TORCHSCRIPT_CONSTANT = re.compile(r"/(?:.*/)?Constant(?:_\d+)?_output_0")
 TENSORFLOW = "tf2onnx"  # Keras 3 exports with it
 TF_VARIABLE = re.compile(r"(?:.*?PartitionedCall/)?(.+?)(?:/[^/]+)?/(?:ReadVariableOp|Read)(?:_\d+)?(?:/resource)?:0")
+SKLEARN_KINDS: tuple[tuple[re.Pattern[str], RecordedKind], ...] = (
+    (re.compile(r"(coefficient|intercepts)\d*"), "parameter"),
+    (re.compile(r"idfcst\d*"), "constant"),
+)
+"""Names that skl2onnx gives to the weights of its networks, and to the inverse document frequencies of a vectorizer."""
 TF_CONSTANT = re.compile(r"(?:.*/)?Const(?:_\d+)?:0|.+/[xy]:0")
 PADDLE_VARIABLE = re.compile(r"([a-z]\w*_\d+)\.[wb]_\d+")
 
@@ -98,6 +104,8 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
         kinds |= {name: "constant" for name in constant_nodes if TORCHSCRIPT_CONSTANT.fullmatch(name)}
     if model.producer_name == TENSORFLOW:
         kinds |= {name: "constant" for name in stored if TF_CONSTANT.fullmatch(name) and name not in variables}
+    if model.producer_name == "skl2onnx":
+        kinds |= {name: kind for pattern, kind in SKLEARN_KINDS for name in stored if pattern.fullmatch(name)}
     readers = _modules_of_readers(graph, stored)
     # when BatchNormalization is folded into a convolution, the new bias has no record, but the convolution is in the
     # module of the BatchNormalization: computed from buffers alone if that module has nothing else

@@ -5,7 +5,7 @@ import pytest
 from onnx import helper
 
 from onward.trainer.onnx_import.exporter_records import FOLDED_FROM, SIGNATURE, ExporterRecords, read_records
-from tests.support import zoo
+from tests.support import foreign_files, zoo
 
 HEADER = '<ir_version: 10, opset_import: ["" : 20]'
 
@@ -105,6 +105,14 @@ def test_names_say_which_tensors_are_variables_where_other_tools_removed_the_rec
     model = dense("h0", "layers.0.weight", "mul_8", "linalg_vector_norm_1", "val_3", producer="pytorch", node="node_mm")
     records = read_records(model)
     assert (records.variables, records.kinds) == ({"h0", "layers.0.weight"}, {})
+
+
+def test_names_of_skl2onnx_say_what_is_a_weight_of_a_network_and_what_a_document_frequency():
+    network, words = (
+        onnx.load(foreign_files.FOLDER / f"{name}.onnx") for name in ("skl2onnx-mlp", "text-skl2onnx-words")
+    )
+    assert set(read_records(network).kinds.values()) == {"parameter"}
+    assert read_records(words).kinds == {"idfcst": "constant"}
 
 
 def test_a_file_in_which_nothing_is_written_has_no_records():

@@ -111,6 +111,22 @@ def test_a_padding_micro_batch_is_rehearsed(configured: Configured) -> None:
 # -- what is refused
 
 
+def test_a_loss_that_does_not_fit_the_output_is_refused_with_the_shapes(home: Path, configured: Configured) -> None:
+    text = """
+        <ir_version: 10, opset_import: ["" : 17]>
+        mean (float[N, 3] x) => (float[2] y) <float[3, 2] w = {1, 2, 3, 4, 5, 7}> {
+            scores = MatMul(x, w)
+            y = ReduceMean <axes = [0], keepdims = 0> (scores)
+        }"""
+    columns = {"x": np.ones((20, 3), np.float32), "label": np.arange(20) % 2}
+    problems = refused(home, configured, onnx.parser.parse_model(text), columns)
+    assert (
+        "the loss 'cross_entropy' cannot be computed: for 8 rows, output 'y' is [2] and the labels are [8]"
+        in problems[0]
+    )
+    assert not any("runs at none of the sizes" in each or "model.start" in each for each in problems)
+
+
 def test_a_last_micro_batch_that_does_not_run_is_refused(home: Path, configured: Configured, tmp_path: Path) -> None:
     # 17 training rows: two steps of 8, and one of 1
     sections = {"model": own_operator(tmp_path, TWO_ROWS, reference="x"), "data": {"evaluation_fraction": 0.15}}

@@ -27,7 +27,7 @@ from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.preflight import free_memory
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model import precision
 from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.model.loss import Loss
@@ -59,7 +59,15 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
     drop_data(module.modules())
     if config.parallel.sizes == "auto":
         return _choose(module, config, device)
-    return _estimate(module, config, device).record()
+    try:
+        return _estimate(module, config, device).record()
+    except (RuntimeError, ValueError, IndexError) as error:  # those of torch, for shapes that do not fit
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UnsupportedModel(
+            f"a micro-batch of {config.micro_batch_size} rows does not run on made-up data, or the loss does not fit "
+            f"its results: {type(error).__name__}: {reason}; `onward run` tries it on the first rows of the data and "
+            "names the node"
+        ) from error
 
 
 def example_batch(config: RunConfig) -> tuple[list[Tensor], Tensor | None]:

@@ -152,6 +152,10 @@ def _run(
     rows = batch(size.rows)
     try:
         result = graph.run(size.kind, rows)
+    except ConfigError as error:  # the loss does not fit, at whatever size
+        if gradients or not findings.errors:
+            findings.errors.append(error)
+        return
     except Exception as error:  # torch raises errors of many types
         if _is_out_of_memory(error):
             findings.not_rehearsed.append(f"{size.what}: it takes more memory than this machine has free")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.data.batches import Batch
-from onward.trainer.errors import OnwardError, Refused
+from onward.trainer.errors import ConfigError, OnwardError, Refused
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.rehearsal.failing_node import failing_node
@@ -43,11 +43,25 @@ class RehearsedGraph:
                 outputs = (call or self.module)(*batch.inputs)
             outputs = batch.own_rows((outputs,) if isinstance(outputs, Tensor) else outputs)
             self.loss.check_labels(batch, outputs)
-            loss = self.loss(outputs, batch.labels, batch.size)
+            loss = self._loss(outputs, batch)
             if loss.requires_grad:  # not in evaluation, and not if it depends on no weight
                 (loss / max(batch.num_targets, 1)).backward()  # type: ignore[no-untyped-call]
         mean = float(loss.detach()) / batch.num_targets if batch.num_targets else math.nan
         return RehearsedBatch(what=kind, rows=batch.size, loss=mean, elapsed_s=time.monotonic() - started_at)
+
+    def _loss(self, outputs: Sequence[Tensor], batch: Batch) -> Tensor:
+        """Return the summed loss. Raises ConfigError if the output and the labels do not fit."""
+        try:
+            return self.loss(outputs, batch.labels, batch.size)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if "allocate memory" in str(error):
+                raise
+            labels = "" if batch.labels is None else f" and the labels are {list(batch.labels.shape)}"
+            raise ConfigError(
+                f"the loss {self.loss.name!r} cannot be computed: for {batch.size} rows, output {self.loss_output!r} "
+                f"is {list(outputs[self.loss.index].shape)}{labels} ({str(error).splitlines()[0]}); name the output "
+                "with the scores of each row in model.output, or another model.loss"
+            ) from error
 
     @property
     def loss_output(self) -> str:

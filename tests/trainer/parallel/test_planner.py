@@ -6,13 +6,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.reference_models import build_gpt2
 from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.parallel.planner import divisions, plan
@@ -168,6 +170,19 @@ LONG = {"global_batch_size": 16, "gradient_accumulation_steps": 1, "num_steps": 
 
 
 # -- auto
+
+
+def test_a_graph_whose_results_do_not_fit_the_loss_is_refused_with_the_reason(tmp_path: Path) -> None:
+    text = """
+        <ir_version: 10, opset_import: ["" : 17]>
+        mean (float[N, 3] x) => (float[2] y) <float[3, 2] w = {1, 2, 3, 4, 5, 7}> {
+            scores = MatMul(x, w)
+            y = ReduceMean <axes = [0], keepdims = 0> (scores)
+        }"""
+    columns = {"x": np.ones((20, 3), np.float32), "label": np.arange(20) % 2}
+    run = make_run(tmp_path, onnx.parser.parse_model(text), columns, train={"global_batch_size": 8, "num_steps": 1})
+    with pytest.raises(UnsupportedModel, match="a micro-batch of 8 rows does not run on made-up data, or the loss"):
+        plan(read_config(run))
 
 
 def test_divisions_are_all_products_of_three_sizes() -> None:

@@ -256,7 +256,7 @@ class _Trial:
             large = _Trial(max(self.declared, 2), inputs, compute)
         except Exception:  # those of onnxruntime and of torch have no common base class
             return ""
-        mixed = large.dependence(number, MOST) if large.is_telling else ""
+        mixed = large.dependence(number, MOST) if large.is_conclusive else ""
         return mixed and f"for inputs {LARGE} times as large as normal ones {mixed}"
 
     def widened_problem(self, model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> str:

@@ -54,7 +54,7 @@ def prepare(workshop: Workshop, name: str, exporter: Exporter, *, rows: int, rep
         x = random.normal(size=(150, *file.shape)).astype(np.float32)
         for row, number in enumerate(label):
             x[row, ..., number] += 3
-    folder = workshop.root / f"{name}-{exporter}-{replicas}"
+    folder = workshop.root / f"{name}-{exporter}-{rows}-{replicas}"
     folder.mkdir()
     onnx.save(exported(name, exporter), folder / "model.onnx")
     np.savez(folder / "data.npz", x=x, label=label)

@@ -52,10 +52,6 @@ CASES = [
 PLAIN = [case for case in CASES if not case.values[0][2]]
 
 
-TABLES = {"detector": {"anchors"}}
-"""Buffers of a module that a file cannot tell from weights: added to data, as learned positions are."""
-
-
 @dataclass(frozen=True)
 class Subject:
     """One exported file, what onnxruntime is given of it, and the module it came from."""
@@ -176,7 +172,7 @@ def test_what_is_trained_is_what_the_module_trains(case: Case) -> None:
     tested = subject(case)
     module = to_module(tested.model)
     trained = {module.onnx_names[path] for path, _ in module.named_parameters()}
-    assert trained == set(tested.names.values()) | TABLES.get(tested.name, set())
+    assert trained == set(tested.names.values())
 
 
 @pytest.mark.parametrize("case", PLAIN)
@@ -190,8 +186,6 @@ def test_gradients_equal_the_modules(case: Case, training: bool) -> None:
             if isinstance(getattr(part, setting, None), float):
                 setattr(part, setting, 0.0)
     found = gradients(module, tested.name)
-    for table in TABLES.get(tested.name, ()):
-        del found[table]
     assert_same_gradients(found, {tested.names[path]: g for path, g in gradients(native, tested.name).items()})
     for name, statistic in running_statistics(module).items():
         assert_same(statistic, native.get_buffer(name))

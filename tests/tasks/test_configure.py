@@ -26,18 +26,7 @@ from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.graphs import residual_mlps, tiny_conv_net
 
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One MLflow store for all tests here: creating its tables takes seconds."""
-    return local_store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    return tmp_path / "home"
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture

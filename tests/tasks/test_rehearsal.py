@@ -12,7 +12,6 @@ import onnx.parser
 import pytest
 from onnx import numpy_helper
 
-from onward.infra.tracking import local_store
 from onward.tasks import subprocesses
 from onward.tasks.configure import configure
 from onward.trainer.config.run_config import SECTIONS
@@ -25,19 +24,10 @@ from tests.support.graphs import tiny_conv_net
 from tests.support.runs import tiny_images
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One MLflow store for all tests here: creating its tables takes seconds."""
-    return local_store(tmp_path_factory.mktemp("store"))
-
-
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home of the runs. The processes of `configure` are forked from one that has imported torch."""
-    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+def forked(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of `configure` from one that has imported torch."""
     monkeypatch.setattr(subprocesses, "PYTHON", rank_server.command())
-    return tmp_path / "home"
 
 
 Configured = Callable[..., Rehearsal]

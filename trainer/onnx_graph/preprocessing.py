@@ -99,8 +99,8 @@ def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preproces
         return None
     # shapes of strings are numbers, but have no row for each sample: what reads them belongs to the front as well
     while shapes := _tensors_behind(between, front, output) & _shape_values(between, front):
-        front |= _with_ancestors([n for n in between if names_read(n) & shapes], between)
-    nodes = tuple(node for node in between if id(node) in front)
+        front |= _with_ancestors([at for at, node in enumerate(between) if names_read(node) & shapes], between)
+    nodes = tuple(between[at] for at in sorted(front))
     if problems := list(_weights_in(model, nodes, config)):
         raise UnsupportedModel(problems)
     behind = _tensors_behind(between, front, output)
@@ -167,30 +167,30 @@ def _may_have_any(graph: onnx.GraphProto) -> bool:
 def _nodes_in_front(
     graph: onnx.GraphProto, nodes: list[onnx.NodeProto], types: dict[str, onnx.ValueInfoProto]
 ) -> set[int]:
-    """Return the identities of the nodes with an operand or result that is no tensor of numbers, and their ancestors.
+    """Return the positions of the nodes with an operand or result that is no tensor of numbers, and of their ancestors.
 
     A sequence of numbers that the graph itself makes is not meant: the network may contain it.
     """
     text = {value.name for value in graph.input if _is_text(value)}
     text |= {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.STRING}
     own = []
-    for node in nodes:
+    for at, node in enumerate(nodes):
         strings = {name for name in node.output if name in types and _holds_strings(types[name].type)}
         by_name = any(each.op_type in STRING_OPERATORS or _makes_strings(each) for each in nodes_inside([node]))
         if strings or by_name or names_read(node) & text:
-            own.append(node)
+            own.append(at)
             text |= strings | {name for name in node.output if name in types and _is_text(types[name])}
     # a Constant of strings is an operand; alone it is no pre-processing
-    return _with_ancestors(own, nodes) if any(node.op_type != "Constant" for node in own) else set()
+    return _with_ancestors(own, nodes) if any(nodes[at].op_type != "Constant" for at in own) else set()
 
 
-def _with_ancestors(chosen: Iterable[onnx.NodeProto], nodes: list[onnx.NodeProto]) -> set[int]:
-    """Return the identities of the chosen nodes and of all nodes that they depend on."""
-    found, needed = {id(node) for node in chosen}, set[str]()
-    for node in reversed(nodes):
-        if id(node) in found or needed.intersection(node.output):
-            found.add(id(node))
-            needed |= names_read(node)
+def _with_ancestors(chosen: Iterable[int], nodes: list[onnx.NodeProto]) -> set[int]:
+    """Return the chosen positions and those of all nodes that the chosen ones depend on."""
+    found, needed = set(chosen), set[str]()
+    for at in reversed(range(len(nodes))):
+        if at in found or needed.intersection(nodes[at].output):
+            found.add(at)
+            needed |= names_read(nodes[at])
     return found
 
 
@@ -199,8 +199,9 @@ def _tensors_behind(nodes: list[onnx.NodeProto], front: set[int], output: str) -
 
     Constants are not counted: the trained part has them, too.
     """
-    made = {name for node in nodes if id(node) in front and node.op_type != "Constant" for name in node.output if name}
-    read = set().union({output}, *(names_read(node) for node in nodes if id(node) not in front))
+    ahead = [nodes[at] for at in front if nodes[at].op_type != "Constant"]
+    made = {name for node in ahead for name in node.output if name}
+    read = set().union({output}, *(names_read(node) for at, node in enumerate(nodes) if at not in front))
     return made & read
 
 
@@ -208,10 +209,10 @@ def _shape_values(nodes: list[onnx.NodeProto], front: set[int]) -> set[str]:
     """Return the results in front that are computed from shapes alone."""
     found = set[str]()
     computed = {name for node in nodes if node.op_type != "Constant" for name in node.output}
-    for node in nodes:
+    for at, node in enumerate(nodes):
         operands = names_read(node) & computed
         from_shapes = node.op_type in SHAPE_ARITHMETIC and bool(operands) and operands <= found
-        if id(node) in front and (node.op_type in ("Shape", "Size") or from_shapes):
+        if at in front and (node.op_type in ("Shape", "Size") or from_shapes):
             found.update(filter(None, node.output))
     return found
 

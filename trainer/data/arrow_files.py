@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from onward.trainer.data.columns import BLOCK_BYTES, TEXT, Array, Block, Cells, Column, Values
+from onward.trainer.data.columns import BLOCK_BYTES, BYTES, Array, Block, Cells, Column, Values
 from onward.trainer.errors import DataError
 
 STREAM_BYTES = 1 << 20
@@ -59,8 +59,9 @@ class ArrowReader:
             views = self._views[column.name]
             if column.variable:
                 result[column.name] = [_row(views[batch], at) for batch, at in places]
-            elif column.dtype == TEXT:
-                result[column.name] = np.array([views[batch][0][at].as_py() for batch, at in places], object)
+            elif not column.holds_numbers:
+                result[column.name] = np.empty(len(rows), object)
+                result[column.name][:] = [views[batch][0][at].as_py() for batch, at in places]
             else:
                 gathered = np.empty((len(rows), *column.shape), column.dtype)
                 for number, (batch, at) in enumerate(places):
@@ -70,8 +71,8 @@ class ArrowReader:
 
 
 def _arrow_type(column: Column) -> pa.DataType:
-    if column.dtype == TEXT:
-        return pa.large_string()
+    if not column.holds_numbers:
+        return pa.large_binary() if column.dtype == BYTES else pa.large_string()
     # Arrow packs booleans into bits, which cannot be mapped as an array
     value = pa.from_numpy_dtype(np.uint8 if column.dtype == "bool" else column.dtype)
     if column.variable:
@@ -84,8 +85,8 @@ def _to_arrow(values: Values, column: Column) -> pa.Array:
         # Arrow's plain list type has 32-bit offsets
         offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
         return pa.ListArray.from_arrays(offsets, pa.array(_bytes(np.concatenate(values))))
-    if column.dtype == TEXT:
-        return pa.array(values, pa.large_string())
+    if not column.holds_numbers:
+        return pa.array(values, _arrow_type(column))
     values = _bytes(np.ascontiguousarray(values))
     return pa.FixedShapeTensorArray.from_numpy_ndarray(values) if column.shape else pa.array(values)
 
@@ -97,9 +98,9 @@ def _bytes(array: Array) -> Array:
 def _views(array: pa.Array, column: Column) -> tuple[Any, ...]:
     """Return (values [n, *shape],) or (flat values, offsets [n + 1]) of one record batch, without a copy.
 
-    Of text the values are the Arrow array.
+    Of text and of bytes the values are the Arrow array.
     """
-    if column.dtype == TEXT:
+    if not column.holds_numbers:
         return (array,)
     if column.variable:
         return array.values.to_numpy().view(column.dtype), array.offsets.to_numpy()

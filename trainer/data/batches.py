@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.batch_transforms import Samples
 from onward.trainer.data.columns import Array, Schema, Values
+from onward.trainer.data.computations import open_batch_transforms
 from onward.trainer.data.device_copies import DeviceCopies
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.permutation import permutation
@@ -102,7 +104,7 @@ class Batches:
         num_replicas: int,
         device: torch.device,
     ) -> None:
-        self.num_rows = shards.num_rows
+        self._shards, self.num_rows = shards, shards.num_rows
         self._collate = _Collate(shards, config, signature, device)
         self.one_shape = self._collate.one_shape
         """Whether the inputs of all samples have one shape."""
@@ -135,13 +137,16 @@ class Batches:
 
     def example(self) -> Batch:
         """Return the first micro-batch of a stream of one replica: the same on every rank, used for its shapes."""
-        batch = self._collate(self.rows(0, self._micro_batch_size))
+        batch = self._collate(Samples(self.rows(0, self._micro_batch_size)))
         self._collate.finish([batch])
         return batch
 
     def rows(self, position: int, count: int) -> Array:
         """Return the row numbers at `count` positions of the stream from `position` on: int64 [count]."""
-        positions = np.arange(position, position + count)
+        return self._rows_at(np.arange(position, position + count))
+
+    def _rows_at(self, positions: Array) -> Array:
+        """Return the row numbers at these positions of the stream, each int64 [n]."""
         # a step may reach into the next epoch: no samples are dropped at the end of one
         epochs, places = positions // self.num_rows, positions % self.num_rows
         if not self._train.shuffle:
@@ -162,13 +167,20 @@ class Batches:
             self._next = (position, count), self._worker.submit(self._make, position, count)
 
     def _make(self, position: int, count: int) -> list[Batch]:
-        rows = self.rows(position, count)
-        share = _divide(rows, self._micro_batch_size, self._replica, self._num_replicas, full=self._collate.full)
+        positions = np.arange(position, position + count)
+        share = _divide(positions, self._micro_batch_size, self._replica, self._num_replicas, full=self._collate.full)
+        parts = [self._samples(part) for part in share.micro_batches]
         if share.full_everywhere:
-            return self._collate.several(share.micro_batches, same_length=self._same_length)
+            return self._collate.several(parts, same_length=self._same_length)
         # the last one has a group of its own, because on some replica it is smaller than those before it
-        full = self._collate.several(share.micro_batches[:-1], same_length=self._same_length)
-        return [*full, self._collate(share.micro_batches[-1], is_padding=share.last_is_padding, group=1)]
+        full = self._collate.several(parts[:-1], same_length=self._same_length)
+        return [*full, self._collate(parts[-1], is_padding=share.last_is_padding, group=1)]
+
+    def _samples(self, positions: Array) -> Samples:
+        return Samples(self._rows_at(positions), positions, self._read)
+
+    def _read(self, positions: Array) -> dict[str, Values]:
+        return self._shards.read(self._rows_at(positions))
 
 
 def evaluation_batches(
@@ -190,10 +202,10 @@ def evaluation_batches(
     together = PIPELINED_EVALUATION_BATCHES * num_stages if num_stages > 1 else 1
     num_full = len(share.micro_batches) - (not share.full_everywhere)
     for first in range(0, num_full, together):
-        now = share.micro_batches[first : min(first + together, num_full)]
+        now = [Samples(rows) for rows in share.micro_batches[first : min(first + together, num_full)]]
         yield from collate.finish(collate.several(now, same_length=num_stages > 1, group=first))
     for rows in share.micro_batches[num_full:]:
-        yield from collate.finish([collate(rows, is_padding=share.last_is_padding, group=num_full)])
+        yield from collate.finish([collate(Samples(rows), is_padding=share.last_is_padding, group=num_full)])
 
 
 def check_last_samples(config: RunConfig, num_rows: int) -> None:
@@ -212,7 +224,7 @@ def check_last_samples(config: RunConfig, num_rows: int) -> None:
 
 def one_batch(rows: Rows, config: RunConfig, signature: Signature, numbers: Array) -> Batch:
     """Return the rows of these numbers, int64 [B], as one batch on the CPU."""
-    return _Collate(rows, config, signature, torch.device("cpu"))(numbers)
+    return _Collate(rows, config, signature, torch.device("cpu"))(Samples(numbers))
 
 
 def micro_batch_sizes(config: RunConfig, num_rows: int, size: int) -> list[tuple[int, bool]]:
@@ -229,31 +241,32 @@ def micro_batch_sizes(config: RunConfig, num_rows: int, size: int) -> list[tuple
 
 @dataclass(frozen=True)
 class _Share:
-    """The rows of one replica, by micro-batch."""
+    """The samples of one replica, by micro-batch: rows or positions, int64 [B] each."""
 
     micro_batches: list[Array]
     last_is_padding: bool
-    """Whether the last is a padding micro-batch: this replica has no rows left for it."""
+    """Whether the last is a padding micro-batch: this replica has no samples left for it."""
     full_everywhere: bool
     """Whether the last has its full size on every replica; all before it always have."""
 
 
-def _divide(rows: Array, size: int, replica: int, num_replicas: int, *, full: bool = False) -> _Share:
-    """Divide rows among the replicas, and each share into the same number of micro-batches of `size` rows.
+def _divide(samples: Array, size: int, replica: int, num_replicas: int, *, full: bool = False) -> _Share:
+    """Divide samples among the replicas, and each share into the same number of micro-batches of `size` samples.
 
-    full: let at most one micro-batch of all replicas have fewer rows, for a graph that takes no other number.
+    samples: int64 [n], rows or positions. full: let at most one micro-batch of all replicas have fewer samples, for a
+    graph that takes no other number.
     """
-    # contiguous ranges whose sizes differ by one at most, also if there are fewer rows than replicas
+    # contiguous ranges whose sizes differ by one at most, also if there are fewer samples than replicas
     unit = size if full else 1
-    units = -(-len(rows) // unit)
-    mine = rows[units * replica // num_replicas * unit : units * (replica + 1) // num_replicas * unit]
-    num = -(-len(rows) // (num_replicas * size))  # what the largest share, of ceil(rows / replicas) rows, needs
+    units = -(-len(samples) // unit)
+    mine = samples[units * replica // num_replicas * unit : units * (replica + 1) // num_replicas * unit]
+    num = -(-len(samples) // (num_replicas * size))  # what the largest share, of ceil(n / replicas) samples, needs
     parts = [mine[first : first + size] for first in range(0, num * size, size)]
     last_is_padding = num > 0 and not len(parts[-1])
     if last_is_padding:
-        # collectives need a pass of this replica, too, and a pass needs at least one row
-        parts[-1] = rows[:1]  # any row has the right shape; its loss does not count
-    return _Share(parts, last_is_padding, len(rows) == num * size * num_replicas)
+        # collectives need a pass of this replica, too, and a pass needs at least one sample
+        parts[-1] = samples[:1]  # any sample has the right shape; its loss does not count
+    return _Share(parts, last_is_padding, len(samples) == num * size * num_replicas)
 
 
 def _set_device(device: torch.device) -> None:
@@ -276,6 +289,7 @@ class _Collate:
         self._size = config.micro_batch_size
         self._copies = DeviceCopies(device)
         self._feeds = feeds(config, signature)
+        self._transforms = open_batch_transforms(config, signature)
         columns = {name for feed in self._feeds for name in feed.columns}
         if missing := sorted(columns - shards.columns.keys()):
             raise ConfigError(
@@ -292,19 +306,31 @@ class _Collate:
             self._pad_values |= dict.fromkeys(self._feeds[-1].columns, config.model.ignore_index)
         self._pad_values |= {**shards.pad_values, **config.data.pad_values}
 
-    def __call__(self, rows: Array, *, is_padding: bool = False, group: int = 0) -> Batch:
-        # with rows that are there anyway, so that what a graph computes over its batch stays typical
-        filled = np.resize(rows, self._size) if self.full and len(rows) < self._size else rows
-        return self._batch(rows, self._shards.read(filled), {}, is_padding=is_padding, group=group)
+    def __call__(self, samples: Samples, *, is_padding: bool = False, group: int = 0) -> Batch:
+        filled = samples
+        if self.full and len(samples.rows) < self._size:
+            # with samples that are there anyway, so that what a graph computes over its batch stays typical
+            again = np.resize(np.arange(len(samples.rows)), self._size)
+            positions = None if samples.positions is None else samples.positions[again]
+            filled = replace(samples, rows=samples.rows[again], positions=positions)
+        return self._batch(samples.rows, self._columns(filled), {}, is_padding=is_padding, group=group)
 
-    def several(self, parts: Sequence[Array], *, same_length: bool, group: int = 0) -> list[Batch]:
+    def several(self, parts: Sequence[Samples], *, same_length: bool, group: int = 0) -> list[Batch]:
         """Make a batch of each part. `same_length`: pad all of them to the longest row of any."""
-        columns = [self._shards.read(rows) for rows in parts]
+        columns = [self._columns(samples) for samples in parts]
         # pipeline stages receive into buffers of one shape for all micro-batches of a pass
         lengths: dict[str, int] = {}
         for name in self._pad_values if same_length else ():
             lengths[name] = max((_longest(values[name]) for values in columns), default=0)
-        return [self._batch(*part, lengths, group=group) for part in zip(parts, columns, strict=True)]
+        pairs = zip(parts, columns, strict=True)
+        return [self._batch(samples.rows, values, lengths, group=group) for samples, values in pairs]
+
+    def _columns(self, samples: Samples) -> dict[str, Values]:
+        """Read the stored columns of the samples and compute the transforms of them."""
+        values = self._shards.read(samples.rows)
+        for transform in self._transforms:
+            values = transform(values, samples)
+        return values
 
     def finish(self, batches: list[Batch]) -> list[Batch]:
         """Let the computation wait for the copies of these batches; return them."""

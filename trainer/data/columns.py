@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,12 @@ Values = Array | list[Array]
 
 BLOCK_BYTES = 4 << 20
 """About this much of a source file is in memory at a time."""
+PART_ROWS = 256
+"""Rows of which the content is read from files of their own at a time."""
 TEXT = "str"
-"""The dtype of a column that holds no numbers; its values are an array of Python strings."""
+"""The dtype of a column of text; its values are an array of Python strings."""
+BYTES = "bytes"
+"""The dtype of a column of encoded content, such as JPEG images; its values are an array of Python bytes."""
 
 
 class Column(Record):
@@ -28,7 +33,7 @@ class Column(Record):
 
     name: str
     dtype: str
-    """numpy's name of the type; `str` if the cells are not numbers."""
+    """numpy's name of the type; `str` or `bytes` if the cells are not numbers."""
     shape: tuple[int, ...] = ()
     """Of one row; of the longest row if the length varies."""
     variable: bool = False
@@ -38,10 +43,15 @@ class Column(Record):
     and in order, because one of them may be `model.ignore_index`."""
 
     @property
+    def holds_numbers(self) -> bool:
+        """Whether the cells are numbers, and not text or bytes."""
+        return self.dtype not in (TEXT, BYTES)
+
+    @property
     def kind(self) -> str:
         """Return the type and shape in words, for messages."""
-        if self.dtype == TEXT:
-            return "text"
+        if not self.holds_numbers:
+            return "text" if self.dtype == TEXT else "bytes"
         if self.variable:
             return f"{self.dtype} of varying length, {self.shape[0]} at most"
         return f"{self.dtype} {list(self.shape)}" if self.shape else self.dtype
@@ -89,14 +99,17 @@ def numbers(cells: Cells) -> Array | None:
     return array if array.dtype.kind in "biuf" else None
 
 
-def fit(cells: Cells, column: Column) -> tuple[Values, dict[int, str]]:
+def fit(cells: Cells, column: Column, folder: Path = Path()) -> tuple[Values, dict[int, str]]:
     """Convert cells to the type of a column; return the values and what is wrong with bad cells (position -> why).
 
     Values of bad cells are arbitrary. NaN counts as missing, since tables write it for missing cells; infinities are
-    refused as well. Text is read exactly as it is.
+    refused as well. Text is read exactly as it is. Of a column of bytes a cell may be the path of a file, relative to
+    `folder`.
     """
     if column.dtype == TEXT:
         return _fit_text(cells)
+    if column.dtype == BYTES:
+        return _fit_bytes(cells, folder)
     if column.variable:
         return _fit_variable(cells, column)
     array = numbers(cells)
@@ -132,6 +145,25 @@ def _fit_text(cells: Cells) -> tuple[Array, dict[int, str]]:
         else:
             what = "bytes that are not UTF-8" if isinstance(cell, bytes) else f"{str(cell)[:40]}, not text"
             bad[at] = "is missing" if cell is None else f"holds {what}"
+    return values, bad
+
+
+def _fit_bytes(cells: Cells, folder: Path) -> tuple[Array, dict[int, str]]:
+    """Return the contents as an array of objects [n], of: bytes, the path of a file, or `{bytes, path}` with one of
+    the two, as the libraries of Hugging Face write images."""
+    values, bad = np.full(len(cells), b"", object), {}
+    for at, cell in enumerate(cells):
+        given = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
+        if isinstance(given, str) and given:
+            try:
+                given = (folder / given).read_bytes()
+            except (OSError, ValueError) as error:  # ValueError: a null character in the path
+                bad[at] = f"names a file that cannot be read: {error}"
+                continue
+        if isinstance(given, bytes) and given:
+            values[at] = bytes(given)
+        else:
+            bad[at] = f"holds {str(given)[:40]}, not bytes or the path of a file" if given else "is missing"
     return values, bad
 
 
@@ -192,11 +224,26 @@ def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values
         if cells is None and len(block.index):
             # a JSON key that no row of this block has; in other formats every row lacks it
             cells = [None] * len(block.index)
-        values[column.name], wrong = fit([] if cells is None else cells, column) if len(block.index) else ([], {})
+        given = [] if cells is None else cells
+        values[column.name], wrong = fit(given, column, Path(block.file).parent) if len(block.index) else ([], {})
         for at, why in wrong.items():
             good[at] = False
             bad.setdefault(int(block.index[at]), f"{column.name} {why}")
     return values, good, bad
+
+
+def in_parts(block: Block, held_out: Array, columns: Sequence[Column]) -> Iterator[tuple[Block, Array]]:
+    """Yield a block in parts of a few rows if its cells may be paths, whose files are read with the part; else whole.
+
+    held_out: bool [n], of which each part gets its own.
+    """
+    rows = PART_ROWS if any(column.dtype == BYTES for column in columns) else max(len(block.index), 1)
+    for first in range(0, max(len(block.index), 1), rows):
+        part = slice(first, first + rows)
+        cells = {name: column[part] for name, column in block.cells.items()}
+        # those that have no cells are reported with the first part
+        bad = {} if first else block.bad
+        yield replace(block, index=block.index[part], cells=cells, bad=bad), held_out[part]
 
 
 def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
@@ -211,19 +258,24 @@ def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
 
 
 def infer(name: str, cells: Cells) -> Column:
-    """Infer type and shape from some rows. Text, unless at least half of the cells are numbers."""
+    """Infer type and shape from some rows. Text or bytes, unless at least half of the cells are numbers."""
     array = numbers(cells)
     if array is not None:
         return Column(name=name, dtype=_type(array), shape=array.shape[1:], extremes=extremes(array))
     # cells of mixed kinds or lengths, one by one
     rows = [row[0] for cell in cells if cell is not None and (row := numbers([cell])) is not None]
     if len(rows) * 2 < len(cells):
-        return Column(name=name, dtype=TEXT)
+        encoded = sum(map(_is_encoded, cells))
+        return Column(name=name, dtype=BYTES if encoded * 2 > len(cells) else TEXT)
     shapes = Counter(row.shape for row in rows)
     flat = np.concatenate([row.ravel() for row in rows])
     varies = len(shapes) > 1 and all(len(shape) == 1 for shape in shapes)
     shape = max(shapes) if varies else shapes.most_common(1)[0][0]
     return Column(name=name, dtype=_type(flat, gaps=True), shape=shape, variable=varies, extremes=extremes(flat))
+
+
+def _is_encoded(cell: Any) -> bool:
+    return isinstance(cell, bytes) or (isinstance(cell, dict) and cell.keys() <= {"bytes", "path"})
 
 
 def _type(array: Array, *, gaps: bool = False) -> str:
@@ -255,8 +307,8 @@ def extremes(values: Values) -> tuple[int | float, ...]:
 
 def merge(one: Column, other: Column) -> Column:
     """Describe the rows of two columns as one. If either holds numbers, text counts as bad cells of it."""
-    if TEXT in (one.dtype, other.dtype):
-        return other if one.dtype == TEXT else one
+    if not (one.holds_numbers and other.holds_numbers):
+        return other if one.dtype == TEXT or other.holds_numbers else one
     # a later block may hold larger numbers or floats
     dtype = np.promote_types(one.dtype, other.dtype)
     values, ends = sorted({*one.extremes, *other.extremes}), 2 if dtype.kind in "iu" else 1
@@ -278,8 +330,8 @@ def stored_column(column: Column, kind: ColumnType | None, *, exact: bool, ragge
     """
     if kind is None:
         return column.model_copy(update={"extremes": ()})
-    if kind.dtype == TEXT:
-        return Column(name=column.name, dtype=TEXT)
+    if kind.dtype in (TEXT, BYTES):
+        return Column(name=column.name, dtype=kind.dtype)
     shape, variable = column.shape, column.variable
     if kind.shape is not None and None not in kind.shape and variable:
         shape, variable = tuple(dim for dim in kind.shape if dim is not None), False

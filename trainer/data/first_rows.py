@@ -5,7 +5,7 @@ They go through the same reader and the same conversion as sharding, so a batch 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +13,10 @@ import numpy as np
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import sources
-from onward.trainer.data.columns import TEXT, Array, Schema, Values, fit_block, select
+from onward.trainer.data.column_computers import computed_chunks
+from onward.trainer.data.columns import TEXT, Array, Schema, Values, fit_block, in_parts
+from onward.trainer.data.computations import open_computers
 from onward.trainer.data.input_columns import columns_to_read
-from onward.trainer.data.preprocessing import open_preprocessor
 from onward.trainer.data.sharding import stored_columns
 from onward.trainer.data.signature import Signature
 from onward.trainer.errors import DataError
@@ -49,25 +50,24 @@ class FirstRows:
 def read_first_rows(config: RunConfig, signature: Signature, most: int) -> FirstRows:
     """Read the first `most` training rows, fewer if they are large. Bad rows are left out: sharding reports them.
 
-    Raises DataError when the source cannot be read or holds no row to train on, and the errors of `open_preprocessor`.
+    Raises DataError when the source cannot be read or holds no row to train on, and the errors of `open_computers`.
     """
-    data, preprocessor = config.data, open_preprocessor(config, signature)
+    data, computers = config.data, open_computers(config, signature)
     stored = stored_columns(data, columns_to_read(config, signature))
-    numbers = [column for column in stored if column.dtype != TEXT]
+    numbers = [column for column in stored if column.holds_numbers]
     row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in numbers)
     most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
     is_counted = _source_bytes(data) <= COUNTED_BYTES
     parts: list[dict[str, Values]] = []
     num_kept, counts = 0, [0, 0]
     texts = [column.name for column in stored if column.dtype == TEXT]
-    for block, held_out in sources.read(data, [column.name for column in stored], texts):
+    blocks = sources.read(data, [column.name for column in stored], texts)
+    for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
         values, good, bad = fit_block(block, stored)
         training = good & ~held_out
         wanted = training & (np.cumsum(training) <= most - num_kept)
-        chunks: Iterable[tuple[dict[str, Values], Array]] = [(select(values, wanted), held_out[wanted])]
-        if preprocessor:  # of the rows that are kept only: that of all rows may take long
-            chunks = preprocessor.chunks(block, values, wanted, held_out, bad)
-        for rows, held in chunks:
+        # of the rows that are kept only: computing all of them may take long
+        for rows, held in computed_chunks(computers, block, values, wanted, held_out, bad):
             if len(held):
                 parts.append(rows)
                 num_kept += len(held)
@@ -77,9 +77,11 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
             break
     if not num_kept:
         raise DataError(f"{data.source} holds no row to train on: all are bad, or held out for evaluation")
-    schema = {column.name: column for column in (*stored, *(preprocessor.columns if preprocessor else ()))}
+    computed = [column for each in computers for column in each.columns]
+    consumed = frozenset[str]().union(*(each.consumed for each in computers))
+    schema = {column.name: column for column in (*(c for c in stored if c.name not in consumed), *computed)}
     joined = {name: _joined([part[name] for part in parts]) for name in schema}
-    pad_values = preprocessor.pad_values if preprocessor else {}
+    pad_values = {name: value for each in computers for name, value in each.pad_values.items()}
     return FirstRows(schema, pad_values, joined, num_kept, (counts[0], counts[1]) if is_counted else None)
 
 

@@ -18,14 +18,16 @@ Anything else, such as results of two dimensions a row that differ in shape, is 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Column, Values, select
+from onward.trainer.data.column_computers import rows_between
+from onward.trainer.data.columns import Array, Column, Values
 from onward.trainer.data.input_columns import Feed, feeds, file_feeds
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_preprocessing
 from onward.trainer.errors import DataError, UnsupportedModel
@@ -33,8 +35,6 @@ from onward.trainer.onnx_graph.preprocessing import describe
 
 FIRST_ROWS = 32
 """Rows that are computed both alone and together, to find out what results look like."""
-MAX_ROWS = 4096
-"""Rows of one call of onnxruntime, at most."""
 
 FileInputs = dict[str, Any]
 """Input of the file -> array [n, ...], or (a sequence) a list of n arrays."""
@@ -86,12 +86,14 @@ class Preprocessor:
         # imported here: ranks never need it
         from onward.trainer.onnx_graph.onnxruntime_session import open_session
 
-        self.digest = hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
+        content = hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
+        self.digest = json.dumps([content, sorted(file_only)])
         self._feeds = {value.name: inputs[value.name] for value in model.graph.input}
         self._results = list(results)
         self.summary = describe(model.graph.node, [info.name for info in results])
         """Where the trained part begins and what is in front of it, for people."""
         self.file_only = file_only
+        self.consumed = frozenset[str]()
         try:
             self._session = open_session(model)
         except Exception as error:  # onnxruntime's errors have no common base class
@@ -114,7 +116,7 @@ class Preprocessor:
         alone, good, problem = [], [], ""
         for at in range(min(FIRST_ROWS, len(next(iter(values.values()))))):
             try:
-                alone.append(self._compute(_rows(values, at, at + 1)))
+                alone.append(self._compute(rows_between(values, at, at + 1)))
                 good.append(at)
             except DataError as error:
                 problem = problem or str(error)
@@ -161,29 +163,9 @@ class Preprocessor:
 
     # -- all rows
 
-    def chunks(
-        self, block: Block, values: Mapping[str, Values], good: Array, held_out: Array, bad: dict[int, str]
-    ) -> Iterator[tuple[dict[str, Values], Array]]:
-        """Yield the good rows of a block with their results, a few MB at a time, and which of them are held out.
-
-        Rows that have no result are added to `bad`. Raises DataError for results that cannot be stored.
-        """
-        rows, held = select(values, good), held_out[good]
-        if not len(held):
-            return
-        if not self.columns:
-            self.describe(rows)
-        row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in self.columns)
-        step = max(1, min(MAX_ROWS, BLOCK_BYTES // max(row_bytes, 1)))
-        for first in range(0, len(held), step):
-            part = _rows(rows, first, first + step)
-            results, failed = self._run(part, len(held[first : first + step]))
-            fine = np.array([at not in failed for at in range(len(held[first : first + step]))])
-            bad |= {int(block.index[good][first + at]): why for at, why in failed.items()}
-            yield select({**part, **results}, fine), held[first : first + step][fine]
-
-    def _run(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
-        """Return the results of rows, and row -> why it has none; the results of such a row are arbitrary."""
+    def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
+        """Return the results of `count` rows, and row -> why it has none. Raises DataError for results that cannot be
+        stored."""
         results, failed = self._together(rows, count) or self._row_by_row(rows, count)
         for column, result in zip(self.columns, results, strict=True):
             for at, row in enumerate(result):
@@ -213,7 +195,7 @@ class Preprocessor:
         results: list[list[Array]] = [[] for _ in self.columns]
         for at in range(count):
             try:
-                computed = self._compute(_rows(rows, at, at + 1))
+                computed = self._compute(rows_between(rows, at, at + 1))
             except DataError as error:
                 failed[at] = str(error)
                 computed = [np.zeros((1, *column.shape), column.dtype) for column in self.columns]
@@ -248,10 +230,6 @@ class Preprocessor:
         except Exception as error:  # onnxruntime's errors have no common base class
             raise DataError(f"the pre-processing fails: {error}") from error
         return [np.asarray(result) for result in found]
-
-
-def _rows(values: Mapping[str, Values], start: int, stop: int) -> dict[str, Values]:
-    return {name: rows[start:stop] for name, rows in values.items()}
 
 
 def _chosen(values: Values, rows: Sequence[int]) -> Values:

@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -28,22 +28,24 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import sources
 from onward.trainer.data.arrow_files import ArrowWriter
+from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, describe_all
 from onward.trainer.data.columns import (
+    BYTES,
     TEXT,
-    Array,
     Column,
     ColumnType,
     Schema,
     Values,
     extremes,
     fit_block,
+    in_parts,
     infer,
     merge,
     select,
     stored_column,
 )
+from onward.trainer.data.computations import open_computers
 from onward.trainer.data.input_columns import columns_to_read
-from onward.trainer.data.preprocessing import Preprocessor, open_preprocessor
 from onward.trainer.data.shards import SHARD_VERSION, ShardFile, ShardManifest
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.tensorproto_files import ProtoWriter
@@ -60,30 +62,31 @@ STALE_S = 86400.0
 
 
 def make_training_shards(config: RunConfig, cache: Path) -> tuple[Path, ShardManifest, bool]:
-    """Shard the data that a configuration trains on, its pre-processing computed; else as `make_shards`.
+    """Shard the data that a configuration trains on, with the columns that are computed; else as `make_shards`.
 
-    Raises the errors of `make_shards`, `read_training_signature` and `open_preprocessor`.
+    Raises the errors of `make_shards`, `read_training_signature` and `open_computers`.
     """
     signature = read_training_signature(config.model)
-    columns, preprocessor = columns_to_read(config, signature), open_preprocessor(config, signature)
-    return make_shards(config.data, columns, cache, preprocessor=preprocessor)
+    columns, computers = columns_to_read(config, signature), open_computers(config, signature)
+    return make_shards(config.data, columns, cache, computers=computers)
 
 
 def infer_training_schema(config: RunConfig, signature: Signature) -> Schema:
-    """Infer the columns from the first rows of the source, with those that pre-processing computes.
+    """Infer the columns from the first rows of the source, with those that are computed.
 
-    Raises DataError, also for pre-processing whose results cannot be stored, and the errors of `open_preprocessor`.
+    Raises DataError, also for results that cannot be stored, and the errors of `open_computers`.
     """
     schema = infer_schema(config.data)
-    if (preprocessor := open_preprocessor(config, signature)) is None:
+    if not (computers := open_computers(config, signature)):
         return schema
     columns = stored_columns(config.data, columns_to_read(config, signature))
     texts = [column.name for column in columns if column.dtype == TEXT]
-    for block in sources.first_blocks(config.data, texts):
-        values, good, _ = fit_block(block, columns)
-        if good.any():
-            preprocessor.describe(select(values, good))
-            return {**schema, **{column.name: column for column in preprocessor.columns}}
+    for whole in sources.first_blocks(config.data, texts):
+        for block, _ in in_parts(whole, whole.index, columns):
+            values, good, _ = fit_block(block, columns)
+            if good.any():
+                describe_all(computers, select(values, good))
+                return {**schema, **{column.name: column for each in computers for column in each.columns}}
     return schema
 
 
@@ -108,7 +111,7 @@ def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
 
 
 def _row_bytes(column: Column) -> int:
-    return 0 if column.dtype == TEXT else int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize
+    return 0 if not column.holds_numbers else int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize
 
 
 def make_shards(
@@ -116,16 +119,16 @@ def make_shards(
     columns: Mapping[str, ColumnType] | None,
     cache: Path,
     *,
-    preprocessor: Preprocessor | None = None,
+    computers: Sequence[ColumnComputer] = (),
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data into `cache`, unless the same content is there; return (directory, manifest, was it there).
 
     columns: the columns to read and the types they are read as; None keeps every column of numbers as it is.
-    preprocessor: computes further columns from them; columns that only the file reads are kept for evaluation only.
+    computers: compute further columns from them.
     Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files.
     """
     stored = stored_columns(data, columns)
-    key = _cache_key(data, stored, preprocessor)
+    key = _cache_key(data, stored, computers)
     final = cache / key
     if manifest := _complete_manifest(final):
         return final, manifest, True
@@ -138,7 +141,7 @@ def make_shards(
     partial = cache / f".{key}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
     try:
-        manifest = _write(data, stored, key, partial, preprocessor)
+        manifest = _write(data, stored, key, partial, computers)
         write_record(partial / "manifest.json", manifest)
         return final, _publish(partial, final) or manifest, False
     finally:
@@ -149,12 +152,12 @@ def stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) -
     """Return the columns as they are stored. Raises DataError for those that are missing or hold no numbers."""
     schema = infer_schema(data)
     types: Mapping[str, ColumnType | None]
-    types = {c.name: None for c in schema.values() if c.dtype != TEXT} if columns is None else columns
+    types = {c.name: None for c in schema.values() if c.holds_numbers} if columns is None else columns
     problems = [f"there is no column {name!r}, only {', '.join(schema)}" for name in types if name not in schema]
     problems += [
-        f"column {name!r} holds text, not numbers"
+        f"column {name!r} holds {schema[name].kind}, not numbers"
         for name, kind in types.items()
-        if name in schema and schema[name].dtype == TEXT and (kind is None or kind.dtype != TEXT)
+        if name in schema and not schema[name].holds_numbers and (kind is None or kind.dtype not in (TEXT, BYTES))
     ]
     if problems or not types:
         raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
@@ -164,8 +167,8 @@ def stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) -
     return [stored_column(schema[name], kind, exact=exact, ragged=ragged) for name, kind in types.items()]
 
 
-def _cache_key(data: DataConfig, columns: Sequence[Column], preprocessor: Preprocessor | None) -> str:
-    """Digest all that decides the content of the shards: file names and contents, settings, columns, pre-processing."""
+def _cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]) -> str:
+    """Digest all that decides the content of the shards: file names and contents, settings, columns, computed ones."""
     located = [sources.locate(source, data) for source in (data.source, data.evaluation_source) if source]
     formats = {source.format for source in located}
     settings = data.model_dump(
@@ -176,8 +179,7 @@ def _cache_key(data: DataConfig, columns: Sequence[Column], preprocessor: Prepro
     # contents and not modification times: a copied or touched file gives the same shards
     files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
     content = [SHARD_VERSION, settings, files, [column.model_dump() for column in columns]]
-    if preprocessor:
-        content += [preprocessor.digest, sorted(preprocessor.file_only)]
+    content += [each.digest for each in computers]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -211,25 +213,25 @@ def _publish(partial: Path, final: Path) -> ShardManifest | None:
 
 
 def _write(
-    data: DataConfig, columns: Sequence[Column], key: str, directory: Path, preprocessor: Preprocessor | None
+    data: DataConfig, columns: Sequence[Column], key: str, directory: Path, computers: Sequence[ColumnComputer]
 ) -> ShardManifest:
     """Write both splits in one pass over the source, a block at a time."""
     splits = {split: _SplitWriter(directory, split, data=data) for split in ("train", "evaluation")}
     texts = [column.name for column in columns if column.dtype == TEXT]
-    file_only = preprocessor.file_only if preprocessor else frozenset[str]()
-    kept = [column for column in columns if column.name not in file_only]
+    consumed = frozenset[str]().union(*(each.consumed for each in computers))
+    file_only = frozenset[str]().union(*(each.file_only for each in computers)) - consumed
+    own = [column for column in columns if column.name not in consumed]
+    kept = [column for column in own if column.name not in file_only]
     skipped, skipped_rows = 0, list[str]()
-    for block, held_out in sources.read(data, [column.name for column in columns], texts):
+    blocks = sources.read(data, [column.name for column in columns], texts)
+    for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, columns)):
         values, good, bad = fit_block(block, columns)
-        chunks: Iterable[tuple[dict[str, Values], Array]] = [(select(values, good), held_out[good])]
-        if preprocessor:
-            chunks = preprocessor.chunks(block, values, good, held_out, bad)
-        for rows, held in chunks:
+        for rows, held in computed_chunks(computers, block, values, good, held_out, bad):
             if skipped + len(bad) and data.bad_rows == "fail":
                 continue  # no file will be kept, so the rest is only counted
-            computed = preprocessor.columns if preprocessor else ()
+            computed = [column for each in computers for column in each.columns]
             splits["train"].add(select(rows, ~held), (*kept, *computed))
-            splits["evaluation"].add(select(rows, held), (*columns, *computed))
+            splits["evaluation"].add(select(rows, held), (*own, *computed))
         remaining = MAX_NAMED_ROWS - len(skipped_rows)
         skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
         skipped += len(bad)
@@ -248,14 +250,14 @@ def _write(
     return ShardManifest(
         key=key,
         format=data.shard_format,
-        columns=observed((*kept, *(preprocessor.columns if preprocessor else ()))),
+        columns=observed((*kept, *(column for each in computers for column in each.columns))),
         train=files["train"],
         evaluation=files["evaluation"],
         skipped=skipped,
         skipped_rows=tuple(skipped_rows),
-        preprocessing=preprocessor.summary if preprocessor else "",
-        file_columns=observed([column for column in columns if column.name in file_only]),
-        pad_values=preprocessor.pad_values if preprocessor else {},
+        preprocessing="; ".join(each.summary for each in computers),
+        file_columns=observed([column for column in own if column.name in file_only]),
+        pad_values={name: value for each in computers for name, value in each.pad_values.items()},
     )
 
 
@@ -302,6 +304,7 @@ class _SplitWriter:
     def add(self, values: dict[str, Values], columns: Sequence[Column]) -> None:
         """Append rows of these columns, the same in each call."""
         count = len(next(iter(values.values())))
+        values = {column.name: values[column.name] for column in columns}
         for column in columns if count else ():
             self._observe(column, values[column.name])
         at = 0

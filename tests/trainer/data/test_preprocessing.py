@@ -17,7 +17,7 @@ from onnx import parser
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data import preprocessing
+from onward.trainer.data import column_computers, preprocessing
 from onward.trainer.data.batches import one_batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.first_rows import read_first_rows
@@ -256,7 +256,7 @@ def test_the_rehearsal_computes_only_the_rows_that_it_keeps(tmp_path: Path, monk
 
 
 def test_wide_results_are_computed_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocessing, "BLOCK_BYTES", 5 * 14)  # 5 rows of 3 floats, a bool and the rest of a row
+    monkeypatch.setattr(column_computers, "BLOCK_BYTES", 5 * 14)  # 5 rows of 3 floats, a bool and the rest of a row
     calls: list[int] = []
     plain = preprocessing.Preprocessor._together
 

@@ -1,0 +1,119 @@
+"""Compute further columns from the columns that are read, while shards are written or the first rows are rehearsed.
+
+    read       text "a good film"                     image: bytes of a JPEG file
+                     |                                       |
+    computers  Preprocessor (preprocessing.py)         ... one after the other, each sees the results of those before
+                     |                                       |
+    stored     ids [1, 7, 4]                           image: uint8 [224, 224, 3]
+
+What a computer computes of a row depends on this row alone, so rows may be computed in any groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Column, Values, select
+
+MAX_ROWS = 4096
+"""Rows that are computed in one call, at most."""
+
+
+class ColumnComputer(Protocol):
+    """Computes columns from columns, row by row."""
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of all that decides the results, for the key of the shard cache."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """Return one sentence for people: what is computed from what."""
+        ...
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Return the columns of the results, as soon as `describe` has found them."""
+        ...
+
+    @property
+    def pad_values(self) -> Mapping[str, float]:
+        """Return result of varying length -> the value that pads it in a batch."""
+        ...
+
+    @property
+    def file_only(self) -> frozenset[str]:
+        """Return the columns that only the whole file reads (FileRows); they are stored for evaluation only."""
+        ...
+
+    @property
+    def consumed(self) -> frozenset[str]:
+        """Return the columns that nothing reads any more; they are not stored. A result may have such a name."""
+        ...
+
+    def describe(self, values: Mapping[str, Values]) -> None:
+        """Find `columns` from the first rows. Raises DataError for results that cannot be stored."""
+        ...
+
+    def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
+        """Return the results of `count` rows, and row -> why it has none; the results of such a row are arbitrary."""
+        ...
+
+
+def computed_chunks(
+    computers: Sequence[ColumnComputer],
+    block: Block,
+    values: Mapping[str, Values],
+    good: Array,
+    held_out: Array,
+    bad: dict[int, str],
+) -> Iterator[tuple[dict[str, Values], Array]]:
+    """Yield the good rows of a block with all results, a few MB at a time, and bool [n]: which of them are held out.
+
+    Rows that have no result are added to `bad`. Raises DataError for results that cannot be stored.
+    """
+    rows, held, index = select(values, good), held_out[good], block.index[good]
+    if not computers or not len(held):
+        yield rows, held
+        return
+    describe_all(computers, rows)
+    columns = [column for each in computers for column in each.columns if column.holds_numbers]
+    row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in columns)
+    step = max(1, min(MAX_ROWS, BLOCK_BYTES // max(row_bytes, 1)))
+    for first in range(0, len(held), step):
+        part, places = rows_between(rows, first, first + step), np.arange(first, min(first + step, len(held)))
+        for each in computers:
+            results, failed = each.compute(part, len(places))
+            bad |= {int(index[places[at]]): why for at, why in failed.items()}
+            fine = np.array([at not in failed for at in range(len(places))], bool)
+            part, places = select({**part, **results}, fine), places[fine]
+            if not len(places):
+                break
+        else:
+            yield part, held[places]
+
+
+def describe_all(computers: Sequence[ColumnComputer], rows: Mapping[str, Values], first_rows: int = 32) -> None:
+    """Let each computer that has no columns yet find them from the first rows and the results of those before it."""
+    if all(each.columns for each in computers):
+        return
+    part = rows_between(rows, 0, first_rows)
+    for place, each in enumerate(computers, start=1):
+        if not each.columns:
+            each.describe(part)
+        if place == len(computers):
+            return
+        count = len(next(iter(part.values())))
+        results, failed = each.compute(part, count)
+        part = select({**part, **results}, np.array([at not in failed for at in range(count)], bool))
+        if not len(next(iter(part.values()))):
+            return
+
+
+def rows_between(values: Mapping[str, Values], start: int, stop: int) -> dict[str, Values]:
+    """Return a range of rows of every column."""
+    return {name: rows[start:stop] for name, rows in values.items()}

@@ -58,7 +58,8 @@ def pages() -> dict[str, str]:
 def settings() -> str:
     """The sections of RunConfig, one table each, from the docstrings under the fields."""
     from onward.trainer.config.run_config import RunConfig
-    from onward.trainer.config.sections import Section, WeightAttributes
+    from onward.trainer.config.section import table_type
+    from onward.trainer.config.sections import WeightAttributes
 
     lines = [
         "# Settings",
@@ -74,9 +75,11 @@ def settings() -> str:
         + _sentence(RunConfig.model_fields["name"].description),
     ]
     for name, field in RunConfig.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section):
+        if section := table_type(field.annotation):
             lines += ["", f"## [{name}]", "", _paragraph(section.__doc__), "", *_settings_table(section)]
+            for key, inner in section.model_fields.items():
+                if table := table_type(inner.annotation):
+                    lines += ["", f"### [{name}.{key}]", "", _paragraphs(table.__doc__), "", *_settings_table(table)]
             if name == "optimizer":
                 lines += ["", "### [[optimizer.weights]]", "", _paragraph(WeightAttributes.__doc__), ""]
                 lines += _settings_table(WeightAttributes)
@@ -84,10 +87,13 @@ def settings() -> str:
 
 
 def _settings_table(section: Any) -> Iterator[str]:
+    from onward.trainer.config.section import table_type
+
     yield "| setting | type | default | meaning |"
     yield "|---|---|---|---|"
     for name, field in section.model_fields.items():
-        default = "" if field.default is None else f"`{_toml(field.default)}`"
+        is_table = table_type(field.annotation) is not None
+        default = "" if field.default is None or is_table else f"`{_toml(field.default)}`"
         default = "required" if field.is_required() else default
         yield f"| `{name}` | {_type_name(field.annotation)} | {default} | {_cell(_sentence(field.description))} |"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import Section
+from onward.trainer.config.section import Section, table_type
 from onward.trainer.run.records import ExportedModel
 
 if TYPE_CHECKING:
@@ -64,22 +64,36 @@ def config_lines(config: RunConfig) -> Iterable[str]:
     yield f"name = {_toml(config.name)}"
     for name, section in config:
         if isinstance(section, Section):
-            yield from ("", f"# {(type(section).__doc__ or '').splitlines()[0]}", f"[{name}]")
-            # TOML has no null.
-            values = section.model_dump(mode="json", exclude_none=True)
-            for key, field in type(section).model_fields.items():
-                yield from (f"# {line}" for line in (field.description or "").splitlines())
-                yield f"{key} = {_toml(values[key])}"
+            yield from _table_lines(name, section)
+
+
+def _table_lines(name: str, section: Section) -> Iterable[str]:
+    """Yield the lines of one table, and behind them those of the tables in it."""
+    yield from ("", f"# {(type(section).__doc__ or '').splitlines()[0]}", f"[{name}]")
+    # TOML has no null.
+    values = section.model_dump(mode="json", exclude_none=True)
+    inner = {key: value for key, value in section if isinstance(value, Section)}
+    for key, field in type(section).model_fields.items():
+        if key in values and key not in inner:
+            yield from (f"# {line}" for line in (field.description or "").splitlines())
+            yield f"{key} = {_toml(values[key])}"
+    for key, table in inner.items():
+        yield from _table_lines(f"{name}.{key}", table)
 
 
 def meanings() -> dict[str, str]:
-    """Return `section.key` -> its meaning."""
-    return {
-        f"{name}.{key}": " ".join((field.description or "").split())
-        for name, section in RunConfig.model_fields.items()
-        if isinstance(section.annotation, type) and issubclass(section.annotation, Section)
-        for key, field in section.annotation.model_fields.items()
-    }
+    """Return `section.key` -> its meaning; `section.table.key` of the settings of a table in a section."""
+    return _meanings(RunConfig, "")
+
+
+def _meanings(section: type[Section], name: str) -> dict[str, str]:
+    found = {}
+    for key, field in section.model_fields.items():
+        if name:
+            found[f"{name}.{key}"] = " ".join((field.description or "").split())
+        if table := table_type(field.annotation):
+            found |= _meanings(table, f"{name}.{key}".lstrip("."))
+    return found
 
 
 def _toml(value: Any) -> str:

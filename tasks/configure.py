@@ -25,6 +25,7 @@ from onward.infra import tracking
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.section import Section
 from onward.trainer.data.signature import model_digest
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
@@ -80,9 +81,9 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         before, now = ({key: value for key, value in each.items() if key not in chosen} for each in (before, now))
     if given.model.fixed_batch == "auto":
         before["model.fixed_batch"] = "auto"
-    if changed := [key for key in before if before[key] != now[key]]:
+    if changed := [key for key in before | now if before.get(key) != now.get(key)]:
         raise ConfigError(
-            [f"{key} was {before[key]!r} when the run began, now {now[key]!r}" for key in changed]
+            [f"{key} was {before.get(key)!r} when the run began, now {now.get(key)!r}" for key in changed]
             + ["a run keeps the configuration that it began with: resume it without changes, or start a new run"]
         )
 
@@ -216,9 +217,15 @@ def _tags(run: RunDir, config: RunConfig, identity: RunIdentity) -> dict[str, st
 
 def _flat_settings(config: RunConfig) -> dict[str, Any]:
     """Return `section.key` -> value."""
-    sections = config.model_dump(mode="json")
-    flat = {"name": sections.pop("name")}
-    return flat | {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    return {key.lstrip("."): value for key, value in _settings_of(config, "").items()}
+
+
+def _settings_of(section: Section, name: str) -> dict[str, Any]:
+    """Return the settings of a section and of the tables in it, such as `data.image.size`."""
+    plain, flat = section.model_dump(mode="json"), dict[str, Any]()
+    for key, value in section:
+        flat |= _settings_of(value, f"{name}.{key}") if isinstance(value, Section) else {f"{name}.{key}": plain[key]}
+    return flat
 
 
 def _prefect_url() -> str:

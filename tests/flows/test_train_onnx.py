@@ -18,6 +18,7 @@ import pytest
 from onward.flows.report import meanings
 from onward.flows.train_onnx import MISSED_AFTER, is_missed, train_onnx
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.section import table_type
 from onward.trainer.run.directory import RunDir
 from tests.support.workshop import Workshop, finished, ranks_of, reached, until
 
@@ -147,10 +148,13 @@ def test_prefects_form_describes_every_section_and_every_setting() -> None:
     assert schema["properties"]["name"]["description"] == RunConfig.model_fields["name"].description
     assert schema["properties"]["resume"]["description"]
     for key, meaning in meanings().items():
-        section, _, name = key.partition(".")
-        model = RunConfig.model_fields[section].annotation
+        section, *tables, name = key.split(".")
+        model = table_type(RunConfig.model_fields[section].annotation)
         assert model is not None
         assert schema["properties"][section]["$ref"] == f"#/definitions/{model.__name__}"
+        for table in tables:  # such as [data.image]
+            model = table_type(model.model_fields[table].annotation)
+            assert model is not None
         definition = schema["definitions"][model.__name__]
         assert definition["description"] == inspect.getdoc(model)
         assert " ".join(definition["properties"][name]["description"].split()) == meaning

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from onward.trainer.config.rules import Sections, check_cross_section_rules
 from onward.trainer.config.run_config import SECTIONS, RunConfig
-from onward.trainer.config.sections import Section
+from onward.trainer.config.section import Section, section_at
 from onward.trainer.errors import ConfigError
 
 Check = Callable[[Sections], Iterable[str]]
@@ -176,7 +176,9 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> None:
     for part in parts[:-1]:
         if (part, target.get(part)) == ("parallel", "auto"):
             target[part] = {"sizes": "auto"}
-        target = target.setdefault(part, {})
+        if target.get(part) is None:
+            target[part] = {}  # absent, or a table that a configuration was saved without
+        target = target[part]
         if not isinstance(target, dict):
             raise ConfigError(f"override {key}: {part} is not a table")
         patch = patch[part]
@@ -188,8 +190,11 @@ def _explain(error: ValidationError, section: str, model: type[Section]) -> list
     sentences = []
     for finding in error.errors():
         where = ".".join(str(part) for part in (section, *finding["loc"]) if part != "")
-        if finding["type"] == "extra_forbidden" and len(finding["loc"]) == 1:
-            sentences.append(_unknown(where, [f"{section}.{name}" for name in model.model_fields], "key"))
+        *outer, _ = (section, *finding["loc"]) if finding["loc"] else ("", "")
+        table = section_at(model, finding["loc"])
+        if finding["type"] == "extra_forbidden" and (len(outer) == 1 or table is not model):
+            known = [".".join(map(str, (*outer, name))) for name in table.model_fields]
+            sentences.append(_unknown(where, known, "key"))
         elif finding["type"] == "missing":
             sentences.append(f"{where} is missing; set it")
         else:

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -23,15 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class Section(BaseModel):
-    """A table of the config file: frozen, refuses unknown keys, and documents each setting."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
+from onward.trainer.config.section import Decay, Fraction, Section
 
 AcceptedWarning = Literal["merged", "separated", "removed"]
 """The keys of the warnings (diagnostics/exporter_warnings.py) that change what is trained."""

@@ -1,0 +1,36 @@
+"""Define what every table of the config file is: frozen, documented, and refusing unknown keys."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A table of the config file: frozen, refuses unknown keys, and documents each setting."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def table_type(annotation: Any) -> type[Section] | None:
+    """Return the section that a field holds, such as that of `[data.image]`, which may be absent; else None."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            # a list of tables, such as [[optimizer.weights]], is no section but the value of a setting
+            return kind if kind is annotation or type(None) in get_args(annotation) else None
+    return None
+
+
+def section_at(section: type[Section], keys: tuple[Any, ...]) -> type[Section]:
+    """Return the section that holds the setting `keys`, such as ("image", "size") in `[data]`."""
+    for key in keys[:-1]:
+        field = section.model_fields.get(key) if isinstance(key, str) else None
+        inner = table_type(field.annotation) if field else None
+        if inner is None:
+            return section
+        section = inner
+    return section

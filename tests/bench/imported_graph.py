@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from onward.trainer.config.sections import GraphConfig
 from onward.trainer.model.compile import accelerate
+from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.onnx_import.torchvision_import import import_torchvision
 from tests.bench.handwritten import BERT, GPT2, Block, exported
 
 WIDTH, HEADS, LAYERS, LENGTH, VOCABULARY, CLASSES = 128, 4, 3, 64, 512, 10

@@ -32,9 +32,9 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.reference_models import build_squeezenet
+from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
-from onward.trainer.onnx_import.torchvision_import import import_torchvision
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.pipeline.split import split

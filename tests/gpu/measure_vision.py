@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.onnx_import.torchvision_import import import_torchvision
+from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from tests.bench.handwritten import exported
 from tests.bench.memory_prediction import images
 from tests.gpu.device import REHEARSAL

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from onward.trainer.config.rules import check_cross_section_rules
+from onward.trainer.config.section import Section
 from onward.trainer.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -23,7 +24,6 @@ from onward.trainer.config.sections import (
     PrecisionConfig,
     RecomputeConfig,
     ScheduleConfig,
-    Section,
     TrainConfig,
 )
 

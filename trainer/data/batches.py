@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.batch_computations import open_batch_transforms
 from onward.trainer.data.batch_transforms import Samples
 from onward.trainer.data.columns import Array, Schema, Values
-from onward.trainer.data.computations import open_batch_transforms
 from onward.trainer.data.device_copies import DeviceCopies
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.permutation import permutation

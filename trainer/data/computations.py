@@ -1,9 +1,8 @@
-"""Open what a configuration computes of the data: columns while sharding, and batches of the stored columns."""
+"""Open what a configuration computes of the data while it is sharded (of batches: batch_computations.py)."""
 
 from __future__ import annotations
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batch_transforms import BatchTransform
 from onward.trainer.data.column_computers import ColumnComputer
 from onward.trainer.data.preprocessing import open_preprocessor
 from onward.trainer.data.signature import Signature
@@ -13,8 +12,3 @@ def open_computers(config: RunConfig, signature: Signature) -> list[ColumnComput
     """Return what computes columns from those that are read, in order. Raises UnsupportedModel as Preprocessor."""
     preprocessor = open_preprocessor(config, signature)
     return [preprocessor] if preprocessor else []
-
-
-def open_batch_transforms(config: RunConfig, signature: Signature) -> list[BatchTransform]:
-    """Return what computes batches from stored columns, in order."""
-    return []

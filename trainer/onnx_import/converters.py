@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 
 from onward.trainer.errors import ConfigError, UnsupportedNode
-from onward.trainer.onnx_import.torchvision_import import import_torchvision
+from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.tracing import Tracer
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
 

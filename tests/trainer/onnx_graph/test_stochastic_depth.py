@@ -21,10 +21,10 @@ from onward.trainer.export.onnx_runner import EvaluationData
 from onward.trainer.export.verification import Expected, verify
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import named_weights, stored_weights
 from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
-from onward.trainer.onnx_import.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.write_back import write_model
 from tests.support.trained_models import model_with_weights
 

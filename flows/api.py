@@ -107,7 +107,9 @@ def resume(run: str = "last") -> RunOutcome:
     from onward.flows.runs import find_run, is_running
     from onward.trainer.config.loading import build_config
     from onward.trainer.diagnostics.config_check import check_files_and_data
-    from onward.trainer.run.directory import onward_home, read_config
+    from onward.trainer.run.directory import onward_home, read_settings
+    from onward.trainer.run.local_copies import LocalCopies
+    from onward.trainer.run.records import read_record
 
     found, home = find_run(run), onward_home().resolve()
     # the flow looks for the run by its name, and under ONWARD_HOME only
@@ -117,7 +119,9 @@ def resume(run: str = "last") -> RunOutcome:
         )
     if is_running(found):
         raise ConfigError(f"{found.root.name} is running already; `onward status {found.root.name[:8]}` shows its step")
-    resolved = build_config(dict(read_config(found)), check=check_files_and_data)
+    known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
+    settings = dict(read_settings(found))
+    resolved = build_config(settings, check=lambda sections: check_files_and_data(sections, known))
     return _train(resolved, resume=found.root.name)
 
 
@@ -196,8 +200,10 @@ def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:
     """
     require_flow("onward.plan")
     from onward.tasks.configure import plan as make_plan
+    from onward.trainer.data.fetching import fetch
 
-    return make_plan(checked_config(config, overrides, **sections))
+    resolved = checked_config(config, overrides, **sections)
+    return make_plan(resolved, fetch(resolved)[0])
 
 
 # -- models
@@ -226,16 +232,18 @@ def doctor(model: AnyPath, *, converters: Sequence[AnyPath] = ()) -> Diagnosis:
     `converters`: Python files that add operators, as in `model.converters`. Raises ConfigError or UnsupportedModel when
     the file cannot be read; an operator that cannot be imported is in the record.
     """
+    from onward.trainer.data.fetching import local_file, local_model
     from onward.trainer.diagnostics.doctor import diagnose
 
-    return diagnose(Path(model), converters=[Path(file) for file in converters])
+    return diagnose(local_model(Path(model)), converters=[local_file(Path(file)) for file in converters])
 
 
 def diff(a: AnyPath, b: AnyPath) -> Difference:
     """Return what distinguishes two ONNX files: structure, metadata, and every tensor by how far its values moved."""
+    from onward.trainer.data.fetching import local_model
     from onward.trainer.diagnostics.diff import compare
 
-    return compare(Path(a), Path(b))
+    return compare(local_model(Path(a)), local_model(Path(b)))
 
 
 def to_module(
@@ -264,6 +272,7 @@ def to_module(
     pattern that matches nothing, UnsupportedModel with everything that cannot be imported.
     """
     from onward.trainer.config.sections import ModelConfig
+    from onward.trainer.data.fetching import local_file, local_model
     from onward.trainer.onnx_graph.outputs import readable_output
     from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
     from onward.trainer.onnx_graph.surgery import extract_subgraph
@@ -272,10 +281,10 @@ def to_module(
     from onward.trainer.onnx_import.fixed_batch import batch_use
     from onward.trainer.onnx_import.train_selection import select_trained
 
-    load_converters([Path(file) for file in converters])
-    model = driver.load_model(Path(path))
-    base = Path(path).parent
-    settings = ModelConfig(path=Path(path), output=readable_output(model), freeze=tuple(freeze))
+    load_converters([local_file(Path(file)) for file in converters])
+    path = local_model(Path(path))
+    model, base = driver.load_model(path), path.parent
+    settings = ModelConfig(path=path, output=readable_output(model), freeze=tuple(freeze))
     if (behind := begin_at_numbers(model, settings)) is not settings:
         model, freeze = extract_subgraph(model, behind), behind.freeze
     widen = batch_use(model, base, train=train).kind == "any"

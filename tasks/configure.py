@@ -24,13 +24,16 @@ from prefect.settings import get_current_settings
 from onward.infra import tracking
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.loading import build_config
+from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section
+from onward.trainer.data.fetching import fetch
 from onward.trainer.data.signature import model_digest
-from onward.trainer.diagnostics.config_check import check_files_and_data
+from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
-from onward.trainer.run.directory import RunDir, onward_home, read_config, refusal_in
+from onward.trainer.run.directory import RunDir, onward_home, read_config, read_settings, refusal_in
+from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import Refusal, Rehearsal, RunIdentity, own_error, read_record, write_record
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ CHOSEN = {
 }
 """Settings that `parallel = "auto"` chooses. The saved configuration of such a run holds the chosen values."""
 
+NONE = LocalCopies()
 MAX_NAMED = 5
 """Weights that a message names."""
 
@@ -53,14 +57,24 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
     The records are `rehearsal.json`, `config.json` and `identity.json`. Raises ConfigError with all problems at once,
     and the errors of `rehearse` and `identify`.
     """
+    known = read_record(run.remote, LocalCopies) if run.remote.exists() and run.config.exists() else None
+    copies = LocalCopies()
+
+    def check(sections: Sections) -> list[str]:
+        nonlocal copies
+        copies, problems = fetch(sections, known)
+        return [*problems, *check_local_files(with_copies(sections, copies))]
+
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
-    config = build_config(dict(settings), check=check_files_and_data)
+    config = build_config(dict(settings), check=check)
     if run.config.exists():
-        saved = read_config(run)
+        saved = read_settings(run)
         refuse_changes(saved, config)
         config = saved
+        _write_copies(run, copies)
     else:
-        config, found = rehearse(config)
+        config, found = rehearse(config, copies)
+        _write_copies(run, copies)
         write_record(run.rehearsal, found)  # before config.json, with which a run has begun and is not rehearsed again
         write_record(run.config, config)
         _log(found)
@@ -70,6 +84,11 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
     run.open_log()
     _show_links(identity)
     return identity
+
+
+def _write_copies(run: RunDir, copies: LocalCopies) -> None:
+    if copies.copies:
+        write_record(run.remote, copies)
 
 
 def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
@@ -88,15 +107,15 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         )
 
 
-def rehearse(config: RunConfig) -> tuple[RunConfig, Rehearsal]:
+def rehearse(config: RunConfig, copies: LocalCopies = NONE) -> tuple[RunConfig, Rehearsal]:
     """Run a few micro-batches in a process of its own; return the configuration, with chosen sizes, and the record.
 
     With `parallel.sizes = "auto"` the process first chooses the sizes; sizes that are given are tried on the graph.
     Raises that process's error, ConfigError with everything that is wrong, or RuntimeUnavailable when it crashes.
     """
     if config.launch.rehearsal == "off":
-        return _planned(config), Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
-    with _process("rehearse", config) as folder:
+        return _planned(config, copies), Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
+    with _process("rehearse", config, copies) as folder:
         if config.parallel.sizes == "auto":
             config = with_plan(config, read_record(folder / "plan.json", Plan))
         found = read_record(RunDir(folder).rehearsal, Rehearsal)
@@ -104,34 +123,34 @@ def rehearse(config: RunConfig) -> tuple[RunConfig, Rehearsal]:
     return config.model_copy(update={"model": model}), found
 
 
-def _planned(config: RunConfig) -> RunConfig:
+def _planned(config: RunConfig, copies: LocalCopies) -> RunConfig:
     """Return the configuration, with the sizes that the planner chose; sizes that are given are tried on the graph."""
     if not needs_plan(config):
         return config
     try:
-        return with_plan(config, plan(config))
+        return with_plan(config, plan(config, copies))
     except UnsupportedModel:
         if may_train_unplanned(config):
             return config
         raise
 
 
-def plan(config: RunConfig) -> Plan:
+def plan(config: RunConfig, copies: LocalCopies = NONE) -> Plan:
     """Return the plan of a run: layout, memory and messages. A process of its own makes it, because it imports torch.
 
     Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like that), or
     RuntimeUnavailable when the process ends without a plan.
     """
-    with _process("plan", config) as folder:
+    with _process("plan", config, copies) as folder:
         return read_record(folder / "plan.json", Plan)
 
 
 @contextlib.contextmanager
-def _process(command: str, config: RunConfig) -> Iterator[Path]:
+def _process(command: str, config: RunConfig, copies: LocalCopies) -> Iterator[Path]:
     """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
     with tempfile.TemporaryDirectory(prefix=f"onward-{command}-") as name:
         folder = Path(name)
-        write_record(folder / "config.json", config)
+        write_record(folder / "config.json", with_copies(config, copies))
         ending = run_module("onward.trainer", command, str(folder), folder=folder, log=folder / "process.log")
         if refusal_in(folder).exists():
             raise own_error(read_record(refusal_in(folder), Refusal))
@@ -159,7 +178,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     when it cannot be reached and the run is new. A resumed run continues without MLflow; its events are sent later.
     """
     # The checkpoints of the run fit only the file that it began with.
-    digest = model_digest(config.model.path)
+    digest = model_digest(read_config(run).model.path)
     known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
     if known and known.model_sha256 != digest:
         raise ConfigError(

@@ -26,9 +26,11 @@ from onward.infra.tracking import ModelFile, Port, Tracker, TrackingError, Track
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import ExportConfig
+from onward.trainer.config.urls import redacted, url_of
+from onward.trainer.data.fetching import restore_copies
 from onward.trainer.data.signature import TensorInfo, model_digest, read_signature
 from onward.trainer.diagnostics.config_check import export_conflicts
-from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
+from onward.trainer.errors import CheckpointError, ConfigError, DataError, ExportRefused, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, example_in, read_config, refusal_in, variant_in
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import (
@@ -42,6 +44,7 @@ from onward.trainer.run.records import (
     read_record,
     write_record,
 )
+from onward.trainer.run.stores import upload
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +74,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
         problems += error.problems
     try:
         if config.export.path:
-            copy_to(Path(config.export.path), exported, source=config.model.path)
+            _deliver(config, exported)
     except RuntimeUnavailable as error:
         problems += error.problems
     if problems:
@@ -96,6 +99,7 @@ def export_file(
     if `out` cannot or must not be written, ExportRefused with all failed checks (nothing is written then), or the
     exporting process's own error.
     """
+    restore_copies(run)
     extras = extras or read_config(run).export
     source = read_config(run).model.path
     if out and (problems := export_conflicts(out.absolute(), source, extras.variants)):
@@ -164,6 +168,23 @@ def _verified_before(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | Non
     known = read_record(run.exported, ExportedModel)
     complete = known.path.exists() and example_in(run.export).exists() and model_digest(known.path) == known.sha256
     return known if complete and known.step == chosen.step else None
+
+
+def _deliver(config: RunConfig, exported: ExportedModel) -> None:
+    """Copy the exported file to `export.path`. Raises RuntimeUnavailable when it cannot be written."""
+    url = url_of(config.export.path)
+    if not url:
+        copy_to(Path(config.export.path), exported, source=config.model.path)
+        return
+    with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
+        copied = copy_to(Path(folder) / url.rpartition("/")[2], exported, source=config.model.path)
+        files = sorted(file for file in Path(folder).rglob("*") if file.is_file() and file != copied.path)
+        try:
+            for file in (*files, copied.path):  # the model itself last: when it is there, all its files are
+                upload(file, url.rpartition("/")[0] + "/" + file.relative_to(folder).as_posix())
+        except DataError as error:
+            raise RuntimeUnavailable(f"export.path: {problem}" for problem in error.problems) from error
+    log.info("copied the exported file to %s", redacted(url))
 
 
 def copy_to(target: Path, exported: ExportedModel, *, source: Path) -> ExportedModel:

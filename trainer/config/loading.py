@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from onward.trainer.config.rules import Sections, check_cross_section_rules
 from onward.trainer.config.run_config import SECTIONS, RunConfig
 from onward.trainer.config.section import Section, section_at
+from onward.trainer.config.urls import url_of
 from onward.trainer.errors import ConfigError
 
 Check = Callable[[Sections], Iterable[str]]
@@ -121,23 +122,57 @@ def build_config(
     return config
 
 
+PATHS = (
+    "model.path",
+    "model.converters",
+    "data.source",
+    "data.evaluation_source",
+    "launch.hostfile",
+    "checkpoint.load",
+    "export.path",
+)
+"""The settings that hold paths or URLs, also inside lists: what is anchored here, and fetched if it is a URL."""
+
+
 def _anchor(raw: dict[str, Any], base: Path) -> None:
     """Make the paths of a settings mapping absolute, in place."""
-    for section, key in (
-        ("model", "path"),
-        ("model", "converters"),
-        ("data", "source"),
-        ("data", "evaluation_source"),
-        ("launch", "hostfile"),
-        ("checkpoint", "load"),
-        ("export", "path"),
-    ):
-        table = raw.get(section)
-        value = table.get(key) if isinstance(table, dict) else None
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            table[key] = [str(base / Path(item).expanduser()) for item in value]  # type: ignore[index]
-        if isinstance(value, str) and value and not (section == "data" and value in BUNDLED_SOURCES):
-            table[key] = str(base / Path(value).expanduser())  # type: ignore[index]
+
+    def anchored(value: Any) -> Any:
+        if not isinstance(value, str) or not value:
+            return value
+        return url_of(value) or str(base / Path(value).expanduser())
+
+    def anchored_source(value: Any) -> Any:
+        return value if value in BUNDLED_SOURCES else anchored(value)
+
+    for key in PATHS:
+        raw |= replaced(raw, key.split("."), anchored_source if key.startswith("data.") else anchored)
+
+
+def values_at(settings: Any, keys: Sequence[str]) -> list[Any]:
+    """Return the settings at `keys`: one, none, or several where there are lists."""
+    found: list[Any] = []
+
+    def collect(value: Any) -> Any:
+        found.append(value)
+        return value
+
+    replaced(settings, keys, collect)
+    return found
+
+
+def replaced(settings: Any, keys: Sequence[str], change: Callable[[Any], Any]) -> Any:
+    """Return nested settings with `change` applied to the setting at `keys`, to each element where that is a list."""
+    if isinstance(settings, list | tuple):
+        return type(settings)(replaced(item, keys, change) for item in settings)
+    if not keys:
+        return change(settings)
+    if isinstance(settings, Section):
+        value = getattr(settings, keys[0], None)
+        return settings if value is None else settings.model_copy(update={keys[0]: replaced(value, keys[1:], change)})
+    if isinstance(settings, Mapping) and keys[0] in settings:
+        return {**settings, keys[0]: replaced(settings[keys[0]], keys[1:], change)}
+    return settings
 
 
 BUNDLED_SOURCES = ("digits", "stdlib")
@@ -200,7 +235,8 @@ def _explain(error: ValidationError, section: str, model: type[Section]) -> list
         else:
             message = finding["msg"].removeprefix("Value error, ")
             given = finding.get("input")
-            shown = f", not {given!r}" if isinstance(given, str | int | float | bool) else ""
+            is_secret = isinstance(given, str) and bool(url_of(given))  # a URL may hold a password
+            shown = f", not {given!r}" if isinstance(given, str | int | float | bool) and not is_secret else ""
             sentences += [f"{where}: {message}{shown}"] if where else message.splitlines()
     return sentences
 

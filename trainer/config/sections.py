@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,6 +21,7 @@ from pydantic import (
 )
 
 from onward.trainer.config.section import Decay, Fraction, Section
+from onward.trainer.config.urls import FilePath, Location
 
 AcceptedWarning = Literal["merged", "separated", "removed"]
 """The keys of the warnings (diagnostics/exporter_warnings.py) that change what is trained."""
@@ -32,8 +32,9 @@ FixedBatch = Literal["auto", "any", "own", "joint"]
 class ModelConfig(Section):
     """The ONNX file to train, which of its weights, and the loss."""
 
-    path: Path
-    """The ONNX file to train. Relative to the config file; on the command line, to the working directory."""
+    path: FilePath
+    """The ONNX file to train: a path, relative to the config file (on the command line: to the working directory), or a
+    URL (s3, gs, az, hf, http, https), as everywhere that a path is taken."""
     loss: Literal["cross_entropy", "mse", "l1", "bce_with_logits", "output"] = "cross_entropy"
     """Cross-entropy (classes on the last axis), mean squared or absolute error, binary cross-entropy on
     logits, or `output`: the graph computes its own scalar loss."""
@@ -68,7 +69,7 @@ class ModelConfig(Section):
     """Glob patterns of the initializers to train; all others are frozen."""
     freeze: tuple[str, ...] = ()
     """Glob patterns of the initializers to freeze; takes precedence over `train`."""
-    converters: tuple[Path, ...] = ()
+    converters: tuple[FilePath, ...] = ()
     """Python files that define further operators: for training by `onnx2torch.add_converter`, and, where onnxruntime
     lacks them too, for verification as `onnx.reference.op_run.OpRun`. Relative to the config file; on the command
     line, to the working directory."""
@@ -116,13 +117,13 @@ class LoraConfig(Section):
 class DataConfig(Section):
     """Where samples come from, and which column feeds which input of the model."""
 
-    source: str
-    """A file, a directory or a glob; or `digits` (scikit-learn's 1,797 images), or `stdlib` (the text of
+    source: Location
+    """A file, a directory or a glob, also by URL; or `digits` (scikit-learn's 1,797 images), or `stdlib` (the text of
     Python's standard library). Relative to the config file; on the command line, to the working directory."""
     format: Literal["auto", "csv", "parquet", "jsonl", "npz", "text", "digits", "arrow", "pb"] = "auto"
     """The format of the source; `auto` decides by its name. `arrow` are Onward's own shards, `pb` those of ONNX
     Runtime's trainer."""
-    evaluation_source: str = ""
+    evaluation_source: Location = ""
     """Samples to evaluate on; empty = set aside `evaluation_fraction` of the source."""
     evaluation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """The share of rows (of files, for text) set aside for evaluation; which ones depends on the row's
@@ -336,7 +337,7 @@ class LaunchConfig(Section):
 
     num_ranks: NonNegativeInt = 0
     """Processes mpirun starts; 0 = as many as [parallel] needs."""
-    hostfile: str = ""
+    hostfile: Location = ""
     """An MPI hostfile; empty = this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` = one GPU per rank if the machine has any, else the CPU."""
@@ -384,7 +385,7 @@ class CheckpointConfig(Section):
     """The metric that decides which checkpoint is the best."""
     best_is: Literal["least", "greatest"] = "least"
     """Whether a smaller or a larger `best_metric` is better."""
-    load: str = ""
+    load: Location = ""
     """A checkpoint directory to start from: weights, optimizer and position; empty = the ONNX file's weights."""
 
 
@@ -410,8 +411,8 @@ class ExportConfig(Section):
 
     checkpoint: Literal["best", "last"] = "best"
     """Which checkpoint's weights are exported."""
-    path: str = ""
-    """Also copy the exported file here; empty = only the run directory keeps it."""
+    path: Location = ""
+    """Also copy the exported file here, to a path or a URL; empty = only the run directory keeps it."""
     tolerance: PositiveFloat = 1e-3
     """Largest allowed difference between onnxruntime and the trained module, relative to the output's largest value."""
     parity_batches: PositiveInt = 4

@@ -16,24 +16,39 @@ from onward.trainer.config.loading import BUNDLED_SOURCES
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
+from onward.trainer.config.urls import redacted, url_of
+from onward.trainer.data.fetching import fetch
 from onward.trainer.data.input_columns import data_problems
 from onward.trainer.data.sharding import infer_schema, infer_training_schema
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.run.directory import onward_home
+from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
+from onward.trainer.run.stores import refuse_unwritable
 
 
-def check_files_and_data(sections: Sections) -> list[str]:
+def check_files_and_data(sections: Sections, known: LocalCopies | None = None) -> list[str]:
     """Return a sentence for each file that is absent and for data that does not fit the model; [] if there is none.
 
-    Sections that could not be read may be missing; the others are checked.
+    Sections that could not be read may be missing; the others are checked. What is named by URL is fetched first;
+    known: the copies that a run began with (fetching.py).
     """
+    copies, problems = fetch(sections, known)
+    model, export = sections.get("model"), sections.get("export")
+    if model and export and export.path and url_of(export.path) == url_of(model.path) != "":
+        problems.append(f"export.path: {redacted(export.path)} is the model that is trained; choose another name")
+    return [*problems, *check_local_files(with_copies(sections, copies))]
+
+
+def check_local_files(sections: Sections) -> list[str]:
+    """Return what `check_files_and_data` does, of sections in which local copies have replaced URLs."""
     model, data = sections.get("model"), sections.get("data")
     model_problems = _model(model) if model else []
     source_problems = _data(data) if data else []
     problems = [*model_problems, *source_problems, *_paths(sections)]
-    if model and data and not model_problems and not source_problems:
+    absent = [setting for setting, _ in urls_in(sections) if setting.startswith(("model.", "data."))]
+    if model and data and not absent and not model_problems and not source_problems:
         try:
             config = RunConfig.model_construct(**dict(sections))
             signature, schema = read_training_signature(config.model), infer_schema(data)
@@ -47,6 +62,8 @@ def check_files_and_data(sections: Sections) -> list[str]:
 
 
 def _model(model: ModelConfig) -> list[str]:
+    if url_of(model.path):  # why it could not be fetched is known
+        return []
     if not model.path.is_file():
         return [
             f"model.path: there is no file {model.path}; `onward reference --help` lists the models that Onward can "
@@ -58,7 +75,7 @@ def _model(model: ModelConfig) -> list[str]:
 def _data(data: DataConfig) -> list[str]:
     problems = []
     for key, source in (("source", data.source), ("evaluation_source", data.evaluation_source)):
-        if not source or source in BUNDLED_SOURCES:
+        if not source or source in BUNDLED_SOURCES or url_of(source):
             continue
         if not _matches(source):
             problems.append(f"data.{key}: there is no file, directory or glob match {source}")
@@ -80,9 +97,15 @@ def _paths(sections: Sections) -> list[str]:
         "launch.hostfile": getattr(sections.get("launch"), "hostfile", ""),
         "checkpoint.load": getattr(sections.get("checkpoint"), "load", ""),
     }
-    problems = [f"{key}: {path} does not exist" for key, path in named.items() if path and not Path(path).exists()]
+    problems = [
+        f"{key}: {path} does not exist"
+        for key, path in named.items()
+        if path and not url_of(path) and not Path(path).exists()
+    ]
     export, model = sections.get("export"), sections.get("model")
-    if isinstance(export, ExportConfig) and export.path:
+    if isinstance(export, ExportConfig) and (url := url_of(export.path)):
+        problems += _unwritable(url)
+    elif isinstance(export, ExportConfig) and export.path:
         source = model.path if isinstance(model, ModelConfig) else None
         problems += [f"export.path: {why}" for why in export_conflicts(Path(export.path), source, export.variants)]
     if not _writable(onward_home()):
@@ -90,6 +113,18 @@ def _paths(sections: Sections) -> list[str]:
             f"cannot write to {onward_home()}, where runs are kept; set ONWARD_HOME to a directory of yours"
         )
     return problems
+
+
+def _unwritable(url: str) -> list[str]:
+    if not url.endswith(".onnx"):
+        return [
+            f"export.path: {redacted(url)} names no file; name the file to write, such as {redacted(url)}/model.onnx"
+        ]
+    try:
+        refuse_unwritable(url)
+    except Refused as error:
+        return [f"export.path: {problem}" for problem in error.problems]
+    return []
 
 
 def export_conflicts(target: Path, source: Path | None, variants: Iterable[str] = ()) -> list[str]:

@@ -7,6 +7,7 @@ it.
         lock                    empty; the flow that works on the run holds a flock on it       the flow
         flow.log                log of the flow, with tracebacks       onward run, onward resume
         config.json             RunConfig                      configure
+        remote.json             LocalCopies: where the copies are of files that config.json names by URL    configure
         rehearsal.json          Rehearsal                      configure
         identity.json           RunIdentity                    configure
         runtime.json            RuntimeReport                  init runtime
@@ -45,12 +46,18 @@ from pydantic import ValidationError
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, Fenced
 from onward.trainer.run.durable_files import write_durably
+from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import RankError, read_record
 
 
 def onward_home() -> Path:
     """Return the directory of runs, caches and local servers: ONWARD_HOME, else ~/.onward."""
     return Path(os.environ.get("ONWARD_HOME") or "~/.onward").expanduser().resolve()
+
+
+def download_cache() -> Path:
+    """Return the directory of local copies of remote files; it may be deleted while no run uses it."""
+    return onward_home() / "downloads"
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,10 @@ class RunDir:
     @property
     def config(self) -> Path:
         return self.root / "config.json"
+
+    @property
+    def remote(self) -> Path:
+        return self.root / "remote.json"
 
     @property
     def rehearsal(self) -> Path:
@@ -218,7 +229,16 @@ def refusal_in(export: Path) -> Path:
 
 
 def read_config(run: RunDir) -> RunConfig:
-    """Read the resolved configuration of a run. Raises ConfigError if it is absent or invalid."""
+    """Read the resolved configuration of a run, with the paths of local copies in place of URLs.
+
+    Raises ConfigError if it is absent or invalid.
+    """
+    config = read_settings(run)
+    return with_copies(config, read_record(run.remote, LocalCopies)) if run.remote.exists() else config
+
+
+def read_settings(run: RunDir) -> RunConfig:
+    """Read the configuration of a run as it was given, with its URLs. Raises ConfigError if it is absent or invalid."""
     try:
         return RunConfig.model_validate_json(run.config.read_bytes())
     except FileNotFoundError:

@@ -1,0 +1,125 @@
+"""Bring the files that a configuration names by URL to this machine, before anything else reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.urls import redacted, url_of
+from onward.trainer.errors import ConfigError, DataError, Refused
+from onward.trainer.onnx_graph.index import locations
+from onward.trainer.run.directory import RunDir, download_cache
+from onward.trainer.run.local_copies import LocalCopies, LocalCopy, urls_in
+from onward.trainer.run.records import read_record
+from onward.trainer.run.remote_files import download, joined_directory, key_of
+from onward.trainer.run.stores import RemoteFile, file_beside, list_files
+
+DIRECTORIES = ("data.", "checkpoint.load")
+"""Settings, or the beginnings of their names, that may name several files."""
+
+
+def fetch(sections: RunConfig | Mapping[str, Any], known: LocalCopies | None = None) -> tuple[LocalCopies, list[str]]:
+    """Return local copies of everything that the sections name by URL, and a sentence for each that cannot be had.
+
+    Where nothing is named by URL, nothing is asked for. known: the copies that a run began with. Of those that are
+    still there nothing is asked for, and of the others the store must have the same version.
+    """
+    before = {copy.url: copy for copy in known.copies} if known else {}
+    copies: dict[str, LocalCopy] = {}
+    problems = []
+    for setting, url in urls_in(sections):
+        try:
+            if url not in copies:
+                copies[url] = _kept(before[url]) if url in before else _fetched(setting, url)
+        except Refused as error:
+            problems += [f"{setting}: {problem}" for problem in error.problems]
+    return LocalCopies(copies=tuple(copies.values())), problems
+
+
+def local_model(location: Path) -> Path:
+    """Return a model's path, or the path of a local copy with its external data. Raises the errors of `download`."""
+    url = url_of(location)
+    return _model(url).path if url else location
+
+
+def local_file(location: Path) -> Path:
+    """Return a file's path, or the path of a local copy. Raises the errors of `download`."""
+    url = url_of(location)
+    return _fetched("", url).path if url else location
+
+
+def restore_copies(run: RunDir) -> None:
+    """Fetch again what was deleted of the copies that a run began with. Raises ConfigError if that is impossible."""
+    if run.remote.exists():
+        for copy in read_record(run.remote, LocalCopies).copies:
+            _kept(copy)
+
+
+def _kept(copy: LocalCopy) -> LocalCopy:
+    if copy.path.exists():
+        return copy
+    is_model = copy.path.suffix == ".onnx"
+    found = _model(copy.url) if is_model else _several(copy.url)
+    if found.key != copy.key:
+        raise ConfigError(
+            f"{redacted(copy.url)} changed since the run began, and its local copy {copy.path} is gone; put the former "
+            "version back, or start a new run"
+        )
+    return found
+
+
+def _fetched(setting: str, url: str) -> LocalCopy:
+    if setting == "model.path":
+        return _model(url)
+    copy = _several(url)
+    if copy.path.is_dir() and not setting.startswith(DIRECTORIES):
+        raise DataError(f"{redacted(url)} is a directory; name a file")
+    return copy
+
+
+def _several(url: str) -> LocalCopy:
+    """Fetch a file, the files below a directory, or those that match a glob."""
+    files = list_files(url)
+    fetched = download(files, download_cache(), redacted(url))
+    key = key_of([file for file, _ in fetched])
+    is_one = len(fetched) == 1 and url.partition("?")[0].endswith("/" + fetched[0][0].name)
+    path = fetched[0][1] if is_one else joined_directory(fetched, download_cache(), _name(url), links=True)
+    return _copy(url, path, key, files)
+
+
+def _model(url: str) -> LocalCopy:
+    """Fetch an ONNX file with its external data, which it expects beside it: weights.bin beside model.onnx."""
+    found = list_files(url, exact=True)
+    if len(found) != 1 or not url.partition("?")[0].endswith("/" + found[0].name):
+        raise DataError(f"{redacted(url)} is a directory; name a file")
+    [(file, path)] = download(found, download_cache(), redacted(url))
+    try:
+        names = locations(onnx.load(path, load_external_data=False))
+    except (DecodeError, ValueError):
+        names = []  # not an ONNX file: whoever reads it reports that
+    if not names:
+        return _copy(url, path, file.key, [file])
+    files = [file, *(file_beside(url, name) for name in names)]
+    place = download_cache() / key_of(files) / _name(url)
+    if not (place.is_dir() and all(each.version for each in files)):
+        fetched = download(files, download_cache(), redacted(url))
+        files = [each for each, _ in fetched]
+        # no links: onnx refuses external data behind a link
+        place = joined_directory(fetched, download_cache(), _name(url), links=False)
+    return _copy(url, place / file.name, key_of(files), files)
+
+
+def _copy(url: str, path: Path, key: str, files: list[RemoteFile]) -> LocalCopy:
+    return LocalCopy(url=url, path=path, key=key, bytes=sum(file.size for file in files))
+
+
+def _name(url: str) -> str:
+    """Return the last part of a URL without wildcards, as the name of a directory."""
+    parts = [part for part in urlsplit(url.replace("?", "*")).path.split("/") if part and not set("*[") & set(part)]
+    return parts[-1] if parts else "files"

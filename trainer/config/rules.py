@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from onward.trainer.config.sections import (
+    ExportConfig,
     GraphConfig,
     LaunchConfig,
     LoraConfig,
@@ -22,6 +23,7 @@ from onward.trainer.config.sections import (
     ScheduleConfig,
     TrainConfig,
 )
+from onward.trainer.config.urls import redacted, url_of
 
 Sections = Mapping[str, Any]
 
@@ -225,6 +227,12 @@ def _compilation(
         yield f"graph.compile_regions 'repeated' cannot be combined with {other}; use 'whole', which compiles each unit"
 
 
+def _export(model: ModelConfig, export: ExportConfig) -> Iterable[str]:
+    # local files are compared where they are opened (diagnostics/config_check.py), because links may name one file
+    if url_of(export.path) and url_of(export.path) == url_of(model.path):
+        yield f"export.path {redacted(export.path)} is the model that is trained; choose another name"
+
+
 CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _world_size,
     _accumulation,
@@ -243,6 +251,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _adapters,
     _dropout,
     _compilation,
+    _export,
 )
 """Each rule names the sections it reads as its parameters."""
 

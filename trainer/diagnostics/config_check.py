@@ -35,9 +35,6 @@ def check_files_and_data(sections: Sections, known: LocalCopies | None = None) -
     known: the copies that a run began with (fetching.py).
     """
     copies, problems = fetch(sections, known)
-    model, export = sections.get("model"), sections.get("export")
-    if model and export and export.path and url_of(export.path) == url_of(model.path) != "":
-        problems.append(f"export.path: {redacted(export.path)} is the model that is trained; choose another name")
     return [*problems, *check_local_files(with_copies(sections, copies))]
 
 

@@ -143,7 +143,8 @@ def explained(url: str) -> Iterator[None]:
             raise DataError(f"{shown} may not be read; credentials: {credentials_hint(url)}") from None
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise RuntimeUnavailable(f"the disk was full while {shown} was copied; make room and start again") from None
-        if status == 404 or (isinstance(error, FileNotFoundError) and not kinds & {"ClientConnectionError"}):
+        is_absent = isinstance(error, FileNotFoundError) and status is None and "ClientConnectionError" not in kinds
+        if status == 404 or is_absent:
             raise DataError(f"there is nothing at {shown} (or the store hides it without credentials)") from None
         reason = f"status {status}" if status else type(causes[-1]).__name__
         raise RuntimeUnavailable(f"{shown} cannot be read: {reason}; is the address right, and the store up?") from None

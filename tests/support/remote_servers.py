@@ -1,0 +1,134 @@
+"""A real object store (moto) and a real web server on 127.0.0.1, whose answers can be cut, slowed or forged."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import hashlib
+import http.server
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import boto3
+import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
+
+
+@contextlib.contextmanager
+def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[boto3.client]:
+    """A server of S3's protocol; the environment names it for this process and for those that it starts."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem.clear_instance_cache()  # those of a test before name another server
+        client = boto3.client("s3")
+        for bucket in client.list_buckets()["Buckets"]:  # moto keeps its buckets for the whole process
+            for found in client.list_objects_v2(Bucket=bucket["Name"]).get("Contents", []):
+                client.delete_object(Bucket=bucket["Name"], Key=found["Key"])
+            client.delete_bucket(Bucket=bucket["Name"])
+        client.create_bucket(Bucket="bucket")
+        yield client
+    finally:
+        server.stop()
+
+
+@dataclass
+class WebServer:
+    """What a web server serves, and how."""
+
+    files: dict[str, bytes]
+    """Path without the leading slash -> content."""
+    url: str = ""
+    cut_after: int = 0
+    """Close the connection after this many bytes of an answer; 0 = never."""
+    cuts_left: int = 0
+    """How many answers are cut; -1 = all."""
+    ranges: bool = True
+    etags: bool = True
+    times: bool = True
+    sizes: bool = True
+    headers: dict[str, str] = field(default_factory=dict)
+    statuses: dict[str, int] = field(default_factory=dict)
+    """Path -> the status that is answered in place of the file."""
+    served: list[tuple[str, str, str]] = field(default_factory=list)
+    """(method, path, the header Range) of each request."""
+    passwords: dict[str, str] = field(default_factory=dict)
+    """Path -> the header Authorization without which status 401 is answered."""
+
+
+@contextlib.contextmanager
+def web_server(files: dict[str, bytes]) -> Iterator[WebServer]:
+    """A web server of these files."""
+    served = WebServer(files)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def _answer(self, *, with_body: bool) -> None:
+            path = self.path.lstrip("/").partition("?")[0]
+            wanted = self.headers.get("Range", "")
+            served.served.append((self.command, path, wanted))
+            if self.headers.get("Authorization", "") != served.passwords.get(
+                path, self.headers.get("Authorization", "")
+            ):
+                served.statuses[path] = 401
+            if status := served.statuses.get(path, 0 if path in served.files else 404):
+                self.send_response(status)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            content = served.files[path]
+            tag = f'"{hashlib.md5(content).hexdigest()}"'
+            start = int(re.findall(r"\d+", wanted)[0]) if wanted and served.ranges else 0
+            if start and self.headers.get("If-Range", tag) != tag:
+                start = 0
+            body = content[start:]
+            self.send_response(206 if start else 200)
+            if start:
+                self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+            if served.sizes:
+                self.send_header("Content-Length", str(len(body)))
+            if served.etags:
+                self.send_header("ETag", tag)
+            if served.times:
+                self.send_header("Last-Modified", email.utils.formatdate(0, usegmt=True))
+            for name, value in served.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if not with_body:
+                return
+            if served.cut_after and served.cuts_left:
+                served.cuts_left -= 1
+                body = body[: served.cut_after]
+                self.close_connection = True
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(body)
+            self.close_connection = self.close_connection or not served.sizes
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    served.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield served
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -82,9 +82,7 @@ def web_server(files: dict[str, bytes]) -> Iterator[WebServer]:
             path = self.path.lstrip("/").partition("?")[0]
             wanted = self.headers.get("Range", "")
             served.served.append((self.command, path, wanted))
-            if self.headers.get("Authorization", "") != served.passwords.get(
-                path, self.headers.get("Authorization", "")
-            ):
+            if path in served.passwords and self.headers.get("Authorization") != served.passwords[path]:
                 served.statuses[path] = 401
             if status := served.statuses.get(path, 0 if path in served.files else 404):
                 self.send_response(status)
@@ -123,6 +121,7 @@ def web_server(files: dict[str, bytes]) -> Iterator[WebServer]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]  # a client that went away
     served.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

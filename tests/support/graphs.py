@@ -109,10 +109,19 @@ def residual_mlps(*hidden: int, width: int = 16, num_classes: int = 5) -> onnx.M
     return g.model()
 
 
-def tiny_bert(*, vocab_size: int = 32, width: int = 16, num_heads: int = 2, num_classes: int = 3) -> onnx.ModelProto:
+def tiny_bert(
+    *,
+    vocab_size: int = 32,
+    width: int = 16,
+    num_heads: int = 2,
+    num_classes: int = 3,
+    positions: int = 16,
+    num_types: int = 0,
+) -> onnx.ModelProto:
     """An encoder as opset 14 exporters write it: `input_ids`, `attention_mask` [batch, sequence] -> `logits`.
 
     Layer norm and erf-GELU are spelled out, shapes are computed in the graph, padding is masked by an addition.
+    `num_types`: with an input `token_type_ids` and so many types.
     """
     g = GraphWriter("tiny_bert", seed=0, opset=14)
     ids = g.input("input_ids", ("batch", "sequence"), TensorProto.INT64)
@@ -122,11 +131,20 @@ def tiny_bert(*, vocab_size: int = 32, width: int = 16, num_heads: int = 2, num_
     shape = g.op("Shape", ids)
     length = g.op("Gather", shape, g.weight("index_1", np.array(1)))
     span = g.op("Unsqueeze", length, g.weight("axes_0", [0]))
-    positions = g.op(
-        "Slice", g.weight("position_ids", np.arange(16)[None]), g.weight("start", [0]), span, g.weight("axes_1", [1])
+    places = g.op(
+        "Slice",
+        g.weight("position_ids", np.arange(positions)[None]),
+        g.weight("start", [0]),
+        span,
+        g.weight("axes_1", [1]),
     )
     x = g.op("Gather", g.weight("embeddings.word.weight", g.normal(0.5, vocab_size, width)), ids)
-    x = g.op("Add", x, g.op("Gather", g.weight("embeddings.position.weight", g.normal(0.5, 16, width)), positions))
+    table = g.weight("embeddings.position.weight", g.normal(0.5, positions, width))
+    x = g.op("Add", x, g.op("Gather", table, places))
+    if num_types:
+        types = g.input("token_type_ids", ("batch", "sequence"), TensorProto.INT64)
+        table = g.weight("embeddings.type.weight", g.normal(0.5, num_types, width))
+        x = g.op("Add", x, g.op("Gather", table, types))
     x = _spelled_layer_norm(g, x, "embeddings.LayerNorm", width)
     for layer in range(2):
         name = f"encoder.layer.{layer}"

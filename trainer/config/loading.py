@@ -127,6 +127,7 @@ PATHS = (
     "model.converters",
     "data.source",
     "data.evaluation_source",
+    "data.text.tokenizer",
     "launch.hostfile",
     "checkpoint.load",
     "export.path",

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from onward.trainer.config.section import Decay, Fraction, Section
+from onward.trainer.config.sections_text import TextConfig
 from onward.trainer.config.urls import FilePath, Location
 
 AcceptedWarning = Literal["merged", "separated", "removed"]
@@ -150,6 +151,8 @@ class DataConfig(Section):
     """Text only: bytes in one sample; the label of each byte is the byte that follows it."""
     text_files: str = "*.py"
     """Text only: which files of the directory are read."""
+    text: TextConfig | None = None
+    """Columns of raw text and the model's tokenizer: `[data.text]`."""
 
 
 class TrainConfig(Section):

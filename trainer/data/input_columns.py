@@ -26,6 +26,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data import sources
 from onward.trainer.data.columns import TEXT, Column, ColumnType, Schema
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
+from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 
 NUMERIC = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {
@@ -73,13 +74,20 @@ class Feed:
 def feeds(config: RunConfig, signature: Signature) -> list[Feed]:
     """Return a feed for each input of the trained part in order, then one for the labels if the loss needs any.
 
-    What pre-processing computes is stored under the name of the tensor.
+    What pre-processing or a tokenizer computes is stored under the name of the tensor.
     """
+    computed = computed_columns(config, signature)
     found = [
-        _feed(info, info.name if info.name in signature.computed else config.data.inputs.get(info.name, info.name))
+        _feed(info, info.name if info.name in computed else config.data.inputs.get(info.name, info.name))
         for info in signature.inputs
     ]
     return [*found, *_label_feed(config, signature)]
+
+
+def computed_columns(config: RunConfig, signature: Signature) -> frozenset[str]:
+    """Return the columns that feed inputs of the trained part and are computed, not read."""
+    text = text_columns(config, signature)
+    return frozenset(signature.computed) | (text.computed if text else frozenset())
 
 
 def file_feeds(config: RunConfig, signature: Signature) -> dict[str, Feed]:
@@ -106,10 +114,20 @@ def _feed(info: TensorInfo, columns: str | tuple[str, ...]) -> Feed:
     return Feed(f"input {info.name}", names, stacked, info.dtype, info.sample_shape, info.sequence)
 
 
+def _feeds_of_source(config: RunConfig, signature: Signature) -> Iterator[Feed]:
+    """Yield the feeds of inputs of the file, and of labels, whose columns the data has itself."""
+    text = text_columns(config, signature)
+    computed = text.computed if text else frozenset[str]()
+    for feed in (*file_feeds(config, signature).values(), *_label_feed(config, signature)):
+        if not computed.issuperset(feed.columns):
+            yield feed
+
+
 def columns_to_read(config: RunConfig, signature: Signature) -> dict[str, ColumnType]:
     """Return the columns of the data to read; one that feeds two inputs gets a type that serves both."""
-    found: dict[str, ColumnType] = {}
-    for feed in (*file_feeds(config, signature).values(), *_label_feed(config, signature)):
+    text = text_columns(config, signature)
+    found: dict[str, ColumnType] = dict(text.read) if text else {}
+    for feed in _feeds_of_source(config, signature):
         for name in feed.columns:
             kind = feed.column_type
             before = found.get(name)
@@ -136,8 +154,10 @@ def data_problems(config: RunConfig, schema: Schema, signature: Signature | None
     except ConfigError as error:  # the graph does not allow the surgery, so its inputs and outputs are unknown
         return list(error.problems)
     problems = [*_unknown_names(config, signature)]
-    label = list(_label_feed(config, signature))
-    for feed in (*file_feeds(config, signature).values(), *label):
+    computed = computed_columns(config, signature)
+    for feed in (*file_feeds(config, signature).values(), *_label_feed(config, signature)):
+        if computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns):
+            continue  # not computed yet
         missing = [name for name in feed.columns if name not in schema]
         problems += [_missing_column(feed, name, schema) for name in missing]
         if missing:
@@ -157,7 +177,7 @@ def _unknown_names(config: RunConfig, signature: Signature) -> Iterator[str]:
     for name in config.data.inputs:
         if name not in inputs:
             yield f"data.inputs names {name!r}, which is not an input of the model{_nearest(name, inputs)}"
-    columns = [*columns_to_read(config, signature), *signature.computed]
+    columns = [*columns_to_read(config, signature), *computed_columns(config, signature)]
     for name in config.data.pad_values:
         if name not in columns:
             yield f"data.pad_values names {name!r}, which is not a column that is read{_nearest(name, columns)}"
@@ -220,7 +240,7 @@ def _text_problems(config: RunConfig, feed: Feed, columns: list[Column]) -> Iter
 
 def _doubly_read(config: RunConfig, signature: Signature) -> Iterator[str]:
     """Yield the columns that would be read as text and as numbers, and those with the name of a computed tensor."""
-    read = list(file_feeds(config, signature).values()) + list(_label_feed(config, signature))
+    read = list(_feeds_of_source(config, signature))
     for name in {name: None for feed in read for name in feed.columns}:
         targets = {feed.dtype == "string": feed.target for feed in read if name in feed.columns}
         if len(targets) == 2:

@@ -18,9 +18,10 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.fetching import fetch
-from onward.trainer.data.input_columns import data_problems
+from onward.trainer.data.input_columns import computed_columns, data_problems
 from onward.trainer.data.sharding import infer_schema, infer_training_schema
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.text.checks import text_problems
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.run.directory import onward_home
@@ -49,9 +50,11 @@ def check_local_files(sections: Sections) -> list[str]:
         try:
             config = RunConfig.model_construct(**dict(sections))
             signature, schema = read_training_signature(config.model), infer_schema(data)
-            misfits = data_problems(config, schema, signature)
+            computed = computed_columns(config, signature)
+            own = {name: column for name, column in schema.items() if name not in computed}
+            misfits = [*data_problems(config, own, signature), *text_problems(config, schema, signature)]
             problems += misfits
-            if signature.computed and not misfits:  # the pre-processing is computed for the first rows
+            if computed and not misfits:  # what is computed is tried on the first rows
                 infer_training_schema(config, signature)
         except Refused as error:
             problems += error.problems

@@ -1,0 +1,87 @@
+"""Find what does not fit between a tokenizer, the columns of text, and the graph, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.columns import TEXT, Schema
+from onward.trainer.data.signature import Signature
+from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
+from onward.trainer.data.text.text_columns import TextColumns, input_problems, text_columns
+from onward.trainer.data.text.tokenized_rows import TokenizedRows
+from onward.trainer.data.text.tokenizer import OpenTokenizer, open_tokenizer
+from onward.trainer.errors import ConfigError
+
+
+def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> list[str]:
+    """Return one sentence for each way in which [data.text] does not fit the model or the data; [] without it.
+
+    `schema` describes the first rows of the source, `signature` the trained part.
+    """
+    columns = text_columns(config, signature)
+    if columns is None:
+        return []
+    problems = [*input_problems(columns, config, signature), *_column_problems(columns, schema)]
+    graph = onnx.load(config.model.path, load_external_data=False).graph
+    limit, problem = length_limit(columns, graph)
+    problems += [problem] if problem else []
+    try:
+        tokenizer = open_tokenizer(columns.config.tokenizer)
+        problems += _vocabulary_problems(columns, tokenizer, graph)
+        if "input_ids" in columns.inputs:
+            TokenizedRows(columns, tokenizer, limit)
+    except ConfigError as error:
+        problems += error.problems
+    return problems
+
+
+def open_tokenized_rows(config: RunConfig, signature: Signature) -> TokenizedRows | None:
+    """Open the tokenizer of [data.text]; None without it. Raises ConfigError with all that does not fit the model."""
+    columns = text_columns(config, signature)
+    if columns is None:
+        return None
+    if problems := list(input_problems(columns, config, signature)):
+        raise ConfigError(problems)
+    limit, problem = length_limit(columns, onnx.load(config.model.path, load_external_data=False).graph)
+    if problem:
+        raise ConfigError(problem)
+    tokenizer = open_tokenizer(columns.config.tokenizer)
+    return TokenizedRows(columns, tokenizer, limit, exact=config.data.shard_format == "pb")
+
+
+def length_limit(columns: TextColumns, graph: onnx.GraphProto) -> tuple[int, str]:
+    """Return the tokens that a sample may have, 0 for no limit, and what is wrong with data.text.max_length or ""."""
+    most = columns.config.max_length
+    tables = [position_rows(graph) if "position_ids" not in columns.inputs else None]
+    if info := columns.inputs.get("position_ids"):
+        tables.append(embedding_rows(graph, info.name))
+    rows, name = min((table for table in tables if table), default=(0, ""))
+    if rows and most > rows:
+        return rows, (
+            f"data.text.max_length {most} is above the {rows} position embeddings of the model ({name}); "
+            f"set it to {rows} or less"
+        )
+    return most or columns.fixed_length or rows, ""
+
+
+def _column_problems(columns: TextColumns, schema: Schema) -> Iterator[str]:
+    if len(columns.sources) not in (1, 2):
+        yield f"data.text.columns has {len(columns.sources)} entries; a sample is one text or a pair"
+    for name in columns.sources:
+        if name not in schema:
+            yield f"data.text.columns names {name!r}, which the data does not have; there is {', '.join(schema)}"
+        elif schema[name].dtype != TEXT and (schema[name].shape or schema[name].variable):
+            yield f"data.text.columns names {name!r}, which holds {schema[name].kind}, not text"
+
+
+def _vocabulary_problems(columns: TextColumns, tokenizer: OpenTokenizer, graph: onnx.GraphProto) -> Iterator[str]:
+    info = columns.inputs.get("input_ids")
+    table = embedding_rows(graph, info.name) if info else None
+    if table and tokenizer.greatest_id >= table[0]:
+        yield (
+            f"{tokenizer.path} has ids up to {tokenizer.greatest_id}, but the embedding {table[1]} of the model has "
+            f"{table[0]} rows; it is the tokenizer of another model, or tokens were added to it"
+        )

@@ -1,4 +1,4 @@
-"""Show the progress of a run in the terminal: a bar with loss, samples/s and the time left.
+"""Show the progress of a run in the terminal: a bar with loss, samples/s, data wait and the time left.
 
 It reads only the event log, so it shows any run that writes one. Without a terminal there is no bar.
 """

@@ -16,9 +16,10 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = self.num_steps = self.num_events = 0
-        self.loss = self.samples_per_s = math.nan
+        self.loss = self.samples_per_s = self.data_wait = math.nan
         self._samples_per_step = math.nan
         self._speeds: list[float] = []
+        self._waits: list[float] = []
         self._first: dict[str, float] = {}
         self._last: tuple[int, dict[str, float]] = (-1, {})
 
@@ -36,6 +37,9 @@ class Progress:
             if speed := values.get("train/samples_per_s"):
                 self.samples_per_s = speed
                 self._speeds.append(speed)
+            if (wait := values.get("train/data_wait")) is not None:
+                self.data_wait = wait
+                self._waits.append(wait)
         elif event.kind == "evaluation":
             if event.step == 0 and not self._first:
                 self._first = values
@@ -55,25 +59,27 @@ class Progress:
         return f"step {self.step}/{self.num_steps}, {self.pace()}"
 
     def pace(self) -> str:
-        """Return loss, speed and time left as text, as far as they are known."""
+        """Return loss, speed, data wait and time left as text, as far as they are known."""
         parts = [] if math.isnan(self.loss) else [f"loss {self.loss:.4g}"]
         if not math.isnan(self.samples_per_s):
             parts.append(f"{self.samples_per_s:.4g} samples/s")
+        if not math.isnan(self.data_wait):
+            parts.append(f"data wait {self.data_wait:.1%}")
         if not math.isnan(self.remaining_s):
             minutes, seconds = divmod(round(self.remaining_s), 60)
             parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
         return ", ".join(parts) or "starting"
 
     def summary(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> MetricsSummary:
-        """Return the record for a training that ended as `status`. The speed is the median over all steps."""
-        speed = statistics.median(self._speeds) if self._speeds else 0.0
+        """Return the record for a training that ended as `status`. Speed and wait are the medians over all steps."""
         return MetricsSummary(
             status=status,
             step=self.step,
             num_events=self.num_events,
             first=self._first,
             last=self._last[1],
-            samples_per_s=speed,
+            samples_per_s=statistics.median(self._speeds or [0.0]),
+            data_wait=statistics.median(self._waits or [0.0]),
         )
 
 

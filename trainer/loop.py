@@ -141,7 +141,7 @@ def train(
         state = state.evaluated(evaluate(0))
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    stopping, timed_from, timed_samples = False, time.monotonic(), 0
+    stopping, timed_from, timed_samples, timed_wait_s = False, time.monotonic(), 0, 0.0
     while state.step < num_steps and not stopping:
         step = state.step + 1
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)
@@ -157,7 +157,8 @@ def train(
         part = pipeline.run(micro_batches, reducer, scale=scaler.scale, beat=heartbeat.beat)
         own_squares = reducer.reduce()  # whatever overlap did not already do
         # one all-reduce and one read of the device for all: ranks must take the same branch and stop at the same step
-        squares, loss, stops = reducer.sum(own_squares, part, stop_requested())
+        squares, loss, stops, waits_s = reducer.sum(own_squares, part, stop_requested(), batches.wait_s)
+        timed_wait_s += waits_s / mpi.world_size
         norm = math.sqrt(squares) / scaler.scale
         overflowed = not math.isfinite(norm + loss)
 
@@ -185,17 +186,16 @@ def train(
 
         timed_samples += size
         if not overflowed and (every(config.train.log_period, step) or last):
-            speed = timed_samples / (time.monotonic() - timed_from)
-            events.scalars(
-                step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, samples_per_s=speed
-            )
+            timed_s = time.monotonic() - timed_from
+            pace = {"samples_per_s": timed_samples / timed_s, "data_wait": timed_wait_s / timed_s}
+            events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **pace)
         if every(config.train.evaluation_period, step) or step == num_steps:
             state = state.evaluated(evaluate(step))
         if every(config.checkpoint.period, step) or last:
             save_checkpoint(last=last)
         # after evaluation and checkpoint, whose time does not count as training time
         if every(config.train.log_period, step):
-            timed_from, timed_samples = time.monotonic(), 0
+            timed_from, timed_samples, timed_wait_s = time.monotonic(), 0, 0.0
 
     # -- 7. Leave nothing half-written
     checkpoints.close(heartbeat.beat)

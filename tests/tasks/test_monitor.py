@@ -282,6 +282,11 @@ START = (0, "start", {"num_steps": 100, "num_samples": 6400})
             25.0,
         ),
         (
+            events_of(START, (25, "scalars", {"values": {"train/samples_per_s": 640.0, "train/data_wait": 0.0123}})),
+            "step 25/100, 640 samples/s, data wait 1.2%, 0:00:08 left",
+            25.0,
+        ),
+        (
             events_of(START, (1, "scalars", {"values": {"train/samples_per_s": 0.5}})),
             "step 1/100, 0.5 samples/s, 3:31:12 left",
             1.0,
@@ -296,6 +301,11 @@ START = (0, "start", {"num_steps": 100, "num_samples": 6400})
 def test_progress_as_text_and_percent(progress: Progress, text: str, percent: float) -> None:
     assert str(progress) == text
     assert progress.percent == percent
+
+
+def test_the_summary_has_the_median_of_the_waits_for_data() -> None:
+    lines = [(step, "scalars", {"values": {"train/data_wait": step / 100}}) for step in (1, 2, 90)]
+    assert events_of(START, *lines).summary("FINISHED").data_wait == 0.02
 
 
 # -- Prefect

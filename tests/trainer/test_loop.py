@@ -53,6 +53,9 @@ def test_a_run_with_several_evaluations_reads_the_signature_of_the_model_once(tm
     assert len(events(run, "evaluation")) == 4, "before the first step, and after each of three"
     assert [event.fields["compute"] for event in events(run, "start")] == ["fp32"], "what `auto` is on a CPU"
     assert parsed == [str(tmp_path / "model.onnx")] * 2, "once for its inputs and outputs, once for its weights"
+    waits = [event.fields["values"]["train/data_wait"] for event in events(run, "scalars")]
+    assert len(waits) == 3
+    assert all(0 < wait < 1 for wait in waits), "every line has the share of the time in which the rank had no data"
 
 
 @pytest.mark.mpi

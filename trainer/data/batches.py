@@ -12,6 +12,7 @@ state is the number of samples taken, so each row is taken once per epoch, with 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -116,6 +117,8 @@ class Batches:
         self._same_length = config.parallel.pipeline > 1
         self._worker = ThreadPoolExecutor(max_workers=1, initializer=_set_device, initargs=(device,))
         self._next: tuple[tuple[int, int], Future[list[Batch]]] | None = None
+        self.wait_s = 0.0
+        """Seconds that the last `take` waited for its micro-batches."""
 
     def take(self, position: int, count: int) -> list[Batch]:
         """Return this replica's micro-batches of the `count` samples from `position` on.
@@ -125,6 +128,7 @@ class Batches:
         a padding micro-batch on a replica that has no samples left. Not collective. Raises DataError for a damaged
         shard.
         """
+        started_at = time.perf_counter()
         # else what was prepared is of another position
         if self._next and self._next[0] == (position, count):
             batches = self._next[1].result()
@@ -132,6 +136,7 @@ class Batches:
         else:
             batches = self._make(position, count)
         self._collate.finish(batches)
+        self.wait_s = time.perf_counter() - started_at
         self._prepare(position + count)
         return batches
 

@@ -131,6 +131,9 @@ class MetricsSummary(Record):
     """The evaluation before the first step."""
     last: dict[str, float]
     samples_per_s: float
+    """The median over the lines of the event log."""
+    data_wait: float = 0.0
+    """Share of the training time in which ranks waited for samples: the median over the lines of the event log."""
 
 
 class Variant(Record):

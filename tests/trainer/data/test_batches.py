@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -259,3 +261,29 @@ def test_the_example_is_the_same_for_all_replicas(images: Callable[..., Prepared
     first, other = prepared.batches().example(), prepared.batches(replica=1, num_replicas=2).example()
     assert first.rows.tolist() == other.rows.tolist() == prepared.batches().rows(0, 8).tolist()
     assert torch.equal(first.inputs[0], other.inputs[0])
+
+
+def test_the_wait_is_the_time_that_take_took_and_what_was_prepared_in_time_is_not_waited_for(
+    images: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, batches = Shards.read, images().batches()
+    prepared = threading.Event()
+
+    def slow(shards: Shards, rows: Any) -> Any:
+        time.sleep(0.2)
+        values = read(shards, rows)
+        if threading.current_thread() is not threading.main_thread():
+            prepared.set()
+        return values
+
+    monkeypatch.setattr(Shards, "read", slow)
+    batches.take(0, 8)
+    assert batches.wait_s >= 0.2, "nothing was prepared for the first step"
+    assert prepared.wait(10)
+    time.sleep(0.1)  # collating takes less than a millisecond
+    batches.take(8, 8)
+    assert batches.wait_s < 0.1
+    began = time.perf_counter()
+    batches.take(16, 8)
+    assert 0.1 < batches.wait_s <= time.perf_counter() - began
+    batches.close()

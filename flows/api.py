@@ -97,15 +97,18 @@ def run(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunOut
     return _train(checked_config(config, overrides, **sections))
 
 
-def resume(run: str = "last") -> RunOutcome:
+def resume(run: str = "last", overrides: Overrides = (), /) -> RunOutcome:
     """Continue a run that was killed, stopped or failed, from its newest complete checkpoint; return how it ended.
 
-    `run`: a name, the beginning of an id, a directory, or "last". Raises ConfigError when there is no such run or it
+        onward.resume("last", {"stop.max_hours": 16})
+
+    `run`: a name, the beginning of an id, a directory, or "last". `overrides`: settings of [stop], with which a run
+    goes on that had ended by them; all others stay what they were. Raises ConfigError when there is no such run or it
     is running; else as `onward.run`, and from the main thread like it.
     """
     require_flow("onward.resume")
     from onward.flows.runs import find_run, is_running
-    from onward.trainer.config.loading import build_config
+    from onward.trainer.config.loading import Override, load_config
     from onward.trainer.diagnostics.config_check import check_files_and_data
     from onward.trainer.run.directory import onward_home, read_settings
     from onward.trainer.run.local_copies import LocalCopies
@@ -119,9 +122,15 @@ def resume(run: str = "last") -> RunOutcome:
         )
     if is_running(found):
         raise ConfigError(f"{found.root.name} is running already; `onward status {found.root.name[:8]}` shows its step")
+    changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    keys = [str(each[0] if isinstance(each, tuple) else each.partition("=")[0]).strip() for each in changes]
+    if fixed := [key for key in keys if key.partition(".")[0] != "stop"]:
+        raise ConfigError(
+            f"{', '.join(fixed)}: a run keeps the configuration that it began with, but for [stop]; resume it without "
+            "changes, or start a new run"
+        )
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
-    settings = dict(read_settings(found))
-    resolved = build_config(settings, check=lambda sections: check_files_and_data(sections, known))
+    resolved = load_config(read_settings(found), changes, check=lambda sections: check_files_and_data(sections, known))
     return _train(resolved, resume=found.root.name)
 
 

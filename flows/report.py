@@ -35,6 +35,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if bits := facts.get("bits_per_byte"):
         rows.append(("bits per byte", "  ".join(f"{name} {value:.3f}" for name, value in bits.items())))
+    rows += [(key.replace("_", " "), facts[key]) for key in ("ended_early", "to_go_on") if facts.get(key)]
     return [
         *rows,
         ("onnxruntime parity", f"{facts['parity']:.2g} of the largest output"),
@@ -74,9 +75,9 @@ def _table_lines(name: str, section: Section) -> Iterable[str]:
     values = section.model_dump(mode="json", exclude_none=True)
     inner = {key: value for key, value in section if isinstance(value, Section)}
     for key, field in type(section).model_fields.items():
-        if key in values and key not in inner:
+        if key not in inner:
             yield from (f"# {line}" for line in (field.description or "").splitlines())
-            yield f"{key} = {_toml(values[key])}"
+            yield f"{key} = {_toml(values[key])}" if key in values else f"# {key} is not set"
     for key, table in inner.items():
         yield from _table_lines(f"{name}.{key}", table)
 

@@ -23,6 +23,7 @@ from onward.trainer.run.records import (
     Variant,
     read_record,
 )
+from onward.trainer.run.stopping import command_to_go_on
 
 TAIL_BYTES = 1 << 16
 """Bytes at the end of the event log that are read for the newest values."""
@@ -46,6 +47,10 @@ class RunStatus(Record):
     """Weight updates of the whole run; 0 as long as it is not known."""
     values: dict[str, float]
     """The last value of each metric."""
+    ended_early: str
+    """Why the run was done before its last step ([stop]); else ""."""
+    to_go_on: str
+    """The command that continues such a run with a higher limit; else ""."""
     rehearsal: str
     """What was rehearsed before the run was launched, in one line; "" for a run of an earlier version."""
     error: str
@@ -83,6 +88,9 @@ def describe(run: RunDir) -> RunStatus:
     identity = read_record(run.identity, RunIdentity)
     error = run.first_error(run.current_attempt)
     step, num_steps, values = _progress(run)
+    newest = _newest_result(run)
+    ended_early = newest.ended_early if newest and not is_running(run) else ""
+    to_go_on = command_to_go_on(newest.stop, read_config(run), run.root.name) if newest and ended_early else ""
     return RunStatus(
         run_id=identity.run_id,
         name=identity.name,
@@ -92,6 +100,8 @@ def describe(run: RunDir) -> RunStatus:
         step=step,
         num_steps=num_steps,
         values=values,
+        ended_early=ended_early,
+        to_go_on=to_go_on,
         rehearsal=read_record(run.rehearsal, Rehearsal).summary if run.rehearsal.exists() else "",
         error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}" if error else "",
         directory=str(run.root),
@@ -125,13 +135,20 @@ def _state(run: RunDir) -> State:
     # first, because a resumed run still has the files of its earlier attempts
     if is_running(run):
         return "running"
-    if run.exported.exists():
-        return "exported"
     # Not from train.json: after a resume it still describes an earlier attempt.
-    newest = run.result(run.current_attempt)
-    if newest.exists():
-        return "trained" if read_record(newest, AttemptResult).status == "done" else "stopped"
+    newest = _newest_result(run)
+    # a run that ended early has an exported file, and may go on
+    if run.exported.exists() and newest and newest.status == "done":
+        return "exported"
+    if newest:
+        return "trained" if newest.status == "done" else "stopped"
     return "failed" if run.first_error(run.current_attempt) else "interrupted"
+
+
+def _newest_result(run: RunDir) -> AttemptResult | None:
+    """Return the result of the newest attempt; None if it left none."""
+    path = run.result(run.current_attempt)
+    return read_record(path, AttemptResult) if path.exists() else None
 
 
 def _progress(run: RunDir) -> tuple[int, int, dict[str, float]]:

@@ -31,7 +31,7 @@ from onward.tasks.monitor import monitor as monitor_training
 from onward.tasks.shard_data import shard_data
 from onward.tasks.train import train as train_model
 from onward.trainer.checkpoint.retention import announced
-from onward.trainer.config import sections
+from onward.trainer.config import sections, sections_metrics
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir
@@ -75,6 +75,7 @@ def train_onnx(
     recompute: sections.RecomputeConfig = sections.RecomputeConfig(),
     launch: sections.LaunchConfig = sections.LaunchConfig(),
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig(),
+    stop: sections_metrics.StopConfig = sections_metrics.StopConfig(),
     monitor: sections.MonitorConfig = sections.MonitorConfig(),
     export: sections.ExportConfig = sections.ExportConfig(),
     name: str = "onward",

@@ -121,7 +121,7 @@ def mark_best(checkpoints: Iterable[CheckpointInfo], config: CheckpointConfig) -
     """
     # The sign turns "greatest" into "least"; of equal values the tuple with the smaller place is the minimum.
     checkpoints = tuple(checkpoints)
-    sign = 1.0 if config.best_is == "least" else -1.0
+    sign = -1.0 if config.greatest_is_best else 1.0
     values = [sign * each.metrics.get(config.best_metric, math.nan) for each in checkpoints]
     ranked = [(value, place) for place, value in enumerate(values) if not math.isnan(value)]
     best = min(ranked)[1] if ranked else -1

@@ -1,8 +1,8 @@
 """configure: validate the configuration, rehearse the run, create the run directory and the MLflow run.
 
 The directory is named after the Prefect flow run, so a Retry in Prefect (the same flow run in a new process) finds it;
-`onward resume` starts a new flow run that names the old directory. The saved configuration never changes: parameters
-that differ from it are refused, and the error names each.
+`onward resume` starts a new flow run that names the old directory. The saved configuration does not change, but for
+[stop], with which a run that ended early may go on: other parameters that differ are refused, and the error names each.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
     if run.config.exists():
         saved = read_settings(run)
         refuse_changes(saved, config)
-        config = saved
+        config = saved.model_copy(update={"stop": config.stop})
+        if config != saved:
+            write_record(run.config, config)
+            log.info("[stop] was %s, and is now %s", _table(saved.stop), _table(config.stop))
         _write_copies(run, copies)
     else:
         config, found = rehearse(config, copies)
@@ -92,7 +95,10 @@ def _write_copies(run: RunDir, copies: LocalCopies) -> None:
 
 
 def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
-    """Raise ConfigError with every setting that differs: a run keeps the configuration that it began with."""
+    """Raise ConfigError with every setting that differs: a run keeps the configuration that it began with.
+
+    Only limits of [stop] may differ: they decide how far a run goes, and not what a step does.
+    """
     before, now = _flat_settings(saved), _flat_settings(given)
     # With "auto" the saved values were chosen when the run began, and the given ones are still the defaults.
     if given.parallel.sizes == saved.parallel.sizes == "auto":
@@ -100,11 +106,17 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         before, now = ({key: value for key, value in each.items() if key not in chosen} for each in (before, now))
     if given.model.fixed_batch == "auto":
         before["model.fixed_batch"] = "auto"
+    for name in set(type(saved.stop).model_fields) - {"metric"}:
+        before[f"stop.{name}"] = now[f"stop.{name}"]
     if changed := [key for key in before | now if before.get(key) != now.get(key)]:
         raise ConfigError(
             [f"{key} was {before.get(key)!r} when the run began, now {now.get(key)!r}" for key in changed]
             + ["a run keeps the configuration that it began with: resume it without changes, or start a new run"]
         )
+
+
+def _table(section: Section) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in section.model_dump(mode="json").items()) or "empty"
 
 
 def rehearse(config: RunConfig, copies: LocalCopies = NONE) -> tuple[RunConfig, Rehearsal]:
@@ -199,7 +211,8 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             config.monitor.experiment,
             key=identity.run_id,
             name=config.name,
-            tags=_tags(run, config, identity),
+            # of a run that had ended early; the monitor sets it again if it still has
+            tags=_tags(run, config, identity) | ({"onward.ended_early": ""} if known else {}),
             params=_flat_settings(config),
         )
         tracker.log_file(run.config)

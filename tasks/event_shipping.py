@@ -115,6 +115,7 @@ class RetryingShipper:
         self._shipper = shipper
         self._log = log
         self._due = Periodic(0.0)
+        self._tags: dict[str, str] = {}
         self._status: Status = "FAILED"  # so that the first tick sets RUNNING; an earlier attempt may have set another
 
     def tick(self, status: Status = "RUNNING") -> bool:
@@ -123,6 +124,8 @@ class RetryingShipper:
             return False
         try:
             self._shipper.ship()
+            if self._tags:
+                self._shipper.tracker.set_tags(self._tags)
             if self._status != status:
                 self._shipper.tracker.set_status(status)
         except (TrackingError, OSError) as error:
@@ -136,9 +139,10 @@ class RetryingShipper:
         self._due, self._status = Periodic(0.0), status
         return True
 
-    def finish(self, status: Status, *, patience_s: float) -> None:
-        """Send the rest and the final status; give up after `patience_s`."""
+    def finish(self, status: Status, *, ended_early: str, patience_s: float) -> None:
+        """Send the rest and the final status; give up after `patience_s`. `ended_early`: why, or ""."""
         deadline = time.monotonic() + patience_s
+        self._tags = {"onward.ended_early": ended_early} if ended_early else {}
         while not self.tick(status):
             if time.monotonic() > deadline:
                 self._log.error(

@@ -64,7 +64,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
             time.sleep(tick_s)
     board.close()
     summary = progress.summary(_outcome(run))
-    shipping.finish(summary.status, patience_s=patience_s)
+    shipping.finish(summary.status, ended_early=summary.ended_early, patience_s=patience_s)
     write_record(run.metrics, summary)
     return summary
 
@@ -86,7 +86,7 @@ def _outcome(run: RunDir) -> Literal["FINISHED", "FAILED", "KILLED"]:
 
 
 class LogLines:
-    """Logs each evaluation and each checkpoint, and the progress every LOG_PERIOD_S."""
+    """Logs each evaluation, each checkpoint and an early end, and the progress every LOG_PERIOD_S."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -100,6 +100,8 @@ class LogLines:
             self._log.info("step %d: %s", event.step, ", ".join(values))
         elif self._live and event.kind == "checkpoint":
             self._log.info("step %d: saved %s", event.step, event.fields["path"])
+        elif self._live and event.kind == "end" and event.fields.get("ended_early"):
+            self._log.info("step %d: the run ends early: %s", event.step, event.fields["ended_early"])
 
     def tick(self, progress: Progress) -> None:
         """Log the progress if it is due. Call after the new events were added."""

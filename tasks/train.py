@@ -1,4 +1,4 @@
-"""train: start attempts under mpirun, one after the other, until the last step is done or the job is stopped.
+"""train: start attempts under mpirun, one after the other, until the training is done or the job is stopped.
 
 The task runs in the flow's main thread, which alone receives signals: a cancellation or Ctrl-C raises an exception
 inside `MpiJob.run`, which lets the ranks save a checkpoint and then passes the exception on. Each attempt resumes from
@@ -24,6 +24,7 @@ from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
 from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import AttemptResult, TrainResult, read_record, write_record
+from onward.trainer.run.stopping import reason_to_end
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     config = read_config(run)
     # A retry of the flow after training was done repeats this task.
     before = _result(run, run.current_attempt)
-    if before is not None and before.status == "done":
+    if before is not None and before.status == "done" and not may_go_on(before, config):
         return _write_record(run, before)
     try:
         # Before `begin_attempt`, which would take the run directory away from a job that is still running.
@@ -70,6 +71,8 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     result = _result(run, attempt)
     record = _write_record(run, result) if result is not None else None
     if record is not None and record.status == "done":
+        if record.ended_early:
+            log.info("the run is done at step %d, before its last one: %s", record.step, record.ended_early)
         return record
     if record is not None:
         return Cancelled(message=f"stopped; the checkpoint of step {record.step} is saved")
@@ -78,6 +81,11 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         return Cancelled(message=f"stopped, but it did not save within {limit}; earlier checkpoints are kept")
     oom_kills = num_oom_kills() - oom_kills
     raise failure(run, attempt, config, ending=describe(outcome, config), oom_kills=oom_kills)
+
+
+def may_go_on(result: AttemptResult, config: RunConfig) -> bool:
+    """Return whether a run that had ended early goes on now, because [stop] was changed since."""
+    return bool(result.ended_early) and not reason_to_end(result.stop, config)
 
 
 def mpi_job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
@@ -109,6 +117,7 @@ def _write_record(run: RunDir, last: AttemptResult) -> TrainResult:
         samples_seen=last.samples_seen,
         metrics=last.metrics,
         elapsed_s=sum(attempt.elapsed_s for attempt in attempts if attempt is not None),
+        ended_early=last.ended_early,
     )
     write_record(run.train, record)
     return record

@@ -17,6 +17,7 @@ class Progress:
     def __init__(self) -> None:
         self.step = self.num_steps = self.num_events = 0
         self.loss = self.samples_per_s = self.data_wait = math.nan
+        self.ended_early = ""
         self._samples_per_step = math.nan
         self._speeds: list[float] = []
         self._waits: list[float] = []
@@ -30,8 +31,10 @@ class Progress:
         self.step = max(self.step, event.step)
         values = event.fields.get("values", {})
         if event.kind == "start":
-            self.num_steps = event.fields.get("num_steps", 0)
+            self.num_steps, self.ended_early = event.fields.get("num_steps", 0), ""
             self._samples_per_step = event.fields.get("num_samples", math.nan) / max(1, self.num_steps)
+        elif event.kind == "end":
+            self.ended_early = event.fields.get("ended_early", "")
         elif event.kind == "scalars":
             self.loss = values.get("train/loss", self.loss)
             if speed := values.get("train/samples_per_s"):
@@ -80,6 +83,7 @@ class Progress:
             last=self._last[1],
             samples_per_s=statistics.median(self._speeds or [0.0]),
             data_wait=statistics.median(self._waits or [0.0]),
+            ended_early=self.ended_early,
         )
 
 

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -42,6 +43,7 @@ from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.rank_model import build_rank_model
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult
+from onward.trainer.run.stopping import is_out_of_time, reason_to_end
 
 
 def train(
@@ -53,7 +55,9 @@ def train(
     heartbeat: Heartbeat,
     stop_requested: Callable[[], bool],
 ) -> AttemptResult:
-    """Train until the configured end, or until any rank is asked to stop. Collective: every rank.
+    """Train until the configured end, until [stop] ends the run, or until any rank is asked to stop.
+
+    Collective: every rank.
 
     Raises Diverged when the loss or a gradient is not finite at every allowed loss scale. Any other error of one rank
     ends the job. Checkpoints that were saved before stay in both cases.
@@ -122,6 +126,7 @@ def train(
     # -- 5. Resume, or start at zero
     state = TrainState(step=0, samples_seen=0, scaler=scaler.state(), metrics={})
     checkpoint = newest_complete(run, mpi=mpi, beat=heartbeat.beat)
+    of_this_run = checkpoint is not None
     if checkpoint is None and config.checkpoint.load:
         checkpoint = verify_together(Path(config.checkpoint.load), mpi=mpi, beat=heartbeat.beat)
     if checkpoint is not None:
@@ -131,6 +136,7 @@ def train(
         checkpoint.manifest.state.check_reachable(name, config, num_rows=batches.num_rows)
         placements = {key: placement for key, (_, placement) in parts.items()}
         state, tensors = load(checkpoint, placements, beat=heartbeat.beat)
+        state = state if of_this_run else state.as_start()
         model.load(tensors)
         load_optimizer_parts(optimizer, trained, tensors)
         scaler.restore(state.scaler)
@@ -138,11 +144,17 @@ def train(
     shown = {"num_samples": num_samples, "num_parameters": model.num_parameters, "compute": config.precision.compute}
     events.emit("start", state.step, num_steps=num_steps, **shown)
     if state.step == 0:
-        state = state.evaluated(evaluate(0))
+        state = state.evaluated(evaluate(0)).counted(config)
+
+    def trained_s() -> float:
+        # by the clock of one rank: what the ranks decide depends on the sum, which they all have
+        counts = mpi.rank == 0 and config.stop.max_hours > 0
+        return trained_before_s + time.monotonic() - started_at if counts else 0.0
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    stopping, timed_from, timed_samples, timed_wait_s = False, time.monotonic(), 0, 0.0
-    while state.step < num_steps and not stopping:
+    timed_from, timed_samples, timed_wait_s, trained_before_s = time.monotonic(), 0, 0.0, state.stop.trained_s
+    stopping, reason = False, reason_to_end(state.stop, config)  # an attempt may have ended before it could say so
+    while state.step < num_steps and not stopping and not reason:
         step = state.step + 1
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)
         heartbeat.new_shapes = size < config.train.global_batch_size
@@ -157,7 +169,8 @@ def train(
         part = pipeline.run(micro_batches, reducer, scale=scaler.scale, beat=heartbeat.beat)
         own_squares = reducer.reduce()  # whatever overlap did not already do
         # one all-reduce and one read of the device for all: ranks must take the same branch and stop at the same step
-        squares, loss, stops, waits_s = reducer.sum(own_squares, part, stop_requested(), batches.wait_s)
+        sums = reducer.sum(own_squares, part, stop_requested(), batches.wait_s, trained_s())
+        squares, loss, stops, waits_s, seconds = sums
         timed_wait_s += waits_s / mpi.world_size
         norm = math.sqrt(squares) / scaler.scale
         overflowed = not math.isfinite(norm + loss)
@@ -180,17 +193,20 @@ def train(
             summarise(events, step, model, config=config.monitor)
             optimizer.step()
             scaler.grow()
-        state = state.advance(size, scaler.state())
-        stopping = stops > 0
-        last = stopping or step == num_steps
+        state = state.advance(size, scaler.state(), trained_s=seconds)
+        stopping, ending = stops > 0, is_out_of_time(state.stop, config) or step == num_steps
 
         timed_samples += size
-        if not overflowed and (every(config.train.log_period, step) or last):
+        if not overflowed and (every(config.train.log_period, step) or stopping or ending):
             timed_s = time.monotonic() - timed_from
             pace = {"samples_per_s": timed_samples / timed_s, "data_wait": timed_wait_s / timed_s}
             events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **pace)
-        if every(config.train.evaluation_period, step) or step == num_steps:
+        if every(config.train.evaluation_period, step) or ending:
             state = state.evaluated(evaluate(step))
+        if every(config.train.evaluation_period, step):
+            state = state.counted(config)
+        reason = reason_to_end(state.stop, config)
+        last = stopping or ending or bool(reason)
         if every(config.checkpoint.period, step) or last:
             save_checkpoint(last=last)
         # after evaluation and checkpoint, whose time does not count as training time
@@ -202,15 +218,19 @@ def train(
     batches.close()
     reducer.close()
     heartbeat.stop()
-    events.emit("end", state.step, status="done" if state.step == num_steps else "stopped")
+    status: Literal["done", "stopped"] = "done" if reason or state.step == num_steps else "stopped"
+    ended_early = reason if state.step < num_steps else ""
+    events.emit("end", state.step, status=status, ended_early=ended_early)
     events.close()
     return AttemptResult(
         attempt=attempt,
-        status="done" if state.step == num_steps else "stopped",
+        status=status,
         step=state.step,
         samples_seen=state.samples_seen,
         metrics=state.metrics,
         elapsed_s=time.monotonic() - started_at,
+        ended_early=ended_early,
+        stop=state.stop,
     )
 
 

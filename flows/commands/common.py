@@ -28,6 +28,14 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+StopOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="STOP.KEY=VALUE",
+        help="Settings of [stop] that replace those of the run, for example stop.max_hours=16.",
+        show_default=False,
+    ),
+]
 ModelFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The ONNX file to inspect.", show_default=False)]
 All = Annotated[bool, typer.Option("--all", help="Print every row; long tables are shortened otherwise.")]
 RunName = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from onward.flows import api
-from onward.flows.commands.common import ConfigFile, Json, Overrides, RunName, print_json
+from onward.flows.commands.common import ConfigFile, Json, Overrides, RunName, StopOverrides, print_json
 
 if TYPE_CHECKING:
     from onward.flows.run_status import RunOutcome
@@ -20,13 +20,13 @@ def run(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) 
     _show(api.run(config, overrides or ()), as_json=as_json)
 
 
-def resume(run: RunName, as_json: Json = False) -> None:
+def resume(run: RunName, overrides: StopOverrides = None, as_json: Json = False) -> None:
     """Continue a run from its newest complete checkpoint.
 
     For a run that was killed, stopped or failed. It continues with its saved configuration, in the same run directory
-    and the same MLflow run.
+    and the same MLflow run. A run that ended early by [stop] goes on if its limit is raised.
     """
-    _show(api.resume(run), as_json=as_json)
+    _show(api.resume(run, overrides or ()), as_json=as_json)
 
 
 def status(run: RunName = "last", as_json: Json = False) -> None:

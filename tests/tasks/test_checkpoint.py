@@ -132,13 +132,13 @@ def test_without_a_checkpoint_it_returns_none(tmp_path: Path) -> None:
 def test_without_the_metric_the_newest_counts_as_the_best_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = make_run(tmp_path, new_run(), best_metric="evaluation/acuracy")
+    run = make_run(tmp_path, new_run(), best_metric="evaluation/accuracy")
     save_steps(run, {1: 0.5, 2: 0.4})
     run.close_log()
     result = checkpoint.fn(run)
     assert result is not None
     assert (result.step, result.best) == (2, False)
-    assert "no checkpoint has the metric evaluation/acuracy" in caplog.text
+    assert "no checkpoint has the metric evaluation/accuracy" in caplog.text
 
 
 @pytest.mark.parametrize(

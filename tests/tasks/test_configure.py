@@ -21,6 +21,7 @@ from onward.trainer.config.sections import (
     Section,
     TrainConfig,
 )
+from onward.trainer.config.sections_metrics import StopConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record
@@ -73,6 +74,21 @@ def test_changed_settings_are_refused_by_name_and_the_saved_ones_are_kept(sectio
         begin(changed)
     assert refusal.value.problems[0] == "train.global_batch_size was 8 when the run began, now 4"
     assert run.config.read_bytes() == before
+
+
+def test_the_limits_of_stop_may_change_and_what_they_follow_may_not(
+    sections: dict[str, Section], caplog: pytest.LogCaptureFixture
+) -> None:
+    sections["train"] = TrainConfig(global_batch_size=8, num_steps=4, evaluation_period=1)
+    run = begin(sections | {"stop": StopConfig(patience=2)})
+    with caplog.at_level("INFO"):
+        begin(sections | {"stop": StopConfig(patience=4, max_hours=2)})
+    assert read_config(run).stop == StopConfig(patience=4, max_hours=2)
+    assert "patience = 2" in caplog.text
+    assert "patience = 4" in caplog.text
+    with pytest.raises(ConfigError, match=r"stop.metric was '' when the run began, now 'evaluation/accuracy'"):
+        begin(sections | {"stop": StopConfig(patience=4, metric="evaluation/accuracy")})
+    assert read_config(run).stop == StopConfig(patience=4, max_hours=2)
 
 
 def test_a_changed_onnx_file_is_refused(sections: dict[str, Section], tmp_path: Path) -> None:

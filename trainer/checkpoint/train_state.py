@@ -6,7 +6,8 @@ import math
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.records import Record
+from onward.trainer.run.records import Record, StopState
+from onward.trainer.run.stopping import after_evaluation
 
 
 class TrainState(Record):
@@ -21,16 +22,28 @@ class TrainState(Record):
     """The last evaluation."""
     evaluated_at: int = 0
     """The step of that evaluation."""
+    stop: StopState = StopState()
+    """What decides whether the run ends before its last step (run/stopping.py)."""
 
     def evaluated(self, metrics: dict[str, float]) -> TrainState:
         """Return this position with the metrics of its evaluation."""
         return self.model_copy(update={"metrics": metrics, "evaluated_at": self.step})
 
-    def advance(self, samples: int, scaler: dict[str, float]) -> TrainState:
-        """Return the position one step and `samples` samples later."""
+    def counted(self, config: RunConfig) -> TrainState:
+        """Return this position after its evaluation has counted for [stop]."""
+        stop = after_evaluation(self.stop, self.metrics[config.stop_metric], config)
+        # a run makes at least one step, also if the file that came in reaches the target
+        return self.model_copy(update={"stop": stop if self.step else stop.model_copy(update={"latest": None})})
+
+    def advance(self, samples: int, scaler: dict[str, float], *, trained_s: float = 0.0) -> TrainState:
+        """Return the position one step and `samples` samples later, after `trained_s` seconds of all attempts."""
         # the metrics stay those of the last evaluation; `evaluated_at` has its step
         moved = {"step": self.step + 1, "samples_seen": self.samples_seen + samples, "scaler": scaler}
-        return self.model_copy(update=moved)
+        return self.model_copy(update=moved | {"stop": self.stop.model_copy(update={"trained_s": trained_s})})
+
+    def as_start(self) -> TrainState:
+        """Return this position for another run, which counts its evaluations and hours from here on."""
+        return self.model_copy(update={"stop": StopState()})
 
     def check_reachable(self, source: str, config: RunConfig, *, num_rows: int) -> None:
         """Raise ConfigError when a training with this configuration and `num_rows` rows has no such position."""

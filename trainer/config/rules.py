@@ -10,7 +10,9 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from onward.trainer.config.metric_names import DEFAULTS
 from onward.trainer.config.sections import (
+    CheckpointConfig,
     ExportConfig,
     GraphConfig,
     LaunchConfig,
@@ -23,6 +25,7 @@ from onward.trainer.config.sections import (
     ScheduleConfig,
     TrainConfig,
 )
+from onward.trainer.config.sections_metrics import StopConfig
 from onward.trainer.config.urls import redacted, url_of
 
 Sections = Mapping[str, Any]
@@ -172,6 +175,26 @@ def _weights(model: ModelConfig) -> Iterable[str]:
         yield "model.train is empty: nothing would be trained; ['*'] trains every weight"
 
 
+def _followed_metrics(
+    checkpoint: CheckpointConfig, stop: StopConfig, model: ModelConfig, train: TrainConfig
+) -> Iterable[str]:
+    known = [f"evaluation/{name}" for name in ("loss", *DEFAULTS.get(model.loss, ()))]
+    for key, name in (("checkpoint.best_metric", checkpoint.best_metric), ("stop.metric", stop.metric)):
+        if name and name not in known:
+            yield f"{key}: no evaluation measures {name!r}; with this loss they measure {', '.join(known)}"
+    ends = [f"stop.patience {stop.patience}"] if stop.patience else []
+    ends += [] if stop.target is None else [f"stop.target {stop.target:g}"]
+    if ends and not train.evaluation_period:
+        yield (
+            f"{' and '.join(ends)} count evaluations, but train.evaluation_period is 0: there is none between the "
+            "first and the last step; set train.evaluation_period"
+        )
+    for name in ("metric", "minimum_gain"):
+        unused = (name == "minimum_gain" and not stop.patience) or not ends
+        if unused and getattr(stop, name) != StopConfig.model_fields[name].default:
+            yield f"stop.{name} {getattr(stop, name)!r} has no effect without stop.patience"
+
+
 def _surgery(model: ModelConfig) -> Iterable[str]:
     if model.head and not model.num_classes:
         yield f"model.head {model.head!r} names the layer to replace, but model.num_classes is 0; set it"
@@ -247,6 +270,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _schedule,
     _timeouts,
     _weights,
+    _followed_metrics,
     _surgery,
     _adapters,
     _dropout,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.rules import check_cross_section_rules
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections import (
@@ -26,6 +27,7 @@ from onward.trainer.config.sections import (
     ScheduleConfig,
     TrainConfig,
 )
+from onward.trainer.config.sections_metrics import StopConfig
 
 
 class RunConfig(Section):
@@ -45,6 +47,7 @@ class RunConfig(Section):
     recompute: RecomputeConfig = RecomputeConfig()
     launch: LaunchConfig = LaunchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
     monitor: MonitorConfig = MonitorConfig()
     export: ExportConfig = ExportConfig()
 
@@ -78,6 +81,18 @@ class RunConfig(Section):
     def evaluation_batch_size(self) -> int:
         """Samples one replica evaluates at a time."""
         return self.train.evaluation_batch_size or self.micro_batch_size
+
+    @property
+    def stop_metric(self) -> str:
+        """The metric that decides whether the run ends early."""
+        return self.stop.metric or self.checkpoint.best_metric
+
+    @property
+    def stop_is_greatest(self) -> bool:
+        """Whether a greater value of that metric is better."""
+        if self.stop_metric == self.checkpoint.best_metric:
+            return self.checkpoint.greatest_is_best
+        return bool(is_greatest(self.stop_metric))
 
     def total_samples(self, num_rows: int) -> int:
         """Return the samples of the whole run, counted with repetition, for training data of `num_rows` rows."""

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.section import Decay, Fraction, Section
 from onward.trainer.config.sections_text import TextConfig
 from onward.trainer.config.urls import FilePath, Location
@@ -386,10 +387,15 @@ class CheckpointConfig(Section):
     copy takes at most half of the free memory; on a CPU with `parallel.memory_gib` training waits instead."""
     best_metric: str = "evaluation/loss"
     """The metric that decides which checkpoint is the best."""
-    best_is: Literal["least", "greatest"] = "least"
-    """Whether a smaller or a larger `best_metric` is better."""
+    best_is: Literal["auto", "least", "greatest"] = "auto"
+    """Whether a smaller or a larger `best_metric` is better; `auto` = what the metric means."""
     load: Location = ""
     """A checkpoint directory to start from: weights, optimizer and position; empty = the ONNX file's weights."""
+
+    @property
+    def greatest_is_best(self) -> bool:
+        """Whether a larger `best_metric` is better."""
+        return bool(is_greatest(self.best_metric)) if self.best_is == "auto" else self.best_is == "greatest"
 
 
 class MonitorConfig(Section):

@@ -68,6 +68,19 @@ class RuntimeReport(Record):
     disk_free_bytes: int
 
 
+class StopState(Record):
+    """What decides whether a run ends before its last step ([stop]); a part of every checkpoint."""
+
+    best: float | None = None
+    """The value of the metric that the next one is compared with; None before the first evaluation."""
+    latest: float | None = None
+    """The value of the last evaluation that counts."""
+    evaluations_since: int = 0
+    """Evaluations without improvement since `best`."""
+    trained_s: float = 0.0
+    """Seconds of training over all attempts; counted only if there is a limit, `stop.max_hours`."""
+
+
 class AttemptResult(Record):
     """How one attempt ended, written by rank 0. Without this file the attempt failed, whatever its exit status."""
 
@@ -80,6 +93,10 @@ class AttemptResult(Record):
     """The last evaluation."""
     elapsed_s: float
     """Wall time of this attempt's loop."""
+    ended_early: str = ""
+    """Why the run is done before its last step ([stop]); else empty."""
+    stop: StopState = StopState()
+    """What has decided that."""
 
 
 class RankError(Record):
@@ -107,6 +124,8 @@ class TrainResult(Record):
     metrics: dict[str, float]
     elapsed_s: float
     """Wall time of the training loop, summed over attempts."""
+    ended_early: str = ""
+    """Why the run is done before its last step ([stop]); else empty."""
 
 
 class CheckpointInfo(Record):
@@ -134,6 +153,8 @@ class MetricsSummary(Record):
     """The median over the lines of the event log."""
     data_wait: float = 0.0
     """Share of the training time in which ranks waited for samples: the median over the lines of the event log."""
+    ended_early: str = ""
+    """Why the run was done before its last step ([stop]); else empty."""
 
 
 class Variant(Record):

@@ -1,0 +1,194 @@
+"""The metrics by name: what each one measures, its parameters, and which losses it fits. Needs no torch.
+
+An entry of `metrics` is a name, or a table with parameters; some parameters may be a part of the name:
+
+    "top_5"          {name = "top_k", k = 5}
+    "f1_weighted"    {name = "f1", average = "weighted"}
+
+A metric reads the output and the labels of a loss as the loss does, and which metrics fit depends on what these are:
+
+    classes    class scores and class numbers: accuracy, f1, auroc, ...
+    labels     one score for each yes-or-no label: accuracy, f1, auroc, ...
+    values     numbers: mae, rmse, r2, ...
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Task = Literal["classes", "labels", "values"]
+
+TASKS: Mapping[str, Task] = {
+    "cross_entropy": "classes",
+    "bce_with_logits": "labels",
+    "mse": "values",
+    "l1": "values",
+}
+"""Loss -> what its output and its labels are; a loss that is absent has no metric besides itself."""
+
+DEFAULTS: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": ("accuracy",),
+    "bce_with_logits": ("accuracy",),
+    "mse": ("mae", "mse"),
+    "l1": ("mae", "mse"),
+}
+"""Loss -> its metrics where `metrics` is empty."""
+
+AVERAGES = ("macro", "micro", "weighted")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of the list below."""
+
+    meaning: str
+    tasks: tuple[Task, ...]
+    better: Literal["least", "greatest"]
+    parameters: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    """Those of the parameters that have no default."""
+    library: str = ""
+    """The torchmetrics class, after `Multiclass`, `Binary` or `Multilabel` where labels are no values; "" = ours."""
+
+
+_AVERAGED = ("average", "of_class")
+METRICS: Mapping[str, Metric] = {
+    "accuracy": Metric("share of targets that are predicted right", ("classes", "labels"), "greatest"),
+    "top_k": Metric(
+        "share of targets among the k classes with the greatest scores", ("classes",), "greatest", ("k",), ("k",)
+    ),
+    "perplexity": Metric("exp(mean cross-entropy)", ("classes",), "least"),
+    "bits_per_byte": Metric(
+        "cross-entropy in bits, divided by the bytes of the text that the targets stand for",
+        ("classes",),
+        "least",
+        ("bytes_per_target",),
+    ),
+    "precision": Metric(
+        "share of the predictions of a class that are right",
+        ("classes", "labels"),
+        "greatest",
+        _AVERAGED,
+        (),
+        "Precision",
+    ),
+    "recall": Metric(
+        "share of the targets of a class that are found", ("classes", "labels"), "greatest", _AVERAGED, (), "Recall"
+    ),
+    "specificity": Metric(
+        "share of the targets of other classes that are predicted as others",
+        ("classes", "labels"),
+        "greatest",
+        _AVERAGED,
+        (),
+        "Specificity",
+    ),
+    "f1": Metric("harmonic mean of precision and recall", ("classes", "labels"), "greatest", _AVERAGED, (), "F1Score"),
+    "f_beta": Metric(
+        "as f1, with recall `beta` times as important as precision",
+        ("classes", "labels"),
+        "greatest",
+        (*_AVERAGED, "beta"),
+        ("beta",),
+        "FBetaScore",
+    ),
+    "dice": Metric(
+        "Dice coefficient over all targets, the same as f1", ("classes", "labels"), "greatest", _AVERAGED, (), "F1Score"
+    ),
+    "mean_iou": Metric(
+        "intersection over union (Jaccard index)", ("classes", "labels"), "greatest", _AVERAGED, (), "JaccardIndex"
+    ),
+    "auroc": Metric(
+        "area under the ROC curve, of several classes one against the rest",
+        ("classes", "labels"),
+        "greatest",
+        (*_AVERAGED, "thresholds"),
+        (),
+        "AUROC",
+    ),
+    "average_precision": Metric(
+        "area under the precision-recall curve",
+        ("classes", "labels"),
+        "greatest",
+        (*_AVERAGED, "thresholds"),
+        (),
+        "AveragePrecision",
+    ),
+    "cohen_kappa": Metric("agreement beyond chance", ("classes",), "greatest", (), (), "CohenKappa"),
+    "matthews": Metric(
+        "Matthews correlation coefficient", ("classes", "labels"), "greatest", (), (), "MatthewsCorrCoef"
+    ),
+    "calibration_error": Metric(
+        "expected calibration error over 15 bins of confidence", ("classes",), "least", (), (), "CalibrationError"
+    ),
+    "mae": Metric("mean absolute error", ("values",), "least"),
+    "mse": Metric("mean squared error", ("values",), "least"),
+    "rmse": Metric("root of the mean squared error", ("values",), "least"),
+    "r2": Metric("coefficient of determination, the mean over the last axis of the output", ("values",), "greatest"),
+    "psnr": Metric("peak signal-to-noise ratio in dB", ("values",), "greatest", ("data_range",), ("data_range",)),
+    "ssim": Metric(
+        "structural similarity of images [B, C, H, W]",
+        ("values",),
+        "greatest",
+        ("data_range",),
+        ("data_range",),
+        "StructuralSimilarityIndexMeasure",
+    ),
+    "mape": Metric(
+        "mean absolute error relative to the target", ("values",), "least", (), (), "MeanAbsolutePercentageError"
+    ),
+    "spearman": Metric("rank correlation", ("values",), "greatest", (), (), "SpearmanCorrCoef"),
+}
+ALIASES: Mapping[str, dict[str, Any]] = {
+    "balanced_accuracy": {"name": "recall", "average": "macro"},
+    "iou": {"name": "mean_iou"},
+    "jaccard": {"name": "mean_iou"},
+    "mcc": {"name": "matthews"},
+}
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Return the settings that a metric's short name stands for: "f1_macro" -> {"name": "f1", "average": "macro"}.
+
+    A name that is not known is returned as it is.
+    """
+    if text in ALIASES:
+        return dict(ALIASES[text])
+    if found := re.fullmatch(r"top_(\d+)", text):
+        return {"name": "top_k", "k": int(found[1])}
+    stem, _, average = text.rpartition("_")
+    if average in AVERAGES and "average" in METRICS.get(stem, METRICS["accuracy"]).parameters:
+        return {"name": stem, "average": average}
+    return {"name": text}
+
+
+def unknown(name: str) -> str:
+    """Return the sentence that refuses an unknown metric, with near names or all of them."""
+    near = difflib.get_close_matches(name, [*METRICS, *ALIASES, "top_5", *_averaged_names()], n=3)
+    known = ", ".join([*METRICS, *ALIASES])
+    hint = f"did you mean {' or '.join(near)}? Known" if near else "known"
+    return (
+        f"there is no metric {name!r}; {hint}: {known}; averages as in f1_macro, f1_micro, f1_weighted, k as in top_5"
+    )
+
+
+def _averaged_names() -> list[str]:
+    names = [name for name, metric in METRICS.items() if "average" in metric.parameters]
+    return [f"{name}_{average}" for name in names for average in AVERAGES]
+
+
+def is_greatest(name: str) -> bool | None:
+    """Return whether a greater value is better, of a metric as evaluations name it; None for one that is not known.
+
+    Examples: `evaluation/loss`, `evaluation/f1_macro`, `evaluation/boxes/rmse`.
+    """
+    last = name.rpartition("/")[2]
+    if last == "loss":
+        return False
+    settings = parse(re.sub(r"_class_\d+$", "", last))
+    metric = METRICS.get(settings["name"]) or METRICS.get(re.sub(r"_[\d.]+$", "", settings["name"]))
+    return None if metric is None else metric.better == "greatest"

@@ -39,6 +39,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         *rows,
         ("onnxruntime parity", f"{facts['parity']:.2g} of the largest output"),
+        *([("data", facts["data"])] if facts.get("data") else []),
         ("trained model", str(facts["model"])),
         ("run directory", str(facts["directory"])),
         ("MLflow", f"run {facts['mlflow_run_id']}" + (f", {facts['registered']}" if facts["registered"] else "")),

@@ -9,7 +9,7 @@ import numpy as np
 from onward.flows.report import bits_per_byte
 from onward.flows.runs import is_running
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.shards import ShardManifest, open_shards
 from onward.trainer.data.sources import locate
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir, read_config
@@ -55,6 +55,8 @@ class RunStatus(Record):
     """What was rehearsed before the run was launched, in one line; "" for a run of an earlier version."""
     error: str
     """The error of the first rank that failed in the last attempt; "" if none did."""
+    data: str
+    """What was computed of the data's columns when it was read, such as the ids of class names; "" if nothing was."""
     directory: str
     model: str
     """The trained ONNX file; "" as long as it is not exported."""
@@ -104,6 +106,7 @@ def describe(run: RunDir) -> RunStatus:
         to_go_on=to_go_on,
         rehearsal=read_record(run.rehearsal, Rehearsal).summary if run.rehearsal.exists() else "",
         error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}" if error else "",
+        data=_data(run),
         directory=str(run.root),
         model=str(read_record(run.exported, ExportedModel).path) if run.exported.exists() else "",
         mlflow_run_id=identity.mlflow_run_id,
@@ -128,6 +131,12 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         registered=f"{exported.registered_as} version {exported.version}" if exported.registered_as else "",
         elapsed_s=trained.elapsed_s,
     )
+
+
+def _data(run: RunDir) -> str:
+    """Return what the manifest of the shards says of computed columns; "" as long as there are no shards."""
+    manifest = run.shards / "manifest.json"
+    return read_record(manifest, ShardManifest).preprocessing if manifest.exists() else ""
 
 
 def _state(run: RunDir) -> State:

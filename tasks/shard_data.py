@@ -21,6 +21,9 @@ from onward.trainer.run.records import RunIdentity, read_record
 
 log = logging.getLogger(__name__)
 
+MAX_TAG_CHARACTERS = 5000
+"""Longest text of a tag that every MLflow store keeps."""
+
 
 @task(name="shard-data", task_run_name="shard-data", cache_policy=NO_CACHE)
 def shard_data(run: RunDir) -> ShardManifest:
@@ -33,7 +36,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     started_at = time.monotonic()
     directory, manifest, cached = make_training_shards(config, onward_home() / "shards")
     # again, now with the extremes of all rows: `configure` has seen the first ones only
-    if problems := data_problems(config, manifest.table):
+    if problems := data_problems(config, manifest.table, fitted=manifest.fitted):
         raise ConfigError(problems)
     _refuse_changes(run, manifest.key)
     _link(run.shards, directory)
@@ -77,9 +80,10 @@ def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
     # By digest, so that MLflow finds all runs on the same data.
     rows = {"train": manifest.rows("train"), "evaluation": manifest.rows("evaluation")}
     try:
-        Tracker(identity.tracking_uri, identity.mlflow_run_id).log_dataset(
-            Path(config.data.source).name, digest=manifest.key, source=run.shards.resolve(), rows=rows
-        )
+        tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
+        tracker.log_dataset(Path(config.data.source).name, digest=manifest.key, source=run.shards.resolve(), rows=rows)
+        if manifest.preprocessing:
+            tracker.set_tags({"onward.data_columns": manifest.preprocessing[:MAX_TAG_CHARACTERS]})
     except TrackingError as error:
         log.warning("the data is not recorded in MLflow, and the run continues without: %s", error)
 

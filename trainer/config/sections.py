@@ -135,6 +135,10 @@ class DataConfig(Section):
     the column of their own name."""
     label: str | tuple[str, ...] = "label"
     """The column (or columns) the loss compares with; unused when the loss is a graph output."""
+    classes: Literal["auto", "sorted"] | tuple[str, ...] = "auto"
+    """The class names in the model's order, for a cross-entropy on labels that are names: ["cat", "dog"]. `auto` = the
+    names in the data, sorted, where the labels are text; labels that are integers are class ids. `sorted` = integers
+    are names, too, such as 3, 5 and 10 for classes 0, 1 and 2."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """What happens at a row that cannot be read: `fail` stops with its file and line, `skip` counts it and goes on."""
     shard_format: Literal["arrow", "pb"] = "arrow"

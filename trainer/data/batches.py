@@ -27,6 +27,7 @@ from onward.trainer.data.batch_computations import open_batch_transforms
 from onward.trainer.data.batch_transforms import Samples
 from onward.trainer.data.columns import Array, Schema, Values
 from onward.trainer.data.device_copies import DeviceCopies
+from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.shards import Shards
@@ -80,6 +81,11 @@ class Rows(Protocol):
     @property
     def pad_values(self) -> Mapping[str, float]:
         """Column that pre-processing computes -> what it pads rows of varying length with."""
+        ...
+
+    @property
+    def fitted(self) -> Mapping[str, Fitted]:
+        """Column -> what was found on the data for it."""
         ...
 
     def read(self, rows: Array) -> dict[str, Values]: ...

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.class_names import ClassNames, open_class_names
 from onward.trainer.data.column_computers import ColumnComputer
+from onward.trainer.data.columns import ColumnType, Schema
+from onward.trainer.data.fitted import FittedComputer
+from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.preprocessing import open_preprocessor
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.text.checks import open_tokenized_rows
 
 
-def open_computers(config: RunConfig, signature: Signature) -> list[ColumnComputer]:
-    """Return what computes columns from those that are read, in order.
+def open_fitted(config: RunConfig, schema: Schema) -> list[ClassNames]:
+    """Return what computes columns in the place of columns of the source, which `schema` describes.
 
-    Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows.
+    Raises ConfigError as `open_class_names`.
+    """
+    return open_class_names(config, schema)
+
+
+def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> list[ColumnComputer]:
+    """Return what computes columns from those that are read, in order. `schema` describes the columns of the source.
+
+    Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows and `open_fitted`.
     """
     opened = (open_preprocessor(config, signature), open_tokenized_rows(config, signature))
-    return [computer for computer in opened if computer]
+    return [*open_fitted(config, schema), *(computer for computer in opened if computer)]
+
+
+def read_and_computed(
+    config: RunConfig, signature: Signature, schema: Schema
+) -> tuple[dict[str, ColumnType], list[ColumnComputer]]:
+    """Return the columns of the source to read, and what computes further ones. Raises as `open_computers`."""
+    columns, computers = columns_to_read(config, signature), open_computers(config, signature, schema)
+    fitted = [each for each in computers if isinstance(each, FittedComputer)]
+    columns = {name: kind for name, kind in columns.items() if not any(name in each.makes for each in fitted)}
+    for each in fitted:
+        columns |= each.reads
+    return columns, computers

@@ -15,14 +15,16 @@ from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import sources
 from onward.trainer.data.column_computers import computed_chunks
 from onward.trainer.data.columns import TEXT, Array, Schema, Values, fit_block, in_parts
-from onward.trainer.data.computations import open_computers
-from onward.trainer.data.input_columns import columns_to_read
-from onward.trainer.data.sharding import stored_columns
+from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.fitted import Fitted, all_fitted
+from onward.trainer.data.sharding import fit_to_source, infer_schema, stored_columns
 from onward.trainer.data.signature import Signature
 from onward.trainer.errors import DataError
 
 COUNTED_BYTES = 16 << 20
 """The rows of a larger source are not counted: that would take about as long as sharding it."""
+FITTED_BLOCKS = 4
+"""Blocks of such a source from which class names and means are taken."""
 KEPT_BYTES = 64 << 20
 """About the most that the rows take which are kept."""
 
@@ -37,6 +39,8 @@ class FirstRows:
     num_rows: int
     counts: tuple[int, int] | None
     """The numbers of rows for training and for evaluation; None if they were not counted."""
+    fitted: Mapping[str, Fitted]
+    """What was found on the data, by column: on all rows if they were counted, else on the first of them."""
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Return rows by number, int64 [n], from 0."""
@@ -52,12 +56,14 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
 
     Raises DataError when the source cannot be read or holds no row to train on, and the errors of `open_computers`.
     """
-    data, computers = config.data, open_computers(config, signature)
-    stored = stored_columns(data, columns_to_read(config, signature))
+    data = config.data
+    columns, computers = read_and_computed(config, signature, infer_schema(data))
+    stored = stored_columns(data, columns)
     numbers = [column for column in stored if column.holds_numbers]
     row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in numbers)
     most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
     is_counted = _source_bytes(data) <= COUNTED_BYTES
+    fit_to_source(computers, data, stored, most_blocks=None if is_counted else FITTED_BLOCKS)
     parts: list[dict[str, Values]] = []
     num_kept, counts = 0, [0, 0]
     texts = [column.name for column in stored if column.dtype == TEXT]
@@ -82,7 +88,8 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
     schema = {column.name: column for column in (*(c for c in stored if c.name not in consumed), *computed)}
     joined = {name: _joined([part[name] for part in parts]) for name in schema}
     pad_values = {name: value for each in computers for name, value in each.pad_values.items()}
-    return FirstRows(schema, pad_values, joined, num_kept, (counts[0], counts[1]) if is_counted else None)
+    found = (counts[0], counts[1]) if is_counted else None
+    return FirstRows(schema, pad_values, joined, num_kept, found, all_fitted(computers))
 
 
 def _source_bytes(data: DataConfig) -> int:

@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data import sources
+from onward.trainer.data.class_names import class_problems
 from onward.trainer.data.columns import TEXT, Column, ColumnType, Schema
+from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
@@ -143,11 +146,19 @@ def columns_to_read(config: RunConfig, signature: Signature) -> dict[str, Column
 # -- what does not fit
 
 
-def data_problems(config: RunConfig, schema: Schema, signature: Signature | None = None) -> list[str]:
+def data_problems(
+    config: RunConfig,
+    schema: Schema,
+    signature: Signature | None = None,
+    *,
+    made: Collection[str] = (),
+    fitted: Mapping[str, Fitted] = MappingProxyType({}),
+) -> list[str]:
     """Return one sentence for each way in which the data does not fit the model; [] when it does.
 
     `schema` describes the first rows, or all of them. Reads `config.model` and `config.data`. Without `signature`, that
-    of the model is read; raises UnsupportedModel when the ONNX file cannot be read.
+    of the model is read; raises UnsupportedModel when the ONNX file cannot be read. made: columns that are not checked,
+    because `schema` is that of the source and they are computed later. fitted: what was found on the data, by column.
     """
     try:
         signature = signature or read_training_signature(config.model)
@@ -158,6 +169,8 @@ def data_problems(config: RunConfig, schema: Schema, signature: Signature | None
     for feed in (*file_feeds(config, signature).values(), *_label_feed(config, signature)):
         if computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns):
             continue  # not computed yet
+        if set(feed.columns) & set(made):
+            continue
         missing = [name for name in feed.columns if name not in schema]
         problems += [_missing_column(feed, name, schema) for name in missing]
         if missing:
@@ -167,8 +180,12 @@ def data_problems(config: RunConfig, schema: Schema, signature: Signature | None
         else:
             problems += _type_problems(feed, [schema[name] for name in feed.columns])
     problems += _doubly_read(config, signature)
-    if config.model.loss == "cross_entropy" and isinstance(config.data.label, str) and config.data.label in schema:
-        problems += _label_range_problems(config, signature, schema[config.data.label])
+    if (
+        config.model.loss == "cross_entropy"
+        and isinstance(config.data.label, str)
+        and config.data.label in schema.keys() - set(made)
+    ):
+        problems += _label_range_problems(config, signature, schema[config.data.label], fitted)
     return problems
 
 
@@ -206,7 +223,9 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
         return
     for column in columns:
         if column.dtype == TEXT:
-            how = "; number the classes from 0 on, in the model's order" if feed.target == "data.label" else ""
+            how = "number the classes from 0 on, in the model's order"
+            how = how if feed.dtype == "int64" else "only a cross-entropy takes class names"
+            how = f"; {how}" if feed.target == "data.label" else ""
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds text{how}"
         elif not _castable(column.dtype, feed.dtype):
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds {column.dtype}"
@@ -282,10 +301,15 @@ def _shown(dims: Dims) -> str:
     return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]" if dims else "one number"
 
 
-def _label_range_problems(config: RunConfig, signature: Signature, column: Column) -> Iterator[str]:
+def _label_range_problems(
+    config: RunConfig, signature: Signature, column: Column, fitted: Mapping[str, Fitted]
+) -> Iterator[str]:
     """Check that the labels are classes of the output, whose last axis has one entry for each class."""
     output = signature.output(config.model.output)
     num_classes = output.shape[-1] if output and output.shape else None
+    if column.name in fitted and fitted[column.name].classes:
+        yield from class_problems(column.name, fitted[column.name], num_classes, output.name if output else "")
+        return
     values = [value for value in column.extremes if value != config.model.ignore_index]
     if not values or column.dtype == TEXT or np.dtype(column.dtype).kind == "f":
         return

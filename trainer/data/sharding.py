@@ -44,8 +44,8 @@ from onward.trainer.data.columns import (
     select,
     stored_column,
 )
-from onward.trainer.data.computations import open_computers
-from onward.trainer.data.input_columns import columns_to_read
+from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
 from onward.trainer.data.shards import SHARD_VERSION, ShardFile, ShardManifest
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.tensorproto_files import ProtoWriter
@@ -67,7 +67,7 @@ def make_training_shards(config: RunConfig, cache: Path) -> tuple[Path, ShardMan
     Raises the errors of `make_shards`, `read_training_signature` and `open_computers`.
     """
     signature = read_training_signature(config.model)
-    columns, computers = columns_to_read(config, signature), open_computers(config, signature)
+    columns, computers = read_and_computed(config, signature, infer_schema(config.data))
     return make_shards(config.data, columns, cache, computers=computers)
 
 
@@ -76,18 +76,26 @@ def infer_training_schema(config: RunConfig, signature: Signature) -> Schema:
 
     Raises DataError, also for results that cannot be stored, and the errors of `open_computers`.
     """
+    return try_first_rows(config, signature)[0]
+
+
+def try_first_rows(config: RunConfig, signature: Signature) -> tuple[Schema, Mapping[str, Fitted]]:
+    """Return the columns as `infer_training_schema`, and what is fitted on the first rows. Raises the same errors."""
     schema = infer_schema(config.data)
-    if not (computers := open_computers(config, signature)):
-        return schema
-    columns = stored_columns(config.data, columns_to_read(config, signature))
+    read, computers = read_and_computed(config, signature, schema)
+    if not computers:
+        return schema, {}
+    columns = stored_columns(config.data, read)
+    fit_to_source(computers, config.data, columns, most_blocks=1)
     texts = [column.name for column in columns if column.dtype == TEXT]
     for whole in sources.first_blocks(config.data, texts):
         for block, _ in in_parts(whole, whole.index, columns):
             values, good, _ = fit_block(block, columns)
             if good.any():
                 describe_all(computers, select(values, good))
-                return {**schema, **{column.name: column for each in computers for column in each.columns}}
-    return schema
+                computed = {column.name: column for each in computers for column in each.columns}
+                return {**schema, **computed}, all_fitted(computers)
+    return schema, {}
 
 
 def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
@@ -141,11 +149,27 @@ def make_shards(
     partial = cache / f".{key}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
     try:
+        fit_to_source(computers, data, stored)
         manifest = _write(data, stored, key, partial, computers)
         write_record(partial / "manifest.json", manifest)
         return final, _publish(partial, final) or manifest, False
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def fit_to_source(
+    computers: Sequence[ColumnComputer],
+    data: DataConfig,
+    stored: Sequence[Column],
+    *,
+    most_blocks: int | None = None,
+) -> None:
+    """Fit the computers that are to be fitted to the rows of the source, or to its first blocks. Raises DataError."""
+    if not (columns := columns_to_fit(computers, stored, skips_rows=data.bad_rows == "skip")):
+        return
+    texts = [column.name for column in columns if column.dtype == TEXT]
+    blocks = sources.read(data, [column.name for column in columns], texts)
+    fit_computers(computers, islice(blocks, most_blocks), columns)
 
 
 def stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) -> list[Column]:
@@ -258,6 +282,7 @@ def _write(
         preprocessing="; ".join(each.summary for each in computers),
         file_columns=observed([column for column in own if column.name in file_only]),
         pad_values={name: value for each in computers for name, value in each.pad_values.items()},
+        fitted=all_fitted(computers),
     )
 
 

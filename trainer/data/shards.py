@@ -18,6 +18,7 @@ import numpy as np
 
 from onward.trainer.data.arrow_files import ArrowReader
 from onward.trainer.data.columns import Array, Column, Schema, Values
+from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.tensorproto_files import ProtoReader
 from onward.trainer.errors import DataError
 from onward.trainer.run.records import Record, read_record
@@ -56,6 +57,8 @@ class ShardManifest(Record):
     """With pre-processing: columns that only the whole file reads, such as text; in the evaluation files only."""
     pad_values: Mapping[str, float] = {}
     """Computed column of varying length -> what the pre-processing pads it with."""
+    fitted: Mapping[str, Fitted] = {}
+    """Column -> what was found on the data for it: class names, means, vocabularies."""
     version: int = SHARD_VERSION
 
     def files(self, split: Split) -> tuple[ShardFile, ...]:
@@ -94,6 +97,7 @@ class Shards:
         self.num_rows = int(self._starts[-1])
         self.columns: Schema = {column.name: column for column in columns}
         self.pad_values = manifest.pad_values
+        self.fitted = manifest.fitted
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Read rows [n], in this order: column -> array [n, *shape], or a list of n arrays (variable length)."""

@@ -17,9 +17,10 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
 from onward.trainer.config.urls import redacted, url_of
+from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.fetching import fetch
 from onward.trainer.data.input_columns import computed_columns, data_problems
-from onward.trainer.data.sharding import infer_schema, infer_training_schema
+from onward.trainer.data.sharding import infer_schema, try_first_rows
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.errors import Refused
@@ -52,10 +53,12 @@ def check_local_files(sections: Sections) -> list[str]:
             signature, schema = read_training_signature(config.model), infer_schema(data)
             computed = computed_columns(config, signature)
             own = {name: column for name, column in schema.items() if name not in computed}
-            misfits = [*data_problems(config, own, signature), *text_problems(config, schema, signature)]
+            made = frozenset[str]().union(*(each.makes for each in open_fitted(config, schema)))
+            misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
+            if (computed or made) and not misfits:  # what is computed is tried on the first rows
+                found, fitted = try_first_rows(config, signature)
+                misfits = data_problems(config, found, signature, fitted=fitted)
             problems += misfits
-            if computed and not misfits:  # what is computed is tried on the first rows
-                infer_training_schema(config, signature)
         except Refused as error:
             problems += error.problems
     return problems

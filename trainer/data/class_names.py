@@ -1,0 +1,195 @@
+"""Convert labels that are class names, such as "cat" and "dog", to class ids while shards are written.
+
+    label column    dog cat dog        data.classes ["cat", "dog"]       ids 1 0 1
+                                       data.classes "auto": the names of all rows, training and evaluation, sorted
+                                       as torchvision's ImageFolder sorts its folders
+
+The names are in the manifest of the shards (`ShardManifest.fitted`), in the order of the classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data import sources
+from onward.trainer.data.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
+from onward.trainer.data.fitted import Fitted, FittedComputer
+from onward.trainer.errors import ConfigError, DataError
+
+MAX_CLASSES = 100_000
+"""More different names than this are no class names."""
+MAX_NAMED = 10
+"""Classes that a message names; the others are counted."""
+BOOLEANS = ("false", "true")
+"""The names of booleans, as JSON and TOML write them."""
+
+
+def open_class_names(config: RunConfig, schema: Schema) -> list[ClassNames]:
+    """Return a computer for each label column that holds class names. `schema` describes the columns of the source.
+
+    Raises ConfigError for `data.classes` that the column cannot have.
+    """
+    given, found = config.data.classes, []
+    for name, ignored in _class_columns(config):
+        column = schema.get(name)
+        if column is None or column.dtype == BYTES:
+            continue  # `data_problems` refuses it
+        if column.dtype != TEXT and (given == "auto" or np.dtype(column.dtype).kind not in "biu"):
+            continue
+        # only in CSV the type of a cell is not written down: 007 may be a name
+        is_csv = sources.locate(config.data.source, config.data).format == "csv"
+        as_text = column.dtype == TEXT or (is_csv and not isinstance(given, str))
+        found.append(ClassNames(column, None if isinstance(given, str) else given, as_text=as_text, ignored=ignored))
+    return found
+
+
+def _class_columns(config: RunConfig) -> Iterator[tuple[str, int]]:
+    """Yield (column, the label that is left out) for each column of class labels."""
+    if config.model.loss == "cross_entropy":
+        for name in (config.data.label,) if isinstance(config.data.label, str) else config.data.label:
+            yield name, config.model.ignore_index
+
+
+class ClassNames(FittedComputer):
+    """Computes the class ids of one column of names, or of any integers, in its place.
+
+    column: as the source has it. names: in the order of the classes; None = the names in the data, sorted. as_text:
+    whether the column is read as text. ignored: the integer that stays as it is, `model.ignore_index`.
+    """
+
+    file_only: frozenset[str] = frozenset()
+    pad_values: Mapping[str, float] = {}
+
+    def __init__(self, column: Column, names: Sequence[str] | None, *, as_text: bool, ignored: int) -> None:
+        self._name, self._as_text, self._ignored = column.name, as_text, ignored
+        self._is_boolean = column.dtype == "bool"
+        self.reads = {column.name: ColumnType(TEXT) if as_text else ColumnType("int64")}
+        self.makes = self.consumed = frozenset({column.name})
+        self.columns: tuple[Column, ...] = ()
+        self.fitted: dict[str, Fitted] = {}
+        self.digest = json.dumps(["class names", column.name, as_text, ignored, names and list(names)])
+        self._seen: set[str] = set()
+        self._seen_integers: Array = np.empty(0, np.int64)
+        if names is not None:
+            self._set([name.strip() for name in names], sorted_by_name=False)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Return whether the names are known."""
+        return bool(self.fitted)
+
+    @property
+    def summary(self) -> str:
+        """Return the classes in words."""
+        return describe_classes(self._name, self.fitted[self._name]) if self.fitted else f"classes of {self._name}"
+
+    # -- which names there are
+
+    def observe(self, rows: Mapping[str, Values], training: Array) -> None:
+        """Collect the names of some rows; those of the evaluation rows, too."""
+        cells = rows[self._name]
+        if self._as_text:
+            self._seen |= {str(cell).strip() for cell in cells} - {""}
+        else:
+            flat = np.concatenate(cells) if isinstance(cells, list) else np.ravel(cells)
+            self._seen_integers = np.union1d(self._seen_integers, flat[flat != self._ignored])
+        if (count := max(len(self._seen), len(self._seen_integers))) > MAX_CLASSES:
+            few = ", ".join(sorted(self._seen)[:3]) or ", ".join(map(str, self._seen_integers[:3]))
+            raise DataError(
+                f"column {self._name!r} holds at least {count:,} different values, such as {few}; they are no class "
+                "names: name another column in data.label"
+            )
+
+    def finish(self) -> None:
+        """Sort the names."""
+        integers = [BOOLEANS[each] if self._is_boolean else str(each) for each in self._seen_integers.tolist()]
+        if not (names := sorted(self._seen) or integers):
+            raise DataError(f"column {self._name!r} holds no class name")
+        self._set(names, sorted_by_name=True)
+
+    def _set(self, names: Sequence[str], *, sorted_by_name: bool) -> None:
+        self.fitted = {self._name: Fitted(classes=tuple(names), sorted_by_name=sorted_by_name)}
+        if self._as_text:
+            self._ids = {name: number for number, name in enumerate(names)}
+            return
+        try:
+            values = np.array([BOOLEANS.index(each) if self._is_boolean else int(each) for each in names], np.int64)
+        except (ValueError, OverflowError):
+            kind = "booleans, named false and true" if self._is_boolean else "integers"
+            raise ConfigError(f"column {self._name!r} holds {kind}, but data.classes is {_listed(names)}") from None
+        self._order = np.argsort(values)
+        self._sorted = values[self._order]
+
+    # -- ids
+
+    def describe(self, values: Mapping[str, Values]) -> None:
+        """Find the shape of the labels from the first rows. Raises DataError if all of these have unknown names."""
+        cells = values[self._name]
+        _, failed = self.compute(values, len(cells))
+        if len(failed) == len(cells):
+            raise DataError(f"{failed[0]} (and for all of the first rows); set data.classes to the names in the data")
+        varies = isinstance(cells, list)
+        shape = (max(map(len, cells)),) if varies else () if self._as_text else np.shape(cells)[1:]
+        self.columns = (Column(name=self._name, dtype="int64", shape=shape, variable=varies),)
+
+    def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
+        """Return the class ids, and row -> the name that is no class."""
+        cells = rows[self._name]
+        if self._as_text:
+            return self._ids_of_texts(cells)
+        if not isinstance(cells, list):
+            ids, wrong = self._ids_of_integers(np.asarray(cells).astype(np.int64))
+            bad = np.flatnonzero(wrong.reshape(count, -1).any(axis=1))
+            return {self._name: ids}, {int(at): self._unknown(cells[at][wrong[at]].flat[0]) for at in bad}
+        pairs = [self._ids_of_integers(cell.astype(np.int64)) for cell in cells]
+        failed = {at: self._unknown(cells[at][wrong][0]) for at, (_, wrong) in enumerate(pairs) if wrong.any()}
+        return {self._name: [ids for ids, _ in pairs]}, failed
+
+    def _ids_of_texts(self, cells: Values) -> tuple[dict[str, Values], dict[int, str]]:
+        ids, failed = np.zeros(len(cells), np.int64), {}
+        for at, cell in enumerate(cells):
+            name = str(cell).strip()
+            if (number := self._ids.get(name)) is not None:
+                ids[at] = number
+            else:
+                failed[at] = self._unknown(name) if name else f"{self._name} is missing"
+        return {self._name: ids}, failed
+
+    def _ids_of_integers(self, cells: Array) -> tuple[Array, Array]:
+        """Return the ids, and which of the integers are no class."""
+        places = np.minimum(np.searchsorted(self._sorted, cells), len(self._sorted) - 1)
+        kept = cells == self._ignored
+        return np.where(kept, cells, self._order[places]), (self._sorted[places] != cells) & ~kept
+
+    def _unknown(self, name: object) -> str:
+        classes = self.fitted[self._name].classes
+        shown = BOOLEANS[int(str(name))] if self._is_boolean else name
+        return f"{self._name} is {str(shown)[:40]!r}, which is none of the {len(classes)} classes {_listed(classes)}"
+
+
+def describe_classes(name: str, found: Fitted) -> str:
+    """Return the classes of a column in words, and whether their order is a guess."""
+    numbered = [f"{number} = {each}" for number, each in enumerate(found.classes[:MAX_NAMED])]
+    more = [f"... {len(found.classes) - MAX_NAMED:,} more"] if len(found.classes) > MAX_NAMED else []
+    order = ", sorted by name, which is a guess: data.classes sets another order" if found.sorted_by_name else ""
+    return f"classes of {name}: {', '.join([*numbered, *more])}{order}"
+
+
+def class_problems(name: str, found: Fitted, num_classes: int | None, output: str) -> list[str]:
+    """Return what is wrong with the number of class names for an output with `num_classes` classes (None: any)."""
+    if num_classes is None or len(found.classes) <= num_classes:
+        return []
+    where = "the data" if found.sorted_by_name else "data.classes"
+    return [
+        f"{where} has {len(found.classes):,} class names for column {name!r} ({_listed(found.classes)}), but output "
+        f"{output} has {num_classes} classes; name another column in data.label, mend the names, or give the model a "
+        "new head (model.num_classes)"
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(str, names[:MAX_NAMED])) + (", ..." if len(names) > MAX_NAMED else "")

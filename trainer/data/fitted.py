@@ -1,0 +1,89 @@
+"""What is found on the data before it is stored: class names, means, vocabularies; and the pass that finds it.
+
+A computer that is fitted sees the rows of the source once before it computes the first of them:
+
+    first pass     labels dog cat dog        fitted: classes cat, dog     only for computers that need one
+    second pass    labels dog cat dog        stored: 1 0 1
+
+What was fitted goes into the manifest of the shards, and from there to every rank, to the metrics and to the export.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+
+from onward.trainer.data.columns import BYTES, Array, Block, Column, ColumnType, Values, fit_block, in_parts, select
+from onward.trainer.run.records import Record
+
+
+class Fitted(Record):
+    """What was found on the data, or given for it, for one column."""
+
+    classes: tuple[str, ...] = ()
+    """Of a column of class names: the names, in the order of the classes' ids."""
+    sorted_by_name: bool = False
+    """Whether the order of `classes` is that of the names, because `data.classes` gives none."""
+
+
+class FittedComputer(ABC):
+    """A ColumnComputer that is fitted to the rows before it computes the first of them."""
+
+    fitted: Mapping[str, Fitted]
+    """Column -> what is known of it; {} before `finish` where it has to be found on the data."""
+    reads: Mapping[str, ColumnType]
+    """The columns of the source that it reads, and what they are read as."""
+    makes: frozenset[str]
+    """The names of its results, for which no columns are read unless `reads` names them, too."""
+
+    @property
+    @abstractmethod
+    def is_fitted(self) -> bool:
+        """Return whether nothing is left to be found on the data."""
+
+    @abstractmethod
+    def observe(self, rows: Mapping[str, Values], training: Array) -> None:
+        """Take note of rows; training: bool [n], which of them are trained on. Raises DataError."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Set `fitted` from the rows that were observed. Raises DataError."""
+
+
+def unfitted(computers: Sequence[object]) -> list[FittedComputer]:
+    """Return the computers that have to see the data before they compute."""
+    return [each for each in computers if isinstance(each, FittedComputer) and not each.is_fitted]
+
+
+def columns_to_fit(computers: Sequence[object], stored: Sequence[Column], *, skips_rows: bool) -> list[Column]:
+    """Return the columns that are read to fit computers; [] if all are fitted.
+
+    skips_rows: rows that cannot be read are left out, so that the other columns say which rows are stored.
+    """
+    needed = {name for each in unfitted(computers) for name in each.reads}
+    # encoded content is large, and decoded much later
+    others = needed and skips_rows
+    return [column for column in stored if column.name in needed or (others and column.dtype != BYTES)]
+
+
+def fit_computers(
+    computers: Sequence[object], blocks: Iterable[tuple[Block, Array]], columns: Sequence[Column]
+) -> None:
+    """Fit the computers that are not fitted yet to blocks, each with bool [n]: which rows are held out.
+
+    Rows that cannot be read are left out. Raises DataError.
+    """
+    waiting = unfitted(computers)
+    for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, columns)):
+        values, good, _ = fit_block(block, columns)
+        if good.any():
+            for each in waiting:
+                each.observe(select(values, good), ~held_out[good])
+    for each in waiting:
+        each.finish()
+
+
+def all_fitted(computers: Sequence[object]) -> dict[str, Fitted]:
+    """Return column -> what is known of it, over all computers."""
+    fitted = [each.fitted for each in computers if isinstance(each, FittedComputer)]
+    return {name: found for each in fitted for name, found in each.items()}

@@ -57,6 +57,7 @@ def pages() -> dict[str, str]:
 
 def settings() -> str:
     """The sections of RunConfig, one table each, from the docstrings under the fields."""
+    from onward.trainer.config.losses import LossConfig
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.config.section import table_type
     from onward.trainer.config.sections import WeightAttributes
@@ -80,6 +81,8 @@ def settings() -> str:
             for key, inner in section.model_fields.items():
                 if table := table_type(inner.annotation):
                     lines += ["", f"### [{name}.{key}]", "", _paragraphs(table.__doc__), "", *_settings_table(table)]
+            if name == "data":
+                lines += ["", "## [loss]", "", _paragraph(LossConfig.__doc__), "", *_settings_table(LossConfig)]
             if name == "optimizer":
                 lines += ["", "### [[optimizer.weights]]", "", _paragraph(WeightAttributes.__doc__), ""]
                 lines += _settings_table(WeightAttributes)

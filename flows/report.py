@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
 from onward.trainer.run.records import ExportedModel
@@ -64,14 +65,18 @@ def variant_rows(exported: ExportedModel | RunOutcome) -> list[tuple[str, str]]:
 def config_lines(config: RunConfig) -> Iterable[str]:
     """Yield a resolved configuration as TOML that can be loaded again, with the meaning above each setting."""
     yield f"name = {_toml(config.name)}"
+    yield from ([] if config.loss else ["# The short form in [model] and [data] says which loss.", "loss = []"])
     for name, section in config:
         if isinstance(section, Section):
-            yield from _table_lines(name, section)
+            yield from _table_lines(name, f"[{name}]", section)
+        elif name == "loss":
+            for entry in section:
+                yield from _table_lines(name, "[[loss]]", entry)
 
 
-def _table_lines(name: str, section: Section) -> Iterable[str]:
+def _table_lines(name: str, title: str, section: Section) -> Iterable[str]:
     """Yield the lines of one table, and behind them those of the tables in it."""
-    yield from ("", f"# {(type(section).__doc__ or '').splitlines()[0]}", f"[{name}]")
+    yield from ("", f"# {(type(section).__doc__ or '').splitlines()[0]}", title)
     # TOML has no null.
     values = section.model_dump(mode="json", exclude_none=True)
     inner = {key: value for key, value in section if isinstance(value, Section)}
@@ -80,12 +85,12 @@ def _table_lines(name: str, section: Section) -> Iterable[str]:
             yield from (f"# {line}" for line in (field.description or "").splitlines())
             yield f"{key} = {_toml(values[key])}" if key in values else f"# {key} is not set"
     for key, table in inner.items():
-        yield from _table_lines(f"{name}.{key}", table)
+        yield from _table_lines(f"{name}.{key}", f"[{name}.{key}]", table)
 
 
 def meanings() -> dict[str, str]:
     """Return `section.key` -> its meaning; `section.table.key` of the settings of a table in a section."""
-    return _meanings(RunConfig, "")
+    return _meanings(RunConfig, "") | _meanings(LossConfig, "loss")
 
 
 def _meanings(section: type[Section], name: str) -> dict[str, str]:

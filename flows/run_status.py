@@ -118,7 +118,7 @@ def describe(run: RunDir) -> RunStatus:
 def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOutcome:
     """Return how a run with an exported file ended."""
     trained = read_record(run.train, TrainResult)
-    text = held_out_text(run) if config.model.loss == "cross_entropy" else b""
+    text = held_out_text(run) if [loss.name for loss in config.losses] == ["cross_entropy"] else b""
     known = dict(describe(run)) | {"step": trained.step, "attempts": trained.attempts}
     return RunOutcome(
         **known,
@@ -175,9 +175,10 @@ def _progress(run: RunDir) -> tuple[int, int, dict[str, float]]:
 
 def held_out_text(run: RunDir) -> bytes:
     """Return the bytes that a text run's evaluation predicts, in the order of the files; b"" for other data."""
-    data = read_config(run).data
-    if locate(data.source, data).format != "text" or not isinstance(data.label, str):
+    config = read_config(run)
+    data, label = config.data, config.losses[0].label
+    if locate(data.source, data).format != "text" or not isinstance(label, str):
         return b""
     shards = open_shards(run.shards, "evaluation")
-    windows = shards.read(np.arange(shards.num_rows))[data.label]
+    windows = shards.read(np.arange(shards.num_rows))[label]
     return np.asarray(windows, dtype=np.uint8).tobytes()

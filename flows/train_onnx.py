@@ -32,6 +32,7 @@ from onward.tasks.shard_data import shard_data
 from onward.tasks.train import train as train_model
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.config import sections, sections_metrics
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir
@@ -66,6 +67,7 @@ def train_onnx(
     model: sections.ModelConfig,
     data: sections.DataConfig,
     train: sections.TrainConfig,
+    loss: tuple[LossConfig, ...] = (),
     graph: sections.GraphConfig = sections.GraphConfig(),
     lora: sections.LoraConfig = sections.LoraConfig(),
     precision: sections.PrecisionConfig = sections.PrecisionConfig(),

@@ -256,7 +256,13 @@ def _settings_of(section: Section, name: str) -> dict[str, Any]:
     """Return the settings of a section and of the tables in it, such as `data.image.size`."""
     plain, flat = section.model_dump(mode="json"), dict[str, Any]()
     for key, value in section:
-        flat |= _settings_of(value, f"{name}.{key}") if isinstance(value, Section) else {f"{name}.{key}": plain[key]}
+        if isinstance(value, Section):
+            flat |= _settings_of(value, f"{name}.{key}")
+        elif key == "loss" and isinstance(value, tuple):
+            for place, entry in enumerate(value):
+                flat |= _settings_of(entry, f"{name}.{key}" if len(value) == 1 else f"{name}.{key}.{place}")
+        else:
+            flat[f"{name}.{key}"] = plain[key]
     return flat
 
 

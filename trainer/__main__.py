@@ -75,20 +75,20 @@ def train_rank(run: RunDir) -> int:
 
 
 def evaluation_data(run: RunDir) -> EvaluationData:
-    """Return all evaluation data and the metrics of the configured loss, with which exported files are evaluated."""
+    """Return all evaluation data and the metrics of the configured losses, with which exported files are evaluated."""
     from onward.trainer.data.batches import Batch, evaluation_batches
     from onward.trainer.data.file_rows import FileRows
     from onward.trainer.data.shards import open_shards
     from onward.trainer.data.signature import read_training_signature
     from onward.trainer.export.onnx_runner import EvaluationData
-    from onward.trainer.model.loss import Loss
+    from onward.trainer.model.loss import Losses
     from onward.trainer.model.metrics import EvaluationMetrics
 
     config, cpu = read_config(run), torch.device("cpu")
     held_out, signature = open_shards(run.shards, "evaluation"), read_training_signature(config.model)
 
     def new_metrics(output_names: Sequence[str]) -> EvaluationMetrics:
-        return EvaluationMetrics(Loss(config.model, output_names), ignore_index=config.model.ignore_index, device=cpu)
+        return EvaluationMetrics(Losses(config.losses, output_names), device=cpu)
 
     def batches() -> Iterator[Batch]:
         return evaluation_batches(held_out, config, signature, replica=0, num_replicas=1, device=cpu)

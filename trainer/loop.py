@@ -84,7 +84,7 @@ def train(
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(
         model.stages,
-        model.loss,
+        model.losses,
         schedule=config.parallel.schedule,
         stages_for=model.shapes_of,
         autocast=partial(autocast, config.precision, mpi.device),
@@ -105,7 +105,7 @@ def train(
     scaler = LossScaler(config.precision)
 
     def evaluate(step: int) -> dict[str, float]:
-        totals = EvaluationMetrics(model.loss, ignore_index=config.model.ignore_index, device=mpi.device)
+        totals = EvaluationMetrics(model.losses, device=mpi.device)
         part = evaluation_batches(held_out, config, signature, **share, device=mpi.device)
         with heartbeat.compiling():
             values = pipeline.evaluate(part, totals, heartbeat.beat)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
+from tests.support.one_loss import OneLoss
 from tests.support.ranks import run_ranks
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))
@@ -59,11 +61,8 @@ class Sleeper(nn.Module):
         return (Sleep.apply(x, self.seconds, self.seconds) * Sleep.apply(self.weight, 0.0, self.seconds),)
 
 
-class Sum:
-    def check_labels(self, batch: Batch, outputs: object) -> None:
-        pass
-
-    def __call__(self, outputs: Any, labels: Tensor | None, size: int) -> Tensor:
+class Sum(OneLoss):
+    def total(self, outputs: Sequence[Tensor], labels: Tensor | None) -> Tensor:
         return outputs[0].sum()
 
 
@@ -88,7 +87,7 @@ def step_s(mpi: MPIContext, cases: list[tuple[str, int, int]], forward_s: float)
         stages = [_stage(index, num_stages, forward_s / per_rank) for index in mine]
         kind = {"schedule": schedule, "stages_for": lambda _, stages=stages: stages, "autocast": nullcontext}
         pipeline = Pipeline(stages, Sum(), device=mpi.device, **kind, **groups)
-        batches = [Batch((torch.ones(4, 8, requires_grad=True),), None, 4, 4) for _ in range(num)]
+        batches = [Batch((torch.ones(4, 8, requires_grad=True),), (None,), 4, (4,)) for _ in range(num)]
         times: list[float] = []
         for _ in range(STEPS + 1):
             started_at = time.perf_counter()

@@ -30,7 +30,6 @@ from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
-from onward.trainer.model.loss import Loss
 from onward.trainer.onnx_graph.reference_models import build_squeezenet
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import to_module
@@ -41,6 +40,7 @@ from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import build_stages
 from onward.trainer.parallel.replicas.reducer import Reducer
 from tests.bench.handwritten import gpt2_from, gpt2_model
+from tests.support.losses import losses_of
 from tests.support.ranks import run_ranks
 
 UPDATES = 5
@@ -53,7 +53,9 @@ def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     from torchvision.models import squeezenet1_1
 
     imported = to_module(build_squeezenet(num_classes=10, image_size=32))
-    batch = Batch((torch.randn(batch_size, 3, 32, 32),), torch.randint(0, 10, (batch_size,)), batch_size, batch_size)
+    batch = Batch(
+        (torch.randn(batch_size, 3, 32, 32),), (torch.randint(0, 10, (batch_size,)),), batch_size, (batch_size,)
+    )
     return imported, squeezenet1_1(num_classes=10), batch
 
 
@@ -61,7 +63,7 @@ def gpt2(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     """(imported, hand-written, batch)."""
     model = gpt2_model(GPT2_SIZES)
     shape = (batch_size, GPT2_SIZES["length"])
-    batch = Batch((torch.randint(0, 256, shape),), torch.randint(0, 256, shape), batch_size, math.prod(shape))
+    batch = Batch((torch.randint(0, 256, shape),), (torch.randint(0, 256, shape),), batch_size, (math.prod(shape),))
     return to_module(model), gpt2_from(model, GPT2_SIZES), batch
 
 
@@ -74,7 +76,7 @@ def onward_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[
     (stage,) = build_stages(module, [split(module, ())], {})  # the graph as one unit
     pipeline = Pipeline(
         [stage],
-        Loss(ModelConfig(path="-"), ["output"]),
+        losses_of(ModelConfig(path="-"), ["output"]),
         schedule="1f1b",
         stages_for=lambda inputs: [stage],
         autocast=nullcontext,
@@ -108,7 +110,7 @@ def handwritten_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Call
     def update() -> float:
         optimizer.zero_grad(set_to_none=True)
         outputs = model(*batch.inputs)
-        loss = F.cross_entropy(outputs.flatten(0, -2), batch.labels.flatten())
+        loss = F.cross_entropy(outputs.flatten(0, -2), batch.labels[0].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()

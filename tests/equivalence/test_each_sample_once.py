@@ -87,7 +87,7 @@ def steps(config: RunConfig, kills: tuple[int, ...] = ()) -> Iterator[list[int]]
 
 def labels(replicas: Iterable[Iterable[Batch]]) -> list[int]:
     """What counts of their batches: an idle one repeats another replica's sample, and its loss counts nothing."""
-    return [int(label) for part in replicas for batch in part if not batch.is_padding for label in batch.labels]
+    return [int(label) for part in replicas for batch in part if not batch.is_padding for label in batch.labels[0]]
 
 
 @pytest.mark.parametrize("kills", [(), (0, 3, 4, 22)], ids=["never killed", "killed four times"])
@@ -131,7 +131,7 @@ def test_a_sample_is_what_it_was_before_the_shuffle(folder: Path) -> None:
         shards(config), config, read_training_signature(config.model), replica=0, num_replicas=1, device=CPU
     ).take(0, 12)
     for batch in with_features:
-        assert torch.equal(batch.inputs[0][:, 0], 4 * batch.labels)
+        assert torch.equal(batch.inputs[0][:, 0], 4 * batch.labels[0])
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 7, 20])

@@ -19,12 +19,12 @@ from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.export.verification import Expected, verify
-from onward.trainer.model.loss import Loss
 from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from tests.support import graphs
+from tests.support.losses import metrics_of
 from tests.support.trained_models import model_with_weights
 
 MODELS = ("tiny_conv_net_with_batch_norm", "tiny_resnet", "tiny_transformer", "tiny_bert")
@@ -33,7 +33,7 @@ MODELS = ("tiny_conv_net_with_batch_norm", "tiny_resnet", "tiny_transformer", "t
 @dataclass(frozen=True)
 class Rows:
     inputs: tuple[Tensor, ...]
-    labels: Tensor | None
+    labels: tuple[Tensor | None, ...]
     size: int
 
 
@@ -71,11 +71,11 @@ def case(name: str) -> Case:
             weight.add_(0.05 * torch.rand_like(weight))
     trained = model_with_weights(module, original)
     strip_training(trained), strip_training(original)
-    rows = [Rows(tuple(map(torch.from_numpy, graphs.feed(original, 5, seed).values())), None, 5) for seed in (0, 1)]
+    rows = [Rows(tuple(map(torch.from_numpy, graphs.feed(original, 5, seed).values())), (None,), 5) for seed in (0, 1)]
 
     def new_metrics(names: Iterable[str]) -> EvaluationMetrics:
         config = ModelConfig(path=Path("-"), loss="output")
-        return EvaluationMetrics(Loss(config, list(names)), ignore_index=-100, device=torch.device("cpu"))
+        return metrics_of(config, names)
 
     return Case(original, trained, module, EvaluationData(batches=lambda: rows, new_metrics=new_metrics))
 

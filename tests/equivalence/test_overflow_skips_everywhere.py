@@ -49,8 +49,8 @@ def first_meeting(run: RunDir, seed: int) -> tuple[int, int]:
         )
         for step in range(1, NUM_STEPS + 1):
             for batch in batches.take((step - 1) * BATCH, BATCH):
-                assert batch.labels is not None
-                if batch.labels.max() > 1e4:
+                assert batch.labels[0] is not None
+                if batch.labels[0].max() > 1e4:
                     met.append((step, replica))
         batches.close()
     return min(met, default=(0, 0))

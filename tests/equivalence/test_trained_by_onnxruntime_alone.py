@@ -139,8 +139,8 @@ def batches_of(run: Any, name: str) -> dict[str, np.ndarray[Any, Any]]:
     rates = []
     for step in range(1, NUM_STEPS + 1):
         (batch,) = stream.take((step - 1) * size, size)
-        assert batch.labels is not None
-        arrays |= {f"{step}/{name}": batch.inputs[0].numpy(), f"{step}/labels": batch.labels.numpy()}
+        assert batch.labels[0] is not None
+        arrays |= {f"{step}/{name}": batch.inputs[0].numpy(), f"{step}/labels": batch.labels[0].numpy()}
         rates.append(learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=NUM_STEPS))
     stream.close()
     return arrays | {"learning_rate": np.array(rates, np.float32)}

@@ -27,6 +27,7 @@ from onward.infra import services
 from onward.tasks.configure import plan as make_plan
 from onward.trainer import errors as errors_module
 from onward.trainer.config.loading import build_config, load_config
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.sharding import make_shards
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
@@ -91,7 +92,9 @@ def test_an_example_configuration_begins_with_its_command(path: Path) -> None:
 
 def test_every_setting_has_a_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     printed = json.loads(onward(capsys, "config", str(CONFIGS[0]), "--json"))
-    settings = {f"{section}.{key}" for section, keys in printed["config"].items() if section != "name" for key in keys}
+    sections = printed["config"].items()
+    settings = {f"{section}.{key}" for section, keys in sections if isinstance(keys, dict) for key in keys}
+    settings |= {f"loss.{key}" for key in LossConfig.model_fields}
     assert settings == set(meanings()) == set(printed["meanings"])
     assert all(printed["meanings"].values())
 

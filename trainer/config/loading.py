@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.rules import Sections, check_cross_section_rules
 from onward.trainer.config.run_config import SECTIONS, RunConfig
 from onward.trainer.config.section import Section, section_at
@@ -106,8 +107,9 @@ def build_config(
                 read[name] = section.model_validate(dict(value))
             except ValidationError as error:
                 found += _explain(error, name, section)
+    read |= _read_losses(raw.get("loss", ()), found)
     config = None
-    if read.keys() == SECTIONS.keys():
+    if read.keys() == {*SECTIONS, "loss"}:
         try:
             config = RunConfig(**({"name": raw["name"]} if "name" in raw else {}), **read)  # checks the rules, too
         except ValidationError as error:
@@ -120,6 +122,24 @@ def build_config(
     if found or config is None:
         raise ConfigError(found)
     return config
+
+
+def _read_losses(given: Any, problems: list[str]) -> dict[str, tuple[LossConfig, ...]]:
+    """Return {"loss": entries}, or {} after adding to `problems` what is wrong with them."""
+    entries = given if isinstance(given, list | tuple) else (given,)
+    read, before = [], len(problems)
+    for place, entry in enumerate(entries):
+        name = "loss" if len(entries) == 1 else f"loss.{place}"
+        if isinstance(entry, LossConfig):
+            read.append(entry)
+        elif not isinstance(entry, Mapping):
+            problems.append(f"[loss] must be a table, or several [[loss]], not {entry!r}")
+        else:
+            try:
+                read.append(LossConfig.model_validate(dict(entry)))
+            except ValidationError as error:
+                problems += _explain(error, name, LossConfig)
+    return {"loss": tuple(read)} if len(problems) == before else {}
 
 
 PATHS = (
@@ -203,22 +223,42 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> None:
     parts = key.split(".")
     if parts == ["parallel", "horizontal"]:
         parts[-1] = "tensor"
+    if parts[0] == "loss" and isinstance(raw.get("loss"), list) and len(parts) > 1:  # [[loss]]
+        parts = _of_one_table(raw[parts[0]], parts)
     patch: dict[str, Any] = {parts[-1]: value}
     for part in reversed(parts[:-1]):
         patch = {part: patch}
     # paths on the command line are relative to the working directory, those in the file to the file
     _anchor(patch, Path.cwd())
-    target = raw
+    target: Any = raw
     for part in parts[:-1]:
+        patch = patch[part]
+        if isinstance(target, list):  # one of [[loss]]
+            target = target[int(part)]
+            continue
         if (part, target.get(part)) == ("parallel", "auto"):
             target[part] = {"sizes": "auto"}
         if target.get(part) is None:
             target[part] = {}  # absent, or a table that a configuration was saved without
         target = target[part]
-        if not isinstance(target, dict):
+        if not isinstance(target, dict) and target is not raw.get("loss"):
             raise ConfigError(f"override {key}: {part} is not a table")
-        patch = patch[part]
     target[parts[-1]] = patch[parts[-1]]
+
+
+def _of_one_table(tables: list[Any], parts: list[str]) -> list[str]:
+    """Return the key of a setting in one of several tables: `loss.0.weight`, also for the `loss.weight` of only one."""
+    section, number, *rest = parts
+    if rest and number.isdecimal() and int(number) < len(tables):
+        return parts
+    if len(tables) > 1:
+        raise ConfigError(
+            f"override {'.'.join(parts)}: there are {len(tables)} [[{section}]]; name one, such as "
+            f"{section}.0.{rest[0] if rest else number}"
+        )
+    if not tables:
+        tables.append({})
+    return [section, "0", number, *rest]
 
 
 def _explain(error: ValidationError, section: str, model: type[Section]) -> list[str]:

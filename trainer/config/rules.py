@@ -7,12 +7,14 @@ values, and what to change.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from onward.trainer.config.losses import LossConfig, contradictions, filled
 from onward.trainer.config.metric_names import DEFAULTS
 from onward.trainer.config.sections import (
     CheckpointConfig,
+    DataConfig,
     ExportConfig,
     GraphConfig,
     LaunchConfig,
@@ -198,10 +200,26 @@ def _followed_metrics(
 def _surgery(model: ModelConfig) -> Iterable[str]:
     if model.head and not model.num_classes:
         yield f"model.head {model.head!r} names the layer to replace, but model.num_classes is 0; set it"
-    if model.num_classes == 1 and model.loss == "cross_entropy":
-        yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
     if twice := sorted({name for name in model.start if model.start.count(name) > 1}):
         yield f"model.start names {', '.join(twice)} more than once"
+
+
+def _losses(
+    model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig], parallel: ParallelConfig, export: ExportConfig
+) -> Iterable[str]:
+    yield from contradictions(model, data, loss)
+    losses = filled(model, data, loss)
+    if model.num_classes == 1 and losses and losses[0].name == "cross_entropy":
+        yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
+    if len(losses) < 2:
+        return
+    if parallel.reduction == "adasum":
+        yield (
+            f"parallel.reduction 'adasum' weighs hosts by the targets of one loss, but there are {len(losses)} "
+            "[[loss]]; use 'sum'"
+        )
+    if export.training:
+        yield f"export.training writes one loss into its files, but there are {len(losses)} [[loss]]; set it to false"
 
 
 def _adapters(lora: LoraConfig, model: ModelConfig) -> Iterable[str]:
@@ -272,6 +290,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _weights,
     _followed_metrics,
     _surgery,
+    _losses,
     _adapters,
     _dropout,
     _compilation,

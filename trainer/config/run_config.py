@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from onward.trainer.config.metric_names import is_greatest
+from onward.trainer.config.losses import LossConfig, filled, with_outputs
 from onward.trainer.config.rules import check_cross_section_rules
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections import (
@@ -37,6 +38,7 @@ class RunConfig(Section):
     """The run's name in Prefect, MLflow and the run list."""
     model: ModelConfig
     data: DataConfig
+    loss: tuple[LossConfig, ...] = ()
     graph: GraphConfig = GraphConfig()
     lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
@@ -55,7 +57,19 @@ class RunConfig(Section):
     def _follows_the_cross_section_rules(self) -> RunConfig:
         if problems := check_cross_section_rules(dict(self)):
             raise ValueError("\n".join(problems))
+        # a frozen section, replaced before anyone has seen it
+        object.__setattr__(self, "model", with_outputs(self.model, self.losses))
         return self
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _is_one_loss_or_several(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, Mapping | LossConfig) else given
+
+    @property
+    def losses(self) -> tuple[LossConfig, ...]:
+        """The losses in order, everything filled in: what code reads in place of [loss] and its short form."""
+        return filled(self.model, self.data, self.loss)
 
     @property
     def world_size(self) -> int:

@@ -30,6 +30,9 @@ AcceptedWarning = Literal["merged", "separated", "removed"]
 
 FixedBatch = Literal["auto", "any", "own", "joint"]
 
+LossName = Literal["cross_entropy", "mse", "l1", "bce_with_logits", "output"]
+"""The losses, by name."""
+
 
 class ModelConfig(Section):
     """The ONNX file to train, which of its weights, and the loss."""
@@ -37,12 +40,12 @@ class ModelConfig(Section):
     path: FilePath
     """The ONNX file to train: a path, relative to the config file (on the command line: to the working directory), or a
     URL (s3, gs, az, hf, http, https), as everywhere that a path is taken."""
-    loss: Literal["cross_entropy", "mse", "l1", "bce_with_logits", "output"] = "cross_entropy"
+    loss: LossName = "cross_entropy"
     """Cross-entropy (classes on the last axis), mean squared or absolute error, binary cross-entropy on
-    logits, or `output`: the graph computes its own scalar loss."""
-    output: str = ""
+    logits, or `output`: the graph computes its own scalar loss. Short for `loss.name`."""
+    output: str | tuple[str, ...] = ""
     """The tensor that the loss reads: a graph output, or any tensor inside the graph; empty = the first output. With
-    `loss = "output"` it is the loss itself."""
+    `loss = "output"` it is the loss itself. A list has the tensor of each `[[loss]]`. Short for `loss.output`."""
     start: tuple[str, ...] = ()
     """Tensors inside the graph that become its inputs, each read from the data's column of its name. The nodes before
     them are neither computed nor trained. Empty = the graph's own inputs; in a file that begins with strings the
@@ -66,7 +69,8 @@ class ModelConfig(Section):
     of any size; `own` = B rows at a time, fewer are filled up with rows that do not count; `joint` = B rows at a time,
     never filled up, for rows that influence each other. `auto` = the first that running the file proves right."""
     ignore_index: int = -100
-    """Targets with this label are left out of the loss and of its mean (cross-entropy only)."""
+    """Targets with this label are left out of the loss and of its mean (cross-entropy only). Short for
+    `loss.ignore_index`."""
     train: tuple[str, ...] = ("*",)
     """Glob patterns of the initializers to train; all others are frozen."""
     freeze: tuple[str, ...] = ()
@@ -75,6 +79,15 @@ class ModelConfig(Section):
     """Python files that define further operators: for training by `onnx2torch.add_converter`, and, where onnxruntime
     lacks them too, for verification as `onnx.reference.op_run.OpRun`. Relative to the config file; on the command
     line, to the working directory."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The tensors that the losses read, each once; empty = the first output of the graph."""
+        return tuple(dict.fromkeys((self.output,) if isinstance(self.output, str) else self.output))
+
+    def named_outputs(self, first: str) -> tuple[str, ...]:
+        """Return `outputs` by name, where `first` is the first output of the graph."""
+        return tuple(dict.fromkeys(name or first for name in self.outputs))
 
 
 class GraphConfig(Section):
@@ -134,7 +147,8 @@ class DataConfig(Section):
     """Graph input -> its column, or several columns stacked into one vector. Inputs not named here read
     the column of their own name."""
     label: str | tuple[str, ...] = "label"
-    """The column (or columns) the loss compares with; unused when the loss is a graph output."""
+    """The column (or columns) the loss compares with; unused when the loss is a graph output. Short for
+    `loss.label`."""
     classes: Literal["auto", "sorted"] | tuple[str, ...] = "auto"
     """The class names in the model's order, for a cross-entropy on labels that are names: ["cat", "dog"]. `auto` = the
     names in the data, sorted, where the labels are text; labels that are integers are class ids. `sorted` = integers

@@ -45,14 +45,14 @@ class Batch:
 
     inputs: tuple[Tensor, ...]
     """In the graph's input order, each [B, ...]; more rows where a graph of fixed batch needs them (`filled_to`)."""
-    labels: Tensor | None
-    """[B, ...]: int64 for cross-entropy, else fp32; None when the graph computes its own loss."""
+    labels: tuple[Tensor | None, ...]
+    """For each loss [B, ...]: int64 for cross-entropy, else fp32; None when the graph computes the loss."""
     size: int
     """B."""
-    num_targets: int
-    """Number of targets that enter the loss, counted on the host; 0 for a padding micro-batch."""
-    label_range: tuple[int, int] = NO_LABELS
-    """The least and the greatest class among the labels of a cross-entropy, found on the host."""
+    num_targets: tuple[float, ...]
+    """For each loss the targets that enter it, counted on the host; 0 for a padding micro-batch."""
+    label_ranges: tuple[tuple[int, int], ...] = (NO_LABELS,)
+    """For each loss the least and the greatest class among the labels of a cross-entropy, found on the host."""
     rows: Array = field(default_factory=lambda: np.empty(0, np.int64))
     """int64 [B]: the numbers of the rows in the split."""
     is_padding: bool = False
@@ -294,7 +294,7 @@ class _Collate:
 
     def __init__(self, shards: Rows, config: RunConfig, signature: Signature, device: torch.device) -> None:
         self._shards = shards
-        self._model = config.model
+        self._losses = config.losses
         self.full = config.model.fixed_batch in ("own", "joint")
         """Whether the graph takes micro-batches of one size only, so that smaller ones are filled up."""
         self._size = config.micro_batch_size
@@ -307,14 +307,15 @@ class _Collate:
                 f"the shards have no column {', '.join(missing)}, only {', '.join(shards.columns)}; they were made for "
                 "another model: start a new run"
             )
-        self._has_labels = config.model.loss != "output"
-        inputs = self._feeds[:-1] if self._has_labels else self._feeds
+        self._num_inputs = len(signature.inputs)
+        inputs = self._feeds[: self._num_inputs]
         self.one_shape = not any(shards.columns[name].variable for feed in inputs for name in feed.columns)
         # padded labels are ignored by cross-entropy, and what pre-processing computes is padded as it pads itself;
         # data.pad_values overrides the value of any column
         self._pad_values = dict.fromkeys(columns, 0.0)
-        if self._has_labels and config.model.loss == "cross_entropy":
-            self._pad_values |= dict.fromkeys(self._feeds[-1].columns, config.model.ignore_index)
+        for loss in self._losses:
+            if loss.has_classes:
+                self._pad_values |= dict.fromkeys(loss.columns, loss.ignored)
         self._pad_values |= {**shards.pad_values, **config.data.pad_values}
 
     def __call__(self, samples: Samples, *, is_padding: bool = False, group: int = 0) -> Batch:
@@ -346,7 +347,7 @@ class _Collate:
     def finish(self, batches: list[Batch]) -> list[Batch]:
         """Let the computation wait for the copies of these batches; return them."""
         for batch in batches:
-            self._copies.finish(batch.inputs if batch.labels is None else (*batch.inputs, batch.labels))
+            self._copies.finish((*batch.inputs, *(each for each in batch.labels if each is not None)))
         return batches
 
     def _batch(
@@ -359,15 +360,18 @@ class _Collate:
         group: int,
     ) -> Batch:
         tensors = [self._tensor(feed, columns, lengths) for feed in self._feeds]
-        labels = tensors.pop()[: len(rows)] if self._has_labels else None
+        fed = iter(tensors[self._num_inputs :])
+        labels = [next(fed)[: len(rows)] if loss.takes_labels else None for loss in self._losses]
+        pairs = list(zip(labels, self._losses, strict=True))
         # here and not on the device, where reading a count would wait for all that was computed before
-        num_targets = 0 if is_padding else int(count_targets(labels, len(rows), self._model))
+        counts = [0.0 if is_padding else float(count_targets(each, len(rows), loss)) for each, loss in pairs]
+        tensors = tensors[: self._num_inputs]
         return Batch(
             inputs=tuple(self._copies.start(tensor) for tensor in tensors),
-            labels=None if labels is None else self._copies.start(labels),
+            labels=tuple(None if each is None else self._copies.start(each) for each in labels),
             size=len(rows),
-            num_targets=num_targets,
-            label_range=label_range(labels, self._model),
+            num_targets=tuple(counts),
+            label_ranges=tuple(label_range(each, loss) for each, loss in pairs),
             rows=rows,
             is_padding=is_padding,
             filled_to=len(tensors[0]) if len(tensors[0]) > len(rows) else 0,

@@ -27,9 +27,9 @@ class FileRows:
     signature: Signature
 
     @property
-    def output(self) -> str:
-        """The output of the trained part, which is one of the file's."""
-        return self.signature.outputs[0].name
+    def outputs(self) -> list[str]:
+        """The outputs of the trained part, which are among the file's."""
+        return [output.name for output in self.signature.outputs]
 
     def batch(self, numbers: Array) -> Batch:
         """Return the rows of these numbers, int64 [B], as the trained part takes them."""

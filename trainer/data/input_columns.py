@@ -1,7 +1,7 @@
 """Match the columns of the data with the inputs of the graph, and report what does not fit.
 
 Each graph input is fed by one column of the same name, by another column (data.inputs), or by several columns of
-numbers that are stacked into one vector; the labels are fed by data.label:
+numbers that are stacked into one vector; the labels of each loss are fed by data.label or by the loss's own label:
 
     data.inputs.features = ["a", "b"]       columns a, b  -> stacked -> input `features` [B, 2]
                                             column image             -> input `image`    [B, 3, 64, 64]
@@ -23,6 +23,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data import sources
 from onward.trainer.data.class_names import class_problems
@@ -43,7 +44,7 @@ class Feed:
     """The columns that feed one input of the graph, or the labels."""
 
     target: str
-    """`input NAME` or `data.label`, as messages name it."""
+    """`input NAME`, or the setting that names the labels' columns, as messages name it."""
     columns: tuple[str, ...]
     stacked: bool
     """Whether the columns are single numbers that are stacked into a vector; otherwise the one column is the tensor."""
@@ -53,6 +54,8 @@ class Feed:
     """The declared shape without the batch dimension."""
     sequence: bool = False
     """Whether the input is a sequence with one tensor for each sample."""
+    is_label: bool = False
+    """Whether it feeds the labels of a loss."""
 
     @property
     def column_type(self) -> ColumnType:
@@ -66,7 +69,7 @@ class Feed:
     @property
     def is_one_column(self) -> bool:
         """Whether a column of single values is fed as a vector of one: an input [B, 1], as skl2onnx writes them."""
-        return not self.stacked and self.sample_shape == (1,) and self.target != "data.label"
+        return not self.stacked and self.sample_shape == (1,) and not self.is_label
 
     @property
     def tensor_dtype(self) -> str:
@@ -75,7 +78,7 @@ class Feed:
 
 
 def feeds(config: RunConfig, signature: Signature) -> list[Feed]:
-    """Return a feed for each input of the trained part in order, then one for the labels if the loss needs any.
+    """Return a feed for each input of the trained part in order, then one for the labels of each loss that has any.
 
     What pre-processing or a tokenizer computes is stored under the name of the tensor.
     """
@@ -84,7 +87,7 @@ def feeds(config: RunConfig, signature: Signature) -> list[Feed]:
         _feed(info, info.name if info.name in computed else config.data.inputs.get(info.name, info.name))
         for info in signature.inputs
     ]
-    return [*found, *_label_feed(config, signature)]
+    return [*found, *_label_feeds(config, signature)]
 
 
 def computed_columns(config: RunConfig, signature: Signature) -> frozenset[str]:
@@ -98,17 +101,20 @@ def file_feeds(config: RunConfig, signature: Signature) -> dict[str, Feed]:
     return {info.name: _feed(info, config.data.inputs.get(info.name, info.name)) for info in signature.fed}
 
 
-def _label_feed(config: RunConfig, signature: Signature) -> Iterator[Feed]:
-    model, data = config.model, config.data
-    if model.loss != "output":
-        output = signature.output(model.output)
+def _label_feeds(config: RunConfig, signature: Signature) -> Iterator[Feed]:
+    losses = config.losses
+    for place, loss in enumerate(losses):
+        if not loss.takes_labels:
+            continue
+        output = signature.output(loss.output)
         shape = output.sample_shape if output else None
-        single = isinstance(data.label, str)
-        columns = (data.label,) if isinstance(data.label, str) else data.label
-        if model.loss == "cross_entropy":  # labels have the shape of the logits without the axis of classes
-            yield Feed("data.label", columns, not single, "int64", shape[:-1] if shape else shape)
+        own = bool(config.loss and config.loss[place].label)
+        key = key_of(losses, place, "label") if own else "data.label"
+        stacked = not isinstance(loss.label, str)
+        if loss.has_classes:  # labels have the shape of the logits without the axis of classes
+            yield Feed(key, loss.columns, stacked, "int64", shape[:-1] if shape else shape, is_label=True)
         else:
-            yield Feed("data.label", columns, not single, "float32", shape)
+            yield Feed(key, loss.columns, stacked, "float32", shape, is_label=True)
 
 
 def _feed(info: TensorInfo, columns: str | tuple[str, ...]) -> Feed:
@@ -121,7 +127,7 @@ def _feeds_of_source(config: RunConfig, signature: Signature) -> Iterator[Feed]:
     """Yield the feeds of inputs of the file, and of labels, whose columns the data has itself."""
     text = text_columns(config, signature)
     computed = text.computed if text else frozenset[str]()
-    for feed in (*file_feeds(config, signature).values(), *_label_feed(config, signature)):
+    for feed in (*file_feeds(config, signature).values(), *_label_feeds(config, signature)):
         if not computed.issuperset(feed.columns):
             yield feed
 
@@ -166,7 +172,7 @@ def data_problems(
         return list(error.problems)
     problems = [*_unknown_names(config, signature)]
     computed = computed_columns(config, signature)
-    for feed in (*file_feeds(config, signature).values(), *_label_feed(config, signature)):
+    for feed in (*file_feeds(config, signature).values(), *_label_feeds(config, signature)):
         if computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns):
             continue  # not computed yet
         if set(feed.columns) & set(made):
@@ -180,13 +186,10 @@ def data_problems(
         else:
             problems += _type_problems(feed, [schema[name] for name in feed.columns])
     problems += _doubly_read(config, signature)
-    if (
-        config.model.loss == "cross_entropy"
-        and isinstance(config.data.label, str)
-        and config.data.label in schema.keys() - set(made)
-    ):
-        problems += _label_range_problems(config, signature, schema[config.data.label], fitted)
-    return problems
+    for loss in config.losses:
+        if loss.has_classes and isinstance(loss.label, str) and loss.label in schema.keys() - set(made):
+            problems += _label_range_problems(loss, signature, schema[loss.label], fitted)
+    return list(dict.fromkeys(problems))
 
 
 def _unknown_names(config: RunConfig, signature: Signature) -> Iterator[str]:
@@ -209,7 +212,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _missing_column(feed: Feed, name: str, schema: Schema) -> str:
-    key = "data.label" if feed.target == "data.label" else f"data.inputs.{feed.target.removeprefix('input ')}"
+    key = feed.target if feed.is_label else f"data.inputs.{feed.target.removeprefix('input ')}"
     return f"{feed.target} reads column {name!r}, which the data does not have{_nearest(name, schema)}; set {key}"
 
 
@@ -225,7 +228,7 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
         if column.dtype == TEXT:
             how = "number the classes from 0 on, in the model's order"
             how = how if feed.dtype == "int64" else "only a cross-entropy takes class names"
-            how = f"; {how}" if feed.target == "data.label" else ""
+            how = f"; {how}" if feed.is_label else ""
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds text{how}"
         elif not _castable(column.dtype, feed.dtype):
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds {column.dtype}"
@@ -278,13 +281,13 @@ def _shape_problem(feed: Feed, column: Column) -> str:
     shape = feed.sample_shape
     if shape is None:
         return ""
-    if feed.target == "data.label":
+    if feed.is_label:
         # the loss flattens its labels, so only their number matters
         size = math.prod(dim or 0 for dim in shape)
         wrong = None not in shape and not column.variable and math.prod(column.shape) != size
         if column.variable:
             wrong = None not in shape and column.shape[0] < size
-        takes = f"data.label must be {_shown(shape)} a sample to fit the output"
+        takes = f"{feed.target} must be {_shown(shape)} a sample to fit the output"
     elif column.variable:
         wrong = len(shape) != 1 or (shape[0] or 0) > column.shape[0]
         takes = f"{feed.target} takes {_shown(shape)} a sample"
@@ -302,15 +305,15 @@ def _shown(dims: Dims) -> str:
 
 
 def _label_range_problems(
-    config: RunConfig, signature: Signature, column: Column, fitted: Mapping[str, Fitted]
+    loss: LossConfig, signature: Signature, column: Column, fitted: Mapping[str, Fitted]
 ) -> Iterator[str]:
     """Check that the labels are classes of the output, whose last axis has one entry for each class."""
-    output = signature.output(config.model.output)
+    output = signature.output(loss.output)
     num_classes = output.shape[-1] if output and output.shape else None
     if column.name in fitted and fitted[column.name].classes:
         yield from class_problems(column.name, fitted[column.name], num_classes, output.name if output else "")
         return
-    values = [value for value in column.extremes if value != config.model.ignore_index]
+    values = [value for value in column.extremes if value != loss.ignored]
     if not values or column.dtype == TEXT or np.dtype(column.dtype).kind == "f":
         return
     if values[0] < 0 or (num_classes is not None and values[-1] >= num_classes):
@@ -319,5 +322,5 @@ def _label_range_problems(
             fits = f"0..{num_classes - 1}, because output {output.name} is {num_classes} wide"
         yield (
             f"the labels in column {column.name!r} are {values[0]:d}..{values[-1]:d}, but must be {fits} "
-            f"(or model.ignore_index {config.model.ignore_index})"
+            f"(or model.ignore_index {loss.ignored})"
         )

@@ -79,8 +79,8 @@ def read_training_signature(model: ModelConfig) -> Signature:
     """
     proto = _load(model.path)
     signature = _signature(proto.graph, model.path)
-    output = signature.output(model.output)
-    trainable = output is None or output.dtype in FLOAT_NAMES
+    read = [signature.output(name) for name in model.outputs]
+    trainable = all(output is None or output.dtype in FLOAT_NAMES for output in read)
     if not trainable or model.num_classes or model.untie or trains_subgraph(proto, model):
         # the seed only decides the values of a new head, which a signature does not contain
         apply_surgery(proto, model, seed=0)

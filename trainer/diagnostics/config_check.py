@@ -13,6 +13,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from onward.trainer.config.loading import BUNDLED_SOURCES
+from onward.trainer.config.losses import with_outputs
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
@@ -47,9 +48,10 @@ def check_local_files(sections: Sections) -> list[str]:
     source_problems = _data(data) if data else []
     problems = [*model_problems, *source_problems, *_paths(sections)]
     absent = [setting for setting, _ in urls_in(sections) if setting.startswith(("model.", "data."))]
-    if model and data and not absent and not model_problems and not source_problems:
+    if model and data and "loss" in sections and not absent and not model_problems and not source_problems:
         try:
             config = RunConfig.model_construct(**dict(sections))
+            config = config.model_copy(update={"model": with_outputs(model, config.losses)})
             signature, schema = read_training_signature(config.model), infer_schema(data)
             computed = computed_columns(config, signature)
             own = {name: column for name, column in schema.items() if name not in computed}

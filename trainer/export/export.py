@@ -94,7 +94,7 @@ def export(run: RunDir, checkpoint: Checkpoint, *, data: EvaluationData, folder:
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
     trainable = open_trainable(config)
     original = trainable.model
-    kept = tuple(filter(None, (*begin_at_numbers(original, config.model).start, config.model.output)))
+    kept = tuple(filter(None, (*begin_at_numbers(original, config.model).start, *config.model.outputs)))
     # the tensors between which is trained must keep their names, so that this part can be cut out of the result
     removed = strip_training(original, keep=kept, base=source.parent)
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")

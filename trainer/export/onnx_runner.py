@@ -75,7 +75,7 @@ class OnnxRunner:
         stored = {tensor.name for tensor in structure.graph.initializer}
         self._inputs = [value for value in structure.graph.input if value.name not in stored]
         outputs = [value.name for value in structure.graph.output]
-        self.outputs = [data.file_rows.output] if data.file_rows else outputs
+        self.outputs = data.file_rows.outputs if data.file_rows else outputs
         self._places = [outputs.index(name) for name in self.outputs]
         self.runtime = "onnxruntime"
         """What runs the file, for the record."""
@@ -128,7 +128,7 @@ class OnnxRunner:
         metrics = self._data.new_metrics(self.outputs)
         for batch in self._data.batches():
             for start, stop in self._slices(batch.size):
-                labels = None if batch.labels is None else batch.labels[start:stop]
+                labels = [None if each is None else each[start:stop] for each in batch.labels]
                 results = self.run([tensor[start:stop] for tensor in self._inputs_of(batch)])
                 metrics.update([self._without_padding(each, stop - start) for each in results], labels, stop - start)
         return {f"evaluation/{name}": value for name, value in metrics.compute().items()}

@@ -49,7 +49,7 @@ def choose_fixed_batch(config: RunConfig) -> tuple[RunConfig, BatchUse]:
 def use_of_part(part: onnx.ModelProto, config: RunConfig) -> BatchUse:
     """Return how the trained part of a file is used, found by running it."""
     chosen = (*config.model.train, *config.lora.also_train)
-    return batch_use(part, config.model.path.parent, train=chosen, output=config.model.output)
+    return batch_use(part, config.model.path.parent, train=chosen, outputs=config.model.outputs)
 
 
 def _choice(config: RunConfig, use: BatchUse) -> str:

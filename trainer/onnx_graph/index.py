@@ -83,9 +83,11 @@ def names_read(node: onnx.NodeProto) -> set[str]:
     return names - {""}
 
 
-def nodes_between(graph: onnx.GraphProto, output: str, start: set[str]) -> tuple[list[onnx.NodeProto], set[str]]:
-    """Return the nodes that compute a tensor from `start` and the inputs, in graph order, and all names they read."""
-    needed, kept = {output}, []
+def nodes_between(
+    graph: onnx.GraphProto, outputs: Iterable[str], start: set[str]
+) -> tuple[list[onnx.NodeProto], set[str]]:
+    """Return the nodes that compute tensors from `start` and the inputs, in graph order, and all names they read."""
+    needed, kept = set(outputs), []
     for node in reversed(graph.node):
         # backwards over the sorted nodes, so that every reader of a value is visited before its producer
         if (needed - start) & set(node.output):

@@ -130,7 +130,7 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
     Returns the problems; the model may then be changed in part.
     """
     graph, index = model.graph, Index(model.graph)
-    output = config.output or graph.output[0].name
+    output = config.named_outputs(graph.output[0].name)[0]
     try:
         layer = _chosen_layer(index, config, output)
     except ConfigError as error:
@@ -286,7 +286,7 @@ def _uniform(name: str, dims: Sequence[int], data_type: int, *, bound: float, se
 
 def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelConfig) -> list[str]:
     """Correct the declared shapes of the graph's outputs; return a problem if the trained output did not change."""
-    output = config.output or model.graph.output[0].name
+    output = config.named_outputs(model.graph.output[0].name)[0]
     declared = [value for value in model.graph.output if value.name in head.dependents]
     places = {value.name: [i for i, dim in enumerate(dims_of(value) or []) if dim == head.old] for value in declared}
     # forget the declared lengths, so that inference may derive the new ones

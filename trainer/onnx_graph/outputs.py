@@ -67,7 +67,7 @@ def with_numeric_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
             return model
         model = with_log_probabilities(model, scores[0])
         kept = [known_types(model).get(scores[0]) or onnx.ValueInfoProto(name=scores[0])]
-    part, behind = onnx.ModelProto(), [nodes_between(model.graph, value.name, set()) for value in kept]
+    part, behind = onnx.ModelProto(), [nodes_between(model.graph, [value.name], set()) for value in kept]
     part.CopyFrom(model)
     outputs = {name for nodes, _ in behind for node in nodes for name in node.output}
     needed = set[str]().union(*(names for _, names in behind))

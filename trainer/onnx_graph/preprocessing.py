@@ -15,7 +15,7 @@ that the pre-processing computes for the rest. Only onnx is needed here; data/pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -88,22 +88,23 @@ def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preproces
     """
     if config.start or not _may_have_any(model.graph):
         return None
-    model = with_log_probabilities(model, config.output)
+    for name in config.outputs:
+        model = with_log_probabilities(model, name)
     graph, types = model.graph, known_types(model)
-    output = config.output or graph.output[0].name
-    if output in types and _is_text(types[output]):
-        raise UnsupportedModel(unreadable_output(model, output, types))
-    between, _ = nodes_between(graph, output, set())
+    outputs = config.named_outputs(graph.output[0].name)
+    if texts := [name for name in outputs if name in types and _is_text(types[name])]:
+        raise UnsupportedModel(unreadable_output(model, name, types) for name in texts)
+    between, _ = nodes_between(graph, outputs, set())
     front = _nodes_in_front(graph, between, types)
     if not front:
         return None
     # shapes of strings are numbers, but have no row for each sample: what reads them belongs to the front as well
-    while shapes := _tensors_behind(between, front, output) & _shape_values(between, front):
+    while shapes := _tensors_behind(between, front, outputs) & _shape_values(between, front):
         front |= _with_ancestors([at for at, node in enumerate(between) if names_read(node) & shapes], between)
     nodes = tuple(between[at] for at in sorted(front))
     if problems := list(_weights_in(model, nodes, config)):
         raise UnsupportedModel(problems)
-    behind = _tensors_behind(between, front, output)
+    behind = _tensors_behind(between, front, outputs)
     read = set().union(*map(names_read, nodes))
     return Preprocessing(
         nodes=nodes,
@@ -194,14 +195,14 @@ def _with_ancestors(chosen: Iterable[int], nodes: list[onnx.NodeProto]) -> set[i
     return found
 
 
-def _tensors_behind(nodes: list[onnx.NodeProto], front: set[int], output: str) -> set[str]:
-    """Return the results of the nodes in front that the nodes behind them read, or that are the output.
+def _tensors_behind(nodes: list[onnx.NodeProto], front: set[int], outputs: Sequence[str]) -> set[str]:
+    """Return the results of the nodes in front that the nodes behind them read, or that are outputs.
 
     Constants are not counted: the trained part has them, too.
     """
     ahead = [nodes[at] for at in front if nodes[at].op_type != "Constant"]
     made = {name for node in ahead for name in node.output if name}
-    read = set().union({output}, *(names_read(node) for at, node in enumerate(nodes) if at not in front))
+    read = set().union(outputs, *(names_read(node) for at, node in enumerate(nodes) if at not in front))
     return made & read
 
 

@@ -89,25 +89,26 @@ def _groups(found: Mapping[str, Sequence[Use]]) -> list[Sequence[Use]]:
 
 def trains_subgraph(model: onnx.ModelProto, config: ModelConfig) -> bool:
     """Return whether a part of the graph is trained: by the settings, or because torch has no type for an output."""
-    inner = bool(config.output) and config.output not in [value.name for value in model.graph.output]
-    return inner or bool(config.start) or not all(map(is_numeric, model.graph.output))
+    inner = {*config.outputs} - {"", *(value.name for value in model.graph.output)}
+    return bool(inner) or bool(config.start) or not all(map(is_numeric, model.graph.output))
 
 
 def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
     """Return the part of a graph that is trained: the nodes from `model.start` (or the inputs) to `model.output`.
 
     Returns the model itself if neither setting is an inner tensor and all outputs are numbers. The part's inputs are
-    the graph's inputs that are still read, then the tensors of `model.start`; its only output is the tensor that the
-    loss reads. Raises ConfigError with all problems at once.
+    the graph's inputs that are still read, then the tensors of `model.start`; its only outputs are the tensors that the
+    losses read. Raises ConfigError with all problems at once.
     """
     if problems := _subgraph_problems(model, config):
         raise ConfigError(problems)
     if not trains_subgraph(model, config):
         return model
-    model = with_log_probabilities(model, config.output)
+    for name in config.outputs:
+        model = with_log_probabilities(model, name)
     graph, types = model.graph, known_types(model)
-    output = config.output or graph.output[0].name
-    kept, needed = nodes_between(graph, output, set(config.start))
+    outputs = config.named_outputs(graph.output[0].name)
+    kept, needed = nodes_between(graph, outputs, set(config.start))
     part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, domain=model.domain)
     part.opset_import.extend(model.opset_import)
     part.functions.extend(model.functions)
@@ -119,10 +120,10 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
                 node.output[place] = f"{name}.before"
     own = [value for value in graph.input if value.name in needed]
     part.graph.input.extend([*own, *(types[name] for name in config.start if name not in {v.name for v in own})])
-    part.graph.output.append(types[output])
+    part.graph.output.extend(types[name] for name in outputs)
     part.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in needed)
     part.graph.sparse_initializer.extend(t for t in graph.sparse_initializer if t.values.name in needed)
-    inside = {name for node in kept for name in node.output} - {output, *config.start}
+    inside = {name for node in kept for name in node.output} - {*outputs, *config.start}
     weights = {tensor.name for tensor in part.graph.initializer}  # what the exporter wrote about them is there, too
     part.graph.value_info.extend(value for value in graph.value_info if value.name in inside | weights)
     part.graph.metadata_props.extend(graph.metadata_props)
@@ -130,37 +131,39 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
 
 
 def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]:
-    model = with_log_probabilities(model, config.output)
+    for name in config.outputs:
+        model = with_log_probabilities(model, name)
     index = Index(model.graph)
     outputs = [value.name for value in model.graph.output]
-    output, computed = config.output or outputs[0], index.computed
+    read, computed = config.named_outputs(outputs[0]), index.computed
     known = [*(name for name in computed if name not in outputs), *outputs]
     problems = []
-    for key, names in (("model.output", [config.output] if config.output else []), ("model.start", config.start)):
+    for key, names in (("model.output", filter(None, config.outputs)), ("model.start", config.start)):
         for name in names:
             if name in index.stored:
                 problems.append(f"{key} {name!r} is a weight; name a tensor that is computed from the inputs")
             elif name not in known:
                 problems.append(f"{key} {name!r} is not a tensor of the model{did_you_mean(name, known)}")
-    problems = problems or list(filter(None, [unreadable_output(model, output)]))
+    problems = problems or list(filter(None, [unreadable_output(model, output) for output in read]))
     if problems or not trains_subgraph(model, config):
         return problems
-    _, needed = nodes_between(model.graph, output, set(config.start))
-    if output in config.start or output not in index.makers:
+    _, needed = nodes_between(model.graph, read, set(config.start))
+    if ends := [output for output in read if output in config.start or output not in index.makers]:
         return [
             f"model.output {output!r} is where the trained part begins; no node is left to train; name a later tensor"
+            for output in ends
         ]
     problems += [
-        f"model.start {name!r} is not on the way to {output!r}; leave it out"
+        f"model.start {name!r} is not on the way to {' or '.join(map(repr, read))}; leave it out"
         for name in config.start
         if name not in needed
     ]
     if not needed & {*config.start, *(value.name for value in model.graph.input if value.name not in index.stored)}:
-        problems.append(f"model.output {output!r} depends on none of the model's inputs")
+        problems.append(f"model.output {read[0]!r} depends on none of the model's inputs")
     types = known_types(model)
-    if problem := unreadable_output(model, output, types):
-        return [problem]
-    for name in (*config.start, output):
+    if unreadable := list(filter(None, [unreadable_output(model, output, types) for output in read])):
+        return unreadable
+    for name in (*config.start, *read):
         if name not in types or not types[name].type.tensor_type.elem_type:
             problems.append(
                 f"the type of {name!r} is not declared in the file and cannot be inferred; begin or end elsewhere"

@@ -59,11 +59,11 @@ class BatchUse:
 
 
 def batch_use(
-    model: onnx.ModelProto, base: Path | None = None, *, train: Sequence[str] = (), output: str = ""
+    model: onnx.ModelProto, base: Path | None = None, *, train: Sequence[str] = (), outputs: Sequence[str] = ("",)
 ) -> BatchUse:
     """Return how a file, or the part of it that is trained, is used as regards its batch.
 
-    base, train: as for `to_module`. output: the one that the loss reads; "" = the first. Runs onnxruntime, and torch
+    base, train: as for `to_module`. outputs: those that the losses read; "" = the first. Runs onnxruntime, and torch
     where onnxruntime cannot run the file. Raises UnsupportedModel if the file cannot be imported at its own batch
     either.
     """
@@ -76,13 +76,13 @@ def batch_use(
         to_module(model, base=base, train=train, widen=False)
         return BatchUse("own" if declared == 1 else "joint", declared, trial, proved=False)
     reason = trial.widened_problem(model, base, train)
-    if not reason and (mixed := trial.dependence_of_large(_index(model, output))):
+    if not reason and (mixed := trial.first(trial.dependence_of_large, model, outputs)):
         return BatchUse("own" if declared == 1 else "joint", declared, mixed)
     if not reason:
         tried = f"batches of 1 and {len(trial.inputs[0])} rows"
         return BatchUse("any", declared, f"{tried} give row by row what the file gives {declared} at a time")
     to_module(model, base=base, train=train, widen=False)  # otherwise the reason is not about the batch
-    if declared > 1 and (mixed := trial.dependence(_index(model, output))):
+    if declared > 1 and (mixed := trial.first(trial.dependence, model, outputs)):
         return BatchUse("joint", declared, mixed)
     return BatchUse("own", declared, reason)
 
@@ -224,6 +224,10 @@ class _Trial:
         if not all(bool(value.double().isfinite().all()) for value in first):
             return False
         return any(_difference(a, b) > VARIES for other in others for a, b in zip(first, other, strict=True))
+
+    def first(self, examine: Callable[[int], str], model: onnx.ModelProto, outputs: Sequence[str]) -> str:
+        """Return the first reason that is found for one of the outputs; "" if there is none."""
+        return next(filter(None, (examine(_index(model, output)) for output in outputs)), "")
 
     def dependence(self, number: int, tolerance: float = TOLERANCE) -> str:
         """Return why one row of an output depends on the other rows or on its place; "" if it does not."""

@@ -159,7 +159,7 @@ def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, 
     )
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
     vocabulary = find_vocabulary_sharding(
-        module, parallel.tensor if parallel.vocabulary else 1, config.model, taken=taken
+        module, parallel.tensor if parallel.vocabulary else 1, config.losses, taken=taken
     )
     placements = shard_regions(module, regions, rank=rank, group=group)
     # both were found before either was changed: they look for layers of the undivided graph

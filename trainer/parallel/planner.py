@@ -30,7 +30,7 @@ from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model import precision
 from onward.trainer.model.fixed_batch import choose_fixed_batch
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.loss import Losses
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.device import CONTEXT_BYTES, describe, reserve, typical
@@ -70,8 +70,8 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
         ) from error
 
 
-def example_batch(config: RunConfig) -> tuple[list[Tensor], Tensor | None]:
-    """Return inputs and labels of one micro-batch, all zeros, as long as the longest of the first rows of the data."""
+def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return inputs, and labels for each loss, of one micro-batch: zeros, as long as the longest of the first rows."""
     signature = read_training_signature(config.model)
     schema = infer_training_schema(config, signature)
 
@@ -80,8 +80,9 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], Tensor | None]:
         row = (len(columns),) if feed.stacked else (1,) if feed.is_one_column else columns[0].shape
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
-    tensors = [zeros(feed) for feed in feeds(config, signature)]
-    return (tensors, None) if config.model.loss == "output" else (tensors[:-1], tensors[-1])
+    tensors, num_inputs = [zeros(feed) for feed in feeds(config, signature)], len(signature.inputs)
+    labels = iter(tensors[num_inputs:])
+    return tensors[:num_inputs], [next(labels) if loss.takes_labels else None for loss in config.losses]
 
 
 def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) -> Estimate:
@@ -101,12 +102,13 @@ def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) ->
         device=typical(device.type, config.precision.compute),
         with_costs=True,
     )
-    loss = Loss(config.model, module.output_names, classes=layout.classes)
+    losses = Losses(config.losses, module.output_names, classes=layout.classes)
 
     def batch_loss(outputs: Sequence[Tensor]) -> Tensor:
-        return loss(outputs, None if labels is None else labels.to(device), config.micro_batch_size)
+        on_device = [None if each is None else each.to(device) for each in labels]
+        return losses.weighted(losses(outputs, on_device, config.micro_batch_size))
 
-    batch_bytes = sum(value.nbytes for value in inputs) + (0 if labels is None else labels.nbytes)
+    batch_bytes = sum(value.nbytes for value in (*inputs, *labels) if value is not None)
     ranks = []
     for pipeline in range(config.parallel.pipeline):
         stages = layout.of(pipeline, config.parallel.pipeline)

@@ -31,7 +31,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, checkpoint_key, slices
 from onward.trainer.model import precision
 from onward.trainer.model.channels_last import use_channels_last
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.loss import Losses
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.compile_stages import compile_stages
@@ -56,7 +56,7 @@ class RankModel:
     """What one rank computes, and all it stores."""
 
     stages: tuple[Stage, ...]
-    loss: Loss
+    losses: Losses
     reducer: Reducer | Sharded
     """Holds the weights and sums their gradients over all ranks."""
     shapes: Mapping[str, tuple[int, ...]]
@@ -168,7 +168,7 @@ def build_rank_model(
     )
     return RankModel(
         stages=tuple(own),
-        loss=Loss(config.model, module.output_names, classes=layout.classes),
+        losses=Losses(config.losses, module.output_names, classes=layout.classes),
         reducer=reducer,
         shapes=shapes,
         trained_names=trained_names,

@@ -25,7 +25,7 @@ from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, ExportRefused
 from onward.trainer.export.onnx_runner import EvaluationData
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.loss import Losses
 from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.trainable import TrainableModel
@@ -59,7 +59,7 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
         findings.not_rehearsed.append("the compiled graph (graph.compile): compiling it takes long, so it ran eagerly")
     graph = RehearsedGraph(
         trainable.module,
-        Loss(config.model, trainable.module.output_names),
+        Losses(config.losses, trainable.module.output_names),
         autocast=partial(autocast, arithmetic, CPU),
     )
     torch.manual_seed(config.train.seed)
@@ -89,7 +89,7 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
     file_rows = FileRows(rows, config, signature) if signature.computed else None
 
     def metrics(output_names: Sequence[str]) -> EvaluationMetrics:
-        return EvaluationMetrics(graph.loss, ignore_index=config.model.ignore_index, device=CPU)
+        return EvaluationMetrics(graph.losses, device=CPU)
 
     data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows)
     return [
@@ -140,7 +140,7 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     settings = begin_at_numbers(trainable.model, config.model)
     audit = audit_of_run(extract_subgraph(trainable.model, settings), trainable.module, trainable.base)
     audit.batch = use
-    outputs = output_warnings(trainable.model, audit.model.graph, config.model.output)
+    outputs = [w for name in config.model.outputs for w in output_warnings(trainable.model, audit.model.graph, name)]
     findings.warnings = (*exporter_warnings(audit), *outputs)
     for problem in refused_warnings(findings.warnings, config.model.accept):
         findings.refuse(problem)
@@ -171,7 +171,7 @@ def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> 
     """Refuse a run in which no weight has a gradient, or a gradient is not finite."""
     trained = {name: weight.grad for name, weight in named_weights(graph.module).items() if weight.requires_grad}
     findings.trained = len(trained)
-    if not rows.num_targets:
+    if not any(rows.num_targets):
         findings.not_rehearsed.append(f"gradients: the first {rows.size} rows have no label that counts")
         return
     loss = f"the loss of the first {rows.size} rows is {findings.batches[-1].loss:g}"
@@ -187,7 +187,7 @@ def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> 
     if len(findings.without_gradient) == len(trained):
         findings.refuse(
             f"nothing would be learnt: {loss}, and its gradient is zero for each of the {len(trained)} trained weights "
-            f"({_few(list(trained))}). The loss reads {graph.loss_output!r}; name another tensor in model.output, "
+            f"({_few(list(trained))}). The loss reads {graph.loss_outputs}; name another tensor in model.output, "
             "train other weights (model.train), or look at the data"
         )
 

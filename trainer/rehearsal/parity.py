@@ -51,7 +51,7 @@ def compare_untrained(
 def _inference_form(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:
     """Return the trained part of the graph as inference computes it: the file itself where nothing is changed."""
     model, settings = trainable.model, config.model
-    kept = tuple(filter(None, (*begin_at_numbers(model, settings).start, settings.output)))
+    kept = tuple(filter(None, (*begin_at_numbers(model, settings).start, *settings.outputs)))
     removed = strip_training(model, keep=kept, base=trainable.base)
     if not (removed or settings.num_classes or settings.untie or trains_subgraph(model, settings)):
         return ModelFile(settings.path, model)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onward.trainer.data.batches import Batch
 from onward.trainer.errors import ConfigError, OnwardError, Refused
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.loss import Loss, Losses
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.rehearsal.failing_node import failing_node
 from onward.trainer.rehearsal.sizes import Kind
@@ -23,10 +23,10 @@ from onward.trainer.run.records import RehearsedBatch
 
 @dataclass(frozen=True)
 class RehearsedGraph:
-    """The graph, the loss and the arithmetic of a run, on the CPU."""
+    """The graph, the losses and the arithmetic of a run, on the CPU."""
 
     module: ImportedGraph
-    loss: Loss
+    losses: Losses
     autocast: Callable[[], contextlib.AbstractContextManager[object]]
     """Makes the context of a forward pass."""
 
@@ -42,31 +42,38 @@ class RehearsedGraph:
             with self.autocast():
                 outputs = (call or self.module)(*batch.inputs)
             outputs = batch.own_rows((outputs,) if isinstance(outputs, Tensor) else outputs)
-            self.loss.check_labels(batch, outputs)
-            loss = self._loss(outputs, batch)
+            self.losses.check_labels(batch, outputs)
+            sums = [self._sum(place, loss, outputs, batch) for place, loss in enumerate(self.losses.each)]
+            loss = self.losses.weighted(
+                [value / (count or 1) for value, count in zip(sums, batch.num_targets, strict=True)]
+            )
             if loss.requires_grad:  # not in evaluation, and not if it depends on no weight
-                (loss / max(batch.num_targets, 1)).backward()  # type: ignore[no-untyped-call]
-        mean = float(loss.detach()) / batch.num_targets if batch.num_targets else math.nan
+                loss.backward()  # type: ignore[no-untyped-call]
+        mean = float(loss.detach()) if any(batch.num_targets) else math.nan
         return RehearsedBatch(what=kind, rows=batch.size, loss=mean, elapsed_s=time.monotonic() - started_at)
 
-    def _loss(self, outputs: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Return the summed loss. Raises ConfigError if the output and the labels do not fit."""
+    def _sum(self, place: int, loss: Loss, outputs: Sequence[Tensor], batch: Batch) -> Tensor:
+        """Return one summed loss. Raises ConfigError if the output and the labels do not fit."""
+        own = batch.labels[place]
         try:
-            return self.loss(outputs, batch.labels, batch.size)
+            return loss(outputs, own, batch.size)
         except (RuntimeError, ValueError, IndexError) as error:
             if "allocate memory" in str(error):
                 raise
-            labels = "" if batch.labels is None else f" and the labels are {list(batch.labels.shape)}"
+            labels = "" if own is None else f" and the labels are {list(own.shape)}"
             raise ConfigError(
-                f"the loss {self.loss.name!r} cannot be computed: for {batch.size} rows, output {self.loss_output!r} "
-                f"is {list(outputs[self.loss.index].shape)}{labels} ({str(error).splitlines()[0]}); name the output "
+                f"the loss {loss.name!r} cannot be computed: for {batch.size} rows, output {self._name(loss)!r} "
+                f"is {list(outputs[loss.index].shape)}{labels} ({str(error).splitlines()[0]}); name the output "
                 "with the scores of each row in model.output, or another model.loss"
             ) from error
 
     @property
-    def loss_output(self) -> str:
-        """Return the name of the output that the loss reads."""
-        return self.module.output_names[self.loss.index]
+    def loss_outputs(self) -> str:
+        """Return the names of the outputs that the losses read."""
+        return " and ".join(dict.fromkeys(repr(self._name(loss)) for loss in self.losses.each))
+
+    def _name(self, loss: Loss) -> str:
+        return self.module.output_names[loss.index]
 
     def kept_bytes_per_row(self, batch: Batch) -> float:
         """Return the bytes that a forward pass keeps for the backward pass, without weights; 0 if it does not run."""

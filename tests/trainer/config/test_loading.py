@@ -24,6 +24,22 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["data 4 x tensor 1 x pipeline 1", "is 3"],
     ),
     "ranks for auto": ({"parallel": "auto"}, ["parallel = 'auto'", "launch.num_ranks is 0; set launch.num_ranks"]),
+    "a loss set twice": (
+        {"model": {"path": "m.onnx", "loss": "mse"}, "loss": [{"name": "l1", "output": "z"}]},
+        ["loss.name is 'l1', but its short form model.loss is 'mse'; set one of the two"],
+    ),
+    "labels of a loss set twice": (
+        {"data": {"source": "digits", "label": "a"}, "loss": [{"label": "a"}, {"label": "b"}]},
+        ["loss.1.label is 'b', but its short form data.label is 'a'; set one of the two"],
+    ),
+    "outputs of other losses": (
+        {"model": {"path": "m.onnx", "output": ["y", "z"]}, "loss": {}},
+        ["model.output names 2 tensors, but there are 1 [[loss]]"],
+    ),
+    "losses and Adasum": (
+        {"parallel": {"reduction": "adasum"}, "loss": [{}, {"output": "z"}]},
+        ["weighs hosts by the targets of one loss, but there are 2 [[loss]]"],
+    ),
     "stages without a loop": (
         {
             "parallel": {"pipeline": 2, "stages_per_rank": 3},
@@ -315,3 +331,31 @@ def test_the_rules_are_checked_once_per_build(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ConfigError):
             build_config(GOOD | invalid)
         assert calls == [5], "a problem elsewhere does not hide the rules' problems"
+
+
+def test_the_short_form_and_the_section_of_a_loss_are_one() -> None:
+    short = {"model": {"path": "m.onnx", "loss": "mse", "output": "y"}, "data": {"source": "digits", "label": "a"}}
+    table = {"model": {"path": "m.onnx"}, "loss": {"name": "mse", "output": "y", "label": "a"}}
+    one, other = build_config(GOOD | short), build_config(GOOD | table)
+    assert one.losses == other.losses
+    assert (one.losses[0].name, one.losses[0].output, one.losses[0].columns) == ("mse", "y", ("a",))
+    assert (other.model.loss, other.model.output) == ("mse", "y"), "surgery reads them there"
+    assert RunConfig.model_validate_json(other.model_dump_json()) == other
+
+
+def test_several_losses_are_filled_in_and_overridden_one_by_one() -> None:
+    given = GOOD | {"loss": [{"output": "y"}, {"output": "z", "name": "l1", "label": ["b", "c"]}]}
+    config = load_config(given, ["loss.1.weight=0.5", "model.ignore_index=-1"])
+    assert [(each.name, each.weight, each.ignored, each.columns) for each in config.losses] == [
+        ("cross_entropy", 1.0, -1, ("label",)),
+        ("l1", 0.5, -1, ("b", "c")),
+    ]
+    assert config.model.output == ("y", "z")
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    assert load_config(config, ["loss.1.weight=0.5"]) == config
+    assert load_config(GOOD, ["loss.name=mse"]).losses[0].name == "mse"
+    with pytest.raises(ConfigError, match=r"loss.weight: there are 2 \[\[loss\]\]; name one, such as loss.0.w"):
+        load_config(given, ["loss.weight=0.5"])
+    with pytest.raises(ConfigError, match=r"loss.1.weight: Input should be greater than 0") as refusal:
+        load_config(given, ["loss.1.weight=-1", "loss.0.wieght=1"])
+    assert "unknown key loss.0.wieght; did you mean loss.0.weight?" in refusal.value.problems

@@ -76,8 +76,8 @@ def images(tmp_path: Path) -> Callable[..., Prepared]:
 def test_bytes_become_the_floats_the_graph_takes_and_labels_int64(images: Callable[..., Prepared]) -> None:
     prepared = images()
     (batch,) = prepared.batches().take(0, 8)
-    (image,) = batch.inputs
-    assert (image.dtype, image.shape, batch.labels.dtype, batch.size) == (torch.float32, (8, 3, 8, 8), torch.int64, 8)
+    (image,), (labels,) = batch.inputs, batch.labels
+    assert (image.dtype, image.shape, labels.dtype, batch.size) == (torch.float32, (8, 3, 8, 8), torch.int64, 8)
     np.testing.assert_array_equal(image.numpy(), prepared.train.read(batch.rows)["image"])
 
 
@@ -109,7 +109,7 @@ def test_several_columns_become_one_vector_in_the_order_given(tmp_path: Path) ->
     first = batch.inputs[0][0].tolist()
     assert batch.inputs[0].shape == (8, 4)
     assert first == [first[1] + 3, first[1], first[1] + 1, first[1] + 2]
-    assert (batch.labels.dtype, float(batch.labels[0])) == (torch.float32, first[1] + 4)
+    assert (batch.labels[0].dtype, float(batch.labels[0][0])) == (torch.float32, first[1] + 4)
 
 
 def test_rows_of_varying_length_are_filled_up_with_the_values_asked_for(tmp_path: Path) -> None:
@@ -132,14 +132,14 @@ def test_labels_of_varying_length_are_filled_up_with_what_does_not_count(tmp_pat
         value.type.tensor_type.shape.dim[1].dim_param = "sequence"
     prepared = Prepared(tmp_path, model, tmp_path / "t.jsonl", model={"ignore_index": -1})
     (batch,) = prepared.batches().take(0, 8)
-    assert torch.equal(batch.labels, torch.where(batch.inputs[0] == 1, 2, -1))
+    assert torch.equal(batch.labels[0], torch.where(batch.inputs[0] == 1, 2, -1))
 
 
 def test_a_graph_with_its_own_loss_gets_no_labels_but_its_inputs_in_order(tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", labels=np.arange(40) % 3, features=np.ones((40, 4), np.float32))
     prepared = Prepared(tmp_path, graphs.tiny_loss_model(), tmp_path / "t.npz", model={"loss": "output"})
     (batch,) = prepared.batches().take(0, 8)
-    assert batch.labels is None
+    assert batch.labels == (None,)
     assert [(x.dtype, x.shape) for x in batch.inputs] == [(torch.float32, (8, 4)), (torch.int64, (8,))]
 
 

@@ -213,7 +213,7 @@ def test_a_sequence_of_numbers_is_computed_in_front_of_the_network_too(tmp_path:
 def test_the_planner_sees_the_results_of_the_pre_processing(tmp_path: Path) -> None:
     source = write_csv(tmp_path / "t.csv", SENTENCES)
     config = configuration(tmp_path, FOREIGN / "text-sentences.onnx", source)
-    (ids,), labels = example_batch(config)
+    (ids,), (labels,) = example_batch(config)
     # the longest of the first rows
     assert (ids.shape[1], ids.dtype, labels is not None) == (5, torch.int64, True)
 

@@ -26,7 +26,6 @@ from onward.trainer.export.export import Checkpoint
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, relative_difference
 from onward.trainer.export.verification import Expected, verify
-from onward.trainer.model.loss import Loss
 from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.strip_training import strip_training
@@ -38,6 +37,7 @@ from onward.trainer.run.directory import RunDir, example_in, refusal_in
 from onward.trainer.run.durable_files import sha256 as digest
 from onward.trainer.run.records import ExportedModel, Refusal, RunIdentity, read_record, write_record
 from tests.support import graphs
+from tests.support.losses import metrics_of
 from tests.support.quantized import quantized
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ class Rows:
     """An evaluation batch."""
 
     inputs: tuple[Tensor, ...]
-    labels: Tensor | None
+    labels: tuple[Tensor | None, ...]
     size: int
 
 
@@ -64,7 +64,7 @@ class Case:
         config = ModelConfig(path=self.run.root, loss="output")
 
         def new_metrics(names: Iterable[str]) -> EvaluationMetrics:
-            return EvaluationMetrics(Loss(config, list(names)), ignore_index=-100, device=CPU)
+            return metrics_of(config, names)
 
         data = EvaluationData(batches=lambda: self.batches, new_metrics=new_metrics)
         weights = {name: weight.detach().clone() for name, weight in named_weights(self.module).items()}
@@ -100,7 +100,7 @@ def make(tmp_path: Path) -> Make:
             for weight in named_weights(module).values():
                 weight.add_(moved * torch.rand_like(weight))
         batches = [
-            Rows(tuple(map(torch.from_numpy, graphs.feed(model, size, seed).values())), None, size)
+            Rows(tuple(map(torch.from_numpy, graphs.feed(model, size, seed).values())), (None,), size)
             for seed, size in enumerate((6, 6, 3))
         ]
         return Case(run, module, batches)
@@ -138,7 +138,7 @@ def test_the_written_file_is_parsed_once(half: bool, make: Make, monkeypatch: py
     for value in (*model.graph.input, *model.graph.output) if half else ():
         value.type.tensor_type.elem_type = TensorProto.FLOAT16
     case, parsed = make(model, tolerance=5e-3), list[Path]()
-    case.batches = [Rows((torch.randn(6, 4),), None, 6)]
+    case.batches = [Rows((torch.randn(6, 4),), (None,), 6)]
     load = onnx.load_model
 
     def counted(file: Any, *args: Any, **kwargs: Any) -> onnx.ModelProto:
@@ -179,7 +179,7 @@ def test_a_file_with_a_fixed_batch_is_verified_in_batches_of_that_size(make: Mak
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 4
     case = make(model)
-    case.batches = [Rows((torch.randn(size, 4),), None, size) for size in (6, 4, 1)]
+    case.batches = [Rows((torch.randn(size, 4),), (None,), size) for size in (6, 4, 1)]
     assert case.export().parity < 1e-5
     with np.load(example_in(case.run.export)) as example:
         assert example["features"].shape == (4, 4)
@@ -192,7 +192,7 @@ def test_a_half_precision_file_is_rounded_once_and_keeps_its_type(make: Make) ->
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.elem_type = TensorProto.FLOAT16
     case = make(model, tolerance=5e-3)
-    case.batches = [Rows((torch.randn(6, 4),), None, 6)]
+    case.batches = [Rows((torch.randn(6, 4),), (None,), 6)]
     exported = case.export()
     assert 0 < exported.parity < 5e-3
     assert {tensor.data_type for tensor in onnx.load(exported.path).graph.initializer} == {TensorProto.FLOAT16}
@@ -477,10 +477,10 @@ def test_a_partly_trained_model_called_part_is_not_overwritten_by_the_part_that_
     module = to_module(extract_subgraph(model, config), base=source.parent).eval()
     write_model(module, model, source, file)
     content = file.read_bytes()
-    batches = [Rows((torch.randn(3, 4),), None, 3)]
+    batches = [Rows((torch.randn(3, 4),), (None,), 3)]
 
     def new_metrics(names: Iterable[str]) -> EvaluationMetrics:
-        return EvaluationMetrics(Loss(config, list(names)), ignore_index=-100, device=CPU)
+        return metrics_of(config, names)
 
     data = EvaluationData(batches=lambda: batches, new_metrics=new_metrics)
     weights = {name: tensor.detach() for name, tensor in stored_weights(module).items()}

@@ -26,7 +26,7 @@ from tests.support import graphs
 @dataclass(frozen=True)
 class Rows:
     inputs: tuple[Tensor, ...]
-    labels: Tensor | None
+    labels: tuple[Tensor | None, ...]
     size: int
 
 
@@ -48,7 +48,7 @@ def one_node(operator: str, *, domain: str = "", opset: int = 20) -> onnx.ModelP
 def test_a_file_of_a_newer_ir_version_runs_as_a_copy_of_an_older_one() -> None:
     model = one_node("Relu")
     model.ir_version = 14
-    runner = OnnxRunner(model, data(Rows((torch.randn(3, 4),), None, 3)))
+    runner = OnnxRunner(model, data(Rows((torch.randn(3, 4),), (None,), 3)))
     assert runner.compare(to_module(model), batches=1, tolerance=1e-6) == []
     assert runner.runtime.startswith("onnxruntime, on a copy of IR version 1")
     assert model.ir_version == 14
@@ -64,7 +64,7 @@ def test_a_file_in_half_precision_is_judged_as_its_fp32_copy(half: int, tmp_path
         value.type.tensor_type.elem_type = half
     path = tmp_path / "half.onnx"
     path.write_bytes(model.SerializeToString())
-    runner = OnnxRunner(ModelFile.read(path), data(Rows((torch.randn(6, 4),), None, 6)))
+    runner = OnnxRunner(ModelFile.read(path), data(Rows((torch.randn(6, 4),), (None,), 6)))
     assert runner.compare(to_module(model), batches=1, tolerance=1e-5) == []
     assert runner.runtime.endswith("fp32 copy of the file")
     assert in_half_precision(onnx.load(path)), "the file itself is untouched"
@@ -95,7 +95,7 @@ class Same(torch.nn.Module):
 
 
 def test_a_file_that_takes_only_single_rows_runs_row_by_row(caplog: pytest.LogCaptureFixture) -> None:
-    runner = OnnxRunner(one_row(), data(Rows((torch.randn(3, 4),), None, 3)))
+    runner = OnnxRunner(one_row(), data(Rows((torch.randn(3, 4),), (None,), 3)))
     assert runner.compare(Same(), batches=1, tolerance=1e-6) == []
     assert runner.runtime == "onnxruntime, row by row"
     assert "its batches are not verified" in caplog.text
@@ -141,7 +141,7 @@ def test_an_output_of_any_kind_is_compared(
 ) -> None:
     torch.manual_seed(0)  # some rows have outputs near zero, whose relative difference is above the tolerance
     model = with_ends(node, "batch", *others, end)
-    runner = OnnxRunner(model, data(Rows((torch.randn(6, 4),), None, 6)))
+    runner = OnnxRunner(model, data(Rows((torch.randn(6, 4),), (None,), 6)))
     module = to_module(model).eval()
     assert runner.compare(module, batches=1, tolerance=1e-6) == []
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_an_output_of_any_kind_is_compared(
 )
 def test_a_file_with_a_fixed_batch_is_compared_on_batches_of_that_size(node: onnx.NodeProto, dims: list[int]) -> None:
     model = with_ends(node, 4, helper.make_tensor_value_info("z", TensorProto.FLOAT, dims))
-    runner = OnnxRunner(model, data(*(Rows((torch.randn(size, 4),), None, size) for size in (6, 4, 1))))
+    runner = OnnxRunner(model, data(*(Rows((torch.randn(size, 4),), (None,), size) for size in (6, 4, 1))))
     assert runner.compare(to_module(model).eval(), batches=3, tolerance=1e-6) == []
 
 
@@ -167,10 +167,9 @@ def test_a_fixed_batch_is_evaluated_row_for_row_and_repeated_rows_do_not_count()
     class Seen:
         rows: ClassVar[list[tuple[int, int, int]]] = []
 
-        def update(self, outputs: Sequence[Tensor], labels: Tensor | None, size: int) -> None:
-            assert labels is not None
-            self.rows.append((len(outputs[0]), len(labels), size))
-            assert torch.allclose(outputs[0].squeeze(1), labels)
+        def update(self, outputs: Sequence[Tensor], labels: Sequence[Tensor], size: int) -> None:
+            self.rows.append((len(outputs[0]), len(labels[0]), size))
+            assert torch.allclose(outputs[0].squeeze(1), labels[0])
 
         def compute(self) -> dict[str, float]:
             return {"rows": float(sum(size for *_, size in self.rows))}
@@ -180,7 +179,7 @@ def test_a_fixed_batch_is_evaluated_row_for_row_and_repeated_rows_do_not_count()
         value.type.tensor_type.shape.dim[0].dim_value, value.type.tensor_type.shape.dim[1].dim_value = 4, 1
     x = torch.randn(6, 1)
     runner = OnnxRunner(
-        model, EvaluationData(batches=lambda: [Rows((x,), x[:, 0], 6)], new_metrics=lambda names: Seen())
+        model, EvaluationData(batches=lambda: [Rows((x,), (x[:, 0],), 6)], new_metrics=lambda names: Seen())
     )
     assert runner.evaluate() == {"evaluation/rows": 6.0}
     assert Seen.rows == [(4, 4, 4), (2, 2, 2)]
@@ -190,7 +189,7 @@ def test_repeated_rows_do_not_count_where_each_row_has_several_results() -> None
     class Seen:
         results: ClassVar[list[Tensor]] = []
 
-        def update(self, outputs: Sequence[Tensor], labels: Tensor | None, size: int) -> None:
+        def update(self, outputs: Sequence[Tensor], labels: Sequence[Tensor | None], size: int) -> None:
             self.results.append(outputs[0])
 
         def compute(self) -> dict[str, float]:
@@ -200,7 +199,7 @@ def test_repeated_rows_do_not_count_where_each_row_has_several_results() -> None
     g.op("Reshape", g.input("x", (4, 6)), g.weight("shape", [8, 3]), outputs="y")
     g.output("y", (8, 3))
     x = torch.randn(5, 6)
-    rows = EvaluationData(batches=lambda: [Rows((x,), None, 5)], new_metrics=lambda names: Seen())
+    rows = EvaluationData(batches=lambda: [Rows((x,), (None,), 5)], new_metrics=lambda names: Seen())
     OnnxRunner(g.model(), rows).evaluate()
     assert torch.equal(torch.cat(Seen.results), x.reshape(10, 3))
 
@@ -217,7 +216,7 @@ def rotary(width: int = 8) -> onnx.ModelProto:
 
 def test_rotary_embedding_is_verified_row_by_row_and_as_a_batch_by_onnx_reference() -> None:
     model = rotary()
-    runner = OnnxRunner(model, data(Rows((torch.randn(3, 2, 3, 8),), None, 3)))
+    runner = OnnxRunner(model, data(Rows((torch.randn(3, 2, 3, 8),), (None,), 3)))
     assert runner.compare(to_module(model), batches=1, tolerance=1e-6) == []
     assert runner.runtime == "onnxruntime, row by row"
 
@@ -235,7 +234,7 @@ def masked_attention() -> onnx.ModelProto:
 def test_a_file_that_onnxruntime_loads_but_cannot_run_runs_under_onnx_reference() -> None:
     model = masked_attention()
     inputs = (*(torch.randn(2, 2, 3, 4) for _ in range(3)), torch.zeros(2, 1, 1, 3))
-    runner = OnnxRunner(model, data(Rows(inputs, None, 2)))
+    runner = OnnxRunner(model, data(Rows(inputs, (None,), 2)))
     assert runner.compare(to_module(model), batches=1, tolerance=1e-5) == []
     assert runner.runtime == "onnx.reference"
 
@@ -271,7 +270,7 @@ class Double(OpRun):
 
 def test_a_custom_operator_is_imported_and_run_by_the_users_file(tmp_path: Path) -> None:
     model = one_node("Double", domain="judged")
-    rows = data(Rows((torch.randn(3, 4),), None, 3))
+    rows = data(Rows((torch.randn(3, 4),), (None,), 3))
     with pytest.raises(ExportRefused, match=r"in a file of model\.converters"):
         OnnxRunner(model, rows)
     file = tmp_path / "my_operators.py"

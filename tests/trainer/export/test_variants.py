@@ -20,25 +20,23 @@ from onward.trainer.export import variants
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData
 from onward.trainer.export.variants import make_variant, too_much
-from onward.trainer.model.loss import Loss
 from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
+from tests.support.losses import metrics_of
 from tests.support.trained_models import model_with_weights
 
 
 @dataclass(frozen=True)
 class Rows:
     inputs: tuple[Tensor, ...]
-    labels: Tensor
+    labels: tuple[Tensor, ...]
     size: int
 
 
 def new_metrics(names: Iterable[str]) -> EvaluationMetrics:
-    return EvaluationMetrics(
-        Loss(ModelConfig(path=Path("-")), list(names)), ignore_index=-100, device=torch.device("cpu")
-    )
+    return metrics_of(ModelConfig(path=Path("-")), names)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvaluationDa
     path = tmp_path_factory.mktemp("digits") / "digits.onnx"
     path.write_bytes(model_with_weights(module, model).SerializeToString())
     held_out = [
-        Rows((images[start : start + 64],), labels[start : start + 64], len(labels[start : start + 64]))
+        Rows((images[start : start + 64],), (labels[start : start + 64],), len(labels[start : start + 64]))
         for start in range(1344, len(labels), 64)
     ]
     return path, EvaluationData(batches=lambda: held_out, new_metrics=new_metrics)
@@ -73,7 +71,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvaluationData
     path.write_bytes(model.SerializeToString())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(64, (4, 8, 17), generator=generator)
-    batches = [Rows((rows[:, :-1],), rows[:, 1:], 8) for rows in ids]
+    batches = [Rows((rows[:, :-1],), (rows[:, 1:],), 8) for rows in ids]
     return path, EvaluationData(batches=lambda: batches, new_metrics=new_metrics)
 
 
@@ -160,7 +158,7 @@ def test_a_variant_is_measured_on_what_the_file_itself_takes(what: str, tmp_path
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
-    batches = [Rows((torch.rand(6, 1, 8, 8),), torch.arange(6), 6)]
+    batches = [Rows((torch.rand(6, 1, 8, 8),), (torch.arange(6),), 6)]
     data = EvaluationData(batches=lambda: batches, new_metrics=new_metrics)
     for kind in ("optimized", "int8_static") if what == "a fixed batch" else ("optimized",):
         variant = make_variant(kind, path, data=data, tolerance=0.5)
@@ -176,7 +174,7 @@ def test_weights_in_constant_nodes_are_made_smaller_too(kind: str, tmp_path: Pat
         model.graph.initializer.remove(tensor)
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
-    batches = [Rows((torch.rand(6, 1, 8, 8),), torch.arange(6), 6)]
+    batches = [Rows((torch.rand(6, 1, 8, 8),), (torch.arange(6),), 6)]
     data = EvaluationData(batches=lambda: batches, new_metrics=new_metrics)
     variant = make_variant(kind, path, data=data, tolerance=1.0)
     assert not variant.refused
@@ -198,7 +196,7 @@ def test_a_model_with_nothing_to_quantize_is_refused_with_the_reason(tmp_path: P
     g.output("logits", ("batch", 3))
     path = tmp_path / "plain.onnx"
     path.write_bytes(g.model().SerializeToString())
-    batches = [Rows((torch.rand(4, 3, 8, 8),), torch.zeros(4, dtype=torch.int64), 4)]
+    batches = [Rows((torch.rand(4, 3, 8, 8),), (torch.zeros(4, dtype=torch.int64),), 4)]
     data = EvaluationData(batches=lambda: batches, new_metrics=new_metrics)
     for kind, reason in {
         "int8_dynamic": "nothing was quantized: no MatMul",

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.batches import Batch
 from onward.trainer.data.targets import count_targets, label_range
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model import chunked_loss
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.loss import Loss, Losses
 from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.parallel.dry_run import MemoryCounter
 
@@ -23,7 +23,15 @@ CPU = torch.device("cpu")
 
 
 def loss_named(name: str, **settings: object) -> Loss:
-    return Loss(ModelConfig.model_validate({"path": "-", "loss": name, **settings}), ["logits", "hidden"])
+    return Loss(config_of(name, **settings), ["logits", "hidden"])
+
+
+def config_of(name: str, **settings: object) -> LossConfig:
+    return LossConfig.model_validate({"name": name, "ignore_index": -100, **settings})
+
+
+def metrics_of(name: str, **settings: object) -> EvaluationMetrics:
+    return EvaluationMetrics(Losses([config_of(name, **settings)], ["logits", "hidden"]), device=CPU)
 
 
 REFERENCE = {
@@ -78,9 +86,9 @@ def test_an_unknown_output_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize("sizes", [[6], [1, 5], [2, 2, 2]])
 def test_evaluation_does_not_depend_on_how_the_samples_are_batched(sizes: list[int]) -> None:
     output, labels, reference = REFERENCE["cross_entropy"]
-    totals = EvaluationMetrics(loss_named("cross_entropy"), ignore_index=-100, device=CPU)
+    totals = metrics_of("cross_entropy")
     for out, lab in zip(output.split(sizes), labels.split(sizes), strict=True):
-        totals.update(out, lab, len(lab))
+        totals.update(out, [lab], len(lab))
     values = totals.compute()
     assert values["loss"] == pytest.approx(float(reference(output, labels)), rel=1e-6)
     assert values["accuracy"] == pytest.approx(float((output.argmax(-1) == labels).float().mean()))
@@ -88,50 +96,50 @@ def test_evaluation_does_not_depend_on_how_the_samples_are_batched(sizes: list[i
 
 def test_regression_and_binary_tasks_have_their_metrics() -> None:
     output, labels, _ = REFERENCE["l1"]
-    totals = EvaluationMetrics(loss_named("l1"), ignore_index=-100, device=CPU)
-    totals.update(output, labels, 6)
+    totals = metrics_of("l1")
+    totals.update(output, [labels], 6)
     values = totals.compute()
     assert values["mae"] == pytest.approx(values["loss"], rel=1e-6)
     assert values["mse"] == pytest.approx(float(((output - labels) ** 2).mean()), rel=1e-5)
     output, labels, _ = REFERENCE["bce_with_logits"]
-    totals = EvaluationMetrics(loss_named("bce_with_logits"), ignore_index=-100, device=CPU)
-    totals.update(output, labels, 6)
+    totals = metrics_of("bce_with_logits")
+    totals.update(output, [labels], 6)
     assert totals.compute()["accuracy"] == pytest.approx(float(((output > 0) == (labels > 0)).float().mean()))
 
 
 def test_evaluating_nothing_gives_nan_not_a_good_score() -> None:
-    totals = EvaluationMetrics(loss_named("mse"), ignore_index=-100, device=CPU)
+    totals = metrics_of("mse")
     assert math.isnan(totals.compute()["loss"])
 
 
 def test_binary_accuracy_does_not_depend_on_the_batches_even_for_logits_that_look_like_probabilities() -> None:
     logits, labels = torch.tensor([0.2, 0.3, 0.4, -1.0]), torch.tensor([1, 1, 1, 0])
     for size in (4, 2, 1):
-        totals = EvaluationMetrics(loss_named("bce_with_logits"), ignore_index=-100, device=CPU)
+        totals = metrics_of("bce_with_logits")
         for out, lab in zip(logits.split(size), labels.split(size), strict=True):
-            totals.update(out, lab, size)
+            totals.update(out, [lab], size)
         assert totals.compute()["accuracy"] == 1.0
 
 
 def test_a_batch_that_is_not_a_number_makes_the_loss_none() -> None:
-    totals = EvaluationMetrics(loss_named("mse"), ignore_index=-100, device=CPU)
-    totals.update(torch.tensor([float("nan")]), torch.zeros(1), 1)
-    totals.update(torch.ones(1), torch.zeros(1), 1)
+    totals = metrics_of("mse")
+    totals.update(torch.tensor([float("nan")]), [torch.zeros(1)], 1)
+    totals.update(torch.ones(1), [torch.zeros(1)], 1)
     assert math.isnan(totals.compute()["loss"])
 
 
-def batch_of(labels: torch.Tensor, model: ModelConfig) -> Batch:
-    counted = int(count_targets(labels, len(labels), model))
+def batch_of(labels: torch.Tensor, config: LossConfig) -> Batch:
+    counted = float(count_targets(labels, len(labels), config))
     rows = np.arange(100, 100 + len(labels))
-    return Batch((), labels, len(labels), counted, label_range=label_range(labels, model), rows=rows)
+    return Batch((), (labels,), len(labels), (counted,), label_ranges=(label_range(labels, config),), rows=rows)
 
 
 def test_labels_that_are_no_classes_are_refused_with_their_values_rows_and_the_number_of_classes() -> None:
-    loss, model = loss_named("cross_entropy"), ModelConfig.model_validate({"path": "-", "loss": "cross_entropy"})
+    loss, model = loss_named("cross_entropy"), config_of("cross_entropy")
     logits = torch.zeros(3, 2, 5)
     good = batch_of(torch.tensor([[0, 4], [-100, 1], [2, 3]]), model)
     loss.check_labels(good, (logits, logits))
-    assert (good.num_targets, good.label_range) == (5, (0, 4))
+    assert (good.num_targets, good.label_ranges) == ((5,), ((0, 4),))
     bad = batch_of(torch.tensor([[0, 5], [-100, 1], [7, -3]]), model)
     with pytest.raises(DataError, match=r"labels -3, 5, 7 in rows 100, 102 .*has 5 of them, 0\.\.4.*now -100\)"):
         loss.check_labels(bad, (logits, logits))
@@ -148,17 +156,17 @@ def test_labels_are_counted_on_the_host_as_the_loss_counts_them() -> None:
         ("mse", {}, 4, (0, 0)),
         ("output", {}, 2, (0, 0)),
     ):
-        model = ModelConfig.model_validate({"path": "-", "loss": name, **settings})
+        model = config_of(name, **settings)
         assert count_targets(labels, 2, model) == counted
         assert label_range(labels, model) == extremes
-    ignored = ModelConfig.model_validate({"path": "-", "loss": "cross_entropy", "ignore_index": 1})
+    ignored = config_of("cross_entropy", ignore_index=1)
     assert label_range(torch.ones(3, dtype=torch.int64), ignored) == (0, 0), "nothing is left to refuse"
 
 
 def test_accuracy_leaves_out_ignored_labels_even_where_the_ignored_label_is_a_class() -> None:
-    totals = EvaluationMetrics(loss_named("cross_entropy", ignore_index=0), ignore_index=0, device=CPU)
+    totals = metrics_of("cross_entropy", ignore_index=0)
     logits = torch.eye(3)[torch.tensor([0, 1, 1])]  # predicts 0, 1, 1
-    totals.update(logits, torch.tensor([[0], [1], [2]]), 3)
+    totals.update(logits, [torch.tensor([[0], [1], [2]])], 3)
     assert totals.compute()["accuracy"] == 0.5
 
 

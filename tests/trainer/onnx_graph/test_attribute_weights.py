@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import UnsupportedModel
@@ -106,7 +106,7 @@ def test_an_initializer_with_the_name_of_an_attribute_is_refused() -> None:
 
 def test_training_files_are_refused_because_no_input_can_change_an_attribute() -> None:
     model = model_of("LinearRegressor", [X], coefficients=[0.1, 0.2], intercepts=[0.3])
-    config = ModelConfig(path=Path("m.onnx"), loss="mse")
+    config = LossConfig(name="mse")
     with pytest.raises(UnsupportedModel, match=r"y0/coefficients, y0/intercepts are attributes of ai\.onnx\.ml"):
         evaluation_model(
             model, config, names=loss_names(model, config), weights=["y0/coefficients", "y0/intercepts"], copies={}

@@ -27,6 +27,7 @@ from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.recompute import Mode, recompute
 from tests.support import graphs
 from tests.support.graphs import feed
+from tests.support.losses import loss_of
 
 CPU = torch.device("cpu")
 NAMES = ("tiny_transformer", "tiny_bert", "tiny_llama", "tiny_resnet")
@@ -44,7 +45,7 @@ def in_units(name: str, mode: Mode, *, compute: str = "fp32") -> tuple[Stage, li
     parts = split(module, choose_cuts(narrow, node_work(module.graph, node_costs), 3))
     stage = build_stages(module, [parts], node_costs)[0]
     recompute(stage.chain, mode, range(len(parts)))
-    return stage, inputs, Loss(ModelConfig(path="model.onnx", loss="mse"), module.output_names)
+    return stage, inputs, Loss(loss_of(ModelConfig(path="model.onnx", loss="mse")), module.output_names)
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=["fp32", "bf16"])
@@ -54,10 +55,10 @@ def test_a_dry_run_counts_the_bytes_of_the_real_step(name: str, mode: Mode, halv
     stage, inputs, loss = in_units(name, mode, compute="bf16" if halves else "fp32")
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=halves)
 
-    def loss_of(outputs: Any) -> Tensor:
+    def total(outputs: Any) -> Tensor:
         return loss(outputs, torch.zeros(outputs[0].shape), 6)
 
-    estimated = dry_run(stage, inputs, autocast, device=CPU, loss=loss_of)
+    estimated = dry_run(stage, inputs, autocast, device=CPU, loss=total)
     for weight in stage.chain.parameters():
         weight.grad = torch.zeros_like(weight)
     measured = MemoryCounter()
@@ -72,7 +73,7 @@ def test_a_dry_run_counts_the_bytes_of_the_real_step(name: str, mode: Mode, halv
             with autocast():
                 outputs = stage.chain(*inputs)
             kept_bytes = measured.current_bytes
-            loss_of(outputs).backward()  # type: ignore[no-untyped-call]
+            total(outputs).backward()  # type: ignore[no-untyped-call]
     # a few scalars are made once, in the first run
     assert estimated.kept_bytes == pytest.approx(kept_bytes, rel=0.01)
     assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.06)
@@ -86,13 +87,13 @@ def peaks_of_logits(halves: bool) -> tuple[int, int, int]:
     inputs = [torch.randint(0, 4096, (8, 128))]
     costs = estimate_costs(module, inputs)
     stage = build_stages(module, [split(module, ())], costs)[0]
-    loss = Loss(ModelConfig(path="model.onnx"), module.output_names)
+    loss = Loss(loss_of(ModelConfig(path="model.onnx")), module.output_names)
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=halves)
 
-    def loss_of(outputs: Any) -> Tensor:
+    def total(outputs: Any) -> Tensor:
         return loss(outputs, inputs[0], 8)
 
-    estimated = dry_run(stage, inputs, autocast, device=CPU, loss=loss_of)
+    estimated = dry_run(stage, inputs, autocast, device=CPU, loss=total)
     for weight in stage.chain.parameters():
         weight.grad = torch.zeros_like(weight)
     measured = MemoryCounter()
@@ -101,7 +102,7 @@ def peaks_of_logits(halves: bool) -> tuple[int, int, int]:
     with measured:
         with autocast():
             outputs = stage.chain(*inputs)
-        loss_of(outputs).backward()  # type: ignore[no-untyped-call]
+        total(outputs).backward()  # type: ignore[no-untyped-call]
     return estimated.peak_bytes, measured.peak_bytes, 8 * 128 * 4096
 
 

@@ -126,16 +126,17 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
             f"{len(integers)} trained weights are stored as integers ({integers[0]}, ...), and training.onnx would "
             "need them as floats: set export.training = false"
         )
-    names = loss_names(model, config.model)
-    training = training_model(module, model, config.model, names=names)
+    (loss,) = config.losses
+    names = loss_names(model, loss)
+    training = training_model(module, model, loss, names=names)
     tensors = {name: tensor.detach() for name, tensor in named_weights(module).items()}
     trained = {name: tensors[name] for name in training.weights}
     update = optimizer_model(
         config.optimizer, trained, clip_norm=config.train.clip_norm, gradient=gradient_of, updated=updated
     )
-    lossy = model_with_loss(model, config.model, names=names)
+    lossy = model_with_loss(model, loss, names=names)
     own = [*training.weights, *training.statistics]
-    evaluation = evaluation_model(model, config.model, names=names, weights=own, copies=module.copies)
+    evaluation = evaluation_model(model, loss, names=names, weights=own, copies=module.copies)
     files = {
         "model_with_loss.onnx": lossy.model,
         "eval.onnx": evaluation.model,

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.export.training.decompositions import DECOMPOSITIONS, DecomposedCalls
 from onward.trainer.export.training.loss_graph import LossNames
@@ -73,7 +73,7 @@ def updated(name: str) -> str:
 
 
 def training_model(
-    module: ImportedGraph, model: onnx.ModelProto, config: ModelConfig, *, names: LossNames
+    module: ImportedGraph, model: onnx.ModelProto, config: LossConfig, *, names: LossNames
 ) -> TrainingModel:
     """Make the training graph of `module`, which is `model` imported with `fuse=False` and its weights selected.
 
@@ -143,10 +143,10 @@ class _Recorder:
     """One call of the graph, its loss and its gradients as a function of tensors alone."""
 
     def __init__(
-        self, module: ImportedGraph, config: ModelConfig, examples: Sequence[Example], names: LossNames
+        self, module: ImportedGraph, config: LossConfig, examples: Sequence[Example], names: LossNames
     ) -> None:
         self._module = module.train()
-        self._loss, self._ignored = Loss(config, module.output_names), config.ignore_index
+        self._loss, self._ignored = Loss(config, module.output_names), config.ignored
         named = dict((*module.named_parameters(), *module.named_buffers()))
         paths = {path: name for path, name in module.onnx_names.items() if path in named}
         self.trained = {path: n for path, n in paths.items() if named[path].requires_grad}

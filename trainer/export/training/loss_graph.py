@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.builder import GraphExtender
@@ -44,13 +44,13 @@ class LossModel:
     """Output: those of them whose class was found."""
 
 
-def loss_names(model: onnx.ModelProto, config: ModelConfig) -> LossNames:
+def loss_names(model: onnx.ModelProto, config: LossConfig) -> LossNames:
     """Return the names `loss` and `labels`, or the first free ones like them.
 
     A scalar output that is the loss keeps its name.
     """
     extension = GraphExtender(model.graph)
-    if config.loss != "output":
+    if config.name != "output":
         return LossNames(extension.free("loss"), extension.free("labels"))
     output = _output(model, config)
     return LossNames(output.name if _is_loss(output) else extension.free("loss"), "")
@@ -61,7 +61,7 @@ def _is_loss(output: onnx.ValueInfoProto) -> bool:
     return kind.elem_type == TensorProto.FLOAT and kind.HasField("shape") and not kind.shape.dim
 
 
-def model_with_loss(model: onnx.ModelProto, config: ModelConfig, *, names: LossNames) -> LossModel:
+def model_with_loss(model: onnx.ModelProto, config: LossConfig, *, names: LossNames) -> LossModel:
     """Return a copy of the graph, unchanged but for the labels as its last input and the loss as its first output.
 
     Labels are int64 of the output's shape without its last axis for cross-entropy, else floats of the output's
@@ -73,7 +73,7 @@ def model_with_loss(model: onnx.ModelProto, config: ModelConfig, *, names: LossN
 
 def evaluation_model(
     model: onnx.ModelProto,
-    config: ModelConfig,
+    config: LossConfig,
     *,
     names: LossNames,
     weights: Iterable[str],
@@ -87,7 +87,7 @@ def evaluation_model(
     copy = _inlined_copy(model)
     strip_training(copy)
     found = _with_loss(copy, config, names)
-    if config.loss in ("cross_entropy", "bce_with_logits"):
+    if config.name in ("cross_entropy", "bce_with_logits"):
         found = _with_accuracy(copy, config, names)
     _open(copy, set(weights), copies)
     return found
@@ -106,7 +106,7 @@ def _inlined_copy(model: onnx.ModelProto) -> onnx.ModelProto:
 # -- the loss
 
 
-def _with_loss(model: onnx.ModelProto, config: ModelConfig, names: LossNames) -> LossModel:
+def _with_loss(model: onnx.ModelProto, config: LossConfig, names: LossNames) -> LossModel:
     opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     if opset < LEAST_OPSET:
         raise UnsupportedModel(
@@ -118,18 +118,18 @@ def _with_loss(model: onnx.ModelProto, config: ModelConfig, names: LossNames) ->
         extension = GraphExtender(model.graph, reserved=(names.loss, names.labels))
         # a half-precision file: the loss is computed in fp32, as in training
         value = extension.op("Cast", output.name, to=TensorProto.FLOAT)
-        if config.loss == "output":
+        if config.name == "output":
             extension.op("ReduceMean", value, output=names.loss, keepdims=0)
         else:
             model.graph.input.append(_labels(names.labels, output, config))
-            LOSSES[config.loss](extension, value, names.labels, names.loss, config)
+            LOSSES[config.name](extension, value, names.labels, names.loss, config)
     others = [value for value in outputs if value.name != names.loss]
     del model.graph.output[:]
     model.graph.output.extend([helper.make_tensor_value_info(names.loss, TensorProto.FLOAT, []), *others])
     return LossModel(model)
 
 
-def _output(model: onnx.ModelProto, config: ModelConfig) -> onnx.ValueInfoProto:
+def _output(model: onnx.ModelProto, config: LossConfig) -> onnx.ValueInfoProto:
     """Return the value that the loss reads, with its type."""
     if not config.output:
         first: onnx.ValueInfoProto = model.graph.output[0]
@@ -141,47 +141,47 @@ def _output(model: onnx.ModelProto, config: ModelConfig) -> onnx.ValueInfoProto:
     return values[config.output]
 
 
-def _labels(name: str, output: onnx.ValueInfoProto, config: ModelConfig) -> onnx.ValueInfoProto:
+def _labels(name: str, output: onnx.ValueInfoProto, config: LossConfig) -> onnx.ValueInfoProto:
     shape = output.type.tensor_type.shape.dim
     dims = [dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else None) for dim in shape]
-    if config.loss == "cross_entropy":
+    if config.name == "cross_entropy":
         return helper.make_tensor_value_info(name, TensorProto.INT64, dims[:-1])
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
 
 
-def _cross_entropy(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+def _cross_entropy(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig) -> None:
     """Add the sum over the targets that count, divided by their number; 0 if there is none, and not 0 / 0."""
     classes = g.op("Gather", g.op("Shape", value), g.constant([-1]))
     # ONNX's SoftmaxCrossEntropyLoss has the classes on axis 1, Onward on the last axis: [..., C] becomes [rows, C]
     flat = g.op("Reshape", value, g.op("Concat", g.constant([-1]), classes, axis=0))
     targets = g.op("Reshape", labels, g.constant([-1]))
-    total = g.op("SoftmaxCrossEntropyLoss", flat, targets, reduction="sum", ignore_index=config.ignore_index)
+    total = g.op("SoftmaxCrossEntropyLoss", flat, targets, reduction="sum", ignore_index=config.ignored)
     count = g.op("Cast", _count(g, labels, config), to=TensorProto.FLOAT)
     g.op("Div", total, g.op("Max", count, g.constant(1.0)), output=loss)
 
 
-def _count(g: GraphExtender, labels: str, config: ModelConfig, output: str = "") -> str:
-    counted = g.op("Not", g.op("Equal", labels, g.constant(config.ignore_index, int)))
+def _count(g: GraphExtender, labels: str, config: LossConfig, output: str = "") -> str:
+    counted = g.op("Not", g.op("Equal", labels, g.constant(config.ignored, int)))
     return g.op("ReduceSum", g.op("Cast", counted, to=TensorProto.INT64), keepdims=0, output=output)
 
 
-def _mse(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+def _mse(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig) -> None:
     difference = g.op("Sub", value, labels)
     g.op("ReduceMean", g.op("Mul", difference, difference), keepdims=0, output=loss)
 
 
-def _l1(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+def _l1(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig) -> None:
     g.op("ReduceMean", g.op("Abs", g.op("Sub", value, labels)), keepdims=0, output=loss)
 
 
-def _bce_with_logits(g: GraphExtender, value: str, labels: str, loss: str, config: ModelConfig) -> None:
+def _bce_with_logits(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig) -> None:
     """Add max(x, 0) - xy + log(1 + exp(-|x|)), which does not overflow for any x."""
     linear = g.op("Sub", g.op("Relu", value), g.op("Mul", value, labels))
     rest = g.op("Softplus", g.op("Neg", g.op("Abs", value)))
     g.op("ReduceMean", g.op("Add", linear, rest), keepdims=0, output=loss)
 
 
-LOSSES: dict[str, Callable[[GraphExtender, str, str, str, ModelConfig], None]] = {
+LOSSES: dict[str, Callable[[GraphExtender, str, str, str, LossConfig], None]] = {
     "cross_entropy": _cross_entropy,
     "mse": _mse,
     "l1": _l1,
@@ -192,13 +192,13 @@ LOSSES: dict[str, Callable[[GraphExtender, str, str, str, ModelConfig], None]] =
 # -- evaluation
 
 
-def _with_accuracy(model: onnx.ModelProto, config: ModelConfig, names: LossNames) -> LossModel:
+def _with_accuracy(model: onnx.ModelProto, config: LossConfig, names: LossNames) -> LossModel:
     """Add two outputs, int64: the number of targets that count, and of the right ones among them."""
     g = GraphExtender(model.graph)
     output, labels = config.output or model.graph.output[1].name, names.labels
     count, correct = g.free("count"), g.free("correct")
-    if config.loss == "cross_entropy":
-        counted = g.op("Not", g.op("Equal", labels, g.constant(config.ignore_index, int)))
+    if config.name == "cross_entropy":
+        counted = g.op("Not", g.op("Equal", labels, g.constant(config.ignored, int)))
         right = g.op("And", g.op("Equal", g.op("ArgMax", output, axis=-1, keepdims=0), labels), counted)
         _count(g, labels, config, output=count)
     else:

@@ -43,11 +43,15 @@ GRADIENT_TOLERANCE = 1e-3
 """Relative error of a gradient that rounding explains, in bf16 too. Wrong gradients had errors of 0.2 and more."""
 
 
-class BatchLoss(Protocol):
-    """A loss as a sum over targets (trainer/model/loss.py)."""
+class BatchLosses(Protocol):
+    """Losses as sums over targets (trainer/model/loss.py)."""
 
+    def __len__(self) -> int: ...
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None: ...
-    def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor: ...
+    def __call__(
+        self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int
+    ) -> tuple[Tensor, ...]: ...
+    def weighted(self, values: Sequence[Tensor], scale: float | Sequence[Tensor] = 1.0) -> Tensor: ...
 
 
 class GradientReducer(Protocol):
@@ -68,7 +72,7 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[Stage],
-        loss: BatchLoss,
+        losses: BatchLosses,
         *,
         schedule: str,
         stages_for: StagesFor,
@@ -79,7 +83,7 @@ class Pipeline:
         counts_loss: bool = True,
     ) -> None:
         self._stages = list(stages)
-        self._loss = loss
+        self._losses = losses
         self._device = device
         self._group = group_data
         self._counts_loss = counts_loss
@@ -100,34 +104,37 @@ class Pipeline:
         """Run every forward and backward pass of one step; leave scaled gradients with the reducer.
 
         Summed over the replicas, the gradient is that of `scale` x the mean loss over the targets of *all* replicas and
-        micro-batches. Returns this rank's share of that mean without the scale, a scalar: 0 unless the rank counts its
-        losses and has the last stage. Collective: every rank, each with the same number of micro-batches. Raises
-        UnsupportedModel for a graph whose gradients the schedule computes wrongly.
+        micro-batches; of several losses, of the weighted sum of their means. Returns this rank's share of that without
+        the scale, a scalar: 0 unless the rank counts its losses and has the last stage. Collective: every rank, each
+        with the same number of micro-batches. Raises UnsupportedModel for a graph whose gradients the schedule computes
+        wrongly.
         """
         passes = [list(batches) for batches in _passes(micro_batches)]
         if self._check_gradients and self._scheduled and self._scheduled.splits_backward(len(passes[0])):
             self._check_zero_bubble(self._scheduled, passes[0], reducer, beat)
         # padding micro-batches run their backward passes, but count neither targets nor BatchNorm updates
         real = [batch for batch in micro_batches if not batch.is_padding]
-        num_targets = sum(batch.num_targets for batch in real)
-        reducer.begin(len(micro_batches), num_targets, len(real))
+        counts = [sum(batch.num_targets[place] for batch in real) for place in range(len(self._losses))]
+        # Adasum weighs hosts by it, and takes runs of one loss only
+        reducer.begin(len(micro_batches), counts[0], len(real))
         # the mean needs the number of targets everywhere: labels may be ignored, so ranks have different numbers
-        total, wait_for_total = self._sum_over_replicas(num_targets)
-        loss_sum = torch.zeros((), device=self._device)
+        totals, wait_for_totals = self._sum_over_replicas(counts)
+        loss_sums = torch.zeros(len(counts), device=self._device)
 
         def scaled_loss(batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
-            loss = self._batch_loss(batch, outputs)
-            wait_for_total()
+            losses = self._batch_losses(batch, outputs)
+            wait_for_totals()
             if self._counts_loss:
-                loss_sum.add_(loss.detach())
-            return loss * (scale / total.clamp(min=1))
+                for total, loss in zip(loss_sums, losses, strict=True):
+                    total.add_(loss.detach())
+            return self._losses.weighted(losses, list(scale / _not_zero(totals)))
 
         with casts_kept(self._device):
             for batches in passes:
                 self._run_pass(batches, scaled_loss, beat, training=not batches[0].is_padding)
         # a rank without the last stage has not waited yet
-        wait_for_total()
-        return loss_sum / total.clamp(min=1)
+        wait_for_totals()
+        return self._losses.weighted(list(loss_sums / _not_zero(totals)))
 
     @torch.no_grad()
     def evaluate(
@@ -142,7 +149,7 @@ class Pipeline:
             # all ranks of a tensor-parallel group add the same numbers, which leaves every mean as it is
             if not batch.is_padding:
                 outputs = batch.own_rows(outputs)
-                self._loss.check_labels(batch, outputs)
+                self._losses.check_labels(batch, outputs)
                 totals.update(outputs, batch.labels, batch.size)
 
         with casts_kept(self._device):
@@ -171,24 +178,29 @@ class Pipeline:
                 loss.backward()  # type: ignore[no-untyped-call]
             beat()
 
-    def _batch_loss(self, batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
-        """Return the loss of a micro-batch as a scalar to differentiate; zero for a padding micro-batch."""
+    def _batch_losses(self, batch: Batch, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the losses of a micro-batch as scalars to differentiate; zero for a padding micro-batch."""
         outputs = batch.own_rows(outputs)
-        self._loss.check_labels(batch, outputs)
-        loss = self._loss(outputs, batch.labels, batch.size)
+        self._losses.check_labels(batch, outputs)
+        losses = self._losses(outputs, batch.labels, batch.size)
         if not batch.is_padding:
-            return loss
+            return losses
         # Every gradient must exist and be zero, since collectives and counts of backward passes expect it. A product
         # with zero would not do: 0 x inf is NaN.
-        return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
+        return [loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0) for loss in losses]
 
-    def _sum_over_replicas(self, count: int) -> tuple[Tensor, Callable[[], object]]:
-        """Return a count's sum over all replicas, and what to call before reading it.
+    def _batch_loss(self, batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
+        return self._losses.weighted(self._batch_losses(batch, outputs))
+
+    def _sum_over_replicas(self, counts: Sequence[float]) -> tuple[Tensor, Callable[[], object]]:
+        """Return the sums of counts over all replicas, and what to call before reading them.
 
         The all-reduce runs while the first forward pass computes.
         """
-        # `full` passes the number to a kernel; a tensor made on the host would be copied, and waited for
-        total = torch.full((), float(count), device=self._device)
+        # `fill_` passes the number to a kernel; a tensor made on the host would be copied, and waited for
+        total = torch.empty(len(counts), device=self._device)
+        for place, count in enumerate(counts):
+            total[place].fill_(float(count))
         if self._group.size() == 1:
             return total, lambda: None
         work = dist.all_reduce(total, group=self._group, async_op=True)
@@ -225,6 +237,11 @@ class Pipeline:
                     f"{relative_error:.1e} ({GRADIENT_TOLERANCE:g} is allowed); use 'interleaved' or '1f1b'"
                 )
         self._check_gradients = False
+
+
+def _not_zero(counts: Tensor) -> Tensor:
+    """Return counts with 1 in place of 0: a sum over no targets is 0, and so is its mean."""
+    return torch.where(counts > 0, counts, 1.0)
 
 
 def stage_group(mesh: DeviceMesh, *, timeout_s: float) -> dist.ProcessGroup:

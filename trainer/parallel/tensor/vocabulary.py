@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.weights import Interval, Placement, share
 from onward.trainer.model.loss import output_index
@@ -81,28 +81,28 @@ class VocabularySharding:
 
 
 def find_vocabulary_sharding(
-    module: ImportedGraph, size: int, config: ModelConfig, *, taken: Collection[str] = ()
+    module: ImportedGraph, size: int, losses: Sequence[LossConfig], *, taken: Collection[str] = ()
 ) -> VocabularySharding:
     """Find what of a graph can be sharded by vocabulary entries over `size` ranks. Changes nothing, and needs no ranks.
 
-    config: names the loss and the output that it reads. taken: names of weights that are sharded otherwise already.
+    losses: of the run. taken: names of weights that are sharded otherwise already.
     Raises ConfigError when `model.output` is not an output of the graph.
     """
     if size == 1:
         return VocabularySharding(1)
-    return _Finder(module, size, config, taken).find()
+    return _Finder(module, size, losses, taken).find()
 
 
 class _Finder:
     """Methods that begin with `_why` return the reason why a weight cannot be sharded, "" if it can."""
 
-    def __init__(self, module: ImportedGraph, size: int, config: ModelConfig, taken: Collection[str]) -> None:
+    def __init__(self, module: ImportedGraph, size: int, losses: Sequence[LossConfig], taken: Collection[str]) -> None:
         self.graph = GraphAnalysis(module, module.onnx_names)
-        self.size, self.loss, self.taken = size, config.loss, taken
+        self.size, self.losses, self.taken = size, losses, taken
         (self.end,) = module.graph.find_nodes(op="output")
         (value,) = self.end.args
         self.outputs: Sequence[Any] = value if isinstance(value, tuple | list) else (value,)
-        self.chain, self.product = self._head_chain(self.outputs[output_index(config, module.output_names)])
+        self.chain, self.product = self._head_chain(self.outputs[output_index(losses[0].output, module.output_names)])
 
     def find(self) -> VocabularySharding:
         replicated, dims, lookups = dict[str, str](), dict[str, int](), list[str]()
@@ -202,8 +202,10 @@ class _Finder:
         return self._why_too_small(path, dim) or self._why_needed_elsewhere(path, dim)
 
     def _why_not_head(self, product: Product) -> str:
-        if self.loss != "cross_entropy":
-            return f"the loss is {self.loss}: only cross_entropy is computed from sharded logits"
+        if len(self.losses) > 1:
+            return f"there are {len(self.losses)} losses: only one alone is computed from sharded logits"
+        if self.losses[0].name != "cross_entropy":
+            return f"the loss is {self.losses[0].name}: only cross_entropy is computed from sharded logits"
         for node in self.chain[1:]:
             if node.target not in ELEMENTWISE and not _keeps_last_dim(node):
                 return f"{node.name} comes between its output and the loss, and may need all vocabulary entries at once"

@@ -32,6 +32,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weigh
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from tests.support.graphs import MODELS, feed
+from tests.support.losses import loss_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -63,7 +64,7 @@ def labels_for(loss: str, output: torch.Tensor, *, ignored: int = -100) -> Array
 
 def mean_loss(module: ImportedGraph, config: ModelConfig, inputs: list[Array], labels: Array) -> torch.Tensor:
     """The loop's: the sum over the targets, divided by how many count."""
-    loss, targets = Loss(config, module.output_names), torch.from_numpy(labels)
+    loss, targets = Loss(loss_of(config), module.output_names), torch.from_numpy(labels)
     given = None if config.loss == "output" else targets
     outputs = module(*map(torch.from_numpy, inputs))
     return loss(outputs, given, 1) / max(loss.count(given, 1), 1)
@@ -87,14 +88,14 @@ LOSSES = [
 @pytest.mark.parametrize(("name", "loss"), LOSSES)
 def test_the_loss_in_the_file_equals_the_loss_of_training(name: str, loss: str) -> None:
     model, config = MODELS[name](), ModelConfig(path=Path("m.onnx"), loss=loss, ignore_index=2)
-    module, names = to_module(model).eval(), loss_names(model, config)
+    module, names = to_module(model).eval(), loss_names(model, loss_of(config))
     files = [
-        model_with_loss(model, config, names=names).model,
-        evaluation_model(model, config, names=names, weights=named_weights(module), copies={}).model,
+        model_with_loss(model, loss_of(config), names=names).model,
+        evaluation_model(model, loss_of(config), names=names, weights=named_weights(module), copies={}).model,
     ]
     for batch in (1, 3):
         feeds = feed(model, batch)
-        output = Loss(config, module.output_names).output(module(*map(torch.from_numpy, feeds.values())))
+        output = Loss(loss_of(config), module.output_names).output(module(*map(torch.from_numpy, feeds.values())))
         labels = labels_for(loss, output, ignored=2)
         expected = float(mean_loss(module, config, list(feeds.values()), labels).detach())
         for file in files:
@@ -105,7 +106,7 @@ def test_the_loss_in_the_file_equals_the_loss_of_training(name: str, loss: str) 
 
 def test_labels_that_are_all_ignored_give_loss_zero() -> None:
     model, config = MODELS["tiny_conv_net"](), ModelConfig(path=Path("m.onnx"))
-    file = model_with_loss(model, config, names=loss_names(model, config)).model
+    file = model_with_loss(model, loss_of(config), names=loss_names(model, loss_of(config))).model
     assert run(file, feed(model, 2) | {"labels": np.full(2, -100)})["loss"] == 0.0
 
 
@@ -113,7 +114,7 @@ def test_labels_that_are_all_ignored_give_loss_zero() -> None:
 def test_eval_counts_correct_targets(loss: str) -> None:
     model, config = MODELS["tiny_transformer"](), ModelConfig(path=Path("m.onnx"), loss=loss)
     module = to_module(model).eval()
-    file = evaluation_model(model, config, names=loss_names(model, config), weights=[], copies={})
+    file = evaluation_model(model, loss_of(config), names=loss_names(model, loss_of(config)), weights=[], copies={})
     feeds = feed(model, 4)
     output = module(torch.from_numpy(feeds["input_ids"])).detach()
     labels = labels_for(loss, output)
@@ -134,8 +135,10 @@ def test_eval_takes_trained_weights_and_copies_follow_their_original() -> None:
     model, config = g.model(), ModelConfig(path=Path("m.onnx"))
     module = to_module(model)
     assert module.copies == {"head": ("table", True)}
-    names = loss_names(model, config)
-    file = evaluation_model(model, config, names=names, weights=named_weights(module), copies=module.copies).model
+    names = loss_names(model, loss_of(config))
+    file = evaluation_model(
+        model, loss_of(config), names=names, weights=named_weights(module), copies=module.copies
+    ).model
     feeds = {"ids": np.arange(3), "labels": np.arange(3)}
     np.testing.assert_allclose(run(file, feeds)["logits"], table[:3] @ table.T, rtol=1e-6)
     np.testing.assert_allclose(run(file, feeds | {"table": 2 * table})["logits"], 4 * table[:3] @ table.T, rtol=1e-6)
@@ -146,10 +149,10 @@ def test_added_names_differ_from_those_of_the_graph() -> None:
     g.op("MatMul", g.input("labels", ("batch", 4)), g.weight("loss", g.normal(0.5, 4, 3)), outputs="onward.Cast")
     g.output("onward.Cast", ("batch", 3))
     model, config = g.model(), ModelConfig(path=Path("m.onnx"))
-    names = loss_names(model, config)
+    names = loss_names(model, loss_of(config))
     assert (names.loss, names.labels) == ("loss_2", "labels_2")
     found = run(
-        model_with_loss(model, config, names=names).model,
+        model_with_loss(model, loss_of(config), names=names).model,
         {"labels": np.ones((2, 4), np.float32), "labels_2": np.zeros(2, np.int64)},
     )
     assert found.keys() == {"loss_2", "onward.Cast"}
@@ -256,7 +259,7 @@ def test_the_gradients_of_an_average_pool(
 def made(model: onnx.ModelProto, config: ModelConfig) -> tuple[ImportedGraph, TrainingModel]:
     module = to_module(model, fuse=False)
     select_trained(module, train=config.train, freeze=config.freeze)
-    return module, training_model(module, model, config, names=loss_names(model, config))
+    return module, training_model(module, model, loss_of(config), names=loss_names(model, loss_of(config)))
 
 
 def assert_gradients(
@@ -266,7 +269,7 @@ def assert_gradients(
     before = {name: tensor.detach().clone() for name, tensor in named_weights(module).items()}
     module.train().zero_grad()
     with torch.no_grad():
-        output = Loss(config, module.output_names).output(module(*map(torch.from_numpy, feeds.values())))
+        output = Loss(loss_of(config), module.output_names).output(module(*map(torch.from_numpy, feeds.values())))
     load_weights(module, before)
     labels = labels_for(config.loss, output)
     loss = mean_loss(module, config, list(feeds.values()), labels)
@@ -407,8 +410,8 @@ def test_a_file_in_half_precision_is_trained_in_fp32() -> None:
     module, file = made(model, config)
     feeds = {"features": np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)}
     assert_gradients(module, file, config, feeds)
-    names = loss_names(model, config)
-    evaluation = evaluation_model(model, config, names=names, weights=file.weights, copies={}).model
+    names = loss_names(model, loss_of(config))
+    evaluation = evaluation_model(model, loss_of(config), names=names, weights=file.weights, copies={}).model
     labels = np.zeros((3, 1), np.float32)
     found = run(evaluation, {"features": feeds["features"].astype(np.float16), "labels": labels})
     assert found["loss"].dtype == np.float32
@@ -463,7 +466,9 @@ def test_an_opset_without_losses_is_refused_with_what_to_do(tmp_path: Path) -> N
     model = MODELS["tiny_mlp"]()
     model.opset_import[0].version = 11
     with pytest.raises(UnsupportedModel, match=r"opset 11 .*convert_version\(model, 13\)"):
-        model_with_loss(model, config := ModelConfig(path=Path("m.onnx")), names=loss_names(model, config))
+        model_with_loss(
+            model, loss_of(config := ModelConfig(path=Path("m.onnx"))), names=loss_names(model, loss_of(config))
+        )
 
 
 def test_an_operator_without_translation_is_named_and_nothing_is_written(tmp_path: Path) -> None:
@@ -489,13 +494,15 @@ def test_an_unknown_output_is_refused() -> None:
     model = MODELS["tiny_mlp"]()
     with pytest.raises(ConfigError, match="'nowhere'"):
         model_with_loss(
-            model, config := ModelConfig(path=Path("m.onnx"), output="nowhere"), names=loss_names(model, config)
+            model,
+            loss_of(config := ModelConfig(path=Path("m.onnx"), output="nowhere")),
+            names=loss_names(model, loss_of(config)),
         )
 
 
 def test_the_loss_may_read_any_tensor_of_the_graph() -> None:
     model, config = MODELS["tiny_two_outputs"](), ModelConfig(path=Path("m.onnx"), output="rest")
-    file = model_with_loss(model, config, names=loss_names(model, config)).model
+    file = model_with_loss(model, loss_of(config), names=loss_names(model, loss_of(config))).model
     probe = onnx.ModelProto()
     probe.CopyFrom(model)
     probe.graph.output.append(helper.make_tensor_value_info("rest", TensorProto.FLOAT, ("batch", 2)))

@@ -28,6 +28,7 @@ from onward.trainer.parallel.pipeline import schedules
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.pipeline.schedules import Autocast, ScheduledStages, schedule_class
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
+from tests.support.one_loss import OneLoss
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -129,13 +130,10 @@ def meta_of(value: Tensor) -> Tensor:
     return value.detach().to("meta").requires_grad_(value.requires_grad)
 
 
-class BothOutputs:
+class BothOutputs(OneLoss):
     """A loss that reads both outputs of the graph."""
 
-    def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
-        pass
-
-    def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
+    def total(self, outputs: Sequence[Tensor], labels: Tensor | None) -> Tensor:
         late, early = outputs
         return F.cross_entropy(late, labels, reduction="sum") + early.square().sum()
 
@@ -157,7 +155,7 @@ def batch(seed: int, size: int = 3, length: int = 4, **how: Any) -> Batch:
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(size, 6, generator=random)
     ids = torch.randint(0, 9, (size, length), generator=random)
-    return Batch((x, ids), torch.randint(0, CLASSES, (size,), generator=random), size, size, **how)
+    return Batch((x, ids), (torch.randint(0, CLASSES, (size,), generator=random),), size, (size,), **how)
 
 
 class Setup:
@@ -185,7 +183,7 @@ class Setup:
             with autocast():
                 return with_meta(every, inputs)[here.pipeline :: dims.pipeline]
 
-        kind = {"loss": BothOutputs(), "autocast": autocast, "device": CPU}
+        kind = {"losses": BothOutputs(), "autocast": autocast, "device": CPU}
         groups = {"group_pipeline": stage_group(mesh, timeout_s=timeout_s), "group_data": self.data}
         self.pipeline = Pipeline(self.stages, schedule=schedule, stages_for=stages_for, **kind, **groups)
         self.uncut = into_stages(make(), 4)
@@ -320,9 +318,9 @@ class Sums:
     def __init__(self) -> None:
         self.sums = torch.zeros(3, dtype=torch.float64)
 
-    def update(self, outputs: Sequence[Tensor], labels: Tensor, size: int) -> None:
-        loss = F.cross_entropy(outputs[0], labels, reduction="sum")
-        self.sums += torch.tensor([float(loss), float((outputs[0].argmax(1) == labels).sum()), size])
+    def update(self, outputs: Sequence[Tensor], labels: Sequence[Tensor], size: int) -> None:
+        loss = F.cross_entropy(outputs[0], labels[0], reduction="sum")
+        self.sums += torch.tensor([float(loss), float((outputs[0].argmax(1) == labels[0]).sum()), size])
 
     def compute(self) -> dict[str, float]:
         dist.all_reduce(self.sums)
@@ -345,7 +343,7 @@ def evaluated(mpi: MPIContext) -> dict[str, dict[str, float]]:
     everyone = [*full[0], *full[1], last[0]]
     by_hand = into_stages(parts(), 1)[0].chain.eval()
     logits = torch.cat([by_hand(*each.inputs)[0] for each in everyone])
-    labels = torch.cat([each.labels for each in everyone])
+    labels = torch.cat([each.labels[0] for each in everyone])
     accuracy = float((logits.argmax(1) == labels).float().mean())
     loss = float(F.cross_entropy(logits, labels))
     return {**found, "by hand": {"loss": loss, "accuracy": accuracy, "count": 26}}

@@ -22,7 +22,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batch
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.model.adapters import low_rank, low_rank_conv
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.loss import Losses
 from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.trainable import open_trainable
@@ -78,13 +78,13 @@ class Step:
             outputs = module.eval()(*inputs[0])
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         labels = torch.zeros(logits.shape[:-1], dtype=torch.int64)
-        self.batches = [Batch(values, labels, 2, labels.numel()) for values in inputs]
-        self.loss = Loss(self.config.model, module.output_names)
+        self.batches = [Batch(values, (labels,), 2, (labels.numel(),)) for values in inputs]
+        self.losses = Losses(self.config.losses, module.output_names)
         self.weights = [w.tensor for w in divided.weights(divided.stages, Coordinate(0, 0, 0))]
         one = SimpleNamespace(size=lambda: 1)
         self.pipeline = Pipeline(
             divided.stages,
-            self.loss,
+            self.losses,
             schedule="1f1b",
             stages_for=lambda inputs: divided.stages,
             autocast=cast,
@@ -103,7 +103,7 @@ class Step:
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
     def evaluate(self) -> dict[str, float]:
-        totals = EvaluationMetrics(self.loss, ignore_index=-100, device=CPU)
+        totals = EvaluationMetrics(self.losses, device=CPU)
         return self.pipeline.evaluate(self.batches, totals, lambda: None)
 
 

@@ -23,6 +23,7 @@ from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
 from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
+from tests.support.one_loss import OneLoss
 from tests.support.ranks import run_ranks
 from tests.support.reducing import reduced_norm
 
@@ -98,15 +99,12 @@ def stages(num: int) -> list[tuple[Stage, list[Weight]]]:
 def batches(replica: int) -> list[Batch]:
     random = torch.Generator().manual_seed(replica)
     ids = torch.randint(0, WORDS, (MICRO_BATCHES, ROWS, LENGTH + 1), generator=random)
-    found = [Batch((each[:, :-1],), each[:, 1:], ROWS, each[:, 1:].numel()) for each in ids]
+    found = [Batch((each[:, :-1],), (each[:, 1:],), ROWS, (each[:, 1:].numel(),)) for each in ids]
     return [*found, replace(found[0], is_padding=True)]  # gone through apart, in a mode of its own
 
 
-class CrossEntropy:
-    def check_labels(self, batch: Batch, outputs: object) -> None:
-        pass
-
-    def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
+class CrossEntropy(OneLoss):
+    def total(self, outputs: Sequence[Tensor], labels: Tensor | None) -> Tensor:
         assert labels is not None
         return F.cross_entropy(outputs[0].flatten(0, 1), labels.flatten(), reduction="sum")
 
@@ -119,8 +117,9 @@ def alone(num_replicas: int) -> dict[str, Tensor]:
     chain = Chain([part for _, part in named], input_names=("ids",), output_names=("logits",))
     every = [batch for replica in range(num_replicas) for batch in batches(replica) if not batch.is_padding]
     for batch in every:
-        loss = CrossEntropy()(chain(*batch.inputs), batch.labels, batch.size)
-        (loss / len(every) / batch.labels.numel()).backward()
+        (labels,) = batch.labels
+        loss = CrossEntropy().total(chain(*batch.inputs), labels)
+        (loss / len(every) / labels.numel()).backward()
     return {name: part.module.weight.grad for name, part in named}
 
 

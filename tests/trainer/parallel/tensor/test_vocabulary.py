@@ -21,7 +21,7 @@ from onward.trainer.distributed.mesh import new_group
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, share, slices
 from onward.trainer.model.adapters import add_adapters
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.loss import Loss, Losses
 from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
@@ -36,6 +36,7 @@ from onward.trainer.parallel.tensor.vocabulary import (
     shard_vocabulary,
 )
 from tests.support import graphs, zoo
+from tests.support.losses import loss_of
 from tests.support.ranks import run_ranks
 
 # -- graphs that the models do not have
@@ -96,7 +97,7 @@ def config(**settings: Any) -> ModelConfig:
 
 
 def plan(model: onnx.ModelProto, size: int = 2, **settings: Any) -> VocabularySharding:
-    return find_vocabulary_sharding(to_module(model), size, config(**settings))
+    return find_vocabulary_sharding(to_module(model), size, [loss_of(config(**settings))])
 
 
 # -- the plan
@@ -120,7 +121,7 @@ def test_an_untied_head_is_sharded_with_its_bias_and_so_is_the_table() -> None:
 @pytest.mark.parametrize("fuse", [True, False])
 def test_the_sharding_of_an_unfused_graph_is_that_of_the_fused_one(fuse: bool) -> None:
     module = to_module(language_model(head="own"), fuse=fuse)
-    assert find_vocabulary_sharding(module, 3, config()).weights == ("head.weight", "head.bias", "wte")
+    assert find_vocabulary_sharding(module, 3, [loss_of(config())]).weights == ("head.weight", "head.bias", "wte")
 
 
 def test_elementwise_calls_may_follow_the_head() -> None:
@@ -166,7 +167,9 @@ def test_a_table_is_sharded_although_the_head_is_not() -> None:
 
 
 def test_a_weight_that_a_region_shards_is_left_to_it() -> None:
-    found = find_vocabulary_sharding(to_module(language_model(head="own")), 2, config(), taken=("head.weight",))
+    found = find_vocabulary_sharding(
+        to_module(language_model(head="own")), 2, [loss_of(config())], taken=("head.weight",)
+    )
     assert found.weights == ("wte",)
     assert dict(found.replicated)["head.weight"] == "head.weight is sharded with other layers already"
 
@@ -174,7 +177,7 @@ def test_a_weight_that_a_region_shards_is_left_to_it() -> None:
 def test_a_head_with_an_adapter_is_replicated() -> None:
     module = to_module(language_model(head="own"))
     add_adapters(module, LoraConfig(weights=("head.weight",), rank=2), seed=0)
-    found = find_vocabulary_sharding(module, 2, config())
+    found = find_vocabulary_sharding(module, 2, [loss_of(config())])
     assert found.head is None
     assert found.weights == ("wte",)
 
@@ -189,7 +192,7 @@ def test_a_graph_without_a_vocabulary_has_nothing_to_shard() -> None:
 
 def test_nodes_where_no_stage_may_be_cut_are_marked() -> None:
     module = to_module(graphs.tiny_transformer())
-    shard_vocabulary(module, find_vocabulary_sharding(module, 2, config()), rank=1, group="tensor")
+    shard_vocabulary(module, find_vocabulary_sharding(module, 2, [loss_of(config())]), rank=1, group="tensor")
     inside = {node.name: node.meta["tensor_parallel"] for node in module.graph.nodes if "tensor_parallel" in node.meta}
     assert inside == {"gather_rows": FIRST_REGION, "copy_to_region": FIRST_REGION + 1, "matmul_12": FIRST_REGION + 1}
 
@@ -287,10 +290,10 @@ def _both(
     whole = to_module(language_model(words=WORDS, **case), fuse=fuse)
     select_trained(whole, freeze=freeze)
     mine = copy.deepcopy(whole)
-    found = find_vocabulary_sharding(mine, size, settings)
+    found = find_vocabulary_sharding(mine, size, [loss_of(settings)])
     placements = shard_vocabulary(mine, found, rank=rank, group=group)
     assert "wte" in placements
-    losses = [Loss(settings, whole.output_names, classes=part) for part in (None, found.classes(rank, group))]
+    losses = [Loss(loss_of(settings), whole.output_names, classes=part) for part in (None, found.classes(rank, group))]
     return whole, mine, losses, placements
 
 
@@ -386,11 +389,13 @@ def _same_metrics(mpi: MPIContext, group: str) -> None:
     whole, mine, losses, _ = _both({}, mpi.rank, mpi.world_size, group)
     values = []
     for module, loss in zip((whole, mine), losses, strict=True):
-        totals = EvaluationMetrics(loss, ignore_index=-100, device=torch.device("cpu"))
+        totals = EvaluationMetrics(
+            Losses([loss.config], whole.output_names, classes=loss.classes), device=torch.device("cpu")
+        )
         for step in range(3):
             ids, labels = _batch({}, step)
             with torch.no_grad():
-                totals.update(module(ids), labels, len(ids))
+                totals.update(module(ids), [labels], len(ids))
         values.append(totals.compute())
     assert values[1]["accuracy"] == values[0]["accuracy"]
     assert values[1]["loss"] == pytest.approx(values[0]["loss"], rel=1e-6)
@@ -423,10 +428,10 @@ def _export_alike(name: str, exporter: str, how: tuple[bool, bool], place: tuple
     rank, size, group = place
     whole = to_module(zoo.export(name, exporter, folded=how[0]), fuse=how[1]).eval()
     mine = copy.deepcopy(whole)
-    found = find_vocabulary_sharding(mine, size, config())
+    found = find_vocabulary_sharding(mine, size, [loss_of(config())])
     placements = shard_vocabulary(mine, found, rank=rank, group=group)
     assert placements, name
-    losses = [Loss(config(), whole.output_names, classes=part) for part in (None, found.classes(rank, group))]
+    losses = [Loss(loss_of(config()), whole.output_names, classes=part) for part in (None, found.classes(rank, group))]
     inputs = [*zoo.feed(name, 3).values()]
     outputs: list[Sequence[Tensor]] = [module(*inputs) for module in (whole, mine)]
     shape = losses[0].output(outputs[0]).shape

@@ -16,7 +16,8 @@ from typing import Literal
 
 from pydantic import PositiveFloat
 
-from onward.trainer.config.sections import DataConfig, LossName, ModelConfig, Section
+from onward.trainer.config.section import Section
+from onward.trainer.config.sections import DataConfig, LossName, ModelConfig
 
 
 class LossConfig(Section):

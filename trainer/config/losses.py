@@ -91,7 +91,7 @@ def titles(losses: Sequence[LossConfig], output_names: Sequence[str] = ()) -> li
 
     output_names: those of the graph, for a loss that reads the first one without naming it.
     """
-    outputs = [each.output or (output_names[0] if output_names else "output") for each in losses]
+    outputs = [each.output or (output_names[0] if output_names else "first") for each in losses]
     names = [
         output if outputs.count(output) == 1 else f"{output}/{each.name}"
         for output, each in zip(outputs, losses, strict=True)

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from onward.trainer.config.losses import LossConfig, contradictions, filled
+from onward.trainer.config.losses import LossConfig, contradictions, filled, titles
 from onward.trainer.config.metric_names import DEFAULTS
 from onward.trainer.config.sections import (
     CheckpointConfig,
@@ -178,9 +178,19 @@ def _weights(model: ModelConfig) -> Iterable[str]:
 
 
 def _followed_metrics(
-    checkpoint: CheckpointConfig, stop: StopConfig, model: ModelConfig, train: TrainConfig
+    checkpoint: CheckpointConfig,
+    stop: StopConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    loss: Sequence[LossConfig],
+    train: TrainConfig,
 ) -> Iterable[str]:
-    known = [f"evaluation/{name}" for name in ("loss", *DEFAULTS.get(model.loss, ()))]
+    losses = filled(model, data, loss)
+    known = ["evaluation/loss"]
+    for title, each in zip(titles(losses), losses, strict=True):
+        prefix = "evaluation" if len(losses) == 1 else f"evaluation/{title}"
+        known += [f"{prefix}/{name}" for name in ("loss", *DEFAULTS.get(each.name, ()))]
+    known = list(dict.fromkeys(known))
     for key, name in (("checkpoint.best_metric", checkpoint.best_metric), ("stop.metric", stop.metric)):
         if name and name not in known:
             yield f"{key}: no evaluation measures {name!r}; with this loss they measure {', '.join(known)}"

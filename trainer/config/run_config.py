@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.losses import LossConfig, filled, with_outputs
+from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.rules import check_cross_section_rules
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections import (

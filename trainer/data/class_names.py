@@ -49,9 +49,8 @@ def open_class_names(config: RunConfig, schema: Schema) -> list[ClassNames]:
 
 def _class_columns(config: RunConfig) -> Iterator[tuple[str, int]]:
     """Yield (column, the label that is left out) for each column of class labels."""
-    if config.model.loss == "cross_entropy":
-        for name in (config.data.label,) if isinstance(config.data.label, str) else config.data.label:
-            yield name, config.model.ignore_index
+    found = {name: loss.ignored for loss in config.losses if loss.has_classes for name in loss.columns}
+    yield from found.items()
 
 
 class ClassNames(FittedComputer):

@@ -27,6 +27,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section
+from onward.trainer.data.column_patterns import with_columns
 from onward.trainer.data.fetching import fetch
 from onward.trainer.data.signature import model_digest
 from onward.trainer.diagnostics.config_check import check_local_files
@@ -67,6 +68,7 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check)
+    config = with_columns(config, with_copies(config, copies))
     if run.config.exists():
         saved = read_settings(run)
         refuse_changes(saved, config)
@@ -162,7 +164,7 @@ def _process(command: str, config: RunConfig, copies: LocalCopies) -> Iterator[P
     """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
     with tempfile.TemporaryDirectory(prefix=f"onward-{command}-") as name:
         folder = Path(name)
-        write_record(folder / "config.json", with_copies(config, copies))
+        write_record(folder / "config.json", with_columns(with_copies(config, copies)))
         ending = run_module("onward.trainer", command, str(folder), folder=folder, log=folder / "process.log")
         if refusal_in(folder).exists():
             raise own_error(read_record(refusal_in(folder), Refusal))

@@ -25,7 +25,7 @@ from onward.trainer.config.sections_metrics import StopConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record
-from tests.support.graphs import residual_mlps, tiny_conv_net
+from tests.support.graphs import residual_mlps, tiny_conv_net, tiny_mlp
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -64,6 +64,21 @@ def test_a_repeated_configure_finds_the_same_directory_and_mlflow_run(sections: 
     assert [found.info.run_id for found in runs] == [first.mlflow_run_id]
     assert runs[0].data.params["train.num_steps"] == "4"
     assert [file.path for file in Tracker(store)._client.list_artifacts(first.mlflow_run_id)] == ["config.json"]
+
+
+def test_the_saved_configuration_has_the_columns_that_patterns_match(sections: dict[str, Section]) -> None:
+    folder = onward_home().parent
+    onnx.save_model(tiny_mlp(), folder / "mlp.onnx")
+    (folder / "data.csv").write_text("\n".join(["id,b,a,c,d,label", *(f"{n},1,2,3,4,0.5" for n in range(20))]))
+    sections["model"] = ModelConfig(path=folder / "mlp.onnx", loss="mse")
+    inputs = {"features": ("*", "!id", "!label")}
+    sections["data"] = DataConfig(source=str(folder / "data.csv"), inputs=inputs)
+    run = begin(sections)
+    assert read_config(run).data.inputs == {"features": ("b", "a", "c", "d")}
+    assert begin(sections) == run  # a retry is given the patterns again
+    sections["data"] = DataConfig(source=str(folder / "data.csv"), inputs={"features": ("*", "!id")})
+    with pytest.raises(ConfigError, match="matches label"):
+        begin(sections, "other")
 
 
 def test_changed_settings_are_refused_by_name_and_the_saved_ones_are_kept(sections: dict[str, Section]) -> None:

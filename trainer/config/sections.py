@@ -145,7 +145,8 @@ class DataConfig(Section):
     place in its file (or on the file's name) alone, so appended rows move none to the other side."""
     inputs: dict[str, str | tuple[str, ...]] = {}
     """Graph input -> its column, or several columns stacked into one vector. Inputs not named here read
-    the column of their own name."""
+    the column of their own name. A glob pattern, such as "f*", stands for the columns that it matches, in the order of
+    the file, and "!f2" leaves columns out; the saved configuration has the columns."""
     label: str | tuple[str, ...] = "label"
     """The column (or columns) the loss compares with; unused when the loss is a graph output. Short for
     `loss.label`."""

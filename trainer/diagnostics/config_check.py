@@ -18,6 +18,7 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
 from onward.trainer.config.urls import redacted, url_of
+from onward.trainer.data.column_patterns import with_columns
 from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.fetching import fetch
 from onward.trainer.data.input_columns import computed_columns, data_problems
@@ -50,9 +51,9 @@ def check_local_files(sections: Sections) -> list[str]:
     absent = [setting for setting, _ in urls_in(sections) if setting.startswith(("model.", "data."))]
     if model and data and "loss" in sections and not absent and not model_problems and not source_problems:
         try:
-            config = RunConfig.model_construct(**dict(sections))
+            config = with_columns(RunConfig.model_construct(**dict(sections)))
             config = config.model_copy(update={"model": with_outputs(model, config.losses)})
-            signature, schema = read_training_signature(config.model), infer_schema(data)
+            signature, schema = read_training_signature(config.model), infer_schema(config.data)
             computed = computed_columns(config, signature)
             own = {name: column for name, column in schema.items() if name not in computed}
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, schema)))

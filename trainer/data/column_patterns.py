@@ -1,0 +1,105 @@
+"""Replace glob patterns of columns in `data.inputs` and `data.label` by the columns that they match.
+
+    columns of the file        id f1 f2 ... f10 age paid
+    inputs.features            ["age", "f*", "!f2"]      ->  age f1 f3 ... f10      in the order of the patterns, and of
+    data.label                 "paid"                        each pattern in the order of the file's columns
+
+A name that is a column's is that column, also if it holds `*`, `?`, `[` or `!`. The saved configuration of a run has
+the columns, so that what was trained can be read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections import DataConfig
+from onward.trainer.data.sharding import infer_schema
+from onward.trainer.errors import ConfigError
+
+Names = str | tuple[str, ...]
+
+
+def with_columns(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
+    """Return the configuration with columns in place of patterns; the data is read only if there are any.
+
+    local: the same configuration with local copies in place of URLs. Raises ConfigError for patterns that match no
+    column, or a label, and DataError when the data cannot be read.
+    """
+    data = config.data
+    if not any(_is_pattern(name) for names in (data.label, *data.inputs.values()) for name in _tuple(names)):
+        return config
+    return config.model_copy(update={"data": expanded(data, list(infer_schema((local or config).data)))})
+
+
+def expanded(data: DataConfig, columns: Sequence[str]) -> DataConfig:
+    """Return the section with columns in place of patterns; columns: those of the data, in its order."""
+    problems: list[str] = []
+    label = _expanded("data.label", data.label, columns, problems)
+    inputs = {name: _expanded(f"data.inputs.{name}", given, columns, problems) for name, given in data.inputs.items()}
+    for name, found in inputs.items():
+        by_pattern = set(_tuple(found)) - set(_tuple(data.inputs[name]))
+        if taken := sorted(by_pattern & set(_tuple(label))):
+            problems.append(
+                f"data.inputs.{name} {_shown(data.inputs[name])} matches {', '.join(taken)}, which data.label names; "
+                f"leave it out: add {'!' + taken[0]!r}"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return data.model_copy(update={"inputs": inputs, "label": label})
+
+
+def matching(patterns: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns that match, in the order of the patterns and of the columns, each once.
+
+    `!` before a pattern leaves out what it matches, wherever it stands. A name that is no pattern and no column is
+    returned as it is.
+    """
+    found: list[str] = []
+    left_out: set[str] = set()
+    for pattern in patterns:
+        if pattern in columns or not _is_pattern(pattern):
+            found.append(pattern)
+        elif pattern.startswith("!"):
+            left_out |= set(_matches(pattern[1:], columns))
+        else:
+            found += _matches(pattern, columns)
+    return tuple(name for name in dict.fromkeys(found) if name not in left_out)
+
+
+def unmatched(patterns: Iterable[str], columns: Sequence[str]) -> list[str]:
+    """Return the patterns that match no column."""
+    return [each for each in patterns if each not in columns and not _matches(each.removeprefix("!"), columns)]
+
+
+def _expanded(setting: str, given: Names, columns: Sequence[str], problems: list[str]) -> Names:
+    names = _tuple(given)
+    if not any(_is_pattern(name) and name not in columns for name in names):
+        return given
+    if wrong := [name for name in unmatched(names, columns) if _is_pattern(name)]:
+        problems.append(f"{setting} {_shown(wrong)} matches no column; there is {', '.join(columns)}")
+        return given
+    if all(name.startswith("!") and name not in columns for name in names):
+        problems.append(f"{setting} {_shown(given)} only leaves columns out; begin with '*'")
+        return given
+    if not (found := matching(names, columns)):
+        problems.append(f"{setting} {_shown(given)} leaves every column out")
+        return given
+    return found
+
+
+def _matches(pattern: str, columns: Sequence[str]) -> list[str]:
+    return [name for name in columns if name == pattern or fnmatchcase(name, pattern)]
+
+
+def _is_pattern(name: str) -> bool:
+    return bool(set(name) & set("*?[")) or name.startswith("!")
+
+
+def _tuple(names: Names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _shown(names: Names | Sequence[str]) -> str:
+    return repr(names) if isinstance(names, str) else str(list(names))

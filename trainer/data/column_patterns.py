@@ -30,20 +30,25 @@ def with_columns(config: RunConfig, local: RunConfig | None = None) -> RunConfig
     data = config.data
     if not any(_is_pattern(name) for names in (data.label, *data.inputs.values()) for name in _tuple(names)):
         return config
-    return config.model_copy(update={"data": expanded(data, list(infer_schema((local or config).data)))})
+    columns, labels = (
+        list(infer_schema((local or config).data)),
+        {name for each in config.loss for name in each.columns},
+    )
+    return config.model_copy(update={"data": expanded(data, columns, labels)})
 
 
-def expanded(data: DataConfig, columns: Sequence[str]) -> DataConfig:
-    """Return the section with columns in place of patterns; columns: those of the data, in its order."""
+def expanded(data: DataConfig, columns: Sequence[str], labels: Iterable[str] = ()) -> DataConfig:
+    """Return the section with columns in place of patterns; columns: those of the data, in its order. labels: columns
+    of labels besides `data.label`."""
     problems: list[str] = []
     label = _expanded("data.label", data.label, columns, problems)
     inputs = {name: _expanded(f"data.inputs.{name}", given, columns, problems) for name, given in data.inputs.items()}
     for name, found in inputs.items():
         by_pattern = set(_tuple(found)) - set(_tuple(data.inputs[name]))
-        if taken := sorted(by_pattern & set(_tuple(label))):
+        if taken := sorted(by_pattern & {*_tuple(label), *labels}):
             problems.append(
-                f"data.inputs.{name} {_shown(data.inputs[name])} matches {', '.join(taken)}, which data.label names; "
-                f"leave it out: add {'!' + taken[0]!r}"
+                f"data.inputs.{name} {_shown(data.inputs[name])} matches {', '.join(taken)}, the label; leave it out: "
+                f"add {'!' + taken[0]!r}"
             )
     if problems:
         raise ConfigError(problems)

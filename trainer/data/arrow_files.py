@@ -13,6 +13,10 @@ import pyarrow as pa
 from onward.trainer.data.columns import BLOCK_BYTES, BYTES, Array, Block, Cells, Column, Values
 from onward.trainer.errors import DataError
 
+FOOTER_MAGIC = b"ARROW1"
+"""The first bytes of a file that has a footer."""
+STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""The last bytes of a stream that is complete."""
 STREAM_BYTES = 1 << 20
 """Read ahead in each column of a Parquet file, whose row groups may be as large as the file."""
 
@@ -116,17 +120,31 @@ def _row(views: tuple[Array, ...], at: int) -> Array:
 
 
 def arrow_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
-    """Yield the rows of an Arrow IPC file; `names`: the columns to read, None for all."""
+    """Yield the rows of a file in Arrow's IPC format, with a footer or as a stream; `names`: the columns to read."""
     with _refusing(path):
-        file = pa.ipc.open_file(pa.memory_map(str(path)))
         first = 0
-        for number in range(file.num_record_batches):
-            batch = _chosen(file.get_batch(number), names)
+        for whole in _record_batches(path):
+            batch = _chosen(whole, names)
             # a record batch may be as large as its file
             rows = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
             for start in range(0, batch.num_rows, rows):
                 yield _block(path, batch.slice(start, rows), first + start)
             first += batch.num_rows
+
+
+def _record_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of a file; `datasets` of Hugging Face writes streams, which have no footer."""
+    mapped = pa.memory_map(str(path))
+    if mapped.read(len(FOOTER_MAGIC)) == FOOTER_MAGIC:
+        file = pa.ipc.open_file(mapped)
+        yield from (file.get_batch(number) for number in range(file.num_record_batches))
+    else:
+        mapped.seek(max(0, mapped.size() - len(STREAM_END)))
+        if mapped.read() != STREAM_END:
+            # pyarrow would take an end between two batches for the end of the rows
+            raise DataError(f"{path} ends in the middle, or is not in Arrow's IPC format")
+        mapped.seek(0)
+        yield from pa.ipc.open_stream(mapped)
 
 
 def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:

@@ -20,6 +20,7 @@ from onward.trainer.config.sections import DataConfig
 from onward.trainer.data.arrow_files import arrow_blocks, parquet_blocks
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Column
 from onward.trainer.data.permutation import hash_key, keyed_hash
+from onward.trainer.data.saved_datasets import saved_dataset
 from onward.trainer.data.tables import csv_blocks, json_blocks
 from onward.trainer.data.tensorproto_files import proto_blocks
 from onward.trainer.errors import DataError
@@ -62,6 +63,8 @@ def locate(source: str, data: DataConfig) -> Source:
     path = Path(source)
     if path.is_file():
         found = {path.name: path}
+    elif path.is_dir() and (found := saved_dataset(path)):
+        return Source("arrow", tuple(found.items()))
     elif path.is_dir():
         found = {name: path / name for name in _walk(path, "*", set())}
     else:

@@ -179,6 +179,6 @@ def held_out_text(run: RunDir) -> bytes:
     data, label = config.data, config.losses[0].label
     if locate(data.source, data).format != "text" or not isinstance(label, str):
         return b""
-    shards = open_shards(run.shards, "evaluation")
+    shards = open_shards(run.shards, "evaluation", most=data.evaluation_rows)
     windows = shards.read(np.arange(shards.num_rows))[label]
     return np.asarray(windows, dtype=np.uint8).tobytes()

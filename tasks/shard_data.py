@@ -13,6 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra.tracking import Tracker, TrackingError
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import data_problems
+from onward.trainer.data.sample_stream import sample_stream
 from onward.trainer.data.sharding import make_training_shards
 from onward.trainer.data.shards import ShardManifest
 from onward.trainer.errors import ConfigError
@@ -38,6 +39,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     # again, now with the extremes of all rows: `configure` has seen the first ones only
     if problems := data_problems(config, manifest.table, fitted=manifest.fitted):
         raise ConfigError(problems)
+    stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config)
     _refuse_changes(run, manifest.key)
     _link(run.shards, directory)
     files = len(manifest.train) + len(manifest.evaluation)
@@ -51,6 +53,14 @@ def shard_data(run: RunDir) -> ShardManifest:
         time.monotonic() - started_at,
         directory,
     )
+    if config.data.sources:
+        shares = zip(config.data.sources, stream.shares, manifest.sizes, strict=True)
+        each = (f"{share} of {source.source} ({size} rows)" for source, share, size in shares)
+        log.info("an epoch has %d samples: %s", stream.num_rows, ", ".join(each))
+    if 0 < config.data.evaluation_rows < manifest.rows("evaluation"):
+        log.info("%d of the %d rows are evaluated", config.data.evaluation_rows, manifest.rows("evaluation"))
+    if manifest.test:
+        log.info("%d rows are kept for the test of the exported file", manifest.rows("test"))
     if manifest.preprocessing:
         log.info("%s", manifest.preprocessing)
     if manifest.skipped:

@@ -75,7 +75,7 @@ def train(
     signature = read_training_signature(config.model)
     share = {"replica": here.data, "num_replicas": dims.data}
     batches = Batches(open_shards(run.shards, "train"), config, signature, **share, device=mpi.device)
-    held_out = open_shards(run.shards, "evaluation")
+    held_out = open_shards(run.shards, "evaluation", most=config.data.evaluation_rows)
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them

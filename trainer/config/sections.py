@@ -129,6 +129,15 @@ class LoraConfig(Section):
     are frozen."""
 
 
+class SourceConfig(Section):
+    """One of several sources that are mixed."""
+
+    source: Location
+    """A file, a directory or a glob, as in `data.source`."""
+    weight: PositiveFloat = 1.0
+    """How many of the samples are of this source, in proportion to the weights of the others."""
+
+
 class DataConfig(Section):
     """Where samples come from, and which column feeds which input of the model."""
 
@@ -138,8 +147,16 @@ class DataConfig(Section):
     format: Literal["auto", "csv", "parquet", "jsonl", "npz", "text", "digits", "arrow", "pb"] = "auto"
     """The format of the source; `auto` decides by its name. `arrow` are Onward's own shards, `pb` those of ONNX
     Runtime's trainer."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sources in place of `source`, each with a weight, mixed anew in each epoch. An epoch has as many samples
+    as all sources together; of a source it has the share of its weight, so that the rows of a source with a large
+    weight and few rows are taken several times."""
     evaluation_source: Location = ""
-    """Samples to evaluate on; empty = set aside `evaluation_fraction` of the source."""
+    """Samples to evaluate on; empty = set aside `evaluation_fraction` of the source, or of each of several."""
+    evaluation_rows: NonNegativeInt = 0
+    """Evaluate on so many rows only, always the same ones; 0 = on all that are set aside or in `evaluation_source`."""
+    test_source: Location = ""
+    """Samples on which the exported file is evaluated once, at the end. Nothing is chosen by the result."""
     evaluation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """The share of rows (of files, for text) set aside for evaluation; which ones depends on the row's
     place in its file (or on the file's name) alone, so appended rows move none to the other side."""
@@ -171,6 +188,24 @@ class DataConfig(Section):
     """Text only: bytes in one sample; the label of each byte is the byte that follows it."""
     text_files: str = "*.py"
     """Text only: which files of the directory are read."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_source_or_several(cls, settings: Any) -> Any:
+        """Let `source` be the first of `sources`, by which formats and columns are found."""
+        if not isinstance(settings, Mapping) or not settings.get("sources"):
+            return settings
+        first = settings["sources"][0]
+        first = first.source if isinstance(first, SourceConfig) else dict(first).get("source")
+        if settings.get("source") not in (None, "", first):
+            raise ValueError("source and sources exclude each other; put the source among the sources")
+        return {**settings, "source": first} if first else settings
+
+    @property
+    def mixture(self) -> tuple[SourceConfig, ...]:
+        """Return the sources with their weights, also if there is one."""
+        return self.sources or (SourceConfig(source=self.source),)
+
     text: TextConfig | None = None
     """Columns of raw text and the model's tokenizer: `[data.text]`."""
 

@@ -1,8 +1,9 @@
 """Make batches of tensors from a position in the sample stream; the same stream for any number of ranks.
 
 Position p = 0, 1, 2, ... of the stream is row permutation(seed, epoch)[p mod N] of the data in epoch p // N, where N
-is the number of rows. A step takes the next `global_batch_size` positions and the replicas divide them. The only
-state is the number of samples taken, so each row is taken once per epoch, with any layout and after any resume:
+is the number of rows (sample_stream.py, also for several sources). A step takes the next `global_batch_size` positions
+and the replicas divide them. The only state is the number of samples taken, so each row is taken once per epoch, with
+any layout and after any resume:
 
     positions of one step    0  1  2  3  4  5  6  7  8  9 10 11     global batch of 12, micro-batches of 2
     replica 0                0  1 | 2  3
@@ -29,7 +30,7 @@ from onward.trainer.data.columns import Array, Schema, Values
 from onward.trainer.data.device_copies import DeviceCopies
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.input_columns import Feed, feeds
-from onward.trainer.data.permutation import permutation
+from onward.trainer.data.sample_stream import sample_stream
 from onward.trainer.data.shards import Shards
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.targets import NO_LABELS, count_targets, label_range
@@ -112,6 +113,7 @@ class Batches:
         device: torch.device,
     ) -> None:
         self._shards, self.num_rows = shards, shards.num_rows
+        self._stream = sample_stream(shards.sizes, config)
         self._collate = _Collate(shards, config, signature, device)
         self.one_shape = self._collate.one_shape
         """Whether the inputs of all samples have one shape."""
@@ -154,18 +156,7 @@ class Batches:
 
     def rows(self, position: int, count: int) -> Array:
         """Return the row numbers at `count` positions of the stream from `position` on: int64 [count]."""
-        return self._rows_at(np.arange(position, position + count))
-
-    def _rows_at(self, positions: Array) -> Array:
-        """Return the row numbers at these positions of the stream, each int64 [n]."""
-        # a step may reach into the next epoch: no samples are dropped at the end of one
-        epochs, places = positions // self.num_rows, positions % self.num_rows
-        if not self._train.shuffle:
-            return places
-        for epoch in np.unique(epochs).tolist():
-            now = epochs == epoch
-            places[now] = permutation(places[now], self.num_rows, seed=self._train.seed, epoch=epoch)
-        return places
+        return self._stream.rows(np.arange(position, position + count))
 
     def close(self) -> None:
         """Stop the background thread and drop what it has prepared."""
@@ -188,10 +179,10 @@ class Batches:
         return [*full, self._collate(parts[-1], is_padding=share.last_is_padding, group=1)]
 
     def _samples(self, positions: Array) -> Samples:
-        return Samples(self._rows_at(positions), positions, self._read)
+        return Samples(self._stream.rows(positions), positions, self._read)
 
     def _read(self, positions: Array) -> dict[str, Values]:
-        return self._shards.read(self._rows_at(positions))
+        return self._shards.read(self._stream.rows(positions))
 
 
 def evaluation_batches(

@@ -93,8 +93,7 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
 
 
 def _source_bytes(data: DataConfig) -> int:
-    located = [sources.locate(source, data) for source in (data.source, data.evaluation_source) if source]
-    return sum(path.stat().st_size for source in located for _, path in source.files)
+    return sum(path.stat().st_size for source in sources.all_sources(data) for _, path in source.files)
 
 
 def _joined(parts: list[Values]) -> Values:

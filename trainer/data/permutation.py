@@ -28,7 +28,7 @@ def keyed_hash(values: Array, key: np.uint64) -> Array:
     return x ^ (x >> np.uint64(31))
 
 
-def permutation(positions: Array, size: int, *, seed: int, epoch: int) -> Array:
+def permutation(positions: Array, size: int, *, seed: int, epoch: int | str) -> Array:
     """Return where a shuffle of 0..size-1 puts each position [n]: int64 [n].
 
     A balanced Feistel network permutes the integers below the smallest 4^k >= size. A result outside of 0..size-1 is

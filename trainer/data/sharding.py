@@ -99,12 +99,24 @@ def try_first_rows(config: RunConfig, signature: Signature) -> tuple[Schema, Map
 
 
 def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
-    """Infer the columns from the first rows of the source. Raises DataError."""
-    if sources.locate(data.source, data).format == "digits":
+    """Infer the columns from the first rows of the source, or of each of several. Raises DataError."""
+    schemas = [_infer_schema(data, number, max_rows) for number in range(len(data.mixture))]
+    found = schemas[0]
+    for number, other in enumerate(schemas[1:], start=1):
+        if different := sorted(found.keys() ^ other.keys()):
+            names = [data.mixture[0].source, data.mixture[number].source]
+            raise DataError(f"{names[0]} and {names[1]} do not both have column {', '.join(different)}")
+        found = {name: merge(column, other[name]) for name, column in found.items()}
+    return found
+
+
+def _infer_schema(data: DataConfig, number: int, max_rows: int) -> dict[str, Column]:
+    source = data.mixture[number].source
+    if sources.locate(source, data).format == "digits":
         return sources.digits_schema(data)
     found: dict[str, Column] = {}
     rows, size, bad = 0, 0, list[str]()
-    for block in sources.first_blocks(data):
+    for block in sources.first_blocks(data, number=number):
         bad += [f"{block.where(row)}: {why}" for row, why in block.bad.items()]
         for name, cells in block.cells.items() if len(block.index) else ():
             column = infer(name, cells[: max_rows - rows])
@@ -114,7 +126,7 @@ def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
         if rows >= max_rows or size >= SAMPLE_BYTES:
             break
     if not rows:
-        raise DataError([f"{data.source} holds no row that can be read", *bad[:MAX_NAMED_ROWS]])
+        raise DataError([f"{source} holds no row that can be read", *bad[:MAX_NAMED_ROWS]])
     return found
 
 
@@ -185,7 +197,7 @@ def stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) -
     ]
     if problems or not types:
         raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
-    ragged = sources.locate(data.source, data).format in sources.RAGGED
+    ragged = any(sources.locate(each.source, data).format in sources.RAGGED for each in data.mixture)
     # ONNX Runtime's trainer reads these files too, and does not convert types
     exact = data.shard_format == "pb"
     return [stored_column(schema[name], kind, exact=exact, ragged=ragged) for name, kind in types.items()]
@@ -193,7 +205,7 @@ def stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) -
 
 def _cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]) -> str:
     """Digest all that decides the content of the shards: file names and contents, settings, columns, computed ones."""
-    located = [sources.locate(source, data) for source in (data.source, data.evaluation_source) if source]
+    located = sources.all_sources(data)
     formats = {source.format for source in located}
     settings = data.model_dump(
         include={"evaluation_fraction", "bad_rows", "shard_format", "rows_per_shard"}
@@ -204,6 +216,8 @@ def _cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[
     files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
     content = [SHARD_VERSION, settings, files, [column.model_dump() for column in columns]]
     content += [each.digest for each in computers]
+    if data.sources or data.test_source:
+        content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -211,7 +225,7 @@ def _complete_manifest(directory: Path) -> ShardManifest | None:
     """Return the manifest if every file is there in its size, else None."""
     try:
         manifest = read_record(directory / "manifest.json", ShardManifest)
-        files = (*manifest.train, *manifest.evaluation)
+        files = (*manifest.train, *manifest.evaluation, *manifest.test)
         return manifest if all((directory / file.name).stat().st_size == file.bytes for file in files) else None
     except (OnwardError, OSError):
         return None
@@ -239,33 +253,39 @@ def _publish(partial: Path, final: Path) -> ShardManifest | None:
 def _write(
     data: DataConfig, columns: Sequence[Column], key: str, directory: Path, computers: Sequence[ColumnComputer]
 ) -> ShardManifest:
-    """Write both splits in one pass over the source, a block at a time."""
-    splits = {split: _SplitWriter(directory, split, data=data) for split in ("train", "evaluation")}
+    """Write all splits in one pass over each source, a block at a time."""
+    names = ("train", "evaluation", "test") if data.test_source else ("train", "evaluation")
+    splits = {split: _SplitWriter(directory, split, data=data) for split in names}
     texts = [column.name for column in columns if column.dtype == TEXT]
     consumed = frozenset[str]().union(*(each.consumed for each in computers))
     file_only = frozenset[str]().union(*(each.file_only for each in computers)) - consumed
     own = [column for column in columns if column.name not in consumed]
     kept = [column for column in own if column.name not in file_only]
     skipped, skipped_rows = 0, list[str]()
-    blocks = sources.read(data, [column.name for column in columns], texts)
-    for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, columns)):
-        values, good, bad = fit_block(block, columns)
-        for rows, held in computed_chunks(computers, block, values, good, held_out, bad):
-            if skipped + len(bad) and data.bad_rows == "fail":
-                continue  # no file will be kept, so the rest is only counted
-            computed = [column for each in computers for column in each.columns]
-            splits["train"].add(select(rows, ~held), (*kept, *computed))
-            splits["evaluation"].add(select(rows, held), (*own, *computed))
-        remaining = MAX_NAMED_ROWS - len(skipped_rows)
-        skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
-        skipped += len(bad)
+    ends = []
+    for held_split, blocks in sources.read_by_source(data, [column.name for column in columns], texts):
+        for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, columns)):
+            values, good, bad = fit_block(block, columns)
+            for rows, held in computed_chunks(computers, block, values, good, held_out, bad):
+                if skipped + len(bad) and data.bad_rows == "fail":
+                    continue  # no file will be kept, so the rest is only counted
+                computed = [column for each in computers for column in each.columns]
+                splits["train"].add(select(rows, ~held), (*kept, *computed))
+                splits[held_split].add(select(rows, held), (*own, *computed))
+            remaining = MAX_NAMED_ROWS - len(skipped_rows)
+            skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
+            skipped += len(bad)
+        ends.append(splits["train"].num_rows)
     files = {split: tuple(writer.close()) for split, writer in splits.items()}
     if skipped and data.bad_rows == "fail":
         more = [f"... and {skipped - MAX_NAMED_ROWS:,} more"] if skipped > MAX_NAMED_ROWS else []
         raise DataError(
             [*skipped_rows, *more, f"{skipped:,} bad rows; mend them, or set data.bad_rows = 'skip' to leave them out"]
         )
-    _refuse_empty_split(data, {split: sum(file.rows for file in files[split]) for split in files}, skipped)
+    _refuse_empty_split(data, {split: writer.num_rows for split, writer in splits.items()}, skipped)
+    sizes = np.diff(ends[: len(data.mixture)], prepend=0).tolist()
+    if 0 in sizes:
+        raise DataError(f"{data.mixture[sizes.index(0)].source} holds no row to train on")
 
     def observed(wanted: Sequence[Column]) -> tuple[Column, ...]:
         found = [writer.observed for writer in splits.values()]
@@ -277,6 +297,8 @@ def _write(
         columns=observed((*kept, *(column for each in computers for column in each.columns))),
         train=files["train"],
         evaluation=files["evaluation"],
+        test=files.get("test", ()),
+        sizes=tuple(sizes) if data.sources else (),
         skipped=skipped,
         skipped_rows=tuple(skipped_rows),
         preprocessing="; ".join(each.summary for each in computers),
@@ -287,7 +309,7 @@ def _write(
 
 
 def _with_observed(column: Column, observed: Sequence[Column | None]) -> Column:
-    """Return the column with the extremes and the longest row of both splits."""
+    """Return the column with the extremes and the longest row of all splits."""
     one, *others = [each for each in observed if each is not None]
     for other in others:
         one = merge(one, other)
@@ -297,6 +319,8 @@ def _with_observed(column: Column, observed: Sequence[Column | None]) -> Column:
 def _refuse_empty_split(data: DataConfig, rows: Mapping[str, int], skipped: int) -> None:
     if all(rows.values()):
         return
+    if rows["train"] and rows["evaluation"]:
+        raise DataError(f"data.test_source: {data.test_source} holds no row ({skipped} bad rows left out)")
     source = data.evaluation_source or f"data.evaluation_fraction {data.evaluation_fraction:g}"
     raise DataError(
         f"{data.source}: {rows['train']} rows to train on and {rows['evaluation']} to evaluate on "
@@ -323,6 +347,8 @@ class _SplitWriter:
         self._file: _Writer | None = None
         self._rows = 0
         self._done: list[ShardFile] = []
+        self.num_rows = 0
+        """Of all files so far."""
         self.observed: dict[str, Column] = {}
         """Extremes and longest row so far, by column."""
 
@@ -333,6 +359,7 @@ class _SplitWriter:
         for column in columns if count else ():
             self._observe(column, values[column.name])
         at = 0
+        self.num_rows += count
         while at < count:
             if self._file is None:
                 self._file = WRITERS[self._data.shard_format](self._path, columns)

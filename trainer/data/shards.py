@@ -19,6 +19,7 @@ import numpy as np
 from onward.trainer.data.arrow_files import ArrowReader
 from onward.trainer.data.columns import Array, Column, Schema, Values
 from onward.trainer.data.fitted import Fitted
+from onward.trainer.data.permutation import hash_key, keyed_hash
 from onward.trainer.data.tensorproto_files import ProtoReader
 from onward.trainer.errors import DataError
 from onward.trainer.run.records import Record, read_record
@@ -26,7 +27,7 @@ from onward.trainer.run.records import Record, read_record
 SHARD_VERSION = 1
 """Raised when the same source would give other shards, so that shards of an older version are not reused."""
 
-Split = Literal["train", "evaluation"]
+Split = Literal["train", "evaluation", "test"]
 
 
 class ShardFile(Record):
@@ -47,6 +48,10 @@ class ShardManifest(Record):
     columns: tuple[Column, ...]
     train: tuple[ShardFile, ...]
     evaluation: tuple[ShardFile, ...]
+    test: tuple[ShardFile, ...] = ()
+    """Of data.test_source."""
+    sizes: tuple[int, ...] = ()
+    """Training rows of each of data.sources, which follow each other; () = all rows are of one source."""
     skipped: int = 0
     """Number of bad rows left out (data.bad_rows = 'skip')."""
     skipped_rows: tuple[str, ...] = ()
@@ -63,7 +68,7 @@ class ShardManifest(Record):
 
     def files(self, split: Split) -> tuple[ShardFile, ...]:
         """Return the files of a split, in order."""
-        return self.train if split == "train" else self.evaluation
+        return {"train": self.train, "evaluation": self.evaluation, "test": self.test}[split]
 
     def rows(self, split: Split) -> int:
         """Return the number of rows of a split."""
@@ -85,9 +90,14 @@ SHARD_READERS: dict[str, Callable[[Path, Sequence[Column]], _Reader]] = {"arrow"
 
 
 class Shards:
-    """The rows of one split, read by row number; a file is opened when one of its rows is first read."""
+    """The rows of one split, read by row number; a file is opened when one of its rows is first read.
 
-    def __init__(self, directory: Path, manifest: ShardManifest, split: Split, *, for_file: bool = False) -> None:
+    most: only so many of the rows, chosen by a hash of their numbers, in the order of the split; 0 = all.
+    """
+
+    def __init__(
+        self, directory: Path, manifest: ShardManifest, split: Split, *, for_file: bool = False, most: int = 0
+    ) -> None:
         columns = (*manifest.columns, *manifest.file_columns) if for_file else manifest.columns
         self._directory = directory
         self._manifest = manifest
@@ -95,12 +105,17 @@ class Shards:
         self._starts = np.cumsum([0, *(file.rows for file in self._files)])
         self._open: dict[int, _Reader] = {}
         self.num_rows = int(self._starts[-1])
+        self._chosen = _few(self.num_rows, most) if 0 < most < self.num_rows else None
+        self.num_rows = self.num_rows if self._chosen is None else most
+        self.sizes = manifest.sizes if split == "train" and manifest.sizes else (self.num_rows,)
+        """Rows of each source."""
         self.columns: Schema = {column.name: column for column in columns}
         self.pad_values = manifest.pad_values
         self.fitted = manifest.fitted
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Read rows [n], in this order: column -> array [n, *shape], or a list of n arrays (variable length)."""
+        rows = rows if self._chosen is None else self._chosen[rows]
         files = np.searchsorted(self._starts, rows, side="right") - 1
         parts = {
             int(file): self._reader(int(file)).read(rows[files == file] - self._starts[file])
@@ -131,9 +146,19 @@ def _concatenated(parts: list[Values], order: Array) -> Values:
     return [rows[at] for at in order]
 
 
-def open_shards(directory: Path, split: Split, *, for_file: bool = False) -> Shards:
-    """Open the rows of a split. `for_file`: with the columns that only the whole file reads (evaluation split).
+def _few(num_rows: int, most: int) -> Array:
+    """Return `most` of the row numbers, int64, increasing: those with the least hashes."""
+    hashes = keyed_hash(np.arange(num_rows), hash_key("evaluation rows"))
+    return np.sort(np.argpartition(hashes, most)[:most])
+
+
+def open_shards(directory: Path, split: Split, *, for_file: bool = False, most: int = 0) -> Shards:
+    """Open the rows of a split. `for_file`: with the columns that only the whole file reads (not of the train split).
+
+    `most`: only so many of the rows (Shards).
 
     Raises OnwardError when the directory has no manifest, DataError for damaged files.
     """
-    return Shards(directory, read_record(directory / "manifest.json", ShardManifest), split, for_file=for_file)
+    return Shards(
+        directory, read_record(directory / "manifest.json", ShardManifest), split, for_file=for_file, most=most
+    )

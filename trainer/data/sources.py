@@ -112,14 +112,38 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
 def read(data: DataConfig, names: Sequence[str] | None, text: Collection[str] = ()) -> Iterator[tuple[Block, Array]]:
     """Yield every row of the data in blocks, each with bool [n]: which of its rows are for evaluation.
 
-    names: the columns to read, None for all. text: those of them that are read as text, also where a cell of a CSV file
-    looks like a number. Raises DataError for what cannot be read at all.
+    Several sources come one after the other. names: the columns to read, None for all. text: those of them that are
+    read as text, also where a cell of a CSV file looks like a number. Raises DataError for what cannot be read at all.
     """
-    source = locate(data.source, data)
+    for split, blocks in read_by_source(data, names, text):
+        yield from blocks if split != "test" else ()
+
+
+def read_by_source(
+    data: DataConfig, names: Sequence[str] | None, text: Collection[str] = ()
+) -> Iterator[tuple[str, Iterator[tuple[Block, Array]]]]:
+    """Yield (what its rows that are held out are for, its blocks as `read` yields them) of each source in turn.
+
+    First come the sources that are trained on, then those of `data.evaluation_source`, then those of
+    `data.test_source`, which `read` leaves out.
+    """
+    for each in data.mixture:
+        yield "evaluation", _divided(each.source, data, names, text)
     if data.evaluation_source:
-        held_out_source = locate(data.evaluation_source, data)
-        parts = [(source, False), (held_out_source, True)]
-    elif source.format == "text":
+        yield "evaluation", _whole(data.evaluation_source, data, names, text, held=True)
+    if data.test_source:
+        yield "test", _whole(data.test_source, data, names, text, held=True)
+
+
+def _divided(
+    name: str, data: DataConfig, names: Sequence[str] | None, text: Collection[str]
+) -> Iterator[tuple[Block, Array]]:
+    """Yield the rows of a source of training data, with those among them that are set aside for evaluation."""
+    if data.evaluation_source:
+        yield from _whole(name, data, names, text, held=False)
+        return
+    source = locate(name, data)
+    if source.format == "text":
         chosen = _held_out_files(source, data.evaluation_fraction)
         parts = [
             (Source("text", tuple(file for file in source.files if (file[0] in chosen) == held)), held)
@@ -134,9 +158,22 @@ def read(data: DataConfig, names: Sequence[str] | None, text: Collection[str] = 
             yield block, np.full(len(block.index), held)
 
 
-def first_blocks(data: DataConfig, text: Collection[str] = ()) -> Iterator[Block]:
-    """Return an iterator over the rows of the source, from its beginning; `text` as in `read`."""
-    source = locate(data.source, data)
+def _whole(
+    name: str, data: DataConfig, names: Sequence[str] | None, text: Collection[str], *, held: bool
+) -> Iterator[tuple[Block, Array]]:
+    for _, block in _blocks(locate(name, data), data, names, text):
+        yield block, np.full(len(block.index), held)
+
+
+def all_sources(data: DataConfig) -> list[Source]:
+    """Return the files of every source that is read: for training, evaluation and the test. Raises as `locate`."""
+    named = [*(each.source for each in data.mixture), data.evaluation_source, data.test_source]
+    return [locate(source, data) for source in named if source]
+
+
+def first_blocks(data: DataConfig, text: Collection[str] = (), number: int = 0) -> Iterator[Block]:
+    """Return an iterator over the rows of one of the sources, from its beginning; `text` as in `read`."""
+    source = locate(data.mixture[number].source, data)
     return (block for _, block in _blocks(source, data, None, text))
 
 

@@ -80,7 +80,8 @@ def _model(model: ModelConfig) -> list[str]:
 
 def _data(data: DataConfig) -> list[str]:
     problems = []
-    for key, source in (("source", data.source), ("evaluation_source", data.evaluation_source)):
+    named = [("sources" if data.sources else "source", each.source) for each in data.mixture]
+    for key, source in (*named, ("evaluation_source", data.evaluation_source), ("test_source", data.test_source)):
         if not source or source in BUNDLED_SOURCES or url_of(source):
             continue
         if not _matches(source):

@@ -1,0 +1,92 @@
+"""Which row of the training data is at a position of the sample stream: shuffled, and mixed from several sources.
+
+Source k has N_k rows and weight w_k; N is the sum of all N_k. An epoch is N positions. Of these n_k are of source k, in
+proportion to w_k and rounded so that they add up to N. In epoch e the positions are permuted onto slots; the slots of
+source k are a range, and a slot's place in it counts on over the epochs, again and again through its rows:
+
+    2 sources, N_1 = 4, N_2 = 4, weights 3 and 1: N = 8, n_1 = 6, n_2 = 2
+
+    position of epoch e        0   1   2   3   4   5   6   7
+    slot = permutation         5   0   7   2   6   1   4   3
+    source                     1   1   2   1   2   1   1   1
+    sample of the source       5   0   1   2   0   1   4   3     + e n_k
+    its row                    sample mod N_k, permuted in each pass over the source
+
+So at any time the samples of a source were seen equally often, up to one epoch's share, and after each epoch up to one.
+With one source, or where n_k = N_k, each epoch takes each row of it once. All of it is computed from the seed and the
+position: no order is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.permutation import Array, permutation
+from onward.trainer.errors import ConfigError
+
+
+class SampleStream:
+    """The rows of the training split in the order of training.
+
+    sizes: training rows of each source, which follow each other in the split. Without `shuffle`, an epoch takes one
+    source after the other. Raises ConfigError for a weight so small that an epoch has no sample of the source.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+        self.num_rows = sum(sizes)
+        self._sizes = sizes
+        self._seed, self._shuffle = seed, shuffle
+        self.shares = shares(self.num_rows, weights)
+        """Samples of each source in one epoch."""
+        if empty := [number for number, (size, share) in enumerate(zip(sizes, self.shares, strict=True)) if not share]:
+            raise ConfigError(
+                f"data.sources: an epoch of {self.num_rows} samples has none of source {empty[0] + 1}, whose weight "
+                f"{weights[empty[0]]:g} is too small; raise it, or remove the source"
+            )
+
+    def rows(self, positions: Array) -> Array:
+        """Return the row numbers at these positions of the stream, each int64 [n]."""
+        # a step may reach into the next epoch: no samples are dropped at the end of one
+        epochs, slots = positions // self.num_rows, positions % self.num_rows
+        if self._shuffle:
+            for epoch in np.unique(epochs).tolist():
+                now = epochs == epoch
+                slots[now] = permutation(slots[now], self.num_rows, seed=self._seed, epoch=epoch)
+        first_row = first_slot = 0
+        rows = np.empty_like(slots)
+        for number, (size, share) in enumerate(zip(self._sizes, self.shares, strict=True)):
+            mine = (slots >= first_slot) & (slots < first_slot + share)
+            samples = epochs[mine] * share + slots[mine] - first_slot
+            rows[mine] = first_row + self._rows_of(number, samples)
+            first_row, first_slot = first_row + size, first_slot + share
+        return rows
+
+    def _rows_of(self, number: int, samples: Array) -> Array:
+        """Return the rows of one source that its samples 0, 1, 2, ... are, each int64 [n]."""
+        size = self._sizes[number]
+        passes, rows = samples // size, samples % size
+        # where an epoch is one pass, the permutation of its slots has shuffled the rows already
+        if self._shuffle and self.shares[number] != size:
+            for each in np.unique(passes).tolist():
+                now = passes == each
+                rows[now] = permutation(rows[now], size, seed=self._seed, epoch=f"{each} of source {number}")
+        return rows
+
+
+def sample_stream(sizes: Sequence[int], config: RunConfig) -> SampleStream:
+    """Return the order in which a run takes its training rows, `sizes` of each source. Raises as SampleStream does."""
+    weights = [source.weight for source in config.data.mixture]
+    return SampleStream(sizes, weights, seed=config.train.seed, shuffle=config.train.shuffle)
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Divide `total` in proportion to the weights, so that the parts add up: the largest remainders are rounded up."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    parts = [int(each) for each in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda number: (parts[number] - exact[number], number))
+    for number in by_remainder[: total - sum(parts)]:
+        parts[number] += 1
+    return parts

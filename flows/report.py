@@ -37,6 +37,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     if bits := facts.get("bits_per_byte"):
         rows.append(("bits per byte", "  ".join(f"{name} {value:.3f}" for name, value in bits.items())))
     rows += [(key.replace("_", " "), facts[key]) for key in ("ended_early", "to_go_on") if facts.get(key)]
+    rows += [(name.replace("/", " "), f"{value:.4f}") for name, value in sorted(facts.get("test", {}).items())]
     return [
         *rows,
         ("onnxruntime parity", f"{facts['parity']:.2g} of the largest output"),

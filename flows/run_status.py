@@ -74,6 +74,8 @@ class RunOutcome(RunStatus):
     """The evaluation under onnxruntime of the file that came in."""
     after: dict[str, float]
     """The evaluation under onnxruntime of the trained file."""
+    test: dict[str, float]
+    """Its evaluation on `data.test_source`; {} without one."""
     parity: float
     """Greatest difference of onnxruntime from the trained module, relative to the largest output."""
     sha256: str
@@ -125,6 +127,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         bits_per_byte=bits_per_byte(exported.after["evaluation/loss"], text) if text else {},
         before=exported.before,
         after=exported.after,
+        test=exported.test,
         parity=exported.parity,
         sha256=exported.sha256,
         variants=exported.variants,

@@ -128,7 +128,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             outputs=tuple(map(_port, signature.outputs)),
             step=exported.step,
             example=dict(example) if set(example) == {info.name for info in signature.inputs} else {},  # a part's
-            metrics={**exported.after, "parity": exported.parity},
+            metrics={**exported.after, **exported.test, "parity": exported.parity},
             tags=tags,
         )
     name = config.export.register_as or config.name

@@ -19,7 +19,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -74,8 +74,8 @@ def train_rank(run: RunDir) -> int:
     return 0 if result.status == "done" else Stopped.exit_code
 
 
-def evaluation_data(run: RunDir) -> EvaluationData:
-    """Return all evaluation data and the metrics of the configured losses, with which exported files are evaluated."""
+def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluation") -> EvaluationData:
+    """Return the rows of a split and the metrics of the configured losses, with which exported files are evaluated."""
     from onward.trainer.data.batches import Batch, evaluation_batches
     from onward.trainer.data.file_rows import FileRows
     from onward.trainer.data.shards import open_shards
@@ -85,7 +85,8 @@ def evaluation_data(run: RunDir) -> EvaluationData:
     from onward.trainer.model.metrics import EvaluationMetrics
 
     config, cpu = read_config(run), torch.device("cpu")
-    held_out, signature = open_shards(run.shards, "evaluation"), read_training_signature(config.model)
+    most = config.data.evaluation_rows if split == "evaluation" else 0
+    held_out, signature = open_shards(run.shards, split, most=most), read_training_signature(config.model)
 
     def new_metrics(output_names: Sequence[str]) -> EvaluationMetrics:
         return EvaluationMetrics(Losses(config.losses, output_names), device=cpu)
@@ -94,9 +95,9 @@ def evaluation_data(run: RunDir) -> EvaluationData:
         return evaluation_batches(held_out, config, signature, replica=0, num_replicas=1, device=cpu)
 
     # the whole file is verified, on the rows as the data has them, also where the ranks have read numbers only
-    as_stored = open_shards(run.shards, "evaluation", for_file=True)
+    as_stored = open_shards(run.shards, split, for_file=True, most=most)
     file_rows = FileRows(as_stored, config, signature) if signature.computed else None
-    return EvaluationData(batches=batches, new_metrics=new_metrics, file_rows=file_rows)
+    return EvaluationData(batches=batches, new_metrics=new_metrics, file_rows=file_rows, split=split)
 
 
 def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False) -> int:
@@ -117,7 +118,8 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
         if training:
             export.export_training(run, checkpoint, folder=folder)
         else:
-            export.export(run, checkpoint, data=evaluation_data(run), folder=folder)
+            test = evaluation_data(run, "test") if read_config(run).data.test_source else None
+            export.export(run, checkpoint, data=evaluation_data(run), test=test, folder=folder)
     return 0
 
 

@@ -55,6 +55,7 @@ def export(
         "parity": exported.parity,
         "before": exported.before,
         "after": exported.after,
+        **({"test": exported.test} if exported.test else {}),
         **training_files,
     }
     if as_json:

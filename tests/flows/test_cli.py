@@ -178,6 +178,7 @@ def test_the_table_of_a_run_shows_before_and_after() -> None:
     facts = {
         "before": {"evaluation/accuracy": 0.1},
         "after": {"evaluation/accuracy": 0.98},
+        "test": {"test/accuracy": 0.97},
         "parity": 1e-6,
         "model": "/m.onnx",
         "directory": "/run",
@@ -190,6 +191,7 @@ def test_the_table_of_a_run_shows_before_and_after() -> None:
     }
     rows = dict(outcome(facts))
     assert rows["accuracy"] == "0.1000 -> 0.9800"
+    assert rows["test accuracy"] == "0.9700"
     assert rows["MLflow"] == "run abc, digits version 1"
     assert rows["to look at it"] == "onward ui"
 

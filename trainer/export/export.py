@@ -85,10 +85,18 @@ def exit_with_refusal(folder: Path) -> Iterator[None]:
         sys.exit(error.exit_code)
 
 
-def export(run: RunDir, checkpoint: Checkpoint, *, data: EvaluationData, folder: Path | None = None) -> ExportedModel:
+def export(
+    run: RunDir,
+    checkpoint: Checkpoint,
+    *,
+    data: EvaluationData,
+    test: EvaluationData | None = None,
+    folder: Path | None = None,
+) -> ExportedModel:
     """Write the trained ONNX file, its record and an example row into `folder` (the run's own if None).
 
-    Raises ExportRefused with a sentence for each check that failed; no file is written then.
+    test: the rows of `data.test_source`, on which the written file is evaluated once; nothing depends on it. Raises
+    ExportRefused with a sentence for each check that failed; no file is written then.
     """
     config, folder = read_config(run), folder or run.export
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
@@ -112,6 +120,7 @@ def export(run: RunDir, checkpoint: Checkpoint, *, data: EvaluationData, folder:
         )
         runner = verify(written, expected, data=data, config=config.export)
         after = runner.evaluate()
+        tested = OnnxRunner(written, test).evaluate() if test else {}
         changed = len(changed_tensors(written, expected.original, expected.weights))
         # the model is moved last: it names the other files, so it must not appear before them
         files = [_move(path, staging, folder) for path in (*beside, path)]
@@ -124,6 +133,7 @@ def export(run: RunDir, checkpoint: Checkpoint, *, data: EvaluationData, folder:
         parity=runner.parity,
         before=before,
         after=after,
+        test=tested,
         changed=changed,
         removed=dict(removed),
         judged_by=runner.runtime,

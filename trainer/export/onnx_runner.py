@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -49,7 +49,7 @@ Compute = Callable[[Mapping[str, Array]], list[Array]]
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """The data and metrics that files are evaluated with."""
+    """The data and metrics that files are evaluated with: a split, "evaluation" or "test"."""
 
     batches: Callable[[], Iterable[Batch]]
     """Each call iterates over all evaluation data from its beginning, on the CPU."""
@@ -57,6 +57,7 @@ class EvaluationData:
     """Names of the graph's outputs in order -> metrics without any batch."""
     file_rows: FileRows | None = None
     """For a file that begins with pre-processing: the same rows as the file takes them, strings included."""
+    split: Literal["evaluation", "test"] = "evaluation"
 
 
 class OnnxRunner:
@@ -121,7 +122,7 @@ class OnnxRunner:
         return problems
 
     def evaluate(self) -> dict[str, float]:
-        """Return loss and metrics over all evaluation data, as `evaluation/<name>`.
+        """Return loss and metrics over all rows of the split, as `<split>/<name>`.
 
         If the file has a fixed batch size and computes its own loss, the rows repeated to fill its last batch count.
         """
@@ -131,7 +132,7 @@ class OnnxRunner:
                 labels = [None if each is None else each[start:stop] for each in batch.labels]
                 results = self.run([tensor[start:stop] for tensor in self._inputs_of(batch)])
                 metrics.update([self._without_padding(each, stop - start) for each in results], labels, stop - start)
-        return {f"evaluation/{name}": value for name, value in metrics.compute().items()}
+        return {f"{self._data.split}/{name}": value for name, value in metrics.compute().items()}
 
     def example(self) -> bytes:
         """Return one row of inputs (or as many as a fixed batch takes) as the content of an .npz file."""

@@ -187,6 +187,8 @@ class ExportedModel(Record):
     """Metrics of the original file on all evaluation data."""
     after: dict[str, float]
     """Metrics of the exported file on all evaluation data, under onnxruntime."""
+    test: dict[str, float] = {}
+    """Its metrics on `data.test_source`, by which nothing was chosen; {} without one."""
     changed: int
     """Number of initializers whose bytes differ from the original file."""
     removed: dict[str, int] = {}

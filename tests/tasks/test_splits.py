@@ -66,7 +66,7 @@ def test_the_exported_file_is_tested_once_on_rows_that_nothing_else_reads(tmp_pa
     session = onnxruntime.InferenceSession(str(exported.path), providers=["CPUExecutionProvider"])
 
     def judged(columns: dict[str, np.ndarray]) -> tuple[float, float]:
-        [logits, *_] = session.run(None, {"features": columns["features"]})
+        [logits, *_] = session.run(None, {"features": columns["features"].astype(np.float32)})
         loss = -log_softmax(logits, axis=1)[np.arange(len(logits)), columns["label"]].mean()
         return float(loss), float((logits.argmax(1) == columns["label"]).mean())
 

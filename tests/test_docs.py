@@ -197,7 +197,7 @@ def test_the_readme_and_the_pages_show_every_command() -> None:
 def test_every_configuration_of_a_page_loads(page: str, tmp_path: Path) -> None:
     for block in checked(page, "toml"):
         settings = tomllib.loads(block.text)
-        complete = {"path"} <= set(settings.get("model", {})) and "source" in settings.get("data", {})
+        complete = {"path"} <= set(settings.get("model", {})) and {"source", "sources"} & set(settings.get("data", {}))
         try:
             if complete:
                 (tmp_path / "config.toml").write_text(block.text)

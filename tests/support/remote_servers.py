@@ -7,6 +7,9 @@ import email.utils
 import hashlib
 import http.server
 import re
+import select
+import socket
+import socketserver
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,6 +41,47 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[boto3.client]:
         yield client
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def cutting_proxy(port: int, *, after: int, times: int) -> Iterator[tuple[int, list[int]]]:
+    """A port that passes connections on to `port`, and the bytes that came back over each of them.
+
+    The first `times` connections over which more than `after` bytes come back are cut there; -1 = all.
+    """
+    counts: list[int] = []
+    left = [times]
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            number = len(counts)
+            counts.append(0)
+            with socket.create_connection(("127.0.0.1", port)) as server:
+                ends = [self.request, server]
+                while True:
+                    for end in select.select(ends, [], [], 10)[0]:
+                        if not (data := end.recv(65536)):
+                            return
+                        (server if end is self.request else self.request).sendall(data)
+                        counts[number] += len(data) * (end is server)
+                    if counts[number] > after and left[0]:
+                        left[0] -= 1
+                        return
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            pass
+
+    with Server(("127.0.0.1", 0), Handler) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        try:
+            yield proxy.server_address[1], counts
+        finally:
+            proxy.shutdown()
+            thread.join()
 
 
 @dataclass

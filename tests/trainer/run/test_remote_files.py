@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import s3fs
 
 from onward.trainer.errors import DataError, Refused, RuntimeUnavailable
 from onward.trainer.run import remote_files
 from onward.trainer.run.remote_files import download, joined_directory
 from onward.trainer.run.stores import file_beside, list_files, refuse_unwritable, upload
-from tests.support.remote_servers import WebServer, object_store, web_server
+from tests.support.remote_servers import WebServer, cutting_proxy, object_store, web_server
 
 CONTENT = os.urandom(3_000_000)
 
@@ -175,6 +178,28 @@ def test_no_web_server_is_said_in_one_sentence() -> None:
         list_files("http://127.0.0.1:9/x")
 
 
+def test_a_terminal_shows_a_bar_and_a_log_shows_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "onward")
+    for is_terminal in (True, False):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
+        monkeypatch.setattr(remote_files.sys, "stderr", stream)
+        bar = remote_files._Bar("s3://bucket/train.csv", 4_000_000)
+        bar._shown_at -= 60
+        bar.add(1_000_000)
+        bar.clear()
+        if is_terminal:
+            shown = r"\[#{7} {23}\]  25% of 4 MB, .*/s, s3://bucket/train.csv"
+            assert re.search(shown, stream.getvalue())
+            assert not caplog.records
+        else:
+            assert not stream.getvalue()
+    [record] = caplog.records
+    assert re.fullmatch(r"downloading: 25% of 4 MB, .*/s, s3://bucket/train.csv", record.getMessage())
+
+
 def test_web_servers_get_the_credentials_of_netrc(
     web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +282,34 @@ def test_an_object_is_read_in_blocks_of_one_version(
     [file] = [file for file in list_files("s3://bucket") if file.name == "a[1]*.bin"]
     [(_, path)] = download([file], tmp_path, "a")
     assert path.read_bytes() == CONTENT
+
+
+def test_a_connection_to_an_object_store_that_is_cut_in_the_middle_is_continued(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put_object(Bucket="bucket", Key="a.bin", Body=CONTENT)
+    port = int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2])
+    with cutting_proxy(port, after=1_000_000, times=2) as (proxy, came):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy}")
+        s3fs.S3FileSystem.clear_instance_cache()
+        assert fetch("s3://bucket/a.bin", tmp_path).read_bytes() == CONTENT
+        assert sum(came) > len(CONTENT) + 1_000_000
+
+
+def test_an_object_store_whose_connections_are_always_cut_leaves_no_file(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_files, "PAUSES_S", (0.01,))
+    store.put_object(Bucket="bucket", Key="a.bin", Body=CONTENT)
+    port = int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2])
+    with cutting_proxy(port, after=10_000, times=-1) as (proxy, _):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy}")
+        s3fs.S3FileSystem.clear_instance_cache()
+        # what s3fs itself tries again takes a minute
+        monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+        with pytest.raises(RuntimeUnavailable, match=r"s3://bucket/a.bin: the connection ended 2 times after \d+ of"):
+            fetch("s3://bucket/a.bin", tmp_path)
+    assert not complete_files(tmp_path)
 
 
 def test_absent_objects_and_buckets_are_refused(store: Any) -> None:

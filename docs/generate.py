@@ -209,7 +209,7 @@ def _placeholder(kind: Any) -> str:
 
 def run_directory() -> str:
     """The files of a run directory from the docstring of its module, and every record field by field."""
-    from onward.trainer.run import directory, records
+    from onward.trainer.run import directory, preprocessing_record, records
 
     _, _, rest = inspect.cleandoc(directory.__doc__ or "").partition("\n    RUN_DIR/")
     tree, _, closing = rest.partition("\n\n")
@@ -235,11 +235,18 @@ def run_directory() -> str:
         if isinstance(record, type) and record.__module__ == records.__name__ and issubclass(record, records.Record):
             if record is records.Record:
                 continue
-            lines += ["", f"### {name}", "", _paragraph(record.__doc__), "", "| field | meaning |", "|---|---|"]
-            lines += [
-                f"| `{field}` | {_cell(_sentence(info.description))} |" for field, info in record.model_fields.items()
-            ]
+            lines += ["", f"### {name}", "", _paragraph(record.__doc__)]
+            lines += _fields(record)
+    lines += ["", "## preprocessing.json", "", _paragraph(preprocessing_record.Preprocessing.__doc__)]
+    for name, record in vars(preprocessing_record).items():
+        if isinstance(record, type) and record.__module__ == preprocessing_record.__name__:
+            lines += ["", f"### {name}", "", _paragraph(record.__doc__), *_fields(record)]
     return "\n".join(lines)
+
+
+def _fields(record: Any) -> list[str]:
+    rows = [f"| `{field}` | {_cell(_sentence(info.description))} |" for field, info in record.model_fields.items()]
+    return ["", "| field | meaning |", "|---|---|", *rows]
 
 
 # -- errors

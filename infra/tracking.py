@@ -83,6 +83,8 @@ class ModelFile:
     outputs: tuple[Port, ...]
     beside: tuple[Path, ...] = ()
     """Files with its external data, in its directory or below."""
+    documents: tuple[Path, ...] = ()
+    """Files about it, which are registered with it under their names."""
     step: int = 0
     example: Mapping[str, Any] = field(default_factory=dict)
     """Input name -> array: one small batch."""
@@ -372,6 +374,8 @@ def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> N
         place = folder / file.relative_to(model.path.parent)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, place)
+    for file in model.documents:
+        shutil.copyfile(file, folder / file.name)
 
 
 @contextlib.contextmanager

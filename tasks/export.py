@@ -1,6 +1,6 @@
 """export: write a checkpoint's weights into an ONNX file in a process of its own, and register the verified file.
 
-    checkpoint -> process `export` -> export/model.onnx, model.json, example.npz   (or refused.json)
+    checkpoint -> process `export` -> export/model.onnx, model.json, example.npz, preprocessing.json   (or refused.json)
                   process `variant`, one per export.variants -> variant-KIND.json and its file
                   process `training`, if export.training -> training/
                   -> MLflow's model registry, and a copy at export.path
@@ -124,6 +124,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             path=exported.path,
             sha256=exported.sha256,
             beside=exported.beside,
+            documents=exported.preprocessing,
             inputs=tuple(map(_port, signature.inputs)),
             outputs=tuple(map(_port, signature.outputs)),
             step=exported.step,
@@ -201,6 +202,7 @@ def copy_to(target: Path, exported: ExportedModel, *, source: Path) -> ExportedM
     copies = {file: folder / file.relative_to(exported.path.parent) for file in exported.beside}
     copies |= {variant.path: places[variant.kind] for variant in written if variant.path}
     copies |= {file: target.with_name(f"{target.stem}.training") / file.name for file in exported.training}
+    copies |= {file: target.with_name(f"{target.stem}.preprocessing") / file.name for file in exported.preprocessing}
     # The model itself last: when it is there, all its files are.
     for file, place in {**copies, exported.path: target}.items():
         try:
@@ -213,6 +215,7 @@ def copy_to(target: Path, exported: ExportedModel, *, source: Path) -> ExportedM
         "path": target,
         "beside": tuple(copies[file] for file in exported.beside),
         "training": tuple(copies[file] for file in exported.training),
+        "preprocessing": tuple(copies[file] for file in exported.preprocessing),
         "variants": tuple(
             variant.model_copy(update={"path": places.get(variant.kind)}) for variant in exported.variants
         ),

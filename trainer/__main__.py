@@ -26,7 +26,7 @@ import torch
 from onward.trainer.distributed.failures import StopSignal, install_excepthook, trace_collectives, write_tracebacks
 from onward.trainer.distributed.preflight import run_preflight
 from onward.trainer.distributed.processes import connect, die_with_parent, disconnect, launched_rank
-from onward.trainer.errors import Stopped
+from onward.trainer.errors import ExportRefused, Stopped
 from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, read_config, variant_in
 from onward.trainer.run.records import ExportedModel, read_record, write_record
@@ -119,8 +119,21 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
             export.export_training(run, checkpoint, folder=folder)
         else:
             test = evaluation_data(run, "test") if read_config(run).data.test_source else None
-            export.export(run, checkpoint, data=evaluation_data(run), test=test, folder=folder)
+            exported = export.export(run, checkpoint, data=evaluation_data(run), test=test, folder=folder)
+            write_record(folder / "model.json", with_preprocessing(run, exported, folder))
     return 0
+
+
+def with_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> ExportedModel:
+    """Write preprocessing.json beside an exported file; return the file's record with it, or with the reason why not."""
+    from onward.trainer.export.preprocessing import write_preprocessing
+
+    try:
+        files = write_preprocessing(run, exported, folder)
+    except ExportRefused as error:
+        logging.getLogger(__name__).warning("no preprocessing.json was written: %s", error)
+        return exported.model_copy(update={"preprocessing_refused": "; ".join(error.problems)})
+    return exported.model_copy(update={"preprocessing": files})
 
 
 def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:

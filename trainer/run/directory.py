@@ -29,6 +29,7 @@ it.
         tensorboard/            a view of the event log        monitor
         export/                 the trained ONNX file, model.json (ExportedModel), example.npz, export.log; or
                                 refused.json (Refusal)         export
+        export/preprocessing.json     Preprocessing: what raw data became before the graph; tokenizer.json   export
         export/variant-int8_static.json   Variant, beside its file     export
         export/training/        the files that continue training without torch    export
 

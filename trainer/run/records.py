@@ -203,6 +203,10 @@ class ExportedModel(Record):
     """The files that continue training without torch; training.json lists them."""
     training_refused: str = ""
     """The reason if those files could not be made; else empty."""
+    preprocessing: tuple[Path, ...] = ()
+    """preprocessing.json, and the tokenizer if there is one."""
+    preprocessing_refused: str = ""
+    """The reason if they could not be written; else empty."""
     registered_as: str = ""
     version: str = ""
 

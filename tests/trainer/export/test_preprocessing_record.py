@@ -1,0 +1,155 @@
+"""preprocessing.json alone gives the inputs that training's evaluation reads, bit for bit, with the program of the docs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from onward.trainer.config.loading import build_config
+from onward.trainer.data.batches import one_batch
+from onward.trainer.data.sharding import make_training_shards
+from onward.trainer.data.shards import open_shards
+from onward.trainer.data.signature import model_digest, read_training_signature
+from onward.trainer.errors import ExportRefused
+from onward.trainer.export.preprocessing import write_preprocessing
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import ExportedModel, write_record
+from tests.support import graphs
+from tests.support.texts import bert_tokenizer
+from tests.test_docs import blocks
+
+PAGE = "docs/how-to/serve-with-the-same-preprocessing.md"
+
+
+def serve() -> SimpleNamespace:
+    """The program of the page."""
+    (text,) = (block.text for block in blocks(PAGE) if block.title == "serve.py")
+    module: dict[str, Any] = {}
+    exec(compile(text, "serve.py", "exec"), module)
+    return SimpleNamespace(**module)
+
+
+def exported_run(folder: Path, proto: onnx.ModelProto, **sections: Any) -> RunDir:
+    """A run whose file is as good as exported; its evaluation rows are those of evaluation_source, in order."""
+    onnx.save(proto, folder / "model.onnx")
+    config = build_config(
+        {
+            "model": {"path": folder / "model.onnx"},
+            "train": {"num_steps": 1, "global_batch_size": 4},
+            **sections,
+        }
+    )
+    run = RunDir(folder / "run")
+    write_record(run.config, config)
+    shards, _, _ = make_training_shards(config, folder / "cache")
+    run.shards.symlink_to(shards, target_is_directory=True)
+    return run
+
+
+def write(run: RunDir, folder: Path) -> tuple[Path, ...]:
+    path = folder / "model.onnx"
+    exported = ExportedModel(path=path, sha256=model_digest(path), step=1, parity=0, before={}, after={}, changed=0)
+    folder.joinpath("served").mkdir()
+    return write_preprocessing(run, exported, folder / "served")
+
+
+def evaluation_inputs(run: RunDir, rows: Sequence[int]) -> dict[str, Any]:
+    config = build_config(json.loads(run.config.read_text()))
+    signature = read_training_signature(config.model)
+    batch = one_batch(open_shards(run.shards, "evaluation"), config, signature, np.array(rows))
+    names = [info.name for info in signature.inputs]
+    return {name: tensor.numpy() for name, tensor in zip(names, batch.inputs, strict=True)}
+
+
+def assert_served_alike(run: RunDir, folder: Path, raw: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> Any:
+    """Compare what the program computes of the raw rows with what training's evaluation reads of them."""
+    write(run, folder)
+    program, served = serve(), folder / "served"
+    recipe = program.read_recipe(served)
+    chosen = {name: [cells[row] for row in rows] for name, cells in raw.items()}
+    found, wanted = program.model_inputs(recipe, chosen, served), evaluation_inputs(run, rows)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
+    return recipe
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Callable[..., list[str]]:
+    """Writes a.parquet and b.parquet with these columns; returns the settings of [data] for them."""
+
+    def make(**columns: Any) -> Any:
+        for name in ("a", "b"):
+            pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+        return {"source": str(tmp_path / "a.parquet"), "evaluation_source": str(tmp_path / "b.parquet")}
+
+    return make
+
+
+def test_columns_of_a_table_in_the_order_of_training(tmp_path: Path, table: Callable[..., Any]) -> None:
+    raw = {name: np.random.default_rng(place).normal(size=20) for place, name in enumerate("dcba")}
+    data = table(**raw, label=np.zeros(20))
+    run = exported_run(
+        tmp_path,
+        graphs.tiny_mlp(),
+        model={"path": tmp_path / "model.onnx", "loss": "mse"},
+        data=data | {"inputs": {"features": ["b", "d", "a", "c"]}},
+    )
+    recipe = assert_served_alike(run, tmp_path, raw, [3, 1, 4, 1])
+    assert [column["name"] for column in recipe["inputs"]["features"]["columns"]] == ["b", "d", "a", "c"]
+    (output,) = recipe["outputs"]
+    assert (output["loss"], output["label"]) == ("mse", ["label"])
+    assert recipe["sha256"] == model_digest(tmp_path / "model.onnx")
+
+
+def test_rows_of_varying_length_are_padded_as_configured(tmp_path: Path, table: Callable[..., Any]) -> None:
+    ids = [[5, 6, 7], [8], [9, 1, 2, 3], [4, 4]] * 3
+    data = table(input_ids=ids, label=ids)
+    proto = graphs.tiny_transformer()
+    run = exported_run(tmp_path, proto, data=data | {"pad_values": {"input_ids": 31}})
+    recipe = assert_served_alike(run, tmp_path, {"input_ids": ids}, [0, 2, 1])
+    assert recipe["inputs"]["input_ids"]["pad_value"] == 31
+
+
+@pytest.mark.parametrize("special_tokens", [True, False])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_texts_by_the_tokenizer_that_is_copied_beside(
+    tmp_path: Path, table: Callable[..., Any], pairs: bool, special_tokens: bool
+) -> None:
+    bert_tokenizer(tmp_path / "tokenizer.json")
+    raw = {
+        "one": ["a good film", "the plot was awful, the actor was great " * 3, "bad", "unbelievable!"] * 2,
+        "two": ["it is", "liked by me and by nobody else", "no", "yes"] * 2,
+    }
+    text = {
+        "tokenizer": tmp_path / "tokenizer.json",
+        "columns": ["one", "two"] if pairs else "one",
+        "max_length": 12,
+        "special_tokens": special_tokens,
+    }
+    proto = graphs.tiny_bert(vocab_size=400, positions=64, num_types=2, num_classes=3)
+    run = exported_run(tmp_path, proto, data=table(**raw, label=[0, 1, 2, 0] * 2) | {"text": text})
+    recipe = assert_served_alike(run, tmp_path, raw, [0, 1, 2, 3])
+    assert recipe["text"]["max_length"] == 12
+    assert (tmp_path / "served" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+
+def test_a_tokenizer_that_is_gone_is_named_and_nothing_is_written(tmp_path: Path, table: Callable[..., Any]) -> None:
+    bert_tokenizer(tmp_path / "tokenizer.json")
+    text = {"tokenizer": tmp_path / "tokenizer.json", "columns": "one"}
+    proto = graphs.tiny_bert(vocab_size=400, positions=64, num_types=2, num_classes=3)
+    run = exported_run(tmp_path, proto, data=table(one=["a good film"] * 8, label=[0] * 8) | {"text": text})
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ExportRefused, match=r"tokenizer\.json cannot be read"):
+        write(run, tmp_path)
+    assert not list((tmp_path / "served").iterdir())

@@ -1,0 +1,122 @@
+"""Write down what training did to raw data before the graph read it: preprocessing.json, and the tokenizer beside it.
+
+configuration, manifest of the shards, signature  ->  FOLDER/preprocessing.json, FOLDER/tokenizer.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.input_columns import Feed, file_feeds
+from onward.trainer.data.shards import ShardManifest
+from onward.trainer.data.signature import Signature, read_training_signature
+from onward.trainer.data.text.checks import length_limit
+from onward.trainer.data.text.text_columns import TextColumns, text_columns
+from onward.trainer.data.text.tokenizer import open_tokenizer
+from onward.trainer.errors import ConfigError, ExportRefused
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.durable_files import sha256, write_durably
+from onward.trainer.run.preprocessing_record import (
+    OutputMeaning,
+    Preprocessing,
+    TableColumn,
+    TableInput,
+    TokenInput,
+    Tokenizer,
+)
+from onward.trainer.run.records import ExportedModel, read_record, write_record
+
+RECORD, TOKENIZER = "preprocessing.json", "tokenizer.json"
+"""The names of the files."""
+
+
+def write_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> tuple[Path, ...]:
+    """Write preprocessing.json into `folder`, and the tokenizer if there is one; return the files.
+
+    Raises ExportRefused when the tokenizer's file is gone; nothing is written then.
+    """
+    config = read_config(run)
+    manifest = read_record(run.shards / "manifest.json", ShardManifest)
+    signature = read_training_signature(config.model)
+    record, files = describe(config, manifest, signature, exported), [folder / RECORD]
+    if record.text and config.data.text:
+        try:
+            tokenizer = open_tokenizer(config.data.text.tokenizer)
+        except ConfigError as error:
+            raise ExportRefused(error.problems) from error
+        files.append(folder / TOKENIZER)
+        write_durably(folder / TOKENIZER, tokenizer.path.read_bytes())
+        if sha256(folder / TOKENIZER) != record.text.sha256:
+            raise ExportRefused(f"{tokenizer.path} changed while it was copied")
+    write_record(folder / RECORD, record)
+    return tuple(files)
+
+
+def describe(
+    config: RunConfig, manifest: ShardManifest, signature: Signature, exported: ExportedModel
+) -> Preprocessing:
+    """Return what becomes of raw data before the graph reads it. Raises ExportRefused without the tokenizer's file."""
+    text = text_columns(config, signature)
+    inputs: dict[str, TableInput | TokenInput] = {}
+    for name, feed in file_feeds(config, signature).items():
+        inputs[name] = _table_input(feed, config, manifest)
+    if text:
+        inputs |= _token_inputs(text, config, manifest)
+    return Preprocessing(
+        model=exported.path.name,
+        sha256=exported.sha256,
+        begins_at=config.model.start,
+        inputs=inputs,
+        text=_tokenizer(text, config) if text else None,
+        outputs=tuple(_outputs(config, signature)),
+    )
+
+
+def _table_input(feed: Feed, config: RunConfig, manifest: ShardManifest) -> TableInput:
+    known = {column.name: column for column in (*manifest.columns, *manifest.file_columns)}
+    varies = any(known[name].variable for name in feed.columns if name in known)
+    pads = {**manifest.pad_values, **config.data.pad_values}
+    return TableInput(
+        columns=tuple(TableColumn(name=name) for name in feed.columns),
+        stacked=feed.stacked,
+        shape=feed.sample_shape,
+        dtype=feed.dtype,
+        pad_value=pads.get(feed.columns[0], 0.0) if varies else None,
+    )
+
+
+def _token_inputs(text: TextColumns, config: RunConfig, manifest: ShardManifest) -> dict[str, TokenInput]:
+    pads = {**manifest.pad_values, **config.data.pad_values}
+    return {
+        info.name: TokenInput(
+            role=role, pad_value=pads.get(info.name, 0.0), length=text.fixed_length or None, dtype=info.dtype
+        )
+        for role, info in text.inputs.items()
+    }
+
+
+def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:
+    try:
+        opened = open_tokenizer(text.config.tokenizer)
+    except ConfigError as error:
+        raise ExportRefused(error.problems) from error
+    most, _ = length_limit(text, onnx.load(config.model.path, load_external_data=False).graph)
+    return Tokenizer(
+        file=TOKENIZER,
+        sha256=opened.digest,
+        columns=text.sources,
+        special_tokens=text.config.special_tokens,
+        max_length=most,
+    )
+
+
+def _outputs(config: RunConfig, signature: Signature) -> Iterator[OutputMeaning]:
+    output = signature.output(config.model.output)
+    label = (config.data.label,) if isinstance(config.data.label, str) else config.data.label
+    if output is not None:
+        loss = config.model.loss
+        yield OutputMeaning(name=output.name, loss=loss, label=() if loss == "output" else label)

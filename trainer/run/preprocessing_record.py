@@ -1,0 +1,144 @@
+"""preprocessing.json: what training did to raw data before the graph read it, written beside every exported model.
+
+    raw data                      preprocessing.json               input of the model
+    cat.jpg                       ImageInput                       float32 [1, 3, 224, 224]
+    "a good film"                 TokenInput and `text`            int64 [1, 5]
+    age 31, city "Rome"           TableInput                       float32 [1, 2]
+
+With this file and the raw data a program in any language computes the same inputs bit for bit; a page of the
+documentation has one in Python (docs/how-to/serve-with-the-same-preprocessing.md).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from onward.trainer.run.records import Record
+
+PREPROCESSING_VERSION = 1
+"""Raised when a reader of the former version would compute other inputs."""
+
+
+class ImageInput(Record):
+    """An input that takes images. In this order: decode to 8 bits a channel and rotate as the EXIF data says; resize and
+    crop; multiply with `scale`, subtract `mean`, divide by `std`, all in float32; order the channels; set the layout."""
+
+    kind: Literal["image"] = "image"
+    column: str
+    """The column of encoded images in the training data."""
+    height: int
+    width: int
+    resize: Literal["crop", "stretch", "pad"]
+    """`crop`: resize so that the shorter side fits `crop_ratio`, then take the centre. `stretch`: resize to height and
+    width. `pad`: resize the longer side and add black borders on both sides."""
+    crop_ratio: float
+    """`crop` only. Where height = width = n: the shorter side becomes m = int(n / crop_ratio), the longer one
+    int(m * longer / shorter). Else both sides are multiplied by f = max(height / old height, width / old width) /
+    crop_ratio, rounded, but at least height and width. The crop begins at round((resized - wanted) / 2)."""
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box"]
+    antialias: bool
+    """Whether a smaller image averages over all pixels, as Pillow's `Image.resize` does; false = OpenCV's way."""
+    scale: float
+    """What pixels of 0..255 are multiplied with."""
+    mean: tuple[float, ...]
+    """One a channel, in the order red, green, blue."""
+    std: tuple[float, ...]
+    channels: Literal["rgb", "bgr", "grey"]
+    """The channels of the model, in their order."""
+    layout: Literal["nchw", "nhwc"]
+    dtype: str
+
+
+class TableColumn(Record):
+    """One column of numbers or text, and what becomes of a cell: fill if missing, look up, then standardise."""
+
+    name: str
+    fill: float | str | None = None
+    """What takes the place of a missing cell; None = a row without this cell is refused."""
+    categories: tuple[str, ...] | None = None
+    """The cell is replaced by its place in this list, from `first_category` on; None = the cell is a number."""
+    first_category: int = 0
+    unknown_category: int | None = None
+    """The number of a cell that is not in the list; None = it is refused."""
+    mean: float | None = None
+    """Subtracted from the number in float64; None = the column is not standardised."""
+    std: float | None = None
+    """What the difference is divided by then, in float64, before the result is rounded to the type of the input."""
+
+
+class TableInput(Record):
+    """An input that takes columns as they are, or after the steps of each column."""
+
+    kind: Literal["columns"] = "columns"
+    columns: tuple[TableColumn, ...]
+    stacked: bool
+    """Whether the columns are single numbers that are stacked into a vector [B, number of columns]; otherwise there is
+    one column, whose cells are the samples."""
+    shape: tuple[int | None, ...] | None
+    """Of one sample as the graph declares it; a None in it is a dynamic dimension, None alone is an unknown shape."""
+    dtype: str
+    """numpy's name, or `string`."""
+    pad_value: float | None = None
+    """What pads rows of varying length to the longest of a batch; None where all rows have one length."""
+
+
+class TokenInput(Record):
+    """An input that takes what the tokenizer computes of the texts (`text`)."""
+
+    kind: Literal["tokens"] = "tokens"
+    role: Literal["input_ids", "attention_mask", "token_type_ids", "position_ids"]
+    """`attention_mask` is 1 for each token and `position_ids` counts from 0; the tokenizer gives the others."""
+    pad_value: float
+    """What pads shorter rows: to the longest of a batch, or to `length`."""
+    length: int | None
+    """The length that the graph declares; None = any."""
+    dtype: str
+
+
+class Tokenizer(Record):
+    """How texts become tokens, with the library `tokenizers` of Hugging Face."""
+
+    file: str
+    """The tokenizer.json, in the directory of preprocessing.json."""
+    sha256: str
+    columns: tuple[str, ...]
+    """The columns of texts in the training data; of two the texts are encoded as a pair."""
+    special_tokens: bool
+    """The `add_special_tokens` of the library."""
+    max_length: int
+    """Tokens after which a sample is truncated, special tokens included, as the tokenizer's own settings say (by
+    default the longest text of a pair first, on the right); 0 = none is."""
+    padding: Literal["none"] = "none"
+    """The library's own padding is off: `TokenInput` says how batches are padded."""
+
+
+class OutputMeaning(Record):
+    """What an output of the model is, by the loss that was trained on it."""
+
+    name: str
+    loss: str
+    """`cross_entropy`: logits, one a class. `bce_with_logits`: logits, each of a class of its own. Else the value."""
+    classes: tuple[str, ...] = ()
+    """The names of the classes in the order of the logits, as far as the data has names."""
+    label: tuple[str, ...] = ()
+    """The columns of the training data that it was trained on."""
+
+
+class Preprocessing(Record):
+    """The content of preprocessing.json."""
+
+    version: int = PREPROCESSING_VERSION
+    model: str
+    """The name of the ONNX file that the inputs belong to."""
+    sha256: str
+    """Its digest, as in model.json."""
+    begins_at: tuple[str, ...] = ()
+    """Where only a part of the file was trained (`model.start`): `inputs` are these tensors inside of it; else ()."""
+    inputs: dict[str, Annotated[ImageInput | TableInput | TokenInput, Field(discriminator="kind")]]
+    """Input of the model -> how it is computed."""
+    text: Tokenizer | None = None
+    """The tokenizer, if an input takes tokens."""
+    outputs: tuple[OutputMeaning, ...]
+    """The outputs that a loss was trained on."""

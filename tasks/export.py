@@ -228,7 +228,8 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     folder.mkdir(parents=True, exist_ok=True)
     record, refusal = folder / "model.json", refusal_in(folder)
     # the records of an earlier export would be taken for those of this one
-    for former in (record, refusal, *folder.glob(".*.partial")):  # a killed process leaves partial files
+    partial = folder.glob(".*.partial")  # of a killed process
+    for former in (record, refusal, folder / "preprocessing.json", *partial):
         former.unlink(missing_ok=True)
     # Native code of onnxruntime may crash; in a process of its own it ends only the export.
     ending = _run_trainer("export", run, str(checkpoint.absolute()), folder)

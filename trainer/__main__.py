@@ -125,7 +125,7 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
 
 
 def with_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> ExportedModel:
-    """Write preprocessing.json beside an exported file; return the file's record with it, or with the reason why not."""
+    """Write preprocessing.json beside an exported file; return the file's record with it, or the reason."""
     from onward.trainer.export.preprocessing import write_preprocessing
 
     try:

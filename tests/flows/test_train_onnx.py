@@ -20,6 +20,8 @@ from onward.flows.train_onnx import MISSED_AFTER, is_missed, train_onnx
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import table_type
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.preprocessing_record import Preprocessing
+from onward.trainer.run.records import read_record
 from tests.support.workshop import Workshop, finished, ranks_of, reached, until
 
 pytestmark = pytest.mark.usefixtures("only_servers")
@@ -64,6 +66,10 @@ def test_a_run_writes_the_same_graph_with_better_weights(workshop: Workshop, und
     assert "WARNING onward.tasks.configure: folded_batch_norm: 2 convolutions have a bias" in log
     (run,) = workshop.mlflow_runs(RunDir(Path(undisturbed["directory"])))
     assert run.info.status == "FINISHED"
+    assert 0 < run.data.metrics["train/data_wait"] < 1
+    assert 0 < undisturbed["values"]["train/data_wait"] < 1
+    recipe = read_record(Path(undisturbed["model"]).with_name("preprocessing.json"), Preprocessing)
+    assert (recipe.model, recipe.sha256) == (Path(undisturbed["model"]).name, undisturbed["sha256"])
     until(lambda: gone(workshop), limit_s=15)
 
 

@@ -205,7 +205,7 @@ def test_a_registered_model_is_the_file_byte_for_byte_and_is_found_by_its_alias(
     assert other.register_model(replace(one, step=9), name=name) == "3"  # another run's file is another version
 
 
-def test_a_model_with_external_data_in_a_subdirectory_is_registered_with_it(tmp_path: Path) -> None:
+def test_a_model_is_registered_with_external_data_in_a_subdirectory_and_with_documents_about_it(tmp_path: Path) -> None:
     import mlflow.onnx
 
     plain = adder(tmp_path, by=4.0)
@@ -215,12 +215,15 @@ def test_a_model_with_external_data_in_a_subdirectory_is_registered_with_it(tmp_
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.full(2, 4.0, np.float32), "w"))
     content = model.graph.initializer[0].raw_data
     onnx.save(model, path, save_as_external_data=True, location="below/weights.bin", size_threshold=0)
-    apart = replace(plain, path=path, beside=(path.parent / "below" / "weights.bin",))
+    document = tmp_path / "preprocessing.json"
+    document.write_text("{}")
+    apart = replace(plain, path=path, beside=(path.parent / "below" / "weights.bin",), documents=(document,))
     tracker, name = new_run(), "adders-apart"
     version = tracker.register_model(apart, name=name)
     folder = Path(client(tracker).get_model_version(name, version).source.removeprefix("file://"))
     assert load(folder).predict({"x": np.ones((3, 2), np.float32)})["y"].tolist() == [[5.0, 5.0]] * 3
     assert mlflow.onnx.load_model(str(folder)).graph.initializer[0].raw_data == content
+    assert (folder / "preprocessing.json").read_text() == "{}"
 
 
 def test_nothing_is_written_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,17 +173,23 @@ def test_an_export_over_the_original_is_refused_before_it_starts(tmp_path: Path,
         task.export_file(run, run.checkpoint(7), tmp_path)
 
 
-def test_external_data_in_a_subdirectory_is_copied_into_the_same_subdirectory(tmp_path: Path, process: Process) -> None:
+def test_external_data_is_copied_into_the_same_subdirectory_and_what_describes_inputs_beside(
+    tmp_path: Path, process: Process
+) -> None:
     process("export")
     run = make_run(tmp_path, new_run())
     exported = task.export_file(run, run.checkpoint(7))
     side = run.export / "below" / "weights.bin"
     side.parent.mkdir()
     side.write_bytes(b"weights")
-    exported = exported.model_copy(update={"beside": (side,)})
+    recipe = run.export / "preprocessing.json"
+    recipe.write_text("{}")
+    exported = exported.model_copy(update={"beside": (side,), "preprocessing": (recipe,)})
     copied = task.copy_to(tmp_path / "out" / "seven.onnx", exported, source=tmp_path / "model.onnx")
     assert copied.beside == (tmp_path / "out" / "below" / "weights.bin",)
     assert copied.beside[0].read_bytes() == b"weights"
+    assert copied.preprocessing == (tmp_path / "out" / "seven.preprocessing" / "preprocessing.json",)
+    assert copied.preprocessing[0].read_text() == "{}"
 
 
 # -- a refused one

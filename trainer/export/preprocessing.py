@@ -21,6 +21,7 @@ from onward.trainer.errors import ConfigError, ExportRefused
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256, write_durably
 from onward.trainer.run.preprocessing_record import (
+    ImageInput,
     OutputMeaning,
     Preprocessing,
     TableColumn,
@@ -61,7 +62,7 @@ def describe(
 ) -> Preprocessing:
     """Return what becomes of raw data before the graph reads it. Raises ExportRefused without the tokenizer's file."""
     text = text_columns(config, signature)
-    inputs: dict[str, TableInput | TokenInput] = {}
+    inputs: dict[str, ImageInput | TableInput | TokenInput] = {}
     for name, feed in file_feeds(config, signature).items():
         inputs[name] = _table_input(feed, config, manifest)
     if text:
@@ -72,7 +73,7 @@ def describe(
         begins_at=config.model.start,
         inputs=inputs,
         text=_tokenizer(text, config) if text else None,
-        outputs=tuple(_outputs(config, signature)),
+        outputs=tuple(_outputs(config, manifest, signature)),
     )
 
 
@@ -114,9 +115,15 @@ def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:
     )
 
 
-def _outputs(config: RunConfig, signature: Signature) -> Iterator[OutputMeaning]:
+def _outputs(config: RunConfig, manifest: ShardManifest, signature: Signature) -> Iterator[OutputMeaning]:
     output = signature.output(config.model.output)
     label = (config.data.label,) if isinstance(config.data.label, str) else config.data.label
     if output is not None:
         loss = config.model.loss
-        yield OutputMeaning(name=output.name, loss=loss, label=() if loss == "output" else label)
+        names = [manifest.fitted[name].classes for name in label if name in manifest.fitted]
+        yield OutputMeaning(
+            name=output.name,
+            loss=loss,
+            label=() if loss == "output" else label,
+            classes=names[0] if names and loss == "cross_entropy" else (),
+        )

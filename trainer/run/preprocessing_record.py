@@ -22,8 +22,9 @@ PREPROCESSING_VERSION = 1
 
 
 class ImageInput(Record):
-    """An input that takes images. In this order: decode to 8 bits a channel and rotate as the EXIF data says; resize and
-    crop; multiply with `scale`, subtract `mean`, divide by `std`, all in float32; order the channels; set the layout."""
+    """An input that takes images. The steps in this order: decode to 8 bits a channel, rotate as the EXIF data says,
+    resize and crop; multiply with `scale`, subtract `mean`, divide by `std`, all in float32; order channels and layout.
+    """
 
     kind: Literal["image"] = "image"
     column: str

@@ -1,4 +1,4 @@
-"""preprocessing.json alone gives the inputs that training's evaluation reads, bit for bit, with the program of the docs."""
+"""preprocessing.json gives the inputs that training's evaluation reads, bit for bit, with the program of the docs."""
 
 from __future__ import annotations
 
@@ -142,6 +142,14 @@ def test_texts_by_the_tokenizer_that_is_copied_beside(
     recipe = assert_served_alike(run, tmp_path, raw, [0, 1, 2, 3])
     assert recipe["text"]["max_length"] == 12
     assert (tmp_path / "served" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+
+def test_the_names_of_the_classes_are_in_the_order_of_the_logits(tmp_path: Path, table: Callable[..., Any]) -> None:
+    raw = {name: np.arange(12.0) for name in "abcd"}
+    data = table(**raw, label=["dog", "cat", "bird"] * 4) | {"inputs": {"features": list("abcd")}}
+    run = exported_run(tmp_path, graphs.tiny_mlp(outputs=3), data=data)
+    recipe = assert_served_alike(run, tmp_path, raw, [0, 5])
+    assert recipe["outputs"][0]["classes"] == ["bird", "cat", "dog"]
 
 
 def test_a_tokenizer_that_is_gone_is_named_and_nothing_is_written(tmp_path: Path, table: Callable[..., Any]) -> None:

@@ -157,6 +157,25 @@ def tiny_bert(
     return _classify(g, g.op("Tanh", _gemm(g, first, "pooler", width, width)), width, num_classes)
 
 
+def tiny_token_classifier(*, vocab_size: int = 32, num_classes: int = 0, width: int = 16) -> onnx.ModelProto:
+    """Scores for each token from it and its neighbours: `input_ids`, `attention_mask` -> `logits` [batch, length, C].
+
+    Without `num_classes` these are scores of tokens: a masked language model.
+    """
+    g = GraphWriter("tiny_token_classifier", seed=0)
+    ids = g.input("input_ids", ("batch", "length"), TensorProto.INT64)
+    mask = g.op("Cast", g.input("attention_mask", ("batch", "length"), TensorProto.INT64), to=TensorProto.FLOAT)
+    x = g.op("Gather", g.weight("words.weight", g.normal(0.5, vocab_size, width)), ids)
+    x = g.op("Mul", x, g.op("Unsqueeze", mask, g.weight("last_axis", [2])))
+    h = g.op("Transpose", x, perm=[0, 2, 1])
+    h = g.op("Conv", h, g.weight("neighbours.weight", g.normal(0.2, width, width, 3)), pads=[1, 1])
+    x = g.op("Add", x, g.op("Transpose", g.op("Relu", h), perm=[0, 2, 1]))
+    classes = num_classes or vocab_size
+    g.op("MatMul", x, g.weight("head.weight", g.normal(0.2, width, classes)), outputs="logits")
+    g.output("logits", ("batch", "length", classes))
+    return g.model()
+
+
 def tiny_llama(*, vocab_size: int = 32, width: int = 32, num_layers: int = 2) -> onnx.ModelProto:
     """A decoder as exporters write llama: `input_ids` [batch, sequence] -> `logits` [batch, sequence, vocab_size].
 

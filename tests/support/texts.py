@@ -75,3 +75,16 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]
         writer.writerow(header)
         writer.writerows(rows)
     return path
+
+
+def sentences(rows: int, *, seed: int = 0) -> list[str]:
+    """Sentences in which each word decides the next one but for a choice of two."""
+    follows = {"the": ("film", "plot"), "film": ("was", "had"), "plot": ("was", "had"), "was": ("good", "bad")}
+    follows |= {"had": ("good", "bad"), "good": ("actors", "jokes"), "bad": ("actors", "jokes")}
+    chooser, found = random.Random(seed), []
+    for _ in range(rows):
+        words = ["the"]
+        while words[-1] in follows and len(words) < 12:
+            words.append(chooser.choice(follows[words[-1]]))
+        found.append(" ".join(words * chooser.randint(1, 3)))
+    return found

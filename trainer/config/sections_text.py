@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt
 
 from onward.trainer.config.section import Section
 from onward.trainer.config.urls import FilePath
 
-TextRole = Literal["input_ids", "attention_mask", "token_type_ids", "position_ids"]
-"""What a tokenizer computes for an input of a graph."""
+TextRole = Literal["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
+"""What a tokenizer computes for an input of a graph; `labels` of a graph that computes its own loss."""
 
 
 class TextConfig(Section):
@@ -21,15 +21,33 @@ class TextConfig(Section):
     the config file; on the command line, to the working directory."""
     columns: str | tuple[str, ...] = "text"
     """The column of texts, or two columns, whose texts are encoded as pairs."""
-    task: Literal["classification", "regression"] = "classification"
-    """What is learned of a text: the class or the number in the column `data.label`."""
+    task: Literal["classification", "regression", "causal", "masked"] = "classification"
+    """What is learned of a text: the class or the number in the column `data.label`; each next token (`causal`); or
+    tokens that are masked (`masked`, as BERT is trained). The last two make the labels from the text."""
     max_length: NonNegativeInt = 0
     """Tokens that a sample has at most, with special tokens; longer ones are truncated as the tokenizer says. 0 = the
     fixed length of the graph's inputs, else the number of its position embeddings, else no limit."""
     special_tokens: bool = True
     """Add the special tokens of the tokenizer, such as [CLS] and [SEP]."""
+    packing: Literal["auto", "none", "joined"] = "auto"
+    """Tasks `causal` and `masked`: what a sample is. `none` = one text. `joined` = a window of `max_length` tokens of
+    all texts one after the other, each with the end token behind it. `auto` = joined for `causal`, none for
+    `masked`."""
+    documents: Literal["auto", "file", "line", "paragraph"] = "auto"
+    """Of text files: what one text is. Paragraphs end at blank lines. `auto` = the file, or the paragraph if there is
+    one file only. Evaluation sets whole texts aside."""
     inputs: dict[TextRole, str] = Field(default={})
     """What is computed -> the graph's input that takes it, where the input has another name, such as
     { input_ids = "ids" }."""
     pad_token: str = ""
     """The token that pads shorter samples of a batch; empty = the padding token of the tokenizer."""
+    end_token: str = ""
+    """Task `causal`, and `packing`: the token that ends each text; empty = that of the tokenizer, such as </s>."""
+    mask_token: str = ""
+    """Task `masked`: the token that replaces masked ones; empty = that of the tokenizer, [MASK] or <mask>."""
+    mask_probability: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
+    """Task `masked`: the share of tokens that are predicted. 8 of 10 of them are replaced by the mask token, 1 by a
+    token drawn at random, and 1 stays. Which ones is a function of `train.seed` and the sample's position; in
+    evaluation of the row alone."""
+    whole_words: bool = False
+    """Task `masked`: all tokens of a word are predicted, or none."""

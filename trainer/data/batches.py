@@ -291,7 +291,7 @@ class _Collate:
         self._size = config.micro_batch_size
         self._copies = DeviceCopies(device)
         self._feeds = feeds(config, signature)
-        self._transforms = open_batch_transforms(config, signature)
+        self._transforms = open_batch_transforms(config, signature, shards.fitted)
         columns = {name for feed in self._feeds for name in feed.columns}
         if missing := sorted(columns - shards.columns.keys()):
             raise ConfigError(

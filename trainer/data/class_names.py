@@ -18,6 +18,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data import sources
 from onward.trainer.data.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
 from onward.trainer.data.fitted import Fitted, FittedComputer
+from onward.trainer.data.text.text_columns import MAKES_LABELS
 from onward.trainer.errors import ConfigError, DataError
 
 MAX_CLASSES = 100_000
@@ -50,6 +51,8 @@ def open_class_names(config: RunConfig, schema: Schema) -> list[ClassNames]:
 def _class_columns(config: RunConfig) -> Iterator[tuple[str, int]]:
     """Yield (column, the label that is left out) for each column of class labels."""
     found = {name: loss.ignored for loss in config.losses if loss.has_classes for name in loss.columns}
+    if config.data.text is not None and config.data.text.task in MAKES_LABELS and isinstance(config.data.label, str):
+        found.pop(config.data.label, None)  # made from the text
     yield from found.items()
 
 

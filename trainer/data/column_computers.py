@@ -11,6 +11,7 @@ What a computer computes of a row depends on this row alone, so rows may be comp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -62,6 +63,32 @@ class ColumnComputer(Protocol):
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
         """Return the results of `count` rows, and row -> why it has none; the results of such a row are arbitrary."""
         ...
+
+
+class RowPacker(ABC):
+    """A computer, the last of several, whose rows are made into rows of another number: windows over several texts."""
+
+    packed_columns: tuple[Column, ...]
+    """The columns of the rows that are stored, in the place of all others."""
+
+    @abstractmethod
+    def pack(self, rows: Mapping[str, Values], split: str) -> dict[str, Values]:
+        """Return the rows, possibly none, that are complete with these rows of a split, in order."""
+
+    @abstractmethod
+    def rest(self, split: str) -> dict[str, Values]:
+        """Return the rows of a split, possibly none, that are complete because no others come."""
+
+
+def packer_of(computers: Sequence[object]) -> RowPacker | None:
+    """Return the computer that packs rows, or None."""
+    return next((each for each in computers if isinstance(each, RowPacker)), None)
+
+
+def stored_of(computers: Sequence[ColumnComputer]) -> tuple[Column, ...]:
+    """Return the columns that are stored of the results."""
+    packer = packer_of(computers)
+    return packer.packed_columns if packer else tuple(column for each in computers for column in each.columns)
 
 
 def computed_chunks(

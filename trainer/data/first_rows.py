@@ -13,7 +13,7 @@ import numpy as np
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import sources
-from onward.trainer.data.column_computers import computed_chunks
+from onward.trainer.data.column_computers import computed_chunks, packer_of, stored_of
 from onward.trainer.data.columns import TEXT, Array, Schema, Values, fit_block, in_parts
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted
@@ -62,7 +62,8 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
     numbers = [column for column in stored if column.holds_numbers]
     row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in numbers)
     most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
-    is_counted = _source_bytes(data) <= COUNTED_BYTES
+    packer = packer_of(computers)
+    is_counted = _source_bytes(data) <= COUNTED_BYTES and packer is None
     fit_to_source(computers, data, stored, most_blocks=None if is_counted else FITTED_BLOCKS)
     parts: list[dict[str, Values]] = []
     num_kept, counts = 0, [0, 0]
@@ -71,21 +72,25 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
     for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
         values, good, bad = fit_block(block, stored)
         training = good & ~held_out
-        wanted = training & (np.cumsum(training) <= most - num_kept)
+        # a row that is packed takes any number of those that are read
+        wanted = training & ((np.cumsum(training) <= most - num_kept) | (packer is not None))
         # of the rows that are kept only: computing all of them may take long
         for rows, held in computed_chunks(computers, block, values, wanted, held_out, bad):
-            if len(held):
-                parts.append(rows)
-                num_kept += len(held)
+            packed = packer.pack(rows, "train") if packer else rows
+            if len(held) and (count := len(next(iter(packed.values())))):
+                parts.append(packed)
+                num_kept += count
+            if packer and num_kept >= most:
+                break
         counts[0] += int(training.sum())
         counts[1] += int((good & held_out).sum())
-        if num_kept == most and not is_counted:
+        if num_kept >= most and not is_counted:
             break
     if not num_kept:
-        raise DataError(f"{data.source} holds no row to train on: all are bad, or held out for evaluation")
-    computed = [column for each in computers for column in each.columns]
+        few = f", or they are fewer tokens than a window of {packer.packed_columns[0].shape[0]}" if packer else ""
+        raise DataError(f"{data.source} holds no row to train on: all are bad, or held out for evaluation{few}")
     consumed = frozenset[str]().union(*(each.consumed for each in computers))
-    schema = {column.name: column for column in (*(c for c in stored if c.name not in consumed), *computed)}
+    schema = {column.name: column for column in (*(c for c in stored if c.name not in consumed), *stored_of(computers))}
     joined = {name: _joined([part[name] for part in parts]) for name in schema}
     pad_values = {name: value for each in computers for name, value in each.pad_values.items()}
     found = (counts[0], counts[1]) if is_counted else None

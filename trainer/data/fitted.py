@@ -17,6 +17,16 @@ from onward.trainer.data.columns import BYTES, Array, Block, Column, ColumnType,
 from onward.trainer.run.records import Record
 
 
+class Vocabulary(Record):
+    """What masking needs to know of a tokenizer."""
+
+    mask_id: int
+    special_ids: tuple[int, ...]
+    """Ids that are neither masked nor drawn."""
+    size: int
+    """The greatest id, and one."""
+
+
 class Fitted(Record):
     """What was found on the data, or given for it, for one column."""
 
@@ -24,6 +34,8 @@ class Fitted(Record):
     """Of a column of class names: the names, in the order of the classes' ids."""
     sorted_by_name: bool = False
     """Whether the order of `classes` is that of the names, because `data.classes` gives none."""
+    vocabulary: Vocabulary | None = None
+    """Of a column of token ids that are masked."""
 
 
 class FittedComputer(ABC):

@@ -17,26 +17,22 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import sources
-from onward.trainer.data.arrow_files import ArrowWriter
-from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, describe_all
+from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, describe_all, packer_of, stored_of
 from onward.trainer.data.columns import (
     BYTES,
     TEXT,
     Column,
     ColumnType,
     Schema,
-    Values,
-    extremes,
     fit_block,
     in_parts,
     infer,
@@ -46,9 +42,9 @@ from onward.trainer.data.columns import (
 )
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
-from onward.trainer.data.shards import SHARD_VERSION, ShardFile, ShardManifest
+from onward.trainer.data.shards import SHARD_VERSION, ShardManifest
 from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.tensorproto_files import ProtoWriter
+from onward.trainer.data.split_writer import SplitWriter
 from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.records import read_record, write_record
@@ -93,7 +89,7 @@ def try_first_rows(config: RunConfig, signature: Signature) -> tuple[Schema, Map
             values, good, _ = fit_block(block, columns)
             if good.any():
                 describe_all(computers, select(values, good))
-                computed = {column.name: column for each in computers for column in each.columns}
+                computed = {column.name: column for column in stored_of(computers)}
                 return {**schema, **computed}, all_fitted(computers)
     return schema, {}
 
@@ -255,7 +251,8 @@ def _write(
 ) -> ShardManifest:
     """Write all splits in one pass over each source, a block at a time."""
     names = ("train", "evaluation", "test") if data.test_source else ("train", "evaluation")
-    splits = {split: _SplitWriter(directory, split, data=data) for split in names}
+    packer = packer_of(computers)
+    splits = {split: SplitWriter(directory, split, data=data, packer=packer) for split in names}
     texts = [column.name for column in columns if column.dtype == TEXT]
     consumed = frozenset[str]().union(*(each.consumed for each in computers))
     file_only = frozenset[str]().union(*(each.file_only for each in computers)) - consumed
@@ -269,12 +266,14 @@ def _write(
             for rows, held in computed_chunks(computers, block, values, good, held_out, bad):
                 if skipped + len(bad) and data.bad_rows == "fail":
                     continue  # no file will be kept, so the rest is only counted
-                computed = [column for each in computers for column in each.columns]
+                computed = stored_of(computers)
                 splits["train"].add(select(rows, ~held), (*kept, *computed))
                 splits[held_split].add(select(rows, held), (*own, *computed))
             remaining = MAX_NAMED_ROWS - len(skipped_rows)
             skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
             skipped += len(bad)
+        for writer in splits.values():
+            writer.end_source()
         ends.append(splits["train"].num_rows)
     files = {split: tuple(writer.close()) for split, writer in splits.items()}
     if skipped and data.bad_rows == "fail":
@@ -282,7 +281,8 @@ def _write(
         raise DataError(
             [*skipped_rows, *more, f"{skipped:,} bad rows; mend them, or set data.bad_rows = 'skip' to leave them out"]
         )
-    _refuse_empty_split(data, {split: writer.num_rows for split, writer in splits.items()}, skipped)
+    of_tokens = f", each a window of {packer.packed_columns[0].shape[0]} tokens" if packer else ""
+    _refuse_empty_split(data, {split: writer.num_rows for split, writer in splits.items()}, skipped, of_tokens)
     sizes = np.diff(ends[: len(data.mixture)], prepend=0).tolist()
     if 0 in sizes:
         raise DataError(f"{data.mixture[sizes.index(0)].source} holds no row to train on")
@@ -294,7 +294,7 @@ def _write(
     return ShardManifest(
         key=key,
         format=data.shard_format,
-        columns=observed((*kept, *(column for each in computers for column in each.columns))),
+        columns=observed((*(() if packer else kept), *stored_of(computers))),
         train=files["train"],
         evaluation=files["evaluation"],
         test=files.get("test", ()),
@@ -316,7 +316,7 @@ def _with_observed(column: Column, observed: Sequence[Column | None]) -> Column:
     return column.model_copy(update={"extremes": one.extremes, "shape": one.shape})
 
 
-def _refuse_empty_split(data: DataConfig, rows: Mapping[str, int], skipped: int) -> None:
+def _refuse_empty_split(data: DataConfig, rows: Mapping[str, int], skipped: int, of_what: str = "") -> None:
     if all(rows.values()):
         return
     if rows["train"] and rows["evaluation"]:
@@ -324,73 +324,6 @@ def _refuse_empty_split(data: DataConfig, rows: Mapping[str, int], skipped: int)
     source = data.evaluation_source or f"data.evaluation_fraction {data.evaluation_fraction:g}"
     raise DataError(
         f"{data.source}: {rows['train']} rows to train on and {rows['evaluation']} to evaluate on "
-        f"(by {source}; {skipped} bad rows left out); both need at least one: give more rows, another "
+        f"(by {source}; {skipped} bad rows left out{of_what}); both need at least one: give more rows, another "
         "data.evaluation_fraction, or an evaluation_source"
     )
-
-
-class _Writer(Protocol):
-    def write(self, values: Mapping[str, Values]) -> None: ...
-    def close(self) -> None: ...
-
-
-WRITERS: dict[str, Callable[[Path, Sequence[Column]], _Writer]] = {"arrow": ArrowWriter, "pb": ProtoWriter}
-
-
-class _SplitWriter:
-    """Write a stream of rows into files of rows_per_shard rows."""
-
-    def __init__(self, directory: Path, split: str, *, data: DataConfig) -> None:
-        self._directory = directory
-        self._split = split
-        self._data = data
-        self._file: _Writer | None = None
-        self._rows = 0
-        self._done: list[ShardFile] = []
-        self.num_rows = 0
-        """Of all files so far."""
-        self.observed: dict[str, Column] = {}
-        """Extremes and longest row so far, by column."""
-
-    def add(self, values: dict[str, Values], columns: Sequence[Column]) -> None:
-        """Append rows of these columns, the same in each call."""
-        count = len(next(iter(values.values())))
-        values = {column.name: values[column.name] for column in columns}
-        for column in columns if count else ():
-            self._observe(column, values[column.name])
-        at = 0
-        self.num_rows += count
-        while at < count:
-            if self._file is None:
-                self._file = WRITERS[self._data.shard_format](self._path, columns)
-            rows = min(count - at, self._data.rows_per_shard - self._rows)
-            self._file.write({name: cells[at : at + rows] for name, cells in values.items()})
-            self._rows += rows
-            at += rows
-            if self._rows == self._data.rows_per_shard:
-                self._end_file()
-
-    def close(self) -> list[ShardFile]:
-        """End the last file and return all of them."""
-        self._end_file()
-        return self._done
-
-    @property
-    def _path(self) -> Path:
-        return self._directory / f"{self._split}-{len(self._done):05d}.{self._data.shard_format}"
-
-    def _end_file(self) -> None:
-        if self._file is None:
-            return
-        self._file.close()
-        path = self._path
-        fsync(path)
-        size = path.stat().st_size
-        self._done.append(ShardFile(name=path.name, rows=self._rows, bytes=size, sha256=sha256(path)))
-        self._file, self._rows = None, 0
-
-    def _observe(self, column: Column, values: Values) -> None:
-        shape = (max(map(len, values)),) if column.variable else column.shape
-        now = column.model_copy(update={"extremes": extremes(values), "shape": shape})
-        before = self.observed.get(column.name)
-        self.observed[column.name] = merge(before, now) if before else now

@@ -23,6 +23,7 @@ from onward.trainer.data.permutation import hash_key, keyed_hash
 from onward.trainer.data.saved_datasets import saved_dataset
 from onward.trainer.data.tables import csv_blocks, json_blocks
 from onward.trainer.data.tensorproto_files import proto_blocks
+from onward.trainer.data.text.documents import text_blocks, unit_of
 from onward.trainer.errors import DataError
 
 SUFFIXES = {
@@ -99,7 +100,9 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         formats = {name: kind for name, kind in formats.items() if kind == wanted}
     names = sorted(formats)
     if wanted == "text" and not (len(found) == 1 and (data.format == "text" or names[0].endswith(".txt"))):
-        names = [name for name in names if fnmatch(Path(name).name, data.text_files)]
+        matching = [name for name in names if fnmatch(Path(name).name, data.text_files)]
+        # data.text_files is by default for code; texts to tokenize usually end in .txt
+        names = matching or [name for name in names if data.text and name.endswith(".txt")]
     if not names:
         pattern = f" that match data.text_files {data.text_files!r}" if wanted == "text" else ""
         raise DataError(f"{source}: of {len(found)} files none are {wanted}{pattern}; set data.format")
@@ -143,7 +146,7 @@ def _divided(
         yield from _whole(name, data, names, text, held=False)
         return
     source = locate(name, data)
-    if source.format == "text":
+    if source.format == "text" and _text_unit(data) in ("", "file"):
         chosen = _held_out_files(source, data.evaluation_fraction)
         parts = [
             (Source("text", tuple(file for file in source.files if (file[0] in chosen) == held)), held)
@@ -183,9 +186,14 @@ def _blocks(
     """Yield (name of the file in the source, some of its rows), file by file."""
     if source.format == "digits":
         yield "digits", _digits(data)
-    elif source.format == "text":
+    elif source.format == "text" and data.text is None:
         for block in _windows(source, data.sequence_length):
             yield "text", block
+    elif source.format == "text" and data.text is not None:
+        column, unit = data.text.columns, _text_unit(data)
+        for name, path in source.files:
+            for block in text_blocks(path, unit, column if isinstance(column, str) else column[0]):
+                yield name, block
     else:
         for name, path in source.files:
             # only in CSV the type of a cell is not written down
@@ -193,6 +201,11 @@ def _blocks(
             blocks = csv_blocks(path, names, text) if csv else TYPED_READERS[source.format](path, names)
             for block in blocks:
                 yield name, block
+
+
+def _text_unit(data: DataConfig) -> str:
+    """Return what one text of a source of text files is; empty without [data.text], where it is bytes in windows."""
+    return unit_of(data.text.documents, len(locate(data.mixture[0].source, data).files)) if data.text else ""
 
 
 def _npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:

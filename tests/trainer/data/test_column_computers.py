@@ -103,7 +103,7 @@ def test_transforms_get_the_positions_of_the_stream_whatever_the_number_of_repli
             assert batch.size
         return found
 
-    monkeypatch.setattr(batches_module, "open_batch_transforms", lambda config, signature: [transform])
+    monkeypatch.setattr(batches_module, "open_batch_transforms", lambda config, signature, fitted: [transform])
     alone = labels(1)
     pairs = dict(seen)
     assert len(alone) == 36

@@ -10,6 +10,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.columns import TEXT, Schema
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
+from onward.trainer.data.text.packing import PackedTexts
 from onward.trainer.data.text.text_columns import TextColumns, input_problems, text_columns
 from onward.trainer.data.text.tokenized_rows import TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer, open_tokenizer
@@ -32,7 +33,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
         tokenizer = open_tokenizer(columns.config.tokenizer)
         problems += _vocabulary_problems(columns, tokenizer, graph)
         if "input_ids" in columns.inputs:
-            TokenizedRows(columns, tokenizer, limit)
+            _computer(columns)(columns, tokenizer, limit)
     except ConfigError as error:
         problems += error.problems
     return problems
@@ -49,7 +50,16 @@ def open_tokenized_rows(config: RunConfig, signature: Signature) -> TokenizedRow
     if problem:
         raise ConfigError(problem)
     tokenizer = open_tokenizer(columns.config.tokenizer)
-    return TokenizedRows(columns, tokenizer, limit, exact=config.data.shard_format == "pb")
+    return _computer(columns)(
+        columns,
+        tokenizer,
+        limit,
+        exact=config.data.shard_format == "pb",
+    )
+
+
+def _computer(columns: TextColumns) -> type[TokenizedRows]:
+    return PackedTexts if columns.is_packed else TokenizedRows
 
 
 def length_limit(columns: TextColumns, graph: onnx.GraphProto) -> tuple[int, str]:

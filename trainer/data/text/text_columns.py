@@ -13,12 +13,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections_text import TextConfig, TextRole
 from onward.trainer.data.columns import TEXT, ColumnType
 from onward.trainer.data.signature import Signature, TensorInfo
 
 ROLES: tuple[TextRole, ...] = get_args(TextRole)
+MAKES_LABELS = ("causal", "masked")
+"""The tasks whose labels are made from the text."""
+AUTO_JOINED = ("auto", "causal")
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,10 @@ class TextColumns:
     config: TextConfig
     inputs: Mapping[TextRole, TensorInfo]
     """What is computed -> the graph's input that takes it. The column has the name of the input."""
+    label: str = ""
+    """The column of the labels that are made from the text; empty if they are a column of the data."""
+    ignore_index: int = -100
+    """The label of tokens that are not predicted."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -43,7 +51,13 @@ class TextColumns:
     @property
     def computed(self) -> frozenset[str]:
         """Return the columns that the tokenizer computes."""
-        return frozenset(info.name for info in self.inputs.values())
+        return frozenset(info.name for info in self.inputs.values()) | frozenset({self.label} - {""})
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether samples are windows over several texts."""
+        packing = self.config.packing
+        return self.config.task in MAKES_LABELS and (packing == "joined" or (packing, self.config.task) == AUTO_JOINED)
 
     @property
     def fixed_length(self) -> int:
@@ -60,7 +74,23 @@ def text_columns(config: RunConfig, signature: Signature) -> TextColumns | None:
     # an input that data.inputs names reads its column, also one that is called input_ids
     free = {info.name: info for info in signature.fed if info.name not in config.data.inputs}
     names = {role: text.inputs.get(role, role) for role in ROLES}
-    return TextColumns(text, {role: free[name] for role, name in names.items() if name in free})
+    if text.task not in MAKES_LABELS or all(loss.takes_labels for loss in config.losses):
+        del names["labels"]
+    inputs = {role: free[name] for role, name in names.items() if name in free}
+    loss = _labelled_loss(config) if text.task in MAKES_LABELS else None
+    return TextColumns(
+        text,
+        inputs,
+        label=str(loss.label) if loss else "",
+        ignore_index=loss.ignored if loss else config.model.ignore_index,
+    )
+
+
+def _labelled_loss(config: RunConfig) -> LossConfig | None:
+    """Return the loss whose labels are made from the text: the cross-entropy with `data.label`."""
+    label = config.data.label
+    usable = (each for each in config.losses if each.has_classes and each.label == label and isinstance(label, str))
+    return next(usable, None)
 
 
 def input_problems(columns: TextColumns, config: RunConfig, signature: Signature) -> Iterator[str]:
@@ -74,10 +104,22 @@ def input_problems(columns: TextColumns, config: RunConfig, signature: Signature
             )
         elif name in config.data.inputs:
             yield f"data.text.inputs.{role} and data.inputs both feed {name!r}; remove it from one of them"
+    if columns.config.task in MAKES_LABELS and not columns.label and "labels" not in columns.inputs:
+        names = ", ".join(loss.name for loss in config.losses)
+        yield (
+            f"data.text.task {columns.config.task!r} makes labels, but nothing takes them: no loss of {names} is a "
+            f"cross_entropy with the label {config.data.label!r}, and the model has no input 'labels', only "
+            + ", ".join(known)
+        )
     if "input_ids" not in columns.inputs:
         yield (
             f"data.text has no input to feed: the model has no input 'input_ids', only {', '.join(known)}; name it: "
             f"data.text.inputs = {{ input_ids = {known[0]!r} }}"
+        )
+    if columns.is_packed and (others := set(known) - {info.name for info in columns.inputs.values()}):
+        yield (
+            f"data.text.packing 'joined' makes samples of several texts, but input {', '.join(sorted(others))} takes a "
+            "column with one value for each text; set packing = 'none', or name the input in data.text.inputs"
         )
     for role, info in columns.inputs.items():
         shape = info.shape

@@ -5,107 +5,144 @@
                                                   attention_mask   [1, 1, 1, 1, 1]
 
 They are stored in the length of the row and padded when a batch is made, or, where the graph takes one length, padded
-to it here. The ids are those of the library's `encode_batch` with the same truncation and padding.
+to it here. The ids are those of the library's `encode_batch` with the same truncation and padding. Where texts are
+packed into windows, only ids are computed here, of the whole text with its end token; packing.py does the rest.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from onward.trainer.config.sections_text import TextRole
 from onward.trainer.data.columns import Array, Column, Values
+from onward.trainer.data.fitted import Fitted, FittedComputer
+from onward.trainer.data.text.masking import WORDS
+from onward.trainer.data.text.special_tokens import find_special_tokens
 from onward.trainer.data.text.text_columns import TextColumns
 from onward.trainer.data.text.tokenizer import OpenTokenizer
 from onward.trainer.errors import ConfigError
 
-PADDED_WITH: dict[TextRole, int] = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0}
 STORED_AS: dict[TextRole, str] = {
     "input_ids": "int32",
     "attention_mask": "uint8",
     "token_type_ids": "uint8",
     "position_ids": "int32",
+    "labels": "int32",
 }
+NO_WORD = -1
+"""The number of the word of a special token."""
 
 
-class TokenizedRows:
-    """Computes what a tokenizer feeds, row by row: a ColumnComputer.
+class TokenizedRows(FittedComputer):
+    """Computes what a tokenizer feeds, row by row: a ColumnComputer. What it is fitted to is the tokenizer alone.
 
-    `max_length`: 0 = no truncation. `exact`: store the types of the graph's inputs (data.shard_format = "pb").
-    Raises ConfigError for a tokenizer that lacks a token that is needed.
+    `max_length`: 0 = no truncation. `exact`: store the
+    types of the graph's inputs (data.shard_format = "pb"). Raises ConfigError for a tokenizer that lacks a token that
+    is needed.
     """
 
-    def __init__(self, columns: TextColumns, tokenizer: OpenTokenizer, max_length: int, *, exact: bool = False) -> None:
-        self._inputs, self._sources, self._config = columns.inputs, columns.sources, columns.config
-        self._tokenizer, self._max_length = tokenizer, max_length
-        self._length = columns.fixed_length
-        self._types = {role: info.dtype if exact else STORED_AS[role] for role, info in self._inputs.items()}
-        self._pad = {**PADDED_WITH, "input_ids": self._pad_id()}
-        self.digest = json.dumps(
-            [tokenizer.digest, columns.config.model_dump(mode="json", exclude={"tokenizer"}), max_length, self._length]
-            + [[role, info.name, self._types[role]] for role, info in self._inputs.items()]
-        )
+    def __init__(
+        self,
+        columns: TextColumns,
+        tokenizer: OpenTokenizer,
+        max_length: int,
+        *,
+        exact: bool = False,
+    ) -> None:
+        self._of, self._sources, self._config = columns, columns.sources, columns.config
+        self._tokenizer, self._max_length, self._ignore_index = tokenizer, max_length, columns.ignore_index
+        self._length = 0 if columns.is_packed else columns.fixed_length
+        self.types = {role: info.dtype if exact else STORED_AS[role] for role, info in columns.inputs.items()}
+        """What is fed -> numpy's name of the type that it is stored in."""
+        self._special = find_special_tokens(columns, tokenizer)
+        self._pad: dict[TextRole, int] = {"input_ids": self._special.pad, "labels": columns.ignore_index}
+        results = [*self._results()]
+        # the file by its content; masking is done when batches are made
+        settings = columns.config.model_dump(mode="json", exclude={"tokenizer", "mask_probability"})
+        decides = (tokenizer.digest, settings, max_length, self._length, columns.ignore_index, columns.label, results)
+        self.digest = json.dumps([*decides, sorted(self.types.items())])
         self.columns: tuple[Column, ...] = ()
         self.file_only = frozenset[str]()
-        # a label may be a text column, too; only the tokenizer reads those of texts
-        self.consumed = frozenset(self._sources)
-        self.pad_values = {info.name: float(self._pad[role]) for role, info in self._inputs.items()}
+        self.reads, self.makes, self.consumed = columns.read, columns.computed, frozenset(self._sources)
+        self.fitted = {columns.inputs["input_ids"].name: Fitted(vocabulary=self._special.vocabulary)}
+        self.pad_values = {name: float(self._pad.get(role, 0)) for role, name, _ in results}
         self._tokens = self._rows = self._truncated = 0
         self._seconds = 0.0
         self._prepare()
 
-    def _pad_id(self) -> int:
-        found = self._tokenizer.pad_id(self._config.pad_token)
-        if found is None:
-            raise ConfigError(
-                f"{self._tokenizer.path} has no padding token; name one of its tokens in data.text.pad_token"
-            )
-        return found
+    @property
+    def is_fitted(self) -> bool:
+        """Return True: nothing is found on the data."""
+        return True
+
+    def observe(self, rows: Mapping[str, Values], training: Array) -> None:
+        """Take note of nothing."""
+
+    def finish(self) -> None:
+        """Leave everything as it is."""
 
     def _prepare(self) -> None:
         """Set the library's truncation and padding."""
         library = self._tokenizer.library
-        added = library.num_special_tokens_to_add(len(self._sources) == 2) if self._config.special_tokens else 0
-        own = self._tokenizer.settings.get("truncation") or {}
         library.no_padding()
-        if not self._max_length:
-            library.no_truncation()
+        library.no_truncation()
+        if not self._max_length or self._of.is_packed:
             return
-        if self._max_length <= added:
+        if self._max_length <= self._special.added:
             raise ConfigError(
-                f"data.text.max_length {self._max_length} leaves no token of the text beside {added} special tokens"
+                f"data.text.max_length {self._max_length} leaves no token of the text beside "
+                f"{self._special.added} special tokens"
             )
-        library.enable_truncation(
-            self._max_length,
-            strategy={"LongestFirst": "longest_first", "OnlyFirst": "only_first", "OnlySecond": "only_second"}[
-                own.get("strategy", "LongestFirst")
-            ],
-            direction=str(own.get("direction", "Right")).lower(),
-        )
+        if self._config.task != "causal":  # whose end token counts, too
+            own = self._tokenizer.settings.get("truncation") or {}
+            names = {"LongestFirst": "longest_first", "OnlyFirst": "only_first", "OnlySecond": "only_second"}
+            library.enable_truncation(
+                self._max_length,
+                strategy=names[own.get("strategy", "LongestFirst")],
+                direction=str(own.get("direction", "Right")).lower(),
+            )
+
+    # -- what is computed
 
     @property
     def summary(self) -> str:
         """Return one sentence for people."""
         rate = f" ({self._tokens / self._seconds:,.0f} a second)" if self._seconds else ""
         length = f"at most {self._max_length}" if self._max_length else "of any number"
+        length = f"windows of {self._max_length}" if self._of.is_packed else f"{length} tokens a row"
         truncated = f"; {self._truncated:,} rows were truncated" if self._truncated else ""
         return (
             f"{self._tokenizer.path.name} turns {' and '.join(self._sources)} into "
-            f"{', '.join(info.name for info in self._inputs.values())}, {length} tokens a row: {self._tokens:,} tokens "
+            f"{', '.join(info.name for info in self._of.inputs.values())}, {length}: {self._tokens:,} tokens "
             f"in {self._rows:,} rows{rate}{truncated}"
         )
+
+    def _results(self) -> Iterator[tuple[TextRole, str, str]]:
+        """Yield (what, the name of its column, numpy's name of its type) of each result."""
+        needs_words = self._config.task == "masked" and self._config.whole_words
+        ids = self._of.inputs["input_ids"].name
+        if self._of.is_packed:
+            yield "input_ids", ids, self.types["input_ids"]
+        else:
+            yield from ((role, info.name, self.types[role]) for role, info in self._of.inputs.items())
+            if self._of.label:
+                yield "labels", self._of.label, self.types["input_ids"]
+        if needs_words:
+            yield "token_type_ids", ids + WORDS, "int32"
 
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find `columns`: of the length of the graph, or of varying length."""
         rows, _ = self._encoded(values)
-        longest = self._max_length or max(map(len, rows), default=1)
+        longest = max((len(encoding) + 1 for encoding in rows), default=1)
+        length = self._length or (longest if self._of.is_packed else self._max_length or longest)
         self.columns = tuple(
-            Column(name=info.name, dtype=self._types[role], shape=(self._length or longest,), variable=not self._length)
-            for role, info in self._inputs.items()
+            Column(name=name, dtype=dtype, shape=(length,), variable=not self._length)
+            for _, name, dtype in self._results()
         )
 
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
@@ -113,16 +150,21 @@ class TokenizedRows:
         started_at = time.monotonic()
         encodings, failed = self._encoded(rows)
         self._seconds += time.monotonic() - started_at
+        ids = [self._ended(encoding.ids) for encoding in encodings]
         self._rows += count - len(failed)
-        self._tokens += sum(len(encoding) for at, encoding in enumerate(encodings) if at not in failed)
-        self._truncated += sum(bool(encoding.overflowing) for encoding in encodings) if self._max_length else 0
-        return {info.name: self._values(role, encodings) for role, info in self._inputs.items()}, failed
+        self._tokens += sum(len(row) for at, row in enumerate(ids) if at not in failed)
+        if self._config.task != "causal" and self._max_length and not self._of.is_packed:
+            self._truncated += sum(bool(encoding.overflowing) for encoding in encodings)
+        results = {name: self._values(role, name, dtype, ids, encodings) for role, name, dtype in self._results()}
+        return results, failed
 
     def _encoded(self, rows: Mapping[str, Values]) -> tuple[Sequence[Any], dict[int, str]]:
         """Return the encoding of each row, and row -> what is wrong with its texts."""
         texts = [[str(text) for text in rows[name]] for name in self._sources]
         given: list[Any] = list(zip(*texts, strict=True)) if len(texts) == 2 else texts[0]
-        encodings = self._tokenizer.library.encode_batch(given, add_special_tokens=self._config.special_tokens)
+        library = self._tokenizer.library
+        encode = library.encode_batch if self._config.whole_words else library.encode_batch_fast
+        encodings = encode(given, add_special_tokens=self._config.special_tokens)
         failed: dict[int, str] = {}
         for at, encoding in enumerate(encodings):
             found = set(encoding.sequence_ids)
@@ -131,19 +173,45 @@ class TokenizedRows:
                     failed.setdefault(at, f"{name} {'is empty' if not texts[number][at] else 'has no token'}")
         return encodings, failed
 
-    def _values(self, role: TextRole, encodings: Sequence[Any]) -> Values:
-        dtype = self._types[role]
-        if role == "input_ids":
-            found = [np.array(encoding.ids, dtype) for encoding in encodings]
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Return the ids of a text with its end token, truncated if it is a sample of its own."""
+        if self._special.end is not None and ids[-1:] != [self._special.end]:
+            ids = [*ids, self._special.end]
+        if self._max_length and not self._of.is_packed and len(ids) > self._max_length:
+            self._truncated += 1
+            ids = ids[: self._max_length]
+        return ids
+
+    def _values(
+        self, role: TextRole, name: str, dtype: str, ids: Sequence[list[int]], encodings: Sequence[Any]
+    ) -> Values:
+        if name.endswith(WORDS):
+            found = [_words(encoding, len(row)) for row, encoding in zip(ids, encodings, strict=True)]
+        elif role == "input_ids" or (role == "labels" and not self._is_shifted(name)):
+            found = [np.array(row, dtype) for row in ids]
+        elif role == "labels":
+            found = [np.array([*row[1:], self._ignore_index], dtype) for row in ids]
         elif role == "token_type_ids":
-            found = [np.array(encoding.type_ids, dtype) for encoding in encodings]
+            pairs = zip(ids, encodings, strict=True)
+            found = [np.array([*encoding.type_ids, 0][: len(row)], dtype) for row, encoding in pairs]
         elif role == "attention_mask":
-            found = [np.ones(len(encoding), dtype) for encoding in encodings]
+            found = [np.ones(len(row), dtype) for row in ids]
         else:
-            found = [np.arange(len(encoding), dtype=dtype) for encoding in encodings]
-        if not self._length:
-            return found
-        padded: Array = np.full((len(found), self._length), self._pad[role], dtype)
-        for row, values in zip(padded, found, strict=True):
+            found = [np.arange(len(row), dtype=dtype) for row in ids]
+        return self._padded(role, found, dtype) if self._length else found
+
+    def _is_shifted(self, name: str) -> bool:
+        # a graph that computes its own loss shifts the labels itself, as those of Hugging Face do
+        return self._config.task == "causal" and name == self._of.label
+
+    def _padded(self, role: TextRole, rows: Sequence[Array], dtype: str) -> Array:
+        padded: Array = np.full((len(rows), self._length), self._pad.get(role, 0), dtype)
+        for row, values in zip(padded, rows, strict=True):
             row[: len(values)] = values
         return padded
+
+
+def _words(encoding: Any, length: int) -> Array:
+    """Return the number of each token's word, of special tokens and the end token NO_WORD: int32 [length]."""
+    words = [NO_WORD if word is None else word for word in encoding.word_ids]
+    return np.array([*words, NO_WORD][:length], np.int32)

@@ -14,8 +14,6 @@ from onward.trainer.errors import ConfigError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PADDING = ("[PAD]", "<pad>", "<|padding|>", "<|pad|>", "<PAD>")
-
 
 @dataclass(frozen=True)
 class OpenTokenizer:
@@ -57,12 +55,11 @@ class OpenTokenizer:
             raise ConfigError(f"{self.path} has {' and '.join(there)}; name the one to use in {setting}")
         return next(iter(there.values()), None)
 
-    def pad_id(self, given: str) -> int | None:
-        """Return the id of the padding token: the given one, that of the file's own padding, or a usual one."""
+    @property
+    def own_pad_id(self) -> int | None:
+        """Return the id of the padding that the file itself asks for; None if it asks for none."""
         own = self.settings.get("padding")
-        if not given and isinstance(own, dict):
-            return int(own.get("pad_id", 0))
-        return self.find("data.text.pad_token", given, PADDING)
+        return int(own.get("pad_id", 0)) if isinstance(own, dict) else None
 
 
 def tokenizer_file(path: Path) -> Path:

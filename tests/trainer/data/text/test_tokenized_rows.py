@@ -41,7 +41,7 @@ def configured(folder: Path, proto: onnx.ModelProto, data: dict[str, Any], **sec
         {
             "model": {"path": folder / "model.onnx"} | sections.pop("model", {}),
             "data": {"source": str(folder / "data.csv"), "evaluation_fraction": 0.25, "text": text} | data,
-            "train": {"num_steps": 4, "global_batch_size": 8} | sections.pop("train", {}),
+            "train": sections.pop("train", {"num_steps": 4, "global_batch_size": 8}),
             **sections,
         }
     )

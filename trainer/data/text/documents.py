@@ -1,0 +1,69 @@
+"""Read text files as texts: whole files, lines, or paragraphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from onward.trainer.data.columns import BLOCK_BYTES, Block
+
+
+def unit_of(documents: str, num_files: int) -> str:
+    """Return what one text is, `file`, `line` or `paragraph`; `documents` as in data.text.documents."""
+    if documents == "auto":
+        return "file" if num_files > 1 else "paragraph"
+    return documents
+
+
+def text_blocks(path: Path, unit: str, column: str) -> Iterator[Block]:
+    """Yield the texts of a file in blocks, in a column of this name. Lines and paragraphs that are blank are left out.
+
+    A text keeps its line ends, but for the last one of lines and paragraphs. What is not UTF-8 is reported as a bad
+    row.
+    """
+    if unit == "file":
+        yield Block(str(path), np.arange(1), {column: [_decoded(path.read_bytes())]}, unit="text")
+        return
+    texts: list[str | bytes] = []
+    index: list[int] = []
+    size = 0
+    for first, text in _pieces(path, unit):
+        texts.append(_decoded(text))
+        index.append(first)
+        size += len(text)
+        if size >= BLOCK_BYTES:
+            yield _block(path, index, texts, column)
+            texts, index, size = [], [], 0
+    if texts:
+        yield _block(path, index, texts, column)
+
+
+def _block(path: Path, index: Sequence[int], texts: Sequence[str | bytes], column: str) -> Block:
+    return Block(str(path), np.array(index, np.int64), {column: texts}, unit="line")
+
+
+def _pieces(path: Path, unit: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (number of the first line, from 0; the text) of each line or paragraph."""
+    lines: list[bytes] = []
+    first = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            if line.strip():
+                first = first if lines else number
+                lines.append(line)
+                if unit == "paragraph":
+                    continue
+            if lines:
+                yield first, b"".join(lines).rstrip(b"\r\n")
+                lines = []
+    if lines:
+        yield first, b"".join(lines).rstrip(b"\r\n")
+
+
+def _decoded(text: bytes) -> str | bytes:
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return text  # reported as a bad row

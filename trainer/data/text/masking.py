@@ -1,0 +1,103 @@
+"""Mask tokens of a batch for masked language modelling: BERT's 80 / 10 / 10, as a function of seed and position.
+
+    ids      [CLS]  the  film  was  good  [SEP]
+    chosen           .     x    .    x              by a hash of (seed, position in the stream, token)
+    ids      [CLS]  the [MASK] was  good  [SEP]     8 of 10 masked, 1 of 10 another token, 1 of 10 as it is
+    labels     -     -   film   -   good    -       - = ignored by the loss
+
+In evaluation the hash is one of the row's number alone, so each evaluation masks the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.batch_transforms import Samples
+from onward.trainer.data.columns import Array, Values
+from onward.trainer.data.fitted import Fitted, Vocabulary
+from onward.trainer.data.permutation import hash_key, keyed_hash
+from onward.trainer.data.signature import Signature
+from onward.trainer.data.text.text_columns import text_columns
+from onward.trainer.errors import ConfigError
+
+WORDS = "/words"
+"""Behind the name of the input of ids: the column with the number of each token's word."""
+MASKED, REPLACED = 0.8, 0.9
+"""Below the first share of 0..1 a chosen token becomes the mask token, below the second a random one."""
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Masks the input of ids and makes labels: a BatchTransform."""
+
+    ids: str
+    labels: Sequence[str]
+    vocabulary: Vocabulary
+    probability: float
+    whole_words: bool
+    seed: int
+    ignore_index: int
+
+    def __call__(self, values: Mapping[str, Values], samples: Samples) -> dict[str, Values]:
+        """Return the columns with masked ids and with labels."""
+        training = samples.positions is not None
+        key = hash_key("masking", self.seed) if training else hash_key("masking of evaluation")
+        numbers = samples.positions if samples.positions is not None else samples.rows
+        keys = keyed_hash(numbers.astype(np.uint64), key)
+        drawn = np.setdiff1d(np.arange(self.vocabulary.size), self.vocabulary.special_ids)
+        rows, words = values[self.ids], values.get(self.ids + WORDS)
+        masked, labels = [], []
+        for at, ids in enumerate(rows):
+            ids = np.asarray(ids)
+            found = self._mask(ids, ids if words is None else np.asarray(words[at]), keys[at], drawn)
+            masked.append(found[0])
+            labels.append(found[1])
+        fixed = isinstance(rows, np.ndarray)
+        result = {**values, self.ids: np.stack(masked) if fixed else masked}
+        return result | {name: np.stack(labels) if fixed else labels for name in self.labels}
+
+    def _mask(self, ids: Array, words: Array, key: np.uint64, drawn: Array) -> tuple[Array, Array]:
+        """Return the masked ids and the labels of one sample, [n] each."""
+        places = np.arange(len(ids), dtype=np.uint64)
+        # neighbours of one number are one word; numbers begin anew in each text of a window
+        groups = np.cumsum(np.diff(words, prepend=words[:1]) != 0) if self.whole_words else places
+        chosen = _fractions(groups, key, "choose") < self.probability
+        chosen &= ~np.isin(ids, self.vocabulary.special_ids)
+        kind = _fractions(places, key, "kind")
+        other = drawn[(keyed_hash(places, key ^ hash_key("token")) % np.uint64(len(drawn))).astype(np.int64)]
+        masked = np.where(chosen & (kind < MASKED), self.vocabulary.mask_id, ids)
+        masked = np.where(chosen & (kind >= MASKED) & (kind < REPLACED), other, masked)
+        return masked.astype(ids.dtype), np.where(chosen, ids.astype(np.int64), self.ignore_index)
+
+
+def open_masking(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Masking | None:
+    """Return what masks the tokens of a batch; None for other tasks. fitted: by column, of the shards."""
+    columns = text_columns(config, signature)
+    if columns is None or columns.config.task != "masked":
+        return None
+    ids = columns.inputs["input_ids"].name
+    vocabulary = fitted[ids].vocabulary if ids in fitted else None
+    if vocabulary is None:
+        raise ConfigError("the shards were made for another task than data.text.task 'masked'; start a new run")
+    labels = [columns.label] if columns.label else []
+    labels += [columns.inputs["labels"].name] if "labels" in columns.inputs else []
+    text = columns.config
+    return Masking(
+        ids,
+        labels,
+        vocabulary,
+        text.mask_probability,
+        text.whole_words,
+        seed=config.train.seed,
+        ignore_index=columns.ignore_index,
+    )
+
+
+def _fractions(values: Array, key: np.uint64, purpose: str) -> Array:
+    """Return a number in 0..1 for each value, float64 [n]."""
+    hashed = keyed_hash(values.astype(np.uint64), key ^ hash_key(purpose))
+    return np.asarray(hashed >> np.uint64(11)) * 2.0**-53

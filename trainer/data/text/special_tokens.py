@@ -1,0 +1,66 @@
+"""Find the tokens that a task needs in a tokenizer: those that pad, end and mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onward.trainer.data.fitted import Vocabulary
+from onward.trainer.data.text.text_columns import TextColumns
+from onward.trainer.data.text.tokenizer import OpenTokenizer
+from onward.trainer.errors import ConfigError
+
+PADDING = ("[PAD]", "<pad>", "<|padding|>", "<|pad|>", "<PAD>")
+END = ("<|endoftext|>", "</s>", "<eos>", "[EOS]", "<|end_of_text|>", "<end_of_text>")
+MASK = ("[MASK]", "<mask>")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids of special tokens."""
+
+    added: int
+    """How many the tokenizer adds to a sample."""
+    pad: int
+    """Pads samples of a batch; unused where all have one length."""
+    end: int | None
+    """Put behind each text; None where nothing is."""
+    vocabulary: Vocabulary | None
+    """What masking needs; None for other tasks."""
+
+
+def find_special_tokens(columns: TextColumns, tokenizer: OpenTokenizer) -> SpecialTokens:
+    """Return the tokens that the task needs. Raises ConfigError with all that are missing or ambiguous."""
+    config, problems = columns.config, list[str]()
+
+    def find(key: str, given: str, usual: Sequence[str], what: str, *, needed: bool) -> int | None:
+        try:
+            found = tokenizer.find(f"data.text.{key}", given, usual)
+        except ConfigError as error:
+            problems.extend(error.problems if needed or given else ())
+            return None
+        if found is None and needed:
+            problems.append(f"{tokenizer.path} has no {what}; name one of its tokens in data.text.{key}")
+        return found
+
+    is_causal, is_masked = config.task == "causal", config.task == "masked"
+    is_pair = len(columns.sources) == 2
+    added = tokenizer.library.num_special_tokens_to_add(is_pair) if config.special_tokens else 0
+    end = None
+    if is_causal or columns.is_packed:
+        end = find("end_token", config.end_token, END, "token that ends a text", needed=is_causal or not added)
+    mask = find("mask_token", config.mask_token, MASK, "mask token", needed=True) if is_masked else None
+    pad = 0
+    if not columns.is_packed:
+        # behind the last token of a text a causal model computes nothing that counts
+        own = tokenizer.own_pad_id if not config.pad_token else None
+        needed = own is None and not is_causal
+        found = find("pad_token", config.pad_token, PADDING, "padding token", needed=needed)
+        pad = next((each for each in (own, found, end) if each is not None), 0)
+    if problems:
+        raise ConfigError(problems)
+    vocabulary = None
+    if mask is not None:
+        special = tuple(sorted({*tokenizer.special_ids.values(), mask}))
+        vocabulary = Vocabulary(mask_id=mask, special_ids=special, size=tokenizer.greatest_id + 1)
+    return SpecialTokens(added, pad, end, vocabulary)

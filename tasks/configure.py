@@ -27,7 +27,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section
-from onward.trainer.data.column_patterns import with_columns
+from onward.trainer.data.chosen_columns import with_columns
 from onward.trainer.data.fetching import fetch
 from onward.trainer.data.signature import model_digest
 from onward.trainer.diagnostics.config_check import check_local_files

@@ -22,6 +22,7 @@ from pydantic import (
 
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.section import Decay, Fraction, Section
+from onward.trainer.config.sections_table import TableConfig
 from onward.trainer.config.sections_text import TextConfig
 from onward.trainer.config.urls import FilePath, Location
 
@@ -208,6 +209,8 @@ class DataConfig(Section):
 
     text: TextConfig | None = None
     """Columns of raw text and the model's tokenizer: `[data.text]`."""
+    table: TableConfig = TableConfig()
+    """What is computed of columns of a table: `[data.table]`."""
 
 
 class TrainConfig(Section):

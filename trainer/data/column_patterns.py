@@ -13,28 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
-from onward.trainer.data.sharding import infer_schema
 from onward.trainer.errors import ConfigError
 
 Names = str | tuple[str, ...]
-
-
-def with_columns(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
-    """Return the configuration with columns in place of patterns; the data is read only if there are any.
-
-    local: the same configuration with local copies in place of URLs. Raises ConfigError for patterns that match no
-    column, or a label, and DataError when the data cannot be read.
-    """
-    data = config.data
-    if not any(_is_pattern(name) for names in (data.label, *data.inputs.values()) for name in _tuple(names)):
-        return config
-    columns, labels = (
-        list(infer_schema((local or config).data)),
-        {name for each in config.loss for name in each.columns},
-    )
-    return config.model_copy(update={"data": expanded(data, columns, labels)})
 
 
 def expanded(data: DataConfig, columns: Sequence[str], labels: Iterable[str] = ()) -> DataConfig:
@@ -44,8 +26,8 @@ def expanded(data: DataConfig, columns: Sequence[str], labels: Iterable[str] = (
     label = _expanded("data.label", data.label, columns, problems)
     inputs = {name: _expanded(f"data.inputs.{name}", given, columns, problems) for name, given in data.inputs.items()}
     for name, found in inputs.items():
-        by_pattern = set(_tuple(found)) - set(_tuple(data.inputs[name]))
-        if taken := sorted(by_pattern & {*_tuple(label), *labels}):
+        by_pattern = set(as_tuple(found)) - set(as_tuple(data.inputs[name]))
+        if taken := sorted(by_pattern & {*as_tuple(label), *labels}):
             problems.append(
                 f"data.inputs.{name} {_shown(data.inputs[name])} matches {', '.join(taken)}, the label; leave it out: "
                 f"add {'!' + taken[0]!r}"
@@ -64,7 +46,7 @@ def matching(patterns: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]
     found: list[str] = []
     left_out: set[str] = set()
     for pattern in patterns:
-        if pattern in columns or not _is_pattern(pattern):
+        if pattern in columns or not is_pattern(pattern):
             found.append(pattern)
         elif pattern.startswith("!"):
             left_out |= set(_matches(pattern[1:], columns))
@@ -79,10 +61,10 @@ def unmatched(patterns: Iterable[str], columns: Sequence[str]) -> list[str]:
 
 
 def _expanded(setting: str, given: Names, columns: Sequence[str], problems: list[str]) -> Names:
-    names = _tuple(given)
-    if not any(_is_pattern(name) and name not in columns for name in names):
+    names = as_tuple(given)
+    if not any(is_pattern(name) and name not in columns for name in names):
         return given
-    if wrong := [name for name in unmatched(names, columns) if _is_pattern(name)]:
+    if wrong := [name for name in unmatched(names, columns) if is_pattern(name)]:
         problems.append(f"{setting} {_shown(wrong)} matches no column; there is {', '.join(columns)}")
         return given
     if all(name.startswith("!") and name not in columns for name in names):
@@ -98,11 +80,11 @@ def _matches(pattern: str, columns: Sequence[str]) -> list[str]:
     return [name for name in columns if name == pattern or fnmatchcase(name, pattern)]
 
 
-def _is_pattern(name: str) -> bool:
+def is_pattern(name: str) -> bool:
     return bool(set(name) & set("*?[")) or name.startswith("!")
 
 
-def _tuple(names: Names) -> tuple[str, ...]:
+def as_tuple(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 

@@ -41,6 +41,8 @@ class Column(Record):
     extremes: tuple[int | float, ...] = ()
     """Of floats: the least and the greatest value. Of integers: the two least and the two greatest, distinct
     and in order, because one of them may be `model.ignore_index`."""
+    gaps: bool = False
+    """Whether missing cells are read, as NaN or as empty text, and are not bad."""
 
     @property
     def holds_numbers(self) -> bool:
@@ -66,6 +68,8 @@ class ColumnType:
 
     dtype: str
     shape: tuple[int | None, ...] | None = None
+    gaps: bool = False
+    """Whether missing cells are read, as NaN or as empty text, and are not bad."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,8 @@ def fit(cells: Cells, column: Column, folder: Path = Path()) -> tuple[Values, di
     refused as well. Text is read exactly as it is. Of a column of bytes a cell may be the path of a file, relative to
     `folder`.
     """
+    if column.gaps:
+        return _fit_gaps(cells, column)
     if column.dtype == TEXT:
         return _fit_text(cells)
     if column.dtype == BYTES:
@@ -118,6 +124,23 @@ def fit(cells: Cells, column: Column, folder: Path = Path()) -> tuple[Values, di
         return _fit_each(cells, column)
     values, wrong = _cast(array, column.dtype)
     return values, {at: _why(cells[at], column.dtype) for at in np.flatnonzero(wrong).tolist()}
+
+
+def _fit_gaps(cells: Cells, column: Column) -> tuple[Values, dict[int, str]]:
+    """Convert cells of which some may be missing: None, NaN, or an empty text in a column of text."""
+    plain = column.model_copy(update={"gaps": False})
+    if column.dtype == TEXT:
+        return fit(["" if cell is None else cell for cell in cells], plain)
+    if isinstance(cells, np.ndarray) and cells.dtype.kind == "f":
+        missing = np.isnan(cells)
+        values, bad = fit(np.where(missing, 0.0, cells), plain)
+    else:
+        missing = np.array([cell is None or cell != cell for cell in cells], bool)
+        there = [0.0 if gap else cell for cell, gap in zip(cells, missing, strict=True)]
+        values, bad = fit(there, plain)
+    array = np.asarray(values)
+    array[missing] = np.nan
+    return array, bad
 
 
 def _fit_each(cells: Cells, column: Column) -> tuple[Array, dict[int, str]]:
@@ -263,8 +286,9 @@ def infer(name: str, cells: Cells) -> Column:
     if array is not None:
         return Column(name=name, dtype=_type(array), shape=array.shape[1:], extremes=extremes(array))
     # cells of mixed kinds or lengths, one by one
-    rows = [row[0] for cell in cells if cell is not None and (row := numbers([cell])) is not None]
-    if len(rows) * 2 < len(cells):
+    there = [cell for cell in cells if cell is not None]
+    rows = [row[0] for cell in there if (row := numbers([cell])) is not None]
+    if not rows or len(rows) * 2 < len(there):
         encoded = sum(map(_is_encoded, cells))
         return Column(name=name, dtype=BYTES if encoded * 2 > len(cells) else TEXT)
     shapes = Counter(row.shape for row in rows)
@@ -331,7 +355,9 @@ def stored_column(column: Column, kind: ColumnType | None, *, exact: bool, ragge
     if kind is None:
         return column.model_copy(update={"extremes": ()})
     if kind.dtype in (TEXT, BYTES):
-        return Column(name=column.name, dtype=kind.dtype)
+        return Column(name=column.name, dtype=kind.dtype, gaps=kind.gaps)
+    if kind.gaps:
+        return Column(name=column.name, dtype=kind.dtype, shape=column.shape, gaps=True)
     shape, variable = column.shape, column.variable
     if kind.shape is not None and None not in kind.shape and variable:
         shape, variable = tuple(dim for dim in kind.shape if dim is not None), False

@@ -10,15 +10,18 @@ from onward.trainer.data.fitted import FittedComputer
 from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.preprocessing import open_preprocessor
 from onward.trainer.data.signature import Signature
+from onward.trainer.data.table_columns import Categories, NumberColumns, open_table_columns
 from onward.trainer.data.text.checks import open_tokenized_rows
 
 
-def open_fitted(config: RunConfig, schema: Schema) -> list[ClassNames]:
+def open_fitted(
+    config: RunConfig, signature: Signature, schema: Schema
+) -> list[ClassNames | NumberColumns | Categories]:
     """Return what computes columns in the place of columns of the source, which `schema` describes.
 
-    Raises ConfigError as `open_class_names`.
+    Raises ConfigError as `open_class_names` and `open_table_columns`.
     """
-    return open_class_names(config, schema)
+    return [*open_class_names(config, schema), *open_table_columns(config, signature, schema)]
 
 
 def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> list[ColumnComputer]:
@@ -27,7 +30,7 @@ def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> l
     Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows and `open_fitted`.
     """
     opened = (open_preprocessor(config, signature), open_tokenized_rows(config, signature))
-    return [*open_fitted(config, schema), *(computer for computer in opened if computer)]
+    return [*open_fitted(config, signature, schema), *(computer for computer in opened if computer)]
 
 
 def read_and_computed(

@@ -13,6 +13,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from onward.trainer.data.columns import BYTES, Array, Block, Column, ColumnType, Values, fit_block, in_parts, select
 from onward.trainer.run.records import Record
 
@@ -37,6 +39,19 @@ class Fitted(Record):
     vocabulary: Vocabulary | None = None
     """Of a column of token ids that are masked."""
 
+    vocabulary: tuple[str, ...] = ()
+    """Of a column of categories: the texts, in the order of their ids; "" stands for unknown ones."""
+    fill: tuple[float, ...] = ()
+    """Of a column of numbers: what replaces missing ones, one value for each element of a row; () = nothing does."""
+    log1p: bool = False
+    """Whether log(1 + x) is taken next."""
+    scaling: str = "none"
+    """`data.table.standardise` for the column."""
+    center: tuple[float, ...] = ()
+    """What is subtracted next, one value for each element of a row; () = nothing."""
+    scale: tuple[float, ...] = ()
+    """What the difference is divided by."""
+
 
 class FittedComputer(ABC):
     """A ColumnComputer that is fitted to the rows before it computes the first of them."""
@@ -56,6 +71,10 @@ class FittedComputer(ABC):
     @abstractmethod
     def observe(self, rows: Mapping[str, Values], training: Array) -> None:
         """Take note of rows; training: bool [n], which of them are trained on. Raises DataError."""
+
+    @abstractmethod
+    def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
+        """Return the results of `count` rows, and row -> why it has none."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -85,12 +104,19 @@ def fit_computers(
 
     Rows that cannot be read are left out. Raises DataError.
     """
-    waiting = unfitted(computers)
+    waiting, names = unfitted(computers), {column.name for column in columns}
+    # rows that those refuse are not stored, and so must not be fitted to
+    ready = [each for each in computers if isinstance(each, FittedComputer) and each not in waiting]
+    ready = [each for each in ready if each.reads.keys() <= names]
     for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, columns)):
         values, good, _ = fit_block(block, columns)
-        if good.any():
-            for each in waiting:
-                each.observe(select(values, good), ~held_out[good])
+        rows, training = select(values, good), ~held_out[good]
+        for each in ready:
+            _, failed = each.compute(rows, len(training))
+            fine = np.array([at not in failed for at in range(len(training))], bool)
+            rows, training = select(rows, fine), training[fine]
+        for each in waiting if len(training) else ():
+            each.observe(rows, training)
     for each in waiting:
         each.finish()
 

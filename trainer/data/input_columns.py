@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
+import onnx
 
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
@@ -30,6 +31,7 @@ from onward.trainer.data.class_names import class_problems
 from onward.trainer.data.columns import TEXT, Column, ColumnType, Schema
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
+from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 
@@ -186,6 +188,7 @@ def data_problems(
         else:
             problems += _type_problems(feed, [schema[name] for name in feed.columns])
     problems += _doubly_read(config, signature)
+    problems += _vocabulary_problems(config, signature, fitted)
     for loss in config.losses:
         if loss.has_classes and isinstance(loss.label, str) and loss.label in schema.keys() - set(made):
             problems += _label_range_problems(loss, signature, schema[loss.label], fitted)
@@ -302,6 +305,25 @@ def _shape_problem(feed: Feed, column: Column) -> str:
 
 def _shown(dims: Dims) -> str:
     return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]" if dims else "one number"
+
+
+def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Iterator[str]:
+    """Check that the ids of categories are rows of the embedding that an input indexes, where the graph shows it."""
+    for feed in file_feeds(config, signature).values():
+        found = {name: len(fitted[name].vocabulary) for name in feed.columns if name in fitted}
+        table = embedding_rows_of(config, feed.target.removeprefix("input ")) if any(found.values()) else None
+        for name, number in found.items():
+            if table and number > table[0]:
+                yield (
+                    f"column {name!r} has {number:,} categories, the unknown one included, but the embedding "
+                    f"{table[1]} has {table[0]:,} rows; use another model, or merge categories and name those that are left in "
+                    "data.table.vocabularies"
+                )
+
+
+def embedding_rows_of(config: RunConfig, name: str) -> tuple[int, str] | None:
+    """Return (rows, name) of the embedding that an input of the model indexes, or None."""
+    return embedding_rows(onnx.load(config.model.path, load_external_data=False).graph, name)
 
 
 def _label_range_problems(

@@ -18,7 +18,7 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
 from onward.trainer.config.urls import redacted, url_of
-from onward.trainer.data.column_patterns import with_columns
+from onward.trainer.data.chosen_columns import with_columns
 from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.fetching import fetch
 from onward.trainer.data.input_columns import computed_columns, data_problems
@@ -56,7 +56,7 @@ def check_local_files(sections: Sections) -> list[str]:
             signature, schema = read_training_signature(config.model), infer_schema(config.data)
             computed = computed_columns(config, signature)
             own = {name: column for name, column in schema.items() if name not in computed}
-            made = frozenset[str]().union(*(each.makes for each in open_fitted(config, schema)))
+            made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             if (computed or made) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)

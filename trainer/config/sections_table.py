@@ -1,0 +1,34 @@
+"""The settings of columns of tables: [data.table]."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from onward.trainer.config.section import Section
+
+Scaling = Literal["none", "standard", "min_max", "robust"]
+Missing = Literal["fail", "mean", "median"] | float
+"""What a missing number becomes: a bad row, the mean or median of the training rows, or a constant."""
+
+
+class TableConfig(Section):
+    """What is computed of the columns of a table before they feed the model. Everything is fitted on training rows."""
+
+    standardise: Scaling | dict[str, Scaling] = "none"
+    """Scale numbers that feed inputs of floats: `standard` = mean 0, standard deviation 1; `min_max` = 0 to 1; `robust`
+    = median 0, interquartile range 1. A table has it by pattern of columns, such as { "f*" = "standard" }; the last
+    pattern that matches decides. Labels are never scaled."""
+    missing: Missing | dict[str, Missing] = "fail"
+    """What a missing number becomes: `fail` = a bad row (`data.bad_rows`), `mean` or `median` of the training rows, or
+    a constant such as 0. By pattern as `standardise`. A missing text of `categories` becomes the unknown category,
+    unless this is `fail`."""
+    indicators: tuple[str, ...] = ()
+    """Patterns of columns of which a further column NAME_missing is computed: 1 where NAME is missing, else 0."""
+    log1p: tuple[str, ...] = ()
+    """Patterns of columns of which log(1 + x) is taken, before they are standardised."""
+    categories: tuple[str, ...] = ()
+    """Patterns of columns whose values are categories, and become ids for an input of integers: 0 = unknown, 1, 2, ...
+    = the texts of the training rows, sorted."""
+    vocabularies: dict[str, tuple[str, ...]] = {}
+    """Column of categories -> its texts in the order of the ids, from 0 on, for a model that has an order already.
+    The entry "" is the id of unknown texts; without it they are bad rows."""

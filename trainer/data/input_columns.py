@@ -316,8 +316,8 @@ def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mappin
             if table and number > table[0]:
                 yield (
                     f"column {name!r} has {number:,} categories, the unknown one included, but the embedding "
-                    f"{table[1]} has {table[0]:,} rows; use another model, or merge categories and name those that are left in "
-                    "data.table.vocabularies"
+                    f"{table[1]} has {table[0]:,} rows; use another model, or merge categories and name those that are "
+                    "left in data.table.vocabularies"
                 )
 
 

@@ -36,9 +36,8 @@ class Fitted(Record):
     """Of a column of class names: the names, in the order of the classes' ids."""
     sorted_by_name: bool = False
     """Whether the order of `classes` is that of the names, because `data.classes` gives none."""
-    vocabulary: Vocabulary | None = None
+    token_vocabulary: Vocabulary | None = None
     """Of a column of token ids that are masked."""
-
     vocabulary: tuple[str, ...] = ()
     """Of a column of categories: the texts, in the order of their ids; "" stands for unknown ones."""
     fill: tuple[float, ...] = ()

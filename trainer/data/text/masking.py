@@ -80,7 +80,7 @@ def open_masking(config: RunConfig, signature: Signature, fitted: Mapping[str, F
     if columns is None or columns.config.task != "masked":
         return None
     ids = columns.inputs["input_ids"].name
-    vocabulary = fitted[ids].vocabulary if ids in fitted else None
+    vocabulary = fitted[ids].token_vocabulary if ids in fitted else None
     if vocabulary is None:
         raise ConfigError("the shards were made for another task than data.text.task 'masked'; start a new run")
     labels = [columns.label] if columns.label else []

@@ -69,7 +69,7 @@ class TokenizedRows(FittedComputer):
         self.columns: tuple[Column, ...] = ()
         self.file_only = frozenset[str]()
         self.reads, self.makes, self.consumed = columns.read, columns.computed, frozenset(self._sources)
-        self.fitted = {columns.inputs["input_ids"].name: Fitted(vocabulary=self._special.vocabulary)}
+        self.fitted = {columns.inputs["input_ids"].name: Fitted(token_vocabulary=self._special.vocabulary)}
         self.pad_values = {name: float(self._pad.get(role, 0)) for role, name, _ in results}
         self._tokens = self._rows = self._truncated = 0
         self._seconds = 0.0

@@ -78,15 +78,22 @@ def settings() -> str:
     for name, field in RunConfig.model_fields.items():
         if section := table_type(field.annotation):
             lines += ["", f"## [{name}]", "", _paragraph(section.__doc__), "", *_settings_table(section)]
-            for key, inner in section.model_fields.items():
-                if table := table_type(inner.annotation):
-                    lines += ["", f"### [{name}.{key}]", "", _paragraphs(table.__doc__), "", *_settings_table(table)]
+            lines += _inner_tables(name, section)
             if name == "data":
                 lines += ["", "## [loss]", "", _paragraph(LossConfig.__doc__), "", *_settings_table(LossConfig)]
             if name == "optimizer":
                 lines += ["", "### [[optimizer.weights]]", "", _paragraph(WeightAttributes.__doc__), ""]
                 lines += _settings_table(WeightAttributes)
     return "\n".join(lines)
+
+
+def _inner_tables(name: str, section: Any) -> Iterator[str]:
+    from onward.trainer.config.section import table_type
+
+    for key, field in section.model_fields.items():
+        if table := table_type(field.annotation):
+            yield from ("", f"### [{name}.{key}]", "", _paragraphs(table.__doc__), "", *_settings_table(table))
+            yield from _inner_tables(f"{name}.{key}", table)
 
 
 def _settings_table(section: Any) -> Iterator[str]:

@@ -22,6 +22,7 @@ from pydantic import (
 
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.section import Decay, Fraction, Section
+from onward.trainer.config.sections_images import ImageConfig
 from onward.trainer.config.sections_table import TableConfig
 from onward.trainer.config.sections_text import TextConfig
 from onward.trainer.config.urls import FilePath, Location
@@ -145,13 +146,17 @@ class DataConfig(Section):
     source: Location
     """A file, a directory or a glob, also by URL; or `digits` (scikit-learn's 1,797 images), or `stdlib` (the text of
     Python's standard library). Relative to the config file; on the command line, to the working directory."""
-    format: Literal["auto", "csv", "parquet", "jsonl", "npz", "text", "digits", "arrow", "pb"] = "auto"
-    """The format of the source; `auto` decides by its name. `arrow` are Onward's own shards, `pb` those of ONNX
-    Runtime's trainer."""
+    format: Literal[
+        "auto", "csv", "parquet", "jsonl", "npz", "text", "digits", "arrow", "pb", "images", "webdataset"
+    ] = "auto"
+    """The format of the source; `auto` decides by its name. `images` are image files in a folder for each class,
+    `webdataset` tar files, `arrow` Onward's own shards, `pb` those of ONNX Runtime's trainer."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources in place of `source`, each with a weight, mixed anew in each epoch. An epoch has as many samples
     as all sources together; of a source it has the share of its weight, so that the rows of a source with a large
     weight and few rows are taken several times."""
+    image: ImageConfig | None = None
+    """How encoded images are read: the table `[data.image]`; without it no column holds encoded images."""
     evaluation_source: Location = ""
     """Samples to evaluate on; empty = set aside `evaluation_fraction` of the source, or of each of several."""
     evaluation_rows: NonNegativeInt = 0

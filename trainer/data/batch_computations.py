@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batch_transforms import BatchTransform
 from onward.trainer.data.fitted import Fitted
+from onward.trainer.data.images.image_batches import ImageBatches
+from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.text.masking import open_masking
 
@@ -15,5 +17,11 @@ def open_batch_transforms(
     config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]
 ) -> list[BatchTransform]:
     """Return what computes batches from stored columns, in order. fitted: what was found on the data, by column."""
-    masking = open_masking(config, signature, fitted)
-    return [masking] if masking else []
+    opened = (open_image_batches(config, signature), open_masking(config, signature, fitted))
+    return [transform for transform in opened if transform]
+
+
+def open_image_batches(config: RunConfig, signature: Signature) -> ImageBatches | None:
+    """Return what makes tensors of images; None without [data.image]."""
+    images = image_inputs(config, signature)
+    return ImageBatches(config.data.image, images, seed=config.train.seed) if images and config.data.image else None

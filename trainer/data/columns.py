@@ -85,9 +85,13 @@ class Block:
     first: int = 1
     unit: str = "row"
     """The number that messages give to index 0, and its unit."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Index -> what messages call the row, such as the file that it is; without an entry, its number."""
 
     def where(self, index: int) -> str:
         """Return the position of a row, for messages."""
+        if index in self.names:
+            return self.names[index]
         return f"{self.file}, {self.unit} {index + self.first}"
 
 
@@ -180,6 +184,9 @@ def _fit_bytes(cells: Cells, folder: Path) -> tuple[Array, dict[int, str]]:
         if isinstance(given, str) and given:
             try:
                 given = (folder / given).read_bytes()
+                if not given:
+                    bad[at] = "names an empty file"
+                    continue
             except (OSError, ValueError) as error:  # ValueError: a null character in the path
                 bad[at] = f"names a file that cannot be read: {error}"
                 continue
@@ -188,6 +195,14 @@ def _fit_bytes(cells: Cells, folder: Path) -> tuple[Array, dict[int, str]]:
         else:
             bad[at] = f"holds {str(given)[:40]}, not bytes or the path of a file" if given else "is missing"
     return values, bad
+
+
+def named_files(cells: Cells, folder: Path) -> Iterator[Path]:
+    """Yield the files that cells of a column of bytes name."""
+    for cell in cells:
+        given = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
+        if isinstance(given, str) and given:
+            yield folder / given
 
 
 def _fit_variable(cells: Cells, column: Column) -> tuple[list[Array], dict[int, str]]:

@@ -7,6 +7,8 @@ from onward.trainer.data.class_names import ClassNames, open_class_names
 from onward.trainer.data.column_computers import ColumnComputer
 from onward.trainer.data.columns import ColumnType, Schema
 from onward.trainer.data.fitted import FittedComputer
+from onward.trainer.data.images.image_computer import ImageComputer
+from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.preprocessing import open_preprocessor
 from onward.trainer.data.signature import Signature
@@ -27,10 +29,20 @@ def open_fitted(
 def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> list[ColumnComputer]:
     """Return what computes columns from those that are read, in order. `schema` describes the columns of the source.
 
-    Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows and `open_fitted`.
+    Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows, `image_inputs` and `open_fitted`.
     """
-    opened = (open_preprocessor(config, signature), open_tokenized_rows(config, signature))
+    opened = (
+        open_images(config, signature),
+        open_preprocessor(config, signature),
+        open_tokenized_rows(config, signature),
+    )
     return [*open_fitted(config, signature, schema), *(computer for computer in opened if computer)]
+
+
+def open_images(config: RunConfig, signature: Signature) -> ImageComputer | None:
+    """Return what decodes images; None without [data.image]. Raises ConfigError as `image_inputs`."""
+    images = image_inputs(config, signature)
+    return ImageComputer(images, config.data.image) if images and config.data.image else None
 
 
 def read_and_computed(

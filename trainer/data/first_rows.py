@@ -14,7 +14,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import sources
 from onward.trainer.data.column_computers import computed_chunks, packer_of, stored_of
-from onward.trainer.data.columns import TEXT, Array, Schema, Values, fit_block, in_parts
+from onward.trainer.data.columns import BYTES, TEXT, Array, Schema, Values, fit_block, in_parts
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted
 from onward.trainer.data.sharding import fit_to_source, infer_schema, stored_columns
@@ -27,6 +27,8 @@ FITTED_BLOCKS = 4
 """Blocks of such a source from which class names and means are taken."""
 KEPT_BYTES = 64 << 20
 """About the most that the rows take which are kept."""
+MAX_NAMED = 5
+"""Bad rows that a message names."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,13 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
     row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in numbers)
     most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
     packer = packer_of(computers)
-    is_counted = _source_bytes(data) <= COUNTED_BYTES and packer is None
+    # a small table may name many large files
+    is_table = not {each.format for each in sources.all_sources(data)} & {"images", "webdataset"}
+    names_files = is_table and any(column.dtype == BYTES for column in stored)
+    is_counted = _source_bytes(data) <= COUNTED_BYTES and packer is None and not names_files
     fit_to_source(computers, data, stored, most_blocks=None if is_counted else FITTED_BLOCKS)
     parts: list[dict[str, Values]] = []
-    num_kept, counts = 0, [0, 0]
+    num_kept, counts, reasons = 0, [0, 0], list[str]()
     texts = [column.name for column in stored if column.dtype == TEXT]
     blocks = sources.read(data, [column.name for column in stored], texts)
     for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
@@ -82,13 +87,17 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
                 num_kept += count
             if packer and num_kept >= most:
                 break
+        if not num_kept:
+            reasons = (reasons + [f"{block.where(row)}: {bad[row]}" for row in sorted(bad)])[:MAX_NAMED]
         counts[0] += int(training.sum())
         counts[1] += int((good & held_out).sum())
         if num_kept >= most and not is_counted:
             break
     if not num_kept:
         few = f", or they are fewer tokens than a window of {packer.packed_columns[0].shape[0]}" if packer else ""
-        raise DataError(f"{data.source} holds no row to train on: all are bad, or held out for evaluation{few}")
+        raise DataError(
+            [*reasons, f"{data.source} holds no row to train on: all are bad, or held out for evaluation{few}"]
+        )
     consumed = frozenset[str]().union(*(each.consumed for each in computers))
     schema = {column.name: column for column in (*(c for c in stored if c.name not in consumed), *stored_of(computers))}
     joined = {name: _joined([part[name] for part in parts]) for name in schema}

@@ -28,8 +28,9 @@ from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data import sources
 from onward.trainer.data.class_names import class_problems
-from onward.trainer.data.columns import TEXT, Column, ColumnType, Schema
+from onward.trainer.data.columns import BYTES, TEXT, Column, ColumnType, Schema
 from onward.trainer.data.fitted import Fitted
+from onward.trainer.data.images.image_inputs import ImageInput, image_inputs
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
@@ -58,12 +59,14 @@ class Feed:
     """Whether the input is a sequence with one tensor for each sample."""
     is_label: bool = False
     """Whether it feeds the labels of a loss."""
+    image: ImageInput | None = None
+    """Set where the column holds encoded images."""
 
     @property
     def column_type(self) -> ColumnType:
         """Return the type and shape that each of the columns is read as."""
-        if self.dtype == "string":
-            return ColumnType(TEXT)
+        if self.dtype == "string" or self.image:
+            return ColumnType(BYTES if self.image else TEXT)
         # numpy has no bfloat16: such inputs are stored in fp32
         dtype = {"bfloat16": "float32"}.get(self.dtype, self.dtype)
         return ColumnType(dtype, () if self.stacked else self.sample_shape)
@@ -85,8 +88,9 @@ def feeds(config: RunConfig, signature: Signature) -> list[Feed]:
     What pre-processing or a tokenizer computes is stored under the name of the tensor.
     """
     computed = computed_columns(config, signature)
+    images = {each.name: each for each in image_inputs(config, signature)}
     found = [
-        _feed(info, info.name if info.name in computed else config.data.inputs.get(info.name, info.name))
+        _feed(info, info.name if info.name in computed else _columns_of(info, config, images), images)
         for info in signature.inputs
     ]
     return [*found, *_label_feeds(config, signature)]
@@ -100,7 +104,13 @@ def computed_columns(config: RunConfig, signature: Signature) -> frozenset[str]:
 
 def file_feeds(config: RunConfig, signature: Signature) -> dict[str, Feed]:
     """Return input of the file -> its feed; without pre-processing these are the inputs of the trained part."""
-    return {info.name: _feed(info, config.data.inputs.get(info.name, info.name)) for info in signature.fed}
+    images = {each.name: each for each in image_inputs(config, signature)}
+    return {info.name: _feed(info, _columns_of(info, config, images), images) for info in signature.fed}
+
+
+def _columns_of(info: TensorInfo, config: RunConfig, images: Mapping[str, ImageInput]) -> str | tuple[str, ...]:
+    """Return the columns that feed an input of the file: those of its name, unless the configuration names others."""
+    return images[info.name].column if info.name in images else config.data.inputs.get(info.name, info.name)
 
 
 def _label_feeds(config: RunConfig, signature: Signature) -> Iterator[Feed]:
@@ -119,10 +129,11 @@ def _label_feeds(config: RunConfig, signature: Signature) -> Iterator[Feed]:
             yield Feed(key, loss.columns, stacked, "float32", shape, is_label=True)
 
 
-def _feed(info: TensorInfo, columns: str | tuple[str, ...]) -> Feed:
+def _feed(info: TensorInfo, columns: str | tuple[str, ...], images: Mapping[str, ImageInput]) -> Feed:
     stacked = not isinstance(columns, str)
     names = (columns,) if isinstance(columns, str) else columns
-    return Feed(f"input {info.name}", names, stacked, info.dtype, info.sample_shape, info.sequence)
+    image = images.get(info.name)
+    return Feed(f"input {info.name}", names, stacked, info.dtype, info.sample_shape, info.sequence, image=image)
 
 
 def _feeds_of_source(config: RunConfig, signature: Signature) -> Iterator[Feed]:
@@ -142,8 +153,9 @@ def columns_to_read(config: RunConfig, signature: Signature) -> dict[str, Column
         for name in feed.columns:
             kind = feed.column_type
             before = found.get(name)
-            if before and TEXT in (before.dtype, kind.dtype):
-                found[name] = ColumnType(TEXT)  # if the other one takes numbers, `data_problems` refuses it
+            if before and {TEXT, BYTES} & {before.dtype, kind.dtype}:
+                # if the other one takes numbers, `data_problems` refuses it
+                found[name] = ColumnType(TEXT if TEXT in (before.dtype, kind.dtype) else BYTES)
                 continue
             if before:
                 kind = ColumnType(np.promote_types(before.dtype, kind.dtype).name, before.shape)
@@ -172,6 +184,10 @@ def data_problems(
         signature = signature or read_training_signature(config.model)
     except ConfigError as error:  # the graph does not allow the surgery, so its inputs and outputs are unknown
         return list(error.problems)
+    try:
+        image_inputs(config, signature)
+    except ConfigError as error:  # which columns are read depends on it
+        return list(error.problems)
     problems = [*_unknown_names(config, signature)]
     computed = computed_columns(config, signature)
     for feed in (*file_feeds(config, signature).values(), *_label_feeds(config, signature)):
@@ -183,7 +199,9 @@ def data_problems(
         problems += [_missing_column(feed, name, schema) for name in missing]
         if missing:
             continue
-        if feed.dtype == "string" and signature.computed:
+        if feed.image:
+            problems += _image_problems(feed, schema[feed.columns[0]], feed.image)
+        elif feed.dtype == "string" and signature.computed:
             problems += _text_problems(config, feed, [schema[name] for name in feed.columns])
         else:
             problems += _type_problems(feed, [schema[name] for name in feed.columns])
@@ -231,8 +249,10 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
         if column.dtype == TEXT:
             how = "number the classes from 0 on, in the model's order"
             how = how if feed.dtype == "int64" else "only a cross-entropy takes class names"
-            how = f"; {how}" if feed.is_label else ""
+            how = f"; {how}" if feed.is_label else _image_hint(feed)
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds text{how}"
+        elif column.dtype == BYTES:
+            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds bytes{_image_hint(feed)}"
         elif not _castable(column.dtype, feed.dtype):
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds {column.dtype}"
         elif feed.stacked and (column.shape or column.variable):
@@ -241,8 +261,17 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
     if feed.stacked:
         if shape is not None and (len(shape) != 1 or shape[0] not in (None, len(columns))):
             yield f"{feed.target} takes shape {_shown(shape)} per sample, but data.inputs stacks {len(columns)} columns"
-    elif columns[0].dtype != TEXT and (problem := _shape_problem(feed, columns[0])):
+    elif columns[0].holds_numbers and (problem := _shape_problem(feed, columns[0])):
         yield problem
+
+
+def _image_problems(feed: Feed, column: Column, image: ImageInput) -> Iterator[str]:
+    """Yield what is wrong with a column of encoded images or paths; after sharding it may hold pixels."""
+    if column.holds_numbers and (column.dtype, column.shape) != ("uint8", image.pixel_shape):
+        yield (
+            f"{feed.target} takes encoded images or paths, but column {column.name!r} holds {column.kind}; leave "
+            "[data.image] out to feed numbers as they are"
+        )
 
 
 def _text_problems(config: RunConfig, feed: Feed, columns: list[Column]) -> Iterator[str]:
@@ -272,6 +301,11 @@ def _doubly_read(config: RunConfig, signature: Signature) -> Iterator[str]:
             yield f"column {name!r} feeds {targets[True]} as text and {targets[False]} as numbers; name another column"
         if name in signature.computed:
             yield f"column {name!r} has the name of a tensor that the pre-processing computes; rename the column"
+
+
+def _image_hint(feed: Feed) -> str:
+    is_image = feed.sample_shape is not None and len(feed.sample_shape) == 3
+    return "; a table [data.image] makes Onward decode images" if is_image else ""
 
 
 def _castable(source: str, target: str) -> bool:

@@ -37,6 +37,7 @@ from onward.trainer.data.columns import (
     in_parts,
     infer,
     merge,
+    named_files,
     select,
     stored_column,
 )
@@ -214,7 +215,23 @@ def _cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[
     content += [each.digest for each in computers]
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
+    # images are files of the source, or in its tar files
+    if not formats & {"images", "webdataset"} and any(column.dtype == BYTES for column in columns):
+        content.append(_digests_of_named_files(data, columns))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _digests_of_named_files(data: DataConfig, columns: Sequence[Column]) -> list[str]:
+    """Return the digest of each file that a cell names, in the order of the rows; "" if it cannot be read."""
+    names = [column.name for column in columns if column.dtype == BYTES]
+    blocks = (block for _, each in sources.read_by_source(data, names) for block, _ in each)
+    paths = (
+        path
+        for block in blocks
+        for name in names
+        for path in named_files(block.cells.get(name, ()), Path(block.file).parent)
+    )
+    return [sha256(path) if path.is_file() else "" for path in paths]
 
 
 def _complete_manifest(directory: Path) -> ShardManifest | None:

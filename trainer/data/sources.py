@@ -19,6 +19,14 @@ import numpy as np
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data.arrow_files import arrow_blocks, parquet_blocks
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Column
+from onward.trainer.data.images.image_sources import (
+    IMAGE_FORMATS,
+    check_classes,
+    folder_blocks,
+    held_out_names,
+    refuse_empty_classes,
+    tar_blocks,
+)
 from onward.trainer.data.permutation import hash_key, keyed_hash
 from onward.trainer.data.saved_datasets import saved_dataset
 from onward.trainer.data.tables import csv_blocks, json_blocks
@@ -85,10 +93,12 @@ def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
 
 
 def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Source:
-    formats = {name: SUFFIXES.get(path.suffix.lower(), "text") for name, path in found.items() if path.is_file()}
+    # images beside data of another format are no data, unless there is a table [data.image]
+    by_suffix = SUFFIXES | (IMAGE_FORMATS if data.image or data.format in IMAGE_FORMATS.values() else {})
+    formats = {name: by_suffix.get(path.suffix.lower(), "text") for name, path in found.items() if path.is_file()}
     if data.format != "auto":
         wanted: str = data.format
-        if len(formats) > 1:  # of a directory or a glob, only files of this format are read
+        if len(formats) > 1 or wanted == "images":  # of a directory or a glob, only files of this format are read
             formats = {name: kind for name, kind in formats.items() if kind == wanted or wanted == "text"}
     else:
         known = Counter(kind for kind in formats.values() if kind != "text")
@@ -105,8 +115,13 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         names = matching or [name for name in names if data.text and name.endswith(".txt")]
     if not names:
         pattern = f" that match data.text_files {data.text_files!r}" if wanted == "text" else ""
-        raise DataError(f"{source}: of {len(found)} files none are {wanted}{pattern}; set data.format")
-    return Source(wanted, tuple((name, found[name]) for name in names))
+        images = sum(path.suffix.lower() in IMAGE_FORMATS for path in found.values()) if data.image is None else 0
+        how = f"{images} are images, which a table [data.image] makes Onward decode" if images else "set data.format"
+        raise DataError(f"{source}: of {len(found)} files none are {wanted}{pattern}; {how}")
+    files = tuple((name, found[name]) for name in names)
+    if wanted == "images":
+        refuse_empty_classes(Path(source), files)
+    return Source(wanted, files)
 
 
 # -- reading
@@ -130,12 +145,23 @@ def read_by_source(
     First come the sources that are trained on, then those of `data.evaluation_source`, then those of
     `data.test_source`, which `read` leaves out.
     """
+    if data.image:
+        _check_image_classes(data)
     for each in data.mixture:
         yield "evaluation", _divided(each.source, data, names, text)
     if data.evaluation_source:
         yield "evaluation", _whole(data.evaluation_source, data, names, text, held=True)
     if data.test_source:
         yield "test", _whole(data.test_source, data, names, text, held=True)
+
+
+def _check_image_classes(data: DataConfig) -> None:
+    """Raise DataError if images to evaluate on are in folders of classes that no source to train on has."""
+    located = [locate(each.source, data) for each in data.mixture]
+    training = [file for source in located if source.format == "images" for file in source.files]
+    for key in ("evaluation_source", "test_source"):
+        if training and (name := getattr(data, key)) and (held_out := locate(name, data)).format == "images":
+            check_classes(training, held_out.files, f"data.{key}")
 
 
 def _divided(
@@ -154,7 +180,10 @@ def _divided(
         ]
     else:
         for name, block in _blocks(source, data, names, text):
-            yield block, held_out(name, block.index, data.evaluation_fraction)
+            if source.format == "images":
+                yield block, held_out_names(block, data.evaluation_fraction)
+            else:
+                yield block, held_out(name, block.index, data.evaluation_fraction)
         return
     for part, held in parts:
         for _, block in _blocks(part, data, names, text):
@@ -194,6 +223,9 @@ def _blocks(
         for name, path in source.files:
             for block in text_blocks(path, unit, column if isinstance(column, str) else column[0]):
                 yield name, block
+    elif source.format == "images":
+        for block in folder_blocks(source.files, names):
+            yield "images", block
     else:
         for name, path in source.files:
             # only in CSV the type of a cell is not written down
@@ -258,6 +290,7 @@ TYPED_READERS: dict[str, Callable[[Path, Sequence[str] | None], Iterator[Block]]
     "arrow": arrow_blocks,
     "pb": proto_blocks,
     "npz": _npz_blocks,
+    "webdataset": tar_blocks,
 }
 
 

@@ -58,7 +58,7 @@ def check_local_files(sections: Sections) -> list[str]:
             own = {name: column for name, column in schema.items() if name not in computed}
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
-            if (computed or made) and not misfits:  # what is computed is tried on the first rows
+            if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)
                 misfits = data_problems(config, found, signature, fitted=fitted)
             problems += misfits

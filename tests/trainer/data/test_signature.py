@@ -98,7 +98,7 @@ def other(column: Column, **changes: Any) -> Column:
         (graphs.tiny_conv_net, columns(IMAGE, LABEL), {"pad_values": {"x": 1}}, "data.pad_values names 'x', which is not a column that is read; there is image, label"),
         (graphs.tiny_conv_net, columns(IMAGE, LABEL), {"evaluation_fraction": 0}, "data.evaluation_fraction is 0 and there is no data.evaluation_source: nothing to evaluate on"),
         (graphs.tiny_conv_net, columns(other(IMAGE, shape=(1, 28, 28)), LABEL), {}, "input image takes [3, 8, 8] a sample, but column 'image' is uint8 [1, 28, 28]"),
-        (graphs.tiny_conv_net, columns(other(IMAGE, dtype="str", shape=()), LABEL), {}, "input image takes float32, but column 'image' holds text"),
+        (graphs.tiny_conv_net, columns(other(IMAGE, dtype="str", shape=()), LABEL), {}, "input image takes float32, but column 'image' holds text; a table [data.image] makes Onward decode images"),
         (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, dtype="str")), {}, "data.label takes int64, but column 'label' holds text; number the classes from 0 on, in the model's order"),
         (graphs.tiny_transformer, columns(other(TOKENS, dtype="float32"), other(TOKENS, name="label")), {}, "input input_ids takes int64, but column 'input_ids' holds float32"),
         (graphs.tiny_conv_net, columns(IMAGE, other(LABEL, dtype="float64")), {}, "data.label takes int64, but column 'label' holds float64"),

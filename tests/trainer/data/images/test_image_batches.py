@@ -1,0 +1,173 @@
+"""Batches of images are torchvision's, and the same bits over any ranks, resumes, shards and numbers of threads."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.data.batch_transforms import Samples
+from onward.trainer.data.batches import Batches, evaluation_batches
+from onward.trainer.data.images.augmentation import Augmentation, seeds
+from onward.trainer.data.images.decoding import decode_image
+from onward.trainer.data.images.image_batches import ImageBatches
+from onward.trainer.data.images.image_inputs import image_inputs
+from onward.trainer.data.sharding import make_training_shards
+from onward.trainer.data.shards import open_shards
+from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
+from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+from tests.support import graphs
+from tests.support.images import encoded, picture
+
+CPU = torch.device("cpu")
+SIZE, NUM_ROWS = 16, 45
+AUGMENTATIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "random_resized_crop": {"random_resized_crop": 0.2},
+    "crop_padding": {"crop_padding": 3},
+    "flip": {"flip": 0.5},
+    "vertical_flip": {"vertical_flip": 0.5},
+    "rand_augment": {"rand_augment": 9},
+    "color_jitter": {"color_jitter": 0.4},
+    "erasing": {"erasing": 0.5},
+    "all": {"crop_padding": 2, "flip": 0.5, "rand_augment": 9, "color_jitter": 0.2, "erasing": 0.5},
+}
+
+
+class Stored:
+    """A table of JPEG files, sharded for a small network."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        self.contents = [encoded(picture(at, 18 + at % 9, 20 + at % 7)) for at in range(NUM_ROWS)]
+        for at, content in enumerate(self.contents):
+            (folder / "images" / f"{at}.jpg").write_bytes(content)
+        with (folder / "table.csv").open("w") as file:
+            rows = [(f"images/{at}.jpg", at % 4, at) for at in range(NUM_ROWS)]
+            csv.writer(file).writerows([("image", "label", "number"), *rows])
+        onnx.save(graphs.tiny_conv_net(image_size=SIZE), folder / "model.onnx")
+        self.config: RunConfig = build_config(
+            {
+                "model": {"path": folder / "model.onnx"},
+                "data": {"source": str(folder / "table.csv"), "evaluation_fraction": 0.2, "image": settings},
+                "train": {"global_batch_size": 12, "gradient_accumulation_steps": 2, "num_epochs": 2},
+            }
+        )
+        self.directory, self.manifest, _ = make_training_shards(self.config, folder / "cache")
+
+    def batches(self, replica: int = 0, num_replicas: int = 1) -> Batches:
+        size = self.config.train.global_batch_size // 2
+        config = self.config.model_copy(
+            update={"parallel": self.config.parallel.model_copy(update={"data": num_replicas})}
+        )
+        assert config.micro_batch_size * num_replicas == size
+        signature = read_training_signature(config.model)
+        shards = open_shards(self.directory, "train")
+        return Batches(shards, config, signature, replica=replica, num_replicas=num_replicas, device=CPU)
+
+    def stream(self, steps: Sequence[int], num_replicas: int = 1) -> dict[int, list[torch.Tensor]]:
+        """Step -> the tensors of its samples, in the order of the stream."""
+        ranks = [self.batches(replica, num_replicas) for replica in range(num_replicas)]
+        found = {}
+        for step in steps:
+            taken = [batch for rank in ranks for batch in rank.take(step * 12, 12)]
+            found[step] = [row for batch in taken for row in batch.inputs[0]]
+        for rank in ranks:
+            rank.close()
+        return found
+
+
+def same(one: dict[int, list[torch.Tensor]], other: dict[int, list[torch.Tensor]]) -> bool:
+    return all(torch.equal(a, b) for step in other for a, b in zip(one[step], other[step], strict=True))
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_one_rank_two_ranks_a_resume_and_both_caches_read_the_same_bits(name: str, tmp_path: Path) -> None:
+    augment = AUGMENTATIONS[name]
+    stored = Stored(tmp_path, augment=augment, cache="encoded", workers=1)
+    whole = stored.stream(range(6))
+    assert same(stored.stream(range(6), num_replicas=2), whole)
+    assert same(whole, stored.stream([4]))  # killed after step 3
+    assert same(Stored(tmp_path, augment=augment, cache="encoded", workers=3).stream(range(6)), whole)
+    if "random_resized_crop" not in augment:
+        pixels = Stored(tmp_path, augment=augment)
+        assert pixels.manifest.table["image"].kind == f"uint8 [{SIZE}, {SIZE}, 3]"
+        assert same(pixels.stream(range(6)), whole)
+    # 36 rows: an epoch has 3 steps, and the second shows the same rows in another order, changed otherwise
+    first = {row.numpy().tobytes() for step in (0, 1, 2) for row in whole[step]}
+    second = {row.numpy().tobytes() for step in (3, 4, 5) for row in whole[step]}
+    assert (first == second) == (name == "none")
+
+
+@pytest.mark.parametrize("name", ["none", "random_resized_crop", "all"])
+def test_samples_are_those_of_a_composition_of_torchvision(name: str, tmp_path: Path) -> None:
+    import_torchvision()
+    from torchvision.transforms import v2
+
+    stored = Stored(tmp_path, augment=AUGMENTATIONS[name], crop_ratio=0.8)
+    image = stored.config.data.image
+    assert image is not None
+    augmentation = Augmentation(image, (SIZE, SIZE))
+    resize = [] if "random" in name else [v2.Resize(20), v2.CenterCrop(SIZE)]
+    expected = v2.Compose(
+        [
+            *resize,
+            *augmentation.before,
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+            *augmentation.after,
+        ]
+    )
+    batches = stored.batches()
+    files = open_shards(Stored(tmp_path, cache="encoded").directory, "train")
+    with torch.random.fork_rng():
+        for step in range(4):
+            rows, position = [], step * 12
+            for batch in batches.take(position, 12):
+                rows += list(zip(batch.rows.tolist(), batch.inputs[0], strict=True))
+            for at, (row, found) in enumerate(rows):
+                content_of_row = files.read(np.array([row]))["image"][0]
+                (seed,) = seeds(np.array([position + at]), seed=0, purpose="image augmentation")
+                torch.manual_seed(seed)
+                assert torch.equal(expected(decode_image(content_of_row, grey=False)), found)
+    batches.close()
+
+
+def test_evaluation_and_the_example_batch_are_never_augmented(tmp_path: Path) -> None:
+    def evaluated(stored: Stored) -> torch.Tensor:
+        split, signature = open_shards(stored.directory, "evaluation"), read_training_signature(stored.config.model)
+        found = evaluation_batches(split, stored.config, signature, replica=0, num_replicas=1, device=CPU)
+        return torch.cat([batch.inputs[0] for batch in found])
+
+    plain, augmented = Stored(tmp_path), Stored(tmp_path, augment=AUGMENTATIONS["all"])
+    assert torch.equal(evaluated(plain), evaluated(augmented))
+    examples = [stored.batches().example().inputs[0] for stored in (plain, augmented)]
+    assert torch.equal(*examples)
+
+
+def test_layout_order_of_channels_and_integers_are_those_of_the_model() -> None:
+    pixels = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
+
+    def made(shape: Dims, dtype: str = "float32", **settings: Any) -> np.ndarray[Any, Any]:
+        config = ImageConfig(**settings)
+        raw = {"model": {"path": "m.onnx"}, "data": {"source": "x.csv", "image": config}, "train": {"num_steps": 1}}
+        images = image_inputs(build_config(raw), Signature((TensorInfo("x", dtype, shape),), ()))
+        return np.asarray(ImageBatches(config, images, seed=0)({"image": pixels}, Samples(np.arange(2)))["image"])
+
+    plain = made((None, 3, 4, 5))
+    assert plain.dtype == np.float32
+    np.testing.assert_array_equal(made((None, 4, 5, 3)), plain.transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(made((None, 3, 4, 5), color="bgr"), plain[:, ::-1])
+    np.testing.assert_array_equal(made((None, 4, 5, 3), "uint8"), pixels)
+    scaled = made((None, 4, 5, 3), mean=[1, 2, 3], std=[2, 2, 2], scale=1)
+    np.testing.assert_array_equal(scaled, (pixels - np.float32([1, 2, 3])) / 2)

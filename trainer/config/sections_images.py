@@ -1,0 +1,103 @@
+"""[data.image]: how encoded images become what the model takes, and how they are augmented."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from onward.trainer.config.section import Decay, Fraction, Section
+
+RGB_MEAN, RGB_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Those of ImageNet, with which torchvision's and most other published weights were trained."""
+GREY_MEAN, GREY_STD = (0.449,), (0.226,)
+"""The means of those over the three channels."""
+
+
+class AugmentConfig(Section):
+    """Random changes of training images, as `torchvision.transforms.v2` makes them; each is off unless it is set.
+
+    They are applied in the order of this table. What is drawn depends on `train.seed` and on the position in the order
+    of samples alone. Evaluation never augments.
+    """
+
+    random_resized_crop: Fraction = 0.0
+    """The least share of the area in a random crop of random aspect ratio (3/4 to 4/3) that is resized to `size`, in
+    place of `resize`; torchvision's recipes use 0.08. 0 = none."""
+    crop_padding: NonNegativeInt = 0
+    """Pixels of black border that are added on each side before a random crop of `size`; 4 is usual for images of
+    32 x 32. 0 = none."""
+    flip: Fraction = 0.0
+    """Probability of a flip from left to right; 0.5 is usual."""
+    vertical_flip: Fraction = 0.0
+    """Probability of a flip from top to bottom."""
+    rand_augment: Annotated[int, Field(ge=0, le=30)] = 0
+    """Magnitude of RandAugment, two operations an image; 9 is usual. 0 = none."""
+    color_jitter: Decay = 0.0
+    """Strength s of the changes of brightness, contrast and saturation (factors of 1 - s to 1 + s) and of hue (s / 4
+    of the colour circle); 0.4 is usual. Grey images keep hue and saturation, which they lack."""
+    erasing: Fraction = 0.0
+    """Probability that a random rectangle is set to the mean colour; 0.25 is usual."""
+
+
+class ImageConfig(Section):
+    """How encoded images (JPEG, PNG, WebP and what else Pillow reads) become inputs of the model.
+
+    Images are rotated as their EXIF data says; what is transparent becomes white; of 16 bits a channel the upper 8 are
+    used; of several frames the first.
+    """
+
+    inputs: tuple[str, ...] = ()
+    """The inputs of the model that are images; empty = the only one with four dimensions."""
+    column: str = "image"
+    """The column that these inputs read, unless `data.inputs` names another. Cells are encoded bytes, paths relative to
+    the table, or Hugging Face's `{bytes, path}`."""
+    size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    """Height and width in pixels, or one number for both; unset = those of the model's input."""
+    resize: Literal["crop", "stretch", "pad"] = "crop"
+    """`crop`: resize the shorter side, then take the centre; `stretch`: resize to `size` without regard to the aspect
+    ratio; `pad`: resize the longer side and add black borders, which masks do not count."""
+    crop_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.875
+    """`resize = "crop"`: `size` as a share of the resized shorter side; 0.875 is 224 of 256. 1 cuts off the least."""
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box"] = "bilinear"
+    """How images are resized. Masks are always resized by the nearest pixel."""
+    antialias: bool = True
+    """Average over all pixels when an image becomes smaller, as Pillow and torchvision do; false = as OpenCV does
+    (bilinear and bicubic only)."""
+    scale: PositiveFloat = 1 / 255
+    """What pixels of 0..255 are multiplied with, before `mean` and `std`."""
+    mean: tuple[float, ...] = ()
+    """Subtracted from each channel, in the order red, green, blue; empty = ImageNet's (0.485, 0.456, 0.406), and 0.449
+    for grey images. A model that takes integers gets pixels as they are."""
+    std: tuple[PositiveFloat, ...] = ()
+    """What each channel is divided by then; empty = ImageNet's (0.229, 0.224, 0.225), and 0.226 for grey images."""
+    color: Literal["auto", "rgb", "bgr", "grey"] = "auto"
+    """The channels that the model takes, in their order; `auto` = grey or rgb, by their number."""
+    layout: Literal["auto", "nchw", "nhwc"] = "auto"
+    """The model's dimensions: channels before or behind height and width; `auto` = where it has 1 or 3."""
+    augment: AugmentConfig = AugmentConfig()
+    """Random changes of training images: the table `[data.image.augment]`."""
+    cache: Literal["auto", "decoded", "encoded"] = "auto"
+    """What the shards hold: pixels of the final size, which take a byte for each pixel and channel and save decoding
+    and resizing in each epoch, or the files as they are, which is smaller for photographs. Training is the same, bit
+    for bit. `auto` = decoded, except with `random_resized_crop`, which needs the whole image."""
+    workers: NonNegativeInt = 0
+    """Threads in each rank that decode and augment the next batches; 0 = as many as the rank has cores."""
+
+    @property
+    def stores_pixels(self) -> bool:
+        """Whether the shards hold pixels rather than files."""
+        return self.cache != "encoded" and not self.augment.random_resized_crop
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> ImageConfig:
+        if self.cache == "decoded" and self.augment.random_resized_crop:
+            raise ValueError(
+                f"cache 'decoded' keeps {self.resize!r} of each image only, but augment.random_resized_crop "
+                f"{self.augment.random_resized_crop:g} crops the whole one; use 'encoded'"
+            )
+        if not self.antialias and self.interpolation not in ("bilinear", "bicubic"):
+            raise ValueError(f"antialias = false is for bilinear and bicubic, not {self.interpolation!r}")
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} values and std {len(self.std)}; set both, one a channel")
+        return self

@@ -1,0 +1,119 @@
+"""Change training images at random by torchvision.transforms.v2, each from a generator of its own.
+
+torchvision draws from torch's global generator, which dropout uses, and which threads would share. Here the functions
+that draw get the generator of the sample instead, while its transforms run; the classes of torchvision stay as they
+are, so the results are theirs under `torch.manual_seed` of the same seed:
+
+    seed, position  --keyed_hash-->  generator of the sample  -->  RandomResizedCrop, RandomHorizontalFlip, ...
+
+A TorchFunctionMode is set for one thread, and sees every call of a function of torch in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.data.columns import Array
+from onward.trainer.data.images.geometry import Size
+from onward.trainer.data.permutation import hash_key, keyed_hash
+from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+RANDOM: frozenset[Any] = frozenset(
+    [torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial]
+    + [torch._sample_dirichlet]
+    + [getattr(Tensor, name) for name in ("uniform_", "normal_", "random_", "exponential_", "bernoulli_", "bernoulli")]
+)
+"""The functions that draw and take a generator."""
+
+
+class OwnGenerator(TorchFunctionMode):
+    """While this is active in a thread, functions that draw use this generator instead of torch's global one."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call `func`, with the generator if it draws."""
+        drawn = {"generator": self._generator} if func in RANDOM else {}
+        return func(*args, **{**drawn, **(kwargs or {})})
+
+
+def seeds(positions: Array, *, seed: int, purpose: str) -> list[int]:
+    """Return a seed for each position of the stream."""
+    return [int(each) for each in keyed_hash(positions.astype(np.uint64), hash_key(purpose, seed))]
+
+
+class Augmentation:
+    """The random changes of one image, as [data.image.augment] says, in the order of that table.
+
+    size: height and width of the results. ignore_index: the class of the borders of masks. `before`: those of images
+    of Pillow, up to pixels of 0..255. `after`: those of normalised tensors [channels, height, width].
+    """
+
+    def __init__(self, config: ImageConfig, size: Size, ignore_index: int = -100) -> None:
+        import_torchvision()
+        from torchvision import tv_tensors
+        from torchvision.transforms import v2
+
+        augment = config.augment
+        borders = {tv_tensors.Mask: ignore_index, "others": 0}
+        self.before = [
+            *_resized_crop(config, size),
+            *([v2.RandomCrop(size, augment.crop_padding, fill=borders)] if augment.crop_padding else []),
+            *([v2.RandomHorizontalFlip(augment.flip)] if augment.flip else []),
+            *([v2.RandomVerticalFlip(augment.vertical_flip)] if augment.vertical_flip else []),
+            *([v2.RandAugment(magnitude=augment.rand_augment)] if augment.rand_augment else []),
+            *([_color_jitter(augment.color_jitter)] if augment.color_jitter else []),
+        ]
+        self.after = [v2.RandomErasing(augment.erasing)] if augment.erasing else []
+
+    def change_image(
+        self, image: Image, masks: Sequence[Array], generator: torch.Generator
+    ) -> tuple[Image, list[Array]]:
+        """Return an image and its masks, each class numbers [height, width], after the changes `before`."""
+        from torchvision import tv_tensors
+
+        given: Any = (image, *(tv_tensors.Mask(torch.from_numpy(mask.copy())) for mask in masks))
+        with OwnGenerator(generator):
+            for step in self.before:
+                # of one image a transform returns one, of several a tuple
+                given = step(*given)
+                given = given if isinstance(given, tuple) else (given,)
+        return given[0], [mask.numpy() for mask in given[1:]]
+
+    def change_tensor(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
+        """Return normalised pixels [channels, height, width] after the changes `after`."""
+        with OwnGenerator(generator):
+            for step in self.after:
+                pixels = step(pixels)
+        return pixels
+
+
+def _resized_crop(config: ImageConfig, size: Size) -> list[Any]:
+    from torchvision.transforms import v2
+
+    if not (least := config.augment.random_resized_crop):
+        return []
+    mode = v2.InterpolationMode(config.interpolation)
+    crop = v2.RandomResizedCrop(size, scale=(least, 1.0), interpolation=mode, antialias=config.antialias)
+    # Pillow always averages; tensors need not
+    return [crop] if config.antialias else [v2.ToImage(), crop, v2.ToPILImage()]
+
+
+def _color_jitter(strength: float) -> Any:
+    from torchvision.transforms import v2
+
+    return v2.ColorJitter(strength, strength, strength, strength / 4)

@@ -1,0 +1,85 @@
+"""Decode images and masks with Pillow, from any usual encoding to 8 bits a channel or to class numbers."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onward.trainer.data.columns import Array
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2")
+"""Names of image files end in these; the decoder looks at the content."""
+MASK_TYPE = "int16"
+"""The type of masks in shards: class numbers up to 32,767 and `model.ignore_index`."""
+
+
+def decode_image(content: bytes, *, grey: bool) -> Image:
+    """Return an image as RGB or grey (mode L). Raises ValueError with what is wrong with the content.
+
+    It is rotated as its EXIF data says, of several frames the first. Transparent pixels become white, as viewers show
+    them on paper. Of 16 bits the upper 8 are used; pixels of 32 bits have no known range and are refused.
+    """
+    image = _opened(content)
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion would cut off all that is above 255
+        image = _from_array((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"holds pixels of 32 bits (mode {image.mode}), whose range is unknown; convert them to 8 bits")
+    if image.has_transparency_data:
+        colour = image.convert("RGBA")
+        white = _new(colour.size)
+        white.alpha_composite(colour)
+        image = white
+    wanted = "L" if grey else "RGB"
+    return image if image.mode == wanted else image.convert(wanted)
+
+
+def decode_mask(content: bytes) -> Array:
+    """Return class numbers [height, width] of an image of one channel, or of the indices of a palette.
+
+    Raises ValueError with what is wrong with the content.
+    """
+    image = _opened(content)
+    if image.mode == "1":
+        return np.asarray(image).astype(MASK_TYPE)
+    if image.mode not in ("L", "P", "I") and not image.mode.startswith("I;16"):
+        raise ValueError(f"has colours (mode {image.mode}), but a mask holds a class number for each pixel")
+    values = np.asarray(image)
+    if values.max(initial=0) > np.iinfo(MASK_TYPE).max or values.min(initial=0) < 0:
+        raise ValueError(f"holds class numbers {values.min()}..{values.max()}, but masks hold 0..32767")
+    return values.astype(MASK_TYPE)
+
+
+def _opened(content: bytes) -> Image:
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(content))
+        image.load()
+        return ImageOps.exif_transpose(image)
+    except UnidentifiedImageError:
+        raise ValueError(f"is no image that can be read ({len(content):,} bytes, first {content[:8]!r})") from None
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError) as error:
+        # the errors of Pillow's decoders for damaged files have no common base class
+        raise ValueError(f"cannot be decoded: {error}") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"is too large: {error}") from error
+
+
+def _from_array(pixels: Array) -> Image:
+    from PIL import Image
+
+    return Image.fromarray(pixels)
+
+
+def _new(size: tuple[int, int]) -> Any:
+    from PIL import Image
+
+    return Image.new("RGBA", size, (255, 255, 255, 255))

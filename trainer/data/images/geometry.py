@@ -1,0 +1,95 @@
+"""Bring images and masks to the size of the model: the shorter side and a centre crop, stretched, or with borders.
+
+    crop       +--------+        stretch   +--------+       pad      ........
+               |  |//|  |                  |////////|                |//////|
+               |  |//|  |                  |////////|                |//////|
+               +--------+                  +--------+                ........
+
+The pixels are those of torchvision's `Resize`, `CenterCrop` and `Pad`, computed by Pillow alone, because torch takes
+seconds to import. Masks take the nearest pixel, as torchvision does for `tv_tensors.Mask`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.data.columns import Array
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Size = tuple[int, int]
+"""Height and width."""
+
+
+def fitted_image(image: Image, size: Size, config: ImageConfig) -> Image:
+    """Return an image of `size`, as [data.image] says."""
+    resized, (top, left) = _steps((image.height, image.width), size, config)
+    if (image.height, image.width) != resized:
+        image = resized_image(image, resized, config)
+    height, width = size
+    if (top, left, *resized) == (0, 0, height, width):
+        return image
+    # outside of the image Pillow crops zeros: black borders
+    return image.crop((left, top, left + width, top + height))
+
+
+def resized_image(image: Image, size: Size, config: ImageConfig) -> Image:
+    """Return an image with another size, by the configured interpolation."""
+    from PIL import Image
+
+    if config.antialias:
+        return image.resize((size[1], size[0]), resample=Image.Resampling[config.interpolation.upper()])
+    # imported here: only this takes torch
+    from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+
+    import_torchvision()
+    from torchvision.transforms.v2 import InterpolationMode, functional
+
+    tensor = functional.pil_to_tensor(image)
+    mode = InterpolationMode(config.interpolation)
+    plain: Image.Image = functional.to_pil_image(functional.resize(tensor, list(size), mode, antialias=False))
+    return plain
+
+
+def fitted_mask(mask: Array, size: Size, config: ImageConfig, ignore_index: int) -> Array:
+    """Return class numbers [height, width] of `size`; borders are ignored."""
+    (rows, columns), (top, left) = _steps((mask.shape[0], mask.shape[1]), size, config)
+    resized = mask[_nearest(mask.shape[0], rows)[:, None], _nearest(mask.shape[1], columns)]
+    fitted = np.full(size, ignore_index, mask.dtype)
+    # where the resized mask lies in the fitted one, which may be smaller or larger
+    y, x = max(0, -top), max(0, -left)
+    inside = resized[max(0, top) : top + size[0], max(0, left) : left + size[1]]
+    fitted[y : y + inside.shape[0], x : x + inside.shape[1]] = inside
+    return fitted
+
+
+def _steps(old: Size, size: Size, config: ImageConfig) -> tuple[Size, tuple[int, int]]:
+    """Return the size to resize to, and where the result of `size` begins in it: (top, left), negative for borders."""
+    (height, width), (rows, columns) = old, size
+    if config.resize == "stretch":
+        return size, (0, 0)
+    if config.resize == "pad":
+        factor = min(rows / height, columns / width)
+        resized = max(1, min(rows, round(height * factor))), max(1, min(columns, round(width * factor)))
+    elif rows == columns:
+        # as torchvision's Resize(n): the longer side is cut off to an integer
+        short = int(rows / config.crop_ratio)
+        resized = (short, int(short * width / height)) if height <= width else (int(short * height / width), short)
+    else:
+        factor = max(rows / height, columns / width) / config.crop_ratio
+        resized = max(rows, round(height * factor)), max(columns, round(width * factor))
+    offsets: Any = [round((had - has) / 2.0) for had, has in zip(resized, size, strict=True)]
+    return resized, (offsets[0], offsets[1])
+
+
+def _nearest(old: int, new: int) -> Array:
+    """Return the pixels that torch's interpolation `nearest` takes: int64 [new]."""
+    if old == new:
+        return np.arange(new)
+    # in single precision, as torch computes
+    scale = np.float32(old) / np.float32(new)
+    return np.minimum((np.arange(new, dtype=np.float32) * scale).astype(np.int64), old - 1)

@@ -1,0 +1,129 @@
+"""Make the tensors of a micro-batch from stored images: decode, augment, normalise.
+
+    stored            in threads, one sample each                  of all samples together
+    bytes or pixels   decode, resize; random crop, flip, colour    float, mean, std; erasing
+
+Evaluation has no positions, and is never augmented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.data.batch_transforms import Samples
+from onward.trainer.data.columns import Array, Values
+from onward.trainer.data.images.augmentation import Augmentation, seeds
+from onward.trainer.data.images.decoding import decode_image, decode_mask
+from onward.trainer.data.images.geometry import fitted_image, fitted_mask
+from onward.trainer.data.images.image_computer import pixels_of
+from onward.trainer.data.images.image_inputs import ImageInput
+from onward.trainer.data.images.image_threads import in_threads
+from onward.trainer.errors import DataError
+
+
+class ImageBatches:
+    """A BatchTransform: the tensors of image columns, and the class numbers of masks.
+
+    masks: the columns of masks, which go through the geometry of the first image.
+    """
+
+    def __init__(
+        self,
+        config: ImageConfig,
+        images: Sequence[ImageInput],
+        *,
+        seed: int,
+        masks: Sequence[str] = (),
+        ignore_index: int = -100,
+    ) -> None:
+        self._config, self._seed, self._ignore_index = config, seed, ignore_index
+        self._images = {each.column: each for each in images}
+        self._masks = list(masks)
+        # made when the first batch is augmented: torchvision takes seconds to import, and evaluation does without
+        self._augmentations: dict[str, Augmentation] = {}
+
+    def __call__(self, values: Mapping[str, Values], samples: Samples) -> dict[str, Values]:
+        """Return the columns, with float32 [B, ...] for images and int64 [B, height, width] for masks."""
+        return {**values, **self._computed(values, samples.positions)}
+
+    def _computed(self, values: Mapping[str, Values], positions: Array | None) -> dict[str, Array]:
+        """Return the tensors of image columns and masks, not mixed."""
+        if positions is not None and not self._augmentations:
+            self._augmentations = {
+                name: Augmentation(self._config, info.size, self._ignore_index) for name, info in self._images.items()
+            }
+        count = len(next(iter(values.values())))
+        drawn = [None] * count if positions is None else seeds(positions, seed=self._seed, purpose="image augmentation")
+        results: dict[str, Array] = {}
+        for place, (name, info) in enumerate(self._images.items()):
+            # masks have the size of the first image
+            masks = self._masks if place == 0 else []
+            generators = [None if seed is None else torch.Generator().manual_seed(seed) for seed in drawn]
+            rows = [
+                (name, {column: values[column][at] for column in (name, *masks)}, generator)
+                for at, generator in enumerate(generators)
+            ]
+            made = in_threads(self._sample, rows, self._workers)
+            results[name] = self._tensor(np.stack([pixels for pixels, _ in made]), info, generators).numpy()
+            for number, column in enumerate(masks):
+                results[column] = np.stack([found[number] for _, found in made]).astype(np.int64)
+        return results
+
+    @property
+    def _workers(self) -> int:
+        return self._config.workers or torch.get_num_threads()
+
+    def _sample(self, given: tuple[str, Mapping[str, Any], torch.Generator | None]) -> tuple[Array, list[Array]]:
+        """Return the pixels, uint8 [height, width, channels], and the masks of one sample."""
+        name, cells, generator = given
+        info, config = self._images[name], self._config
+        masks = [cells[column] for column in cells if column != name]
+        if config.stores_pixels:
+            if generator is None or not self._augmentations[name].before:
+                return cells[name], masks
+            image = image_of(cells[name])
+        else:
+            try:
+                image = decode_image(cells[name], grey=info.channels == 1)
+                masks = [decode_mask(each) for each in masks]
+            except ValueError as error:
+                raise DataError(
+                    f"column {name!r} of the shards {error}; delete them: the next run writes new ones"
+                ) from error
+            # random_resized_crop takes the whole image
+            if generator is None or not config.augment.random_resized_crop:
+                image = fitted_image(image, info.size, config)
+                masks = [fitted_mask(each, info.size, config, self._ignore_index) for each in masks]
+        if generator is not None:
+            image, masks = self._augmentations[name].change_image(image, masks, generator)
+        return pixels_of(image), masks
+
+    def _tensor(self, pixels: Array, info: ImageInput, generators: Sequence[torch.Generator | None]) -> Tensor:
+        """Return what the model takes of pixels uint8 [B, height, width, channels]."""
+        tensor = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+        if not info.takes_integers:
+            # the operations of torchvision's ToDtype and Normalize, in their order
+            tensor = tensor.to(torch.float32).mul_(info.scale)
+            mean, std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (info.mean, info.std))
+            tensor = tensor.sub_(mean).div_(std)
+        if self._config.augment.erasing and generators[0] is not None:
+            augmentation = self._augmentations[info.column]
+            tensor = torch.stack(
+                [augmentation.change_tensor(each, own) for each, own in zip(tensor, generators, strict=True) if own]
+            )
+        if info.bgr:
+            tensor = tensor.flip(1)
+        return tensor.permute(0, 2, 3, 1).contiguous() if info.nhwc else tensor
+
+
+def image_of(pixels: Array) -> Any:
+    """Return an image of Pillow of pixels uint8 [height, width, channels]."""
+    from PIL import Image
+
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)

@@ -1,0 +1,128 @@
+"""Decode every image while shards are written: to find what is damaged, and, with `cache = "decoded"`, to store pixels.
+
+    read      bytes of a JPEG file, any size        bytes of a PNG mask
+    stored    uint8 [224, 224, 3], or the bytes     int16 [224, 224], or the bytes
+
+Both kinds of shards give the same batches, bit for bit: what is stored is a step on the way that has nothing random.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.data.columns import BYTES, Array, Column, ColumnType, Values
+from onward.trainer.data.images.decoding import MASK_TYPE, decode_image, decode_mask
+from onward.trainer.data.images.geometry import fitted_image, fitted_mask
+from onward.trainer.data.images.image_inputs import ImageInput
+from onward.trainer.data.images.image_threads import in_threads
+from onward.trainer.errors import DataError
+
+
+class ImageComputer:
+    """Computes the stored form of columns of encoded images and masks, in their place.
+
+    masks: columns of masks, which have the size of the images in the first column. ignore_index: the class of the
+    borders of masks.
+    """
+
+    pad_values: Mapping[str, float] = {}
+    file_only: frozenset[str] = frozenset()
+
+    def __init__(
+        self, images: Sequence[ImageInput], config: ImageConfig, masks: Sequence[str] = (), ignore_index: int = -100
+    ) -> None:
+        from PIL import __version__ as pillow_version
+
+        self._images = {each.column: each for each in images}
+        self._masks, self._config, self._ignore_index = list(masks), config, ignore_index
+        self.makes = self.consumed = frozenset([*self._images, *masks])
+        self.reads = {name: ColumnType(BYTES) for name in (*self._images, *masks)}
+        self.columns: tuple[Column, ...] = ()
+        """The stored columns, as soon as `describe` has seen that the content is images."""
+        settings = config.model_dump(include={"resize", "crop_ratio", "interpolation", "antialias"})
+        shapes = {name: each.pixel_shape for name, each in self._images.items()}
+        stored = [settings, shapes, ignore_index] if config.stores_pixels else [list(shapes)]
+        # another release may decode a JPEG file to other pixels
+        self.digest = json.dumps(["images", pillow_version, config.stores_pixels, stored, list(masks)])
+
+    @property
+    def summary(self) -> str:
+        """Return in words what the model gets, and what the shards hold."""
+        stored = "the shards hold pixels" if self._config.stores_pixels else "the shards hold the encoded files"
+        given = "" if self._config.mean else " (ImageNet's mean and std: data.image.mean sets others)"
+        if all(each.takes_integers for each in self._images.values()):
+            given = ""
+        return "; ".join(each.summary for each in self._images.values()) + f"{given}; {stored}"
+
+    def describe(self, values: Mapping[str, Values]) -> None:
+        """Set `columns`. Raises DataError if none of the first rows holds an image."""
+        count = len(next(iter(values.values())))
+        _, failed = self.compute(values, count)
+        if len(failed) == count:
+            raise DataError(f"{failed[0]} (and so do all of the first rows)")
+        columns = []
+        for name in self.reads:
+            if not self._config.stores_pixels:
+                columns.append(Column(name=name, dtype=BYTES))
+            elif name in self._images:
+                columns.append(Column(name=name, dtype="uint8", shape=self._images[name].pixel_shape))
+            else:
+                columns.append(Column(name=name, dtype=MASK_TYPE, shape=next(iter(self._images.values())).size))
+        self.columns = tuple(columns)
+
+    def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
+        """Return the stored form of each row, and row -> what is wrong with its images."""
+        cells: list[dict[str, Any]] = [{name: rows[name][at] for name in self.reads} for at in range(count)]
+        computed = in_threads(self._row, cells, 0)
+        failed = {at: found for at, found in enumerate(computed) if isinstance(found, str)}
+        results: dict[str, Values] = {}
+        for name in self.reads:
+            each = [None if isinstance(found, str) else found[name] for found in computed]
+            if self._config.stores_pixels:
+                shape: tuple[int, ...] = self._images[name].pixel_shape if name in self._images else self._mask_size
+                empty = np.zeros(shape, "uint8" if name in self._images else MASK_TYPE)
+                results[name] = np.stack([empty if value is None else value for value in each])
+            else:
+                contents = np.empty(count, object)
+                contents[:] = [b"" if value is None else value for value in each]
+                results[name] = contents
+        return results, failed
+
+    @property
+    def _mask_size(self) -> tuple[int, int]:
+        return next(iter(self._images.values())).size
+
+    def _row(self, cells: Mapping[str, Any]) -> dict[str, Any] | str:
+        """Return the stored form of the images of one row, or what is wrong with them."""
+        stored, size = dict[str, Any](), (0, 0)
+        try:
+            for name, info in self._images.items():
+                image = decode_image(cells[name], grey=info.channels == 1)
+                size = size if any(size) else (image.height, image.width)
+                stored[name] = cells[name]
+                if self._config.stores_pixels:
+                    stored[name] = pixels_of(fitted_image(image, info.size, self._config))
+            for name in self._masks:
+                mask = decode_mask(cells[name])
+                if mask.shape != size:
+                    return (
+                        f"{name} is a mask of {mask.shape[0]} x {mask.shape[1]} pixels, but its image is "
+                        f"{size[0]} x {size[1]}"
+                    )
+                stored[name] = cells[name]
+                if self._config.stores_pixels:
+                    stored[name] = fitted_mask(mask, self._mask_size, self._config, self._ignore_index)
+        except ValueError as error:
+            return f"{name} {error}"
+        return stored
+
+
+def pixels_of(image: Any) -> Array:
+    """Return the pixels of an image of Pillow: uint8 [height, width, channels]."""
+    pixels = np.asarray(image)
+    return pixels if pixels.ndim == 3 else pixels[:, :, None]

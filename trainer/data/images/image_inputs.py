@@ -1,0 +1,190 @@
+"""Find which inputs of the model are images, and of which size, channels and layout; refuse what is ambiguous.
+
+input x [batch, 3, 224, 224]   ->  NCHW, RGB, 224 x 224      the dimension of 1 or 3 is that of the channels
+input x [batch, ?, ?, 1]       ->  NHWC, grey, [data.image] size
+input x [batch, 3, 3, 3]       ->  refused: set data.image.layout
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections_images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD, ImageConfig
+from onward.trainer.data.images.geometry import Size
+from onward.trainer.data.signature import Dims, Signature, TensorInfo
+from onward.trainer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """An input of the model that is fed with images."""
+
+    name: str
+    column: str
+    """The column of encoded images that feeds it."""
+    size: Size
+    """Height and width."""
+    channels: int
+    """1 (grey) or 3."""
+    bgr: bool
+    """Whether the channels are blue, green, red."""
+    nhwc: bool
+    """Whether the channels are the last dimension."""
+    takes_integers: bool
+    """Whether the model takes pixels 0..255 as they are."""
+    scale: float
+    mean: tuple[float, ...]
+    """By channel, in the order red, green, blue."""
+    std: tuple[float, ...]
+
+    @property
+    def pixel_shape(self) -> tuple[int, int, int]:
+        """Return the shape in which pixels are stored: height, width, channels."""
+        return (*self.size, self.channels)
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Return the shape of one sample as the model takes it."""
+        return self.pixel_shape if self.nhwc else (self.channels, *self.size)
+
+    @property
+    def summary(self) -> str:
+        """Return in words what the model gets."""
+        order = "grey" if self.channels == 1 else "BGR" if self.bgr else "RGB"
+        layout = "NHWC" if self.nhwc else "NCHW"
+        values = "pixels 0..255"
+        if not self.takes_integers:
+            values = f"(pixels x {self.scale:.4g} - {_listed(self.mean)}) / {_listed(self.std)}"
+        return f"images {self.column} -> input {self.name}: {list(self.sample_shape)} {order} {layout}, {values}"
+
+
+def image_inputs(config: RunConfig, signature: Signature) -> list[ImageInput]:
+    """Return the inputs that are fed with images; [] without [data.image].
+
+    Raises ConfigError with everything that is ambiguous or does not fit.
+    """
+    image = config.data.image
+    if image is None:
+        return []
+    found, problems = list[ImageInput](), list[str]()
+    for info in _chosen(image, signature.inputs):
+        column = config.data.inputs.get(info.name, image.column)
+        if not isinstance(column, str):
+            problems.append(f"data.inputs.{info.name} stacks columns {', '.join(column)}, but an image is one column")
+            continue
+        try:
+            found.append(_image_input(info, column, image))
+        except ConfigError as error:
+            problems += error.problems
+    for one in found:
+        for other in found:
+            if one.column == other.column and one.name < other.name and one.pixel_shape != other.pixel_shape:
+                problems.append(
+                    f"inputs {one.name} and {other.name} take column {one.column!r} as {list(one.sample_shape)} and "
+                    f"{list(other.sample_shape)}; give them columns of their own in data.inputs"
+                )
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _chosen(config: ImageConfig, inputs: Sequence[TensorInfo]) -> list[TensorInfo]:
+    """Return the inputs that data.image.inputs names, or the only one of four dimensions."""
+    shown = ", ".join(f"{info.name} {_shape(info.shape)}" for info in inputs)
+    if config.inputs:
+        known = {info.name: info for info in inputs}
+        if unknown := [name for name in config.inputs if name not in known]:
+            raise ConfigError(f"data.image.inputs names {', '.join(unknown)}; the model's inputs are {shown}")
+        return [known[name] for name in config.inputs]
+    of_four = [info for info in inputs if info.shape is not None and len(info.shape) == 4]
+    if len(of_four) != 1:
+        number = "none of the model's inputs has" if not of_four else f"{len(of_four)} of the model's inputs have"
+        raise ConfigError(f"{number} four dimensions ({shown}); name those that are images in data.image.inputs")
+    return of_four
+
+
+def _image_input(info: TensorInfo, column: str, config: ImageConfig) -> ImageInput:
+    shape = info.shape
+    if shape is not None and len(shape) != 4:
+        raise ConfigError(
+            f"input {info.name} has {len(shape)} dimensions {_shape(shape)}, but a batch of images has 4; leave it out "
+            "of data.image.inputs"
+        )
+    dims: Dims = shape or (None,) * 4
+    nhwc = _is_nhwc(info.name, dims, config)
+    declared = dims[3] if nhwc else dims[1]
+    channels, bgr = _channels(info.name, dims, declared, config)
+    takes_integers = info.dtype.startswith(("int", "uint"))
+    if takes_integers and (config.mean or config.scale != ImageConfig().scale):
+        raise ConfigError(
+            f"input {info.name} takes {info.dtype}, which are pixels 0..255 as they are; leave out data.image.scale, "
+            "mean and std"
+        )
+    mean, std = config.mean or (RGB_MEAN if channels == 3 else GREY_MEAN), config.std
+    std = std or (RGB_STD if channels == 3 else GREY_STD)
+    if len(mean) != channels:
+        raise ConfigError(
+            f"data.image.mean and std have {len(mean)} values, but input {info.name} takes {channels} channels"
+        )
+    size = _size(info.name, dims, (dims[1:3] if nhwc else dims[2:4]), config)
+    return ImageInput(info.name, column, size, channels, bgr, nhwc, takes_integers, config.scale, mean, std)
+
+
+def _is_nhwc(name: str, dims: Dims, config: ImageConfig) -> bool:
+    if config.layout != "auto":
+        return config.layout == "nhwc"
+    first, last = dims[1] in (1, 3), dims[3] in (1, 3)
+    if first != last:
+        return last
+    why = "both the second and the last dimension could be" if first else "neither the second nor the last dimension is"
+    if not first and None not in (dims[1], dims[3]):
+        raise ConfigError(
+            f"input {name} is {_shape(dims)}, but images have 1 or 3 channels; name another input in data.image.inputs"
+        )
+    raise ConfigError(
+        f"input {name} is {_shape(dims)}: {why} that of 1 or 3 channels; set data.image.layout = 'nchw' or 'nhwc'"
+    )
+
+
+def _channels(name: str, dims: Dims, declared: int | None, config: ImageConfig) -> tuple[int, bool]:
+    """Return the number of channels, and whether they are in the order blue, green, red."""
+    wanted = {"auto": None, "grey": 1, "rgb": 3, "bgr": 3}[config.color]
+    if declared is None and wanted is None:
+        raise ConfigError(
+            f"input {name} is {_shape(dims)}, which leaves the number of channels open; set data.image.color = 'rgb', "
+            "'bgr' or 'grey'"
+        )
+    if declared not in (None, 1, 3):
+        raise ConfigError(f"input {name} is {_shape(dims)}, with {declared} channels, but images have 1 or 3")
+    if declared is not None and wanted not in (None, declared):
+        raise ConfigError(
+            f"data.image.color {config.color!r} has {wanted} channels, but input {name} {_shape(dims)} takes {declared}"
+        )
+    return wanted or declared or 3, config.color == "bgr"
+
+
+def _size(name: str, dims: Dims, declared: Dims, config: ImageConfig) -> Size:
+    """Return height and width, as configured or as the model declares them."""
+    given: Dims = (config.size, config.size) if isinstance(config.size, int) else config.size or (None, None)
+    height, width = (want or had for want, had in zip(given, declared, strict=True))
+    if height is None or width is None:
+        raise ConfigError(
+            f"input {name} is {_shape(dims)}, which leaves height and width open; set data.image.size, such as 224"
+        )
+    if any(had not in (None, want) for want, had in zip((height, width), declared, strict=True)):
+        raise ConfigError(
+            f"data.image.size {height} x {width} does not fit input {name} {_shape(dims)}, which takes "
+            f"{_shape(declared)}; leave data.image.size out"
+        )
+    return height, width
+
+
+def _shape(dims: Dims | None) -> str:
+    shown = ["?" if dim is None else str(dim) for dim in dims or ()]
+    return "of unknown shape" if dims is None else f"[{', '.join(shown)}]"
+
+
+def _listed(values: Sequence[float]) -> str:
+    return f"{values[0]:.4g}" if len(values) == 1 else "[" + ", ".join(f"{value:.4g}" for value in values) + "]"

@@ -1,0 +1,183 @@
+"""Read folders of image files, with a class for each folder, and tar files as WebDataset writes them.
+
+train/cat/001.jpg                          image = the file, label = "cat"
+train/dog/poodle/002.png                   image = the file, label = "dog": the first folder is the class
+
+shard-000.tar:  a/001.jpg  a/001.cls       image = the bytes of the .jpg, label = the integer in the .cls
+                a/002.jpg  a/002.cls       consecutive members with one name up to the first dot are one row
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from onward.trainer.data.columns import PART_ROWS, Array, Block, Cells
+from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
+from onward.trainer.data.permutation import hash_key
+from onward.trainer.errors import DataError
+
+Files = Sequence[tuple[str, Path]]
+"""(name relative to the source, path), sorted by name."""
+
+IMAGE_FORMATS = {".tar": "webdataset", **dict.fromkeys(IMAGE_SUFFIXES, "images")}
+"""Formats that `data.format = "auto"` finds where there is a table [data.image]."""
+MAX_NAMED = 5
+"""Files or classes that a message names."""
+
+
+# -- folders
+
+
+def folder_blocks(files: Files, names: Sequence[str] | None) -> Iterator[Block]:
+    """Yield the image files in blocks, with their columns `image` (the path) and `label` (the class folder's name).
+
+    Without class folders there is no column `label`. Raises DataError if only some files are in a folder.
+    """
+    classes = _classes(files)
+    for first in range(0, len(files), PART_ROWS):
+        part = files[first : first + PART_ROWS]
+        cells: dict[str, Cells] = {"image": [str(path.absolute()) for _, path in part]}
+        if classes:
+            cells["label"] = [PurePosixPath(name).parts[0] for name, _ in part]
+        index = np.arange(first, first + len(part))
+        shown = {int(at): str(path) for at, (_, path) in zip(index, part, strict=True)}
+        chosen = {name: column for name, column in cells.items() if names is None or name in names}
+        yield Block("images", index, chosen, names=shown)
+
+
+def held_out_names(block: Block, fraction: float) -> Array:
+    """Return which image files are for evaluation: bool [n]. The name of a file alone decides, inside its folder."""
+    names = ["/".join(Path(block.names[at]).parts[-2:]) for at in block.index.tolist()]
+    hashes = np.array([hash_key("held out", name) for name in names], np.uint64)
+    return hashes.astype(np.float64) < fraction * 2.0**64
+
+
+def check_classes(training: Files, evaluation: Files, setting: str) -> None:
+    """Raise DataError if the files of `setting` have a class folder that the training files lack, or none at all."""
+    known, found = _classes(training), _classes(evaluation)
+    if unknown := sorted(found - known):
+        raise DataError(
+            f"{setting} has {len(unknown)} class folders that data.source lacks: "
+            f"{_few(unknown)}; data.source has {len(known)}: {_few(sorted(known))}"
+        )
+    if known and not found:
+        raise DataError(f"data.source has class folders ({_few(sorted(known))}), but {setting} has none")
+
+
+def refuse_empty_classes(source: Path, files: Files) -> None:
+    """Raise DataError if a folder beside the class folders holds no image."""
+    classes = _classes(files)
+    if not classes or not source.is_dir():
+        return
+    folders = {each.name for each in source.iterdir() if each.is_dir() and not each.name.startswith(".")}
+    if empty := sorted(folders - classes):
+        raise DataError(f"{source}: {len(empty)} class folders hold no image: {_few(empty)}; remove or fill them")
+
+
+def _classes(files: Files) -> set[str]:
+    """Return the names of the class folders; empty if all files are outside of folders."""
+    inside = [name for name, _ in files if len(PurePosixPath(name).parts) > 1]
+    if inside and len(inside) < len(files):
+        outside = [name for name, _ in files if len(PurePosixPath(name).parts) == 1]
+        raise DataError(
+            f"{len(outside)} image files are beside the class folders: {_few(outside)}; put them into the folder of "
+            f"their class, as the other {len(inside)}"
+        )
+    return {PurePosixPath(name).parts[0] for name in inside}
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+
+
+# -- tar files
+
+
+def tar_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
+    """Yield the samples of a tar file in blocks; it is read as a stream, some samples at a time.
+
+    Each extension is a column: `jpg`, `cls`, `json`, `seg.png`. The image is also named `image`, the integer of `cls`
+    also `label`, and the keys of a JSON object are columns, too. Raises DataError for a file that cannot be read.
+    """
+    rows: list[dict[str, Any]] = []
+    shown, index, bad = list[str](), list[int](), dict[int, str]()
+    count = 0
+
+    def block() -> Block:
+        keys = dict.fromkeys(key for row in rows for key in row)
+        cells: Mapping[str, Cells] = {
+            key: [row.get(key) for row in rows] for key in keys if names is None or key in names
+        }
+        named = {count - len(shown) + at: name for at, name in enumerate(shown)}
+        return Block(str(path), np.array(index, np.int64), cells, dict(bad), names=named)
+
+    try:
+        with tarfile.open(path, mode="r|*") as archive:
+            members = (member for member in archive if member.isfile())
+            for key, group in groupby(members, key=lambda member: _split(member.name)[0]):
+                contents = {_split(member.name)[1]: _content(archive, member) for member in group}
+                shown.append(f"{path}, sample {key}")
+                try:
+                    rows.append(_row(contents))
+                    index.append(count)
+                except ValueError as error:
+                    bad[count] = str(error)
+                count += 1
+                if len(shown) == PART_ROWS:
+                    yield block()
+                    rows, shown, index, bad = [], [], [], {}
+            if shown:
+                yield block()
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read as a tar file: {error}") from error
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return (key, extension): the extension begins at the first dot of the last part of the name."""
+    folder, _, file = name.rpartition("/")
+    key, _, extension = file.partition(".")
+    return f"{folder}/{key}".lstrip("/"), extension.lower()
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    return file.read() if file else b""
+
+
+def _row(contents: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the columns of one sample. Raises ValueError for content that does not fit its extension."""
+    row: dict[str, Any] = {}
+    for extension, content in contents.items():
+        kind = extension.rpartition(".")[2]
+        if kind == "json":
+            found = _json(extension, content)
+            row |= found if isinstance(found, dict) else {extension: found}
+        elif kind in ("cls", "txt"):
+            try:
+                text = content.decode().strip()
+                row[extension] = int(text) if kind == "cls" else text
+            except ValueError:
+                wanted = "a class number" if kind == "cls" else "UTF-8"
+                raise ValueError(f"{extension} is {content[:20]!r}, not {wanted}") from None
+        else:
+            row[extension] = content
+    images = [extension for extension in contents if f".{extension}" in IMAGE_SUFFIXES]
+    if len(images) == 1:
+        row.setdefault("image", row[images[0]])
+    if "cls" in row:
+        row.setdefault("label", row["cls"])
+    return row
+
+
+def _json(extension: str, content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{extension} is not JSON: {error}") from None

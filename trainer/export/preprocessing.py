@@ -11,9 +11,11 @@ from pathlib import Path
 import onnx
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.input_columns import Feed, file_feeds
 from onward.trainer.data.shards import ShardManifest
 from onward.trainer.data.signature import Signature, read_training_signature
+from onward.trainer.data.table_columns import INDICATOR
 from onward.trainer.data.text.checks import length_limit
 from onward.trainer.data.text.text_columns import TextColumns, text_columns
 from onward.trainer.data.text.tokenizer import open_tokenizer
@@ -82,11 +84,26 @@ def _table_input(feed: Feed, config: RunConfig, manifest: ShardManifest) -> Tabl
     varies = any(known[name].variable for name in feed.columns if name in known)
     pads = {**manifest.pad_values, **config.data.pad_values}
     return TableInput(
-        columns=tuple(TableColumn(name=name) for name in feed.columns),
+        columns=tuple(_column(name, manifest) for name in feed.columns),
         stacked=feed.stacked,
         shape=feed.sample_shape,
         dtype=feed.dtype,
         pad_value=pads.get(feed.columns[0], 0.0) if varies else None,
+    )
+
+
+def _column(name: str, manifest: ShardManifest) -> TableColumn:
+    raw = name.removesuffix(INDICATOR)
+    if raw != name and name not in manifest.fitted and raw in manifest.fitted:
+        return TableColumn(name=raw, indicates_missing=True)
+    found = manifest.fitted.get(name, Fitted())
+    return TableColumn(
+        name=name,
+        fill=found.fill,
+        log1p=found.log1p,
+        center=found.center,
+        scale=found.scale,
+        categories=found.vocabulary,
     )
 
 
@@ -116,14 +133,12 @@ def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:
 
 
 def _outputs(config: RunConfig, manifest: ShardManifest, signature: Signature) -> Iterator[OutputMeaning]:
-    output = signature.output(config.model.output)
-    label = (config.data.label,) if isinstance(config.data.label, str) else config.data.label
-    if output is not None:
-        loss = config.model.loss
-        names = [manifest.fitted[name].classes for name in label if name in manifest.fitted]
+    for loss in config.losses:
+        output = signature.output(loss.output)
+        names = [manifest.fitted[name].classes for name in loss.columns if name in manifest.fitted]
         yield OutputMeaning(
-            name=output.name,
-            loss=loss,
-            label=() if loss == "output" else label,
-            classes=names[0] if names and loss == "cross_entropy" else (),
+            name=output.name if output else loss.output,
+            loss=str(loss.name),
+            label=loss.columns,
+            classes=names[0] if names and loss.has_classes else (),
         )

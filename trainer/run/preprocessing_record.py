@@ -53,20 +53,23 @@ class ImageInput(Record):
 
 
 class TableColumn(Record):
-    """One column of numbers or text, and what becomes of a cell: fill if missing, look up, then standardise."""
+    """One column of numbers or texts, and what becomes of a cell. The steps in this order: fill what is missing, take
+    the logarithm, (value - center) / scale, all in float64; then round to float32 and to the type of the input."""
 
     name: str
-    fill: float | str | None = None
-    """What takes the place of a missing cell; None = a row without this cell is refused."""
-    categories: tuple[str, ...] | None = None
-    """The cell is replaced by its place in this list, from `first_category` on; None = the cell is a number."""
-    first_category: int = 0
-    unknown_category: int | None = None
-    """The number of a cell that is not in the list; None = it is refused."""
-    mean: float | None = None
-    """Subtracted from the number in float64; None = the column is not standardised."""
-    std: float | None = None
-    """What the difference is divided by then, in float64, before the result is rounded to the type of the input."""
+    """The column of the raw data."""
+    indicates_missing: bool = False
+    """Whether the result is 1 where the cell is missing, else 0."""
+    fill: tuple[float, ...] = ()
+    """What takes the place of missing numbers, one for each element of a cell; () = a row with a gap is refused."""
+    log1p: bool = False
+    """Whether log(1 + value) is taken."""
+    center: tuple[float, ...] = ()
+    """What is subtracted, one for each element of a cell; () = the column is not scaled."""
+    scale: tuple[float, ...] = ()
+    categories: tuple[str, ...] = ()
+    """Of a column of categories: the texts; a cell is replaced by its place in this list, from 0 on. Missing and
+    unknown texts have the place of ""; without one they are refused. () = the column holds no categories."""
 
 
 class TableInput(Record):

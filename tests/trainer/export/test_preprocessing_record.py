@@ -144,6 +144,34 @@ def test_texts_by_the_tokenizer_that_is_copied_beside(
     assert (tmp_path / "served" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
 
+def test_gaps_logarithms_scales_and_indicators_fitted_on_training_rows(
+    tmp_path: Path, table: Callable[..., Any]
+) -> None:
+    random = np.random.default_rng(0)
+    raw: dict[str, Any] = {name: (random.normal(size=40) ** 2 * 1e3).round(3).tolist() for name in "abc"}
+    for place in range(0, 40, 7):
+        raw["a"][place] = raw["b"][39 - place] = None
+    data = table(**raw, label=np.arange(40.0))
+    run = exported_run(
+        tmp_path,
+        graphs.tiny_mlp(),
+        model={"path": tmp_path / "model.onnx", "loss": "mse"},
+        data=data
+        | {
+            "inputs": {"features": ["a", "b", "c", "a_missing"]},
+            "table": {
+                "standardise": {"*": "standard", "b": "robust"},
+                "missing": {"a": "mean", "b": "median"},
+                "log1p": ["c"],
+                "indicators": ["a"],
+            },
+        },
+    )
+    columns = {name: [float("nan") if cell is None else cell for cell in cells] for name, cells in raw.items()}
+    recipe = assert_served_alike(run, tmp_path, columns, range(40))
+    assert [column["indicates_missing"] for column in recipe["inputs"]["features"]["columns"]] == [False] * 3 + [True]
+
+
 def test_the_names_of_the_classes_are_in_the_order_of_the_logits(tmp_path: Path, table: Callable[..., Any]) -> None:
     raw = {name: np.arange(12.0) for name in "abcd"}
     data = table(**raw, label=["dog", "cat", "bird"] * 4) | {"inputs": {"features": list("abcd")}}

@@ -79,7 +79,7 @@ def test_special_tokens_stay_and_labels_are_the_tokens_that_were_masked(tmp_path
     directory, manifest = sharded(config, tmp_path)
     shards = open_shards(directory, "train")
     stored = shards.read(np.arange(shards.num_rows))["input_ids"]
-    assert manifest.fitted["input_ids"].vocabulary is not None
+    assert manifest.fitted["input_ids"].token_vocabulary is not None
     kinds = {"masked": 0, "replaced": 0, "kept": 0, "not chosen": 0}
     for row, ids, labels in stream(config, directory, 1):
         for now, label, original in zip(ids, labels, stored[row].tolist(), strict=True):

@@ -22,6 +22,7 @@ from pydantic import (
 
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.section import Decay, Fraction, Section
+from onward.trainer.config.sections_audio import AudioConfig
 from onward.trainer.config.sections_images import ImageConfig
 from onward.trainer.config.sections_table import TableConfig
 from onward.trainer.config.sections_text import TextConfig
@@ -157,6 +158,8 @@ class DataConfig(Section):
     weight and few rows are taken several times."""
     image: ImageConfig | None = None
     """How encoded images are read: the table `[data.image]`; without it no column holds encoded images."""
+    audio: AudioConfig | None = None
+    """A column of audio files: `[data.audio]`."""
     evaluation_source: Location = ""
     """Samples to evaluate on; empty = set aside `evaluation_fraction` of the source, or of each of several."""
     evaluation_rows: NonNegativeInt = 0

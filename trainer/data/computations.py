@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.audio.audio_clips import AudioClips, open_audio
 from onward.trainer.data.class_names import ClassNames, open_class_names
 from onward.trainer.data.column_computers import ColumnComputer
 from onward.trainer.data.columns import ColumnType, Schema
@@ -18,12 +19,13 @@ from onward.trainer.data.text.checks import open_tokenized_rows
 
 def open_fitted(
     config: RunConfig, signature: Signature, schema: Schema
-) -> list[ClassNames | NumberColumns | Categories]:
+) -> list[ClassNames | NumberColumns | Categories | AudioClips]:
     """Return what computes columns in the place of columns of the source, which `schema` describes.
 
-    Raises ConfigError as `open_class_names` and `open_table_columns`.
+    Raises ConfigError as `open_class_names`, `open_table_columns` and `open_audio`.
     """
-    return [*open_class_names(config, schema), *open_table_columns(config, signature, schema)]
+    in_place = open_class_names(config, schema), open_table_columns(config, signature, schema)
+    return [*in_place[0], *in_place[1], *open_audio(config, schema)]
 
 
 def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> list[ColumnComputer]:

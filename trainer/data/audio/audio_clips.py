@@ -1,0 +1,113 @@
+"""Decode a column of audio files while shards are written: a waveform or a log-mel spectrogram for each row.
+
+audio    bytes of a .flac file, 44,100 Hz, stereo, 2.1 s
+             | one channel, 16,000 Hz, the middle second
+stored   float32 [16000], or float32 [80, 101] (log-mel)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections_audio import AudioConfig
+from onward.trainer.data.audio.decoding import NotAudio, decode_audio, fit_length, refuse_missing_package
+from onward.trainer.data.audio.log_mel import log_mel
+from onward.trainer.data.columns import BYTES, Array, Column, ColumnType, Schema, Values
+from onward.trainer.data.fitted import Fitted, FittedComputer
+from onward.trainer.errors import ConfigError, DataError
+
+
+def open_audio(config: RunConfig, schema: Schema) -> list[AudioClips]:
+    """Return a computer for the column of [data.audio]; [] without that table.
+
+    `schema` describes the columns of the source. Raises ConfigError for a column that is not there or holds numbers,
+    and without the package soundfile.
+    """
+    audio = config.data.audio
+    if audio is None:
+        return []
+    refuse_missing_package()
+    column = schema.get(audio.column)
+    if column is None or column.holds_numbers:
+        what = f"holds {column.kind}" if column else f"is not there, only {', '.join(schema)}"
+        raise ConfigError(f"data.audio.column {audio.column!r} {what}; name a column of audio files or their paths")
+    return [AudioClips(audio)]
+
+
+class AudioClips(FittedComputer):
+    """Computes the waveforms or spectrograms of one column of audio files, in its place."""
+
+    file_only: frozenset[str] = frozenset()
+    pad_values: Mapping[str, float] = {}
+
+    def __init__(self, config: AudioConfig) -> None:
+        self._config, self._name = config, config.column
+        self.reads = {config.column: ColumnType(BYTES)}
+        self.makes = self.consumed = frozenset({config.column})
+        self.fitted: Mapping[str, Fitted] = {}
+        self.columns: tuple[Column, ...] = ()
+        self.digest = json.dumps(["audio", 1, _versions(), config.model_dump()])
+
+    @property
+    def summary(self) -> str:
+        """Return in words what the model gets."""
+        config = self._config
+        length = f"{config.seconds:g} s" if config.seconds else "their own length"
+        kind = f"log-mel spectrograms of {config.mel_bins} bands" if config.features == "log_mel" else "waveforms"
+        return f"{config.column}: {kind}, {length} at {config.sample_rate} Hz"
+
+    @property
+    def is_fitted(self) -> bool:
+        """Return True: nothing is found on the data."""
+        return True
+
+    def observe(self, rows: Mapping[str, Values], training: Array) -> None:
+        """Do nothing: nothing is found on the data."""
+
+    def finish(self) -> None:
+        """Do nothing: nothing is found on the data."""
+
+    def describe(self, values: Mapping[str, Values]) -> None:
+        """Find the shape from the first rows. Raises DataError if none of them can be decoded."""
+        results, failed = self.compute(values, len(values[self._name]))
+        good = [each for at, each in enumerate(results[self._name]) if at not in failed]
+        if not good:
+            raise DataError(f"{failed[0]} (and so do all of the first rows)")
+        varies = not self._config.seconds
+        shape = (max(map(len, good)),) if varies else good[0].shape
+        self.columns = (Column(name=self._name, dtype="float32", shape=shape, variable=varies),)
+
+    def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
+        """Return what the files hold, and row -> why it cannot be decoded."""
+        found, failed = [], {}
+        for at, content in enumerate(rows[self._name]):
+            try:
+                found.append(self._features(fit_length(self._decoded(content), self._config.length)))
+            except NotAudio as error:
+                failed[at] = f"{self._name} {error}"
+                found.append(self._features(np.zeros(self._config.length or 1, np.float32)))
+        return {self._name: np.stack(found) if self._config.seconds else found}, failed
+
+    def _decoded(self, content: object) -> Array:
+        assert isinstance(content, bytes)
+        return decode_audio(content, self._config.sample_rate)
+
+    def _features(self, wave: Array) -> Array:
+        config = self._config
+        if config.features == "log_mel":
+            settings = config.model_dump(include={"sample_rate", "window", "hop", "mel_bins", "floor"})
+            wave = log_mel(wave, **settings)
+            wave = np.ascontiguousarray(wave.T) if config.time_first else wave
+        return wave[None] if config.channel_axis else wave
+
+
+def _versions() -> list[str]:
+    """Return the versions that may change a decoded sample."""
+    import scipy
+    import soundfile
+
+    return [soundfile.__libsndfile_version__, scipy.__version__]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Literal
+
+from pydantic import field_validator, model_validator
 
 from onward.trainer.config.section import Section
 
@@ -14,6 +17,20 @@ Missing = Literal["fail", "mean", "median"] | float
 class TableConfig(Section):
     """What is computed of the columns of a table before they feed the model. Everything is fitted on training rows."""
 
+    separator: Literal["", ",", ";", "\t", "|", " "] = ""
+    """CSV: what separates cells; empty = tab in .tsv, else what is certain from the header: comma, semicolon, tab or
+    bar."""
+    decimal: Literal["auto", ".", ","] = "auto"
+    """CSV: the decimal mark. `auto` = the point; a file that is not separated by commas and has cells such as 1,5 is
+    refused then."""
+    thousands: Literal["", ",", ".", " ", "'", "_"] = ""
+    """CSV: what separates groups of three digits; empty = nothing."""
+    quote: Literal['"', "'", "none"] = '"'
+    """CSV: what is around cells that hold separators and line ends."""
+    encoding: str = "utf-8"
+    """CSV: a name of Python's, such as latin-1, cp1252 or utf-16. A UTF-8 byte order mark is left out."""
+    header: bool = True
+    """CSV: whether the first line has the names of the columns; else they are c0, c1, c2, ..."""
     standardise: Scaling | dict[str, Scaling] = "none"
     """Scale numbers that feed inputs of floats: `standard` = mean 0, standard deviation 1; `min_max` = 0 to 1; `robust`
     = median 0, interquartile range 1. A table has it by pattern of columns, such as { "f*" = "standard" }; the last
@@ -32,3 +49,18 @@ class TableConfig(Section):
     vocabularies: dict[str, tuple[str, ...]] = {}
     """Column of categories -> its texts in the order of the ids, from 0 on, for a model that has an order already.
     The entry "" is the id of unknown texts; without it they are bad rows."""
+
+    @field_validator("encoding")
+    @classmethod
+    def _is_an_encoding(cls, name: str) -> str:
+        try:
+            return codecs.lookup(name).name
+        except LookupError:
+            raise ValueError("is no encoding that Python knows, such as utf-8, latin-1, cp1252 or utf-16") from None
+
+    @model_validator(mode="after")
+    def _marks_differ(self) -> TableConfig:
+        marks = [mark for mark in (self.separator, self.decimal.replace("auto", "."), self.thousands) if mark]
+        if len(set(marks)) < len(marks):
+            raise ValueError("separator, decimal and thousands must be different characters")
+        return self

@@ -36,6 +36,8 @@ from onward.trainer.errors import DataError
 
 SUFFIXES = {
     ".csv": "csv",
+    ".tsv": "csv",
+    ".tab": "csv",
     ".parquet": "parquet",
     ".pq": "parquet",
     ".jsonl": "jsonl",
@@ -92,10 +94,16 @@ def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
     return sorted(names)
 
 
+def _suffix(path: Path) -> str:
+    """Return the end of a file's name; of tables that are compressed, what is before .gz."""
+    inner = Path(path.stem).suffix.lower()
+    return inner if path.suffix.lower() == ".gz" and SUFFIXES.get(inner) in ("csv", "jsonl") else path.suffix.lower()
+
+
 def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Source:
     # images beside data of another format are no data, unless there is a table [data.image]
     by_suffix = SUFFIXES | (IMAGE_FORMATS if data.image or data.format in IMAGE_FORMATS.values() else {})
-    formats = {name: by_suffix.get(path.suffix.lower(), "text") for name, path in found.items() if path.is_file()}
+    formats = {name: by_suffix.get(_suffix(path), "text") for name, path in found.items() if path.is_file()}
     if data.format != "auto":
         wanted: str = data.format
         if len(formats) > 1 or wanted == "images":  # of a directory or a glob, only files of this format are read
@@ -230,7 +238,7 @@ def _blocks(
         for name, path in source.files:
             # only in CSV the type of a cell is not written down
             csv = source.format == "csv"
-            blocks = csv_blocks(path, names, text) if csv else TYPED_READERS[source.format](path, names)
+            blocks = csv_blocks(path, names, text, data.table) if csv else TYPED_READERS[source.format](path, names)
             for block in blocks:
                 yield name, block
 

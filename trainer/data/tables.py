@@ -15,36 +15,51 @@ from typing import Any
 
 import numpy as np
 
+from onward.trainer.config.sections_table import TableConfig
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells
+from onward.trainer.data.csv_dialect import MISSING, Bytes, Dialect, dialect_of, opened
 from onward.trainer.errors import DataError
 
 MAX_ROW_BYTES = 256 << 20
 """A row longer than this is taken for a quote that was never closed."""
 
-NEWLINE, COMMA, RETURN = b"\n,\r"
+NEWLINE, RETURN = b"\n\r"
+DEFAULT = TableConfig()
 
 
-def csv_blocks(path: Path, names: Sequence[str] | None, text: Collection[str] = ()) -> Iterator[Block]:
-    """Yield the rows of a CSV file with a header line; `names`: the columns to read, None for all.
+def csv_blocks(
+    path: Path, names: Sequence[str] | None, text: Collection[str] = (), table: TableConfig = DEFAULT
+) -> Iterator[Block]:
+    """Yield the rows of a CSV file, by default with a header line; `names`: the columns to read, None for all.
 
-    Commas separate, double quotes hold commas and line ends; blank lines are ignored. The cells of the columns in
-    `text` are read as they are: spaces, empty cells and digits are text there.
+    How it is written, `table` says or csv_dialect.py finds out; blank lines are ignored. The cells of the columns in
+    `text` are read as they are: spaces, empty cells and digits are text there. Columns of a file without a header are
+    c0, c1, c2, ...
     """
+    dialect = dialect_of(path, table)
     header: list[str] = []
-    for line, piece in _pieces(path, quotes=True):
-        if not header:
+    with opened(path, dialect) as file:
+        for line, piece in _pieces(path, file, quote=dialect.quote):
+            before = line
             # Excel writes a UTF-8 byte order mark, which would become part of the first column's name
-            first, _, piece = piece.removeprefix(b"\xef\xbb\xbf").partition(b"\n")
-            header = _header(path, first)
-            line += 1
-        if piece:
-            chosen = [name for name in header if names is None or name in names]
-            yield _csv_block(path, piece, line, header=header, names=chosen, text=text)
+            rows = piece if header else piece.removeprefix(b"\xef\xbb\xbf")
+            if not header:
+                first, _, rest = rows.partition(b"\n")
+                header = _header(path, first, dialect)
+                rows, before = (rest, line + 1) if dialect.header else (rows, line)
+            if rows:
+                chosen = [name for name in header if names is None or name in names]
+                yield _csv_block(path, rows, before, dialect, header=header, names=chosen, text=text)
 
 
 def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     """Yield the rows of a JSON Lines file, one object per line; `names`: the keys to read, None for all."""
-    for first, piece in _pieces(path, quotes=False):
+    with opened(path, Dialect()) as file:
+        yield from _json_blocks(path, file, names)
+
+
+def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None) -> Iterator[Block]:
+    for first, piece in _pieces(path, file, quote=""):
         rows: list[dict[str, Any]] = []
         index, bad = [], {}
         for number, line in enumerate(piece.split(b"\n"), start=first):
@@ -67,41 +82,46 @@ def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         yield Block(str(path), np.array(index, np.int64), cells, bad, unit="line")
 
 
-def _pieces(path: Path, *, quotes: bool) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of lines before it, some complete rows) to the end; with `quotes`, rows may hold line ends."""
+def _pieces(path: Path, file: Bytes, *, quote: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (number of lines before it, some complete rows) to the end; between quotes, rows may hold line ends."""
     line, rest = 0, b""
-    with path.open("rb") as file:
-        while data := file.read(BLOCK_BYTES):
-            data = rest + data
-            end = _cut(data, quotes=quotes)
-            if len(data) - end > MAX_ROW_BYTES:
-                raise DataError(
-                    f"{path}, line {line + data.count(NEWLINE, 0, end) + 1}: the row does not end within "
-                    f"{MAX_ROW_BYTES >> 20} MB; is a quote not closed?"
-                )
-            if end:
-                yield line, data[:end]
-                line += data.count(NEWLINE, 0, end)
-            rest = data[end:]
+    while data := file.read(BLOCK_BYTES):
+        data = rest + data
+        end = _cut(data, quote.encode())
+        if len(data) - end > MAX_ROW_BYTES:
+            raise DataError(
+                f"{path}, line {line + data.count(NEWLINE, 0, end) + 1}: the row does not end within "
+                f"{MAX_ROW_BYTES >> 20} MB; is a quote not closed?"
+            )
+        if end:
+            yield line, data[:end]
+            line += data.count(NEWLINE, 0, end)
+        rest = data[end:]
     if rest:
         yield line, rest
 
 
-def _cut(data: bytes, *, quotes: bool) -> int:
+def _cut(data: bytes, quote: bytes) -> int:
     """Return the offset just after the last line end that ends a row."""
     end = data.rfind(b"\n") + 1
     # an odd number of quotes before a line end means that it is inside a quoted field: go back before that field
-    while quotes and end and data.count(b'"', 0, end) % 2:
-        end = data.rfind(b"\n", 0, data.rfind(b'"', 0, end)) + 1
+    while quote and end and data.count(quote, 0, end) % 2:
+        end = data.rfind(b"\n", 0, data.rfind(quote, 0, end)) + 1
     return end
 
 
-def _header(path: Path, line: bytes) -> list[str]:
-    names = [name.strip() for name in next(csv.reader([line.decode("utf-8", "replace").rstrip("\r")]), [])]
+def _header(path: Path, line: bytes, dialect: Dialect) -> list[str]:
+    first = next(dialect.rows(line.decode("utf-8", "replace").rstrip("\r")), [])
+    if not dialect.header:
+        return [f"c{number}" for number in range(len(first))]
+    names = [name.strip() for name in first]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{path}, line 1: column {', '.join(map(repr, repeated))} is there more than once")
     if not names or all(_is_number(name) for name in names):
-        raise DataError(f"{path}, line 1: {','.join(names)[:60]!r} are not column names; add a header line")
+        raise DataError(
+            f"{path}, line 1: {','.join(names)[:60]!r} are not column names; add a header line, or set "
+            "data.table.header = false"
+        )
     return names
 
 
@@ -114,17 +134,26 @@ def _is_number(text: str) -> bool:
 
 
 def _csv_block(
-    path: Path, piece: bytes, line: int, *, header: list[str], names: list[str], text: Collection[str]
+    path: Path,
+    piece: bytes,
+    line: int,
+    dialect: Dialect,
+    *,
+    header: list[str],
+    names: list[str],
+    text: Collection[str],
 ) -> Block:
     # without quotes every line is a row, so numpy counts rows and fields
-    cells, index, bad = (_quoted if b'"' in piece else _plain)(piece, header, names, text)
+    quoted = dialect.quote and dialect.quote.encode() in piece
+    cells, index, bad = (_quoted if quoted else _plain)(piece, header, names, text, dialect)
     # index 0 is line 2, the first under the header
+    first = 1 + dialect.header
     return Block(
         str(path),
-        index + (line - 1),
+        index + (line + 1 - first),
         cells,
-        {row + line - 1: why for row, why in bad.items()},
-        first=2,
+        {row + line + 1 - first: why for row, why in bad.items()},
+        first=first,
         unit="line",
     )
 
@@ -132,15 +161,16 @@ def _csv_block(
 Parsed = tuple[dict[str, Cells], Array, dict[int, str]]
 
 
-def _plain(piece: bytes, header: list[str], names: list[str], text: Collection[str]) -> Parsed:
-    """Parse rows without quotes: one per line, with one field more than commas."""
+def _plain(piece: bytes, header: list[str], names: list[str], text: Collection[str], dialect: Dialect) -> Parsed:
+    """Parse rows without quotes: one per line, with one field more than separators."""
     import pandas as pd  # imported here: ranks read shards, for which they need no pandas
 
     data = np.frombuffer(piece if piece.endswith(b"\n") else piece + b"\n", np.uint8)
     ends = np.flatnonzero(data == NEWLINE)
     sizes = np.diff(ends, prepend=-1)
-    # differences of cumulative counts at line ends: the commas of each line, without a loop in Python
-    commas = np.diff(np.searchsorted(np.flatnonzero(data == COMMA), ends), prepend=0)
+    # differences of cumulative counts at line ends: the separators of each line, without a loop in Python
+    found = np.flatnonzero(data == ord(dialect.separator))
+    commas = np.diff(np.searchsorted(found, ends), prepend=0)
     blank = (sizes == 1) | ((sizes == 2) & (data[ends - 1] == RETURN))
     ragged = ~blank & (commas != len(header) - 1)
     good = ~blank & ~ragged
@@ -151,26 +181,24 @@ def _plain(piece: bytes, header: list[str], names: list[str], text: Collection[s
     if not data.size:
         return dict.fromkeys(names, ()), np.flatnonzero(good), bad
     common: dict[str, Any] = {"names": header, "index_col": False, "skip_blank_lines": False, "low_memory": False}
+    common |= {"sep": dialect.separator, "quoting": csv.QUOTE_NONE, "encoding_errors": "replace"}
     rows, cells = data.tobytes(), dict[str, Cells]()
     if numeric := [name for name in names if name not in text]:
-        frame = pd.read_csv(
-            io.BytesIO(rows), usecols=numeric, skipinitialspace=True, encoding_errors="replace", **common
-        )
-        cells |= {name: _cells(frame[name]) for name in numeric}
+        kind: dict[str, Any] = {"dtype": str, "na_filter": False} if dialect.is_localised else {}
+        frame = pd.read_csv(io.BytesIO(rows), usecols=numeric, skipinitialspace=True, **kind, **common)
+        cells |= {name: _cells(frame[name], dialect) for name in numeric}
     if texts := [name for name in names if name in text]:
-        frame = pd.read_csv(
-            io.BytesIO(rows), usecols=texts, dtype=str, na_filter=False, encoding_errors="replace", **common
-        )
+        frame = pd.read_csv(io.BytesIO(rows), usecols=texts, dtype=str, na_filter=False, **common)
         cells |= {name: _texts(frame[name]) for name in texts}
     return cells, np.flatnonzero(good), bad
 
 
-def _quoted(piece: bytes, header: list[str], names: list[str], text: Collection[str]) -> Parsed:
-    """Parse rows that may hold commas and line ends in quotes, one by one."""
+def _quoted(piece: bytes, header: list[str], names: list[str], text: Collection[str], dialect: Dialect) -> Parsed:
+    """Parse rows that may hold separators and line ends in quotes, one by one."""
     import pandas as pd
 
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(io.StringIO(piece.decode("utf-8", "replace"), newline=""))
+    reader = dialect.rows(piece.decode("utf-8", "replace"))
     rows, index, bad, line = [], [], {}, 0
     for row in reader:
         if row and len(row) == len(header):
@@ -181,7 +209,7 @@ def _quoted(piece: bytes, header: list[str], names: list[str], text: Collection[
         # a quoted row may span lines: its number is that of its first line
         line = reader.line_num
     frame = pd.DataFrame(rows, columns=header, dtype="str")
-    cells = {name: _texts(frame[name]) if name in text else _cells(frame[name]) for name in names}
+    cells = {name: _texts(frame[name]) if name in text else _cells(frame[name], dialect) for name in names}
     return cells, np.array(index, np.int64), bad
 
 
@@ -194,18 +222,30 @@ def _texts(series: Any) -> Cells:
     return [text.encode() if "\ufffd" in text else text for text in series]
 
 
-def _cells(series: Any) -> Cells:
+def _cells(series: Any, dialect: Dialect) -> Cells:
     """Return a pandas column as an array if all cells are numbers, else as a list of numbers and texts."""
     import pandas as pd
 
     if series.dtype.kind in "biuf":
         return np.asarray(series)
-    parsed = pd.to_numeric(series, errors="coerce")
+    written = _localised(series, dialect) if dialect.is_localised else series
+    parsed = pd.to_numeric(written, errors="coerce")
     found = parsed.to_numpy(np.float64, na_value=np.nan)
     wrong = np.flatnonzero(np.isnan(found))
     if not wrong.size:
         return np.asarray(parsed)
     # numbers stay numbers; the text of other cells is kept, for messages
     cells = found.astype(object)
-    cells[wrong] = [text if isinstance(text, str) and text.strip() else None for text in series.iloc[wrong]]
+    cells[wrong] = [
+        text if isinstance(text, str) and text.strip() not in MISSING else None for text in series.iloc[wrong]
+    ]
     return list(cells)
+
+
+def _localised(series: Any, dialect: Dialect) -> Any:
+    """Return numbers in Python's notation; "" for what is no number in the file's."""
+    text = series.str.strip()
+    text = text.where(text.str.fullmatch(dialect.number), "")
+    if dialect.thousands:
+        text = text.str.replace(dialect.thousands, "", regex=False)
+    return text.str.replace(dialect.decimal, ".", regex=False)

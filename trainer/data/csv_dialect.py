@@ -1,0 +1,156 @@
+"""Say how a CSV file is written: separator, quote, decimal mark, encoding; and open it as UTF-8.
+
+A separator that is not given is taken from the header line, and only if it is certain:
+
+    a;b;c      only ";" divides it          ->  ;
+    a,b        only "," divides it          ->  ,
+    a;b,c      both do; the lines below     ->  the one by which every line has as many fields as the header,
+                                                refused where that holds for both
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from onward.trainer.config.sections_table import TableConfig
+from onward.trainer.errors import DataError
+
+SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
+SAMPLE_BYTES = 1 << 16
+"""Of a file, from which the separator is found."""
+SAMPLE_LINES = 50
+MISSING = frozenset(
+    {"", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA"}
+    | {"NULL", "NaN", "None", "n/a", "nan", "null"}
+)
+"""What pandas reads as a missing number."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How the rows of a CSV file are written."""
+
+    separator: str = ","
+    quote: str = '"'
+    """Around cells that hold separators and line ends; "" = none."""
+    decimal: str = "."
+    thousands: str = ""
+    encoding: str = "utf-8"
+    header: bool = True
+
+    @property
+    def is_localised(self) -> bool:
+        """Whether numbers are written in another way than Python's."""
+        return self.decimal != "." or bool(self.thousands)
+
+    @property
+    def number(self) -> str:
+        """Return the regular expression of a number: groups of three digits only, so that no date is taken for one."""
+        mark, group = re.escape(self.decimal), re.escape(self.thousands)
+        whole = rf"\d{{1,3}}(?:{group}\d{{3}})+|\d+" if self.thousands else r"\d+"
+        return rf"[+-]?(?:(?:{whole})(?:{mark}\d*)?|{mark}\d+)(?:[eE][+-]?\d+)?"
+
+    def rows(self, text: str) -> Any:
+        """Return csv's reader of the rows of a text: an iterator over lists of fields, with `line_num`."""
+        file = io.StringIO(text, newline="")
+        if not self.quote:
+            return csv.reader(file, delimiter=self.separator, quoting=csv.QUOTE_NONE)
+        return csv.reader(file, delimiter=self.separator, quotechar=self.quote)
+
+
+class Bytes(Protocol):
+    """A stream of bytes."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+def dialect_of(path: Path, table: TableConfig) -> Dialect:
+    """Return how a file is written, with what the settings leave open. Raises DataError where that is ambiguous."""
+    quote = "" if table.quote == "none" else table.quote
+    decimal = "." if table.decimal == "auto" else table.decimal
+    given = Dialect(",", quote, decimal, table.thousands, table.encoding, table.header)
+    with opened(path, given) as file:
+        sample = file.read(SAMPLE_BYTES).removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")
+    lines = [line for line in sample.splitlines() if line.strip()][:SAMPLE_LINES]
+    # the last may be cut off
+    lines = lines[:-1] if len(sample) >= SAMPLE_BYTES // 4 and len(lines) > 1 else lines
+    separator = table.separator or ("\t" if _suffix(path) in (".tsv", ".tab") else _found(path, lines, given))
+    found = replace(given, separator=separator)
+    if table.decimal == "auto" and separator != "," and not table.thousands:
+        _refuse_commas(path, lines, found)
+    return found
+
+
+def _found(path: Path, lines: Sequence[str], dialect: Dialect) -> str:
+    if not lines:
+        return ","
+    fields = {each: [len(row) for row in _rows(lines, replace(dialect, separator=each))] for each in SEPARATORS}
+    dividing = [each for each, counts in fields.items() if counts and counts[0] > 1]
+    if len(dividing) > 1:
+        even = [each for each in dividing if len(set(fields[each])) == 1]
+        dividing = even if len(even) == 1 else dividing
+    if len(dividing) > 1:
+        choices = " or ".join(f"{each!r} ({SEPARATORS[each]}, {fields[each][0]} columns)" for each in dividing)
+        raise DataError(f"{path}: the separator may be {choices}; set data.table.separator")
+    return dividing[0] if dividing else ","
+
+
+def _refuse_commas(path: Path, lines: Sequence[str], dialect: Dialect) -> None:
+    for number, row in enumerate(_rows(lines, dialect), start=1):
+        for cell in row:
+            if re.fullmatch(r"[+-]?\d+,\d+", cell.strip()):
+                raise DataError(
+                    f"{path}, row {number}: {cell.strip()!r} may be a decimal number or two digits groups; set "
+                    "data.table.decimal = ',' or data.table.thousands = ',' (or decimal = '.', if it is text)"
+                )
+
+
+def _rows(lines: Sequence[str], dialect: Dialect) -> list[list[str]]:
+    try:
+        return [row for row in dialect.rows("\n".join(lines)) if row]
+    except csv.Error:  # a quote that is not closed, in another dialect
+        return []
+
+
+def _suffix(path: Path) -> str:
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
+@contextmanager
+def opened(path: Path, dialect: Dialect) -> Iterator[Bytes]:
+    """Open a file as bytes of UTF-8, uncompressed. Raises DataError for a damaged file or another encoding."""
+    try:
+        with _uncompressed(path) as file:
+            start = file.read(2)
+            file.seek(0)
+            if start in (b"\xff\xfe", b"\xfe\xff") and "16" not in dialect.encoding:
+                raise DataError(f"{path} is UTF-16, not {dialect.encoding}; set data.table.encoding = 'utf-16'")
+            yield file if dialect.encoding == "utf-8" else _Recoded(file, dialect.encoding)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    except UnicodeError as error:
+        raise DataError(f"{path} is not written in data.table.encoding {dialect.encoding!r}: {error}") from error
+
+
+def _uncompressed(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+class _Recoded:
+    """Read text of another encoding as UTF-8."""
+
+    def __init__(self, file: IO[bytes], encoding: str) -> None:
+        self._text = io.TextIOWrapper(file, encoding, newline="")
+
+    def read(self, size: int, /) -> bytes:
+        return self._text.read(size).encode()

@@ -111,7 +111,7 @@ def _cut(data: bytes, quote: bytes) -> int:
 
 
 def _header(path: Path, line: bytes, dialect: Dialect) -> list[str]:
-    first = next(dialect.rows(line.decode("utf-8", "replace").rstrip("\r")), [])
+    first: list[str] = next(dialect.rows(line.decode("utf-8", "replace").rstrip("\r")), [])
     if not dialect.header:
         return [f"c{number}" for number in range(len(first))]
     names = [name.strip() for name in first]

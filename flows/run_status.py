@@ -120,7 +120,7 @@ def describe(run: RunDir) -> RunStatus:
 def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOutcome:
     """Return how a run with an exported file ended."""
     trained = read_record(run.train, TrainResult)
-    text = held_out_text(run) if [loss.name for loss in config.losses] == ["cross_entropy"] else b""
+    text = held_out_text(run) if [loss.is_plain for loss in config.losses] == [True] else b""
     known = dict(describe(run)) | {"step": trained.step, "attempts": trained.attempts}
     return RunOutcome(
         **known,

@@ -78,6 +78,7 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     """Return the rows of a split and the metrics of the configured losses, with which exported files are evaluated."""
     from onward.trainer.data.batches import Batch, evaluation_batches
     from onward.trainer.data.file_rows import FileRows
+    from onward.trainer.data.losses_from_data import with_balanced_weights
     from onward.trainer.data.shards import open_shards
     from onward.trainer.data.signature import read_training_signature
     from onward.trainer.export.onnx_runner import EvaluationData
@@ -88,8 +89,11 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     most = config.data.evaluation_rows if split == "evaluation" else 0
     held_out, signature = open_shards(run.shards, split, most=most), read_training_signature(config.model)
 
+    config = with_balanced_weights(config, open_shards(run.shards, "train"), signature)
+    shapes = {output.name: output.shape for output in signature.outputs}
+
     def new_metrics(output_names: Sequence[str]) -> EvaluationMetrics:
-        return EvaluationMetrics(Losses(config.losses, output_names), device=cpu)
+        return EvaluationMetrics(Losses(config.losses, output_names, shapes), device=cpu)
 
     def batches() -> Iterator[Batch]:
         return evaluation_batches(held_out, config, signature, replica=0, num_replicas=1, device=cpu)

@@ -23,6 +23,7 @@ from onward.trainer.checkpoint.load import load, newest_complete, verify_togethe
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches import Batches, evaluation_batches
+from onward.trainer.data.losses_from_data import with_balanced_weights
 from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.arithmetic import set_arithmetic
@@ -74,7 +75,9 @@ def train(
     # -- 2. Data: this replica's share, the same for all ranks of one replica
     signature = read_training_signature(config.model)
     share = {"replica": here.data, "num_replicas": dims.data}
-    batches = Batches(open_shards(run.shards, "train"), config, signature, **share, device=mpi.device)
+    rows = open_shards(run.shards, "train")
+    config = with_balanced_weights(config, rows, signature)
+    batches = Batches(rows, config, signature, **share, device=mpi.device)
     held_out = open_shards(run.shards, "evaluation", most=config.data.evaluation_rows)
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.data.batches import Batches
+from onward.trainer.data.losses_from_data import with_balanced_weights
 from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.model.trainable import open_trainable
@@ -27,6 +28,7 @@ from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence.layouts import TOLERANCE, differences, gradients
 from tests.support.ranks import run_ranks
 from tests.support.runs import Array, events, losses, make_run
+from tests.trainer.model.test_loss_formulas import dice_by_hand
 
 ROWS, BATCH, MICRO_BATCHES = 60, 20, 4
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -70,6 +72,27 @@ def columns() -> dict[str, Array]:
     return {"features": features, "kind": kinds, "level": features.sum(1) + 1}
 
 
+def two_towers() -> onnx.ModelProto:
+    """`a` and `b` [batch, 4] -> `query` and `key` [batch, 6]."""
+    g = GraphWriter("two_towers", seed=0)
+    for x, name in (("a", "query"), ("b", "key")):
+        hidden = g.op("Tanh", g.op("MatMul", g.input(x, ("batch", 4)), g.weight(f"{x}.1", g.normal(0.5, 4, 16))))
+        g.op("MatMul", hidden, g.weight(f"{x}.2", g.normal(0.5, 16, 6)), outputs=name)
+        g.output(name, ("batch", 6))
+    return g.model()
+
+
+def clip(queries: Tensor, keys: Tensor) -> Tensor:
+    scores = F.normalize(queries, dim=-1) @ F.normalize(keys, dim=-1).T / 0.2
+    own = torch.arange(len(queries))
+    return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+
+
+def balanced(labels: Array) -> Tensor:
+    counts = torch.bincount(torch.from_numpy(labels[labels >= 0]))
+    return counts.sum() / (len(counts) * counts)
+
+
 CASES: dict[str, Case] = {
     "two heads": Case(
         two_heads,
@@ -85,8 +108,56 @@ CASES: dict[str, Case] = {
 }
 
 
+def segmenter() -> onnx.ModelProto:
+    """`image` [batch, 2, h, w] -> `scores` [batch, 3, h, w]."""
+    g = GraphWriter("segmenter", seed=0)
+    x = g.input("image", ("batch", 2, "h", "w"))
+    x = g.op("Relu", g.op("Conv", x, g.weight("c1", g.normal(0.3, 8, 2, 3, 3)), pads=[1, 1, 1, 1]))
+    x = g.op("Relu", g.op("Conv", x, g.weight("c2", g.normal(0.3, 8, 8, 3, 3)), pads=[1, 1, 1, 1]))
+    g.op("Conv", x, g.weight("c3", g.normal(0.3, 3, 8, 1, 1)), outputs="scores")
+    g.output("scores", ("batch", 3, "h", "w"))
+    return g.model()
+
+
+def masks() -> dict[str, Array]:
+    random = np.random.default_rng(1)
+    mask = random.integers(0, 3, (ROWS, 3, 3))
+    mask[::5, 0] = -100
+    return {"image": random.standard_normal((ROWS, 2, 3, 3), dtype=np.float32), "mask": mask}
+
+
+WEIGHTS = (0.2, 1.0, 3.0)
+CASES |= {
+    "square images, weights and smoothing": Case(
+        segmenter,
+        masks(),
+        {"label": "mask", "class_weights": WEIGHTS, "label_smoothing": 0.1},
+        lambda outputs, labels: F.cross_entropy(outputs[0], labels[0], torch.tensor(WEIGHTS), label_smoothing=0.1),
+    ),
+    "cross-entropy and dice of one output": Case(
+        segmenter,
+        masks(),
+        [{"label": "mask"}, {"label": "mask", "name": "dice", "weight": 0.5}],
+        lambda outputs, labels: F.cross_entropy(outputs[0], labels[0]) + 0.5 * dice_by_hand(outputs[0], labels[0]),
+    ),
+    "balanced classes": Case(
+        two_heads,
+        columns(),
+        {"output": "kinds", "label": "kind", "class_weights": "balanced"},
+        lambda outputs, labels: F.cross_entropy(outputs[0], labels[0], balanced(columns()["kind"])),
+    ),
+    "towers over all replicas": Case(
+        two_towers,
+        {"a": columns()["features"], "b": columns()["features"][:, ::-1].copy()},
+        {"name": "info_nce", "output": ["query", "key"], "temperature": 0.2},
+        lambda outputs, labels: clip(outputs[0], outputs[1]),
+    ),
+}
+
+
 def make_case(case: Case, folder: Path, layout: str) -> RunDir:
     parallel = LAYOUTS[layout]
+    at_once = not isinstance(case.loss, list) and case.loss.get("name") == "info_nce"
     folder.mkdir()
     np.savez(folder / "held-out.npz", **case.columns)
     return make_run(
@@ -97,8 +168,9 @@ def make_case(case: Case, folder: Path, layout: str) -> RunDir:
         loss=case.loss,
         train={
             "global_batch_size": BATCH,
-            "gradient_accumulation_steps": MICRO_BATCHES // parallel.get("data", 1),
-            "num_epochs": (2 * BATCH + 1) / ROWS,
+            "gradient_accumulation_steps": 1 if at_once else MICRO_BATCHES // parallel.get("data", 1),
+            # one row is like no other, so that its loss would be 0
+            "num_epochs": (2 * BATCH + (3 if at_once else 1)) / ROWS,
             "clip_norm": 0.0,
         },
         optimizer={"name": "adamw", "epsilon": 1e-3},
@@ -117,9 +189,10 @@ def trained(case: Case, folder: Path, layouts: Sequence[str]) -> dict[str, RunDi
 
 def by_hand(case: Case, run: RunDir) -> tuple[float, dict[str, Tensor]]:
     """The loss of the first step and its gradients, as torch computes them on the whole batch at once."""
-    config = read_config(run)
+    config, rows = read_config(run), open_shards(run.shards, "train")
     signature, share = read_training_signature(config.model), {"replica": 0, "num_replicas": 1}
-    stream = Batches(open_shards(run.shards, "train"), config, signature, **share, device=torch.device("cpu"))
+    config = with_balanced_weights(config, rows, signature)
+    stream = Batches(rows, config, signature, **share, device=torch.device("cpu"))
     batches = stream.take(0, BATCH)
     stream.close()
     inputs = [torch.cat(parts) for parts in zip(*(batch.inputs for batch in batches), strict=True)]
@@ -140,6 +213,40 @@ def assert_as_by_hand(case: Case, run: RunDir) -> None:
     largest = max(float(each.abs().max()) for each in expected.values())
     for name, gradient in expected.items():
         torch.testing.assert_close(found[f"{name}/moment_1"], gradient, rtol=1e-4, atol=1e-5 * largest)
+
+
+# each kind of loss over replicas with shares of different size and with none; pipelines and shards are slower
+QUICK = {
+    "square images, weights and smoothing": ["dp2", "pp2"],
+    "cross-entropy and dice of one output": ["dp2"],
+    "balanced classes": ["dp2"],
+    "towers over all replicas": ["dp2"],
+}
+
+
+def assert_alike(case: Case, folder: Path, layouts: Sequence[str]) -> None:
+    runs = trained(case, folder, ["alone", *layouts])
+    assert_as_by_hand(case, runs["alone"])
+    # what every replica evaluates with info_nce are its own rows only
+    skipped = {"evaluation"} if case is CASES["towers over all replicas"] else set()
+    for name in layouts:
+        found = {key: value for key, value in differences(runs[name], runs["alone"]).items() if key not in skipped}
+        assert max(found.values()) <= TOLERANCE, (name, found)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", QUICK)
+def test_losses_train_on_any_ranks_as_torch_trains_them_on_one(name: str, tmp_path: Path) -> None:
+    assert_alike(CASES[name], tmp_path, QUICK[name])
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CASES)
+def test_every_loss_trains_in_every_layout_as_on_one_rank(name: str, tmp_path: Path) -> None:
+    at_once = name == "towers over all replicas"
+    assert_alike(CASES[name], tmp_path, ["dp2"] if at_once else [layout for layout in LAYOUTS if layout != "alone"])
 
 
 @pytest.mark.mpi

@@ -150,6 +150,7 @@ PATHS = (
     "data.evaluation_source",
     "data.test_source",
     "data.text.tokenizer",
+    "loss.file",
     "launch.hostfile",
     "checkpoint.load",
     "export.path",
@@ -227,6 +228,8 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> None:
         parts[-1] = "tensor"
     if parts[0] == "loss" and isinstance(raw.get("loss"), list) and len(parts) > 1:  # [[loss]]
         parts = _of_one_table(raw[parts[0]], parts)
+    if parts[0] == "loss" and parts[-1] == "file":
+        value = str(Path(value).expanduser().absolute())
     patch: dict[str, Any] = {parts[-1]: value}
     for part in reversed(parts[:-1]):
         patch = {part: patch}

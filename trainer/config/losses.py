@@ -11,10 +11,11 @@ What an entry leaves out is read from the short form of one loss (`model.loss`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections import DataConfig, LossName, ModelConfig
@@ -25,16 +26,53 @@ class LossConfig(Section):
     added up: the loss of a step is the sum of weight x mean over the targets of each."""
 
     name: LossName | Literal[""] = ""
-    """The loss; empty = `model.loss`."""
-    output: str = ""
-    """The tensor that the loss reads, as in `model.output`; empty = `model.output`."""
+    """The loss; empty = `model.loss`. `huber`, `quantile`: of numbers. `focal`: of yes-or-no labels that are rare.
+    `dice`: of segmentation masks, by sample. `giou`: of boxes (x1, y1, x2, y2). `ctc`: of sequences [B, T, C] with
+    shorter labels. `cosine`: two outputs, alike or not (label 1 or -1). `triplet`: three outputs, without labels.
+    `info_nce`: two outputs whose rows belong together, without labels. `file`: your own."""
+    file: str = ""
+    """Your own loss: "my_loss.py:function", or an ONNX file with the inputs output and labels."""
+    output: str | tuple[str, ...] = ""
+    """The tensor that the loss reads, as in `model.output`; empty = `model.output`. Several for cosine, triplet and
+    info_nce."""
     label: str | tuple[str, ...] = ""
     """The column (or columns) that the loss compares with; empty = `data.label`."""
     weight: PositiveFloat = 1.0
     """What the loss is multiplied by before several are added up."""
+    class_axis: int | None = None
+    """The axis of the output that has the classes, the rows being axis 0; not set = found from the shapes of output and
+    labels, and refused where several axes fit."""
     ignore_index: int | None = None
-    """Targets with this label are left out of the loss and of its mean (cross-entropy only); not set =
+    """Targets with this label are left out of the loss and of its mean (labels that are classes only); not set =
     `model.ignore_index`."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """cross_entropy: the share of each label that is spread over all classes."""
+    soft_labels: bool = False
+    """cross_entropy: labels are probabilities of the classes, of the output's shape."""
+    class_weights: tuple[NonNegativeFloat, ...] | Literal["balanced"] = ()
+    """cross_entropy, bce_with_logits: a weight for each class. The mean of a cross-entropy divides by the sum of the
+    weights of its targets, as torch's does. `balanced` = rows / (classes x rows of the class) in the training data."""
+    positive_weights: tuple[NonNegativeFloat, ...] = ()
+    """bce_with_logits: what the terms of positive labels are multiplied by, for each label (or one for all)."""
+    delta: PositiveFloat = 1.0
+    """huber: where the square ends and the absolute value begins."""
+    quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = (0.5,)
+    """quantile: those that the last axis of the output predicts."""
+    alpha: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.25
+    """focal: the weight of positive labels, 1 - alpha that of negative ones; below 0 = none."""
+    gamma: NonNegativeFloat = 2.0
+    """focal: how much less labels count that are predicted well."""
+    smooth: NonNegativeFloat = 1.0
+    """dice: added to the overlap and to the sizes, so that classes that are absent have no loss."""
+    blank: NonNegativeInt = 0
+    """ctc: the class that stands for no label."""
+    margin: NonNegativeFloat | None = None
+    """triplet: how much farther the third output must be than the second; not set = 1. cosine: the similarity from
+    which unlike rows count; not set = 0."""
+    temperature: PositiveFloat = 0.07
+    """info_nce: what the similarities are divided by."""
+    label_type: Literal["float32", "int64"] = "float32"
+    """file: the type of the labels that your loss is given."""
 
     @property
     def ignored(self) -> int:
@@ -43,43 +81,121 @@ class LossConfig(Section):
         return self.ignore_index
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs that it reads; "" = the first of the graph."""
+        return (self.output,) if isinstance(self.output, str) else self.output
+
+    @property
     def columns(self) -> tuple[str, ...]:
-        """The label's columns; empty when the graph computes its own loss."""
+        """The label's columns; empty when there are no labels."""
         if not self.takes_labels:
             return ()
         return (self.label,) if isinstance(self.label, str) else self.label
 
     @property
     def takes_labels(self) -> bool:
-        """Whether the loss compares its output with labels; otherwise the graph computes the loss."""
-        return self.name != "output"
+        """Whether the loss compares its output with labels."""
+        return self.name not in ("output", "triplet", "info_nce")
 
     @property
     def has_classes(self) -> bool:
         """Whether the labels are numbers of classes, int64."""
-        return self.name == "cross_entropy"
+        return self.name in ("cross_entropy", "dice", "ctc") and not self.soft_labels
+
+    @property
+    def has_class_axis(self) -> bool:
+        """Whether one axis of the output has the scores of classes, and the labels have the others."""
+        return self.name in ("cross_entropy", "dice") and not self.soft_labels
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the mean of -log p(label) over the labels that are not ignored, and nothing else."""
+        changed = self.label_smoothing or self.class_weights or self.soft_labels
+        return self.name == "cross_entropy" and not changed
+
+
+TAKEN: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": ("class_axis", "ignore_index", "label_smoothing", "soft_labels", "class_weights"),
+    "bce_with_logits": ("class_weights", "positive_weights"),
+    "huber": ("delta",),
+    "quantile": ("quantiles",),
+    "focal": ("alpha", "gamma"),
+    "dice": ("class_axis", "ignore_index", "smooth"),
+    "ctc": ("ignore_index", "blank"),
+    "cosine": ("margin",),
+    "triplet": ("margin",),
+    "info_nce": ("temperature",),
+    "file": ("file", "label_type"),
+}
+"""Loss -> its own settings; the others have none."""
+EXPORTED = ("cross_entropy", "mse", "l1", "bce_with_logits", "huber", "output")
+"""Losses that `export.training` writes into its files, without the settings below."""
+NOT_EXPORTED = ("label_smoothing", "soft_labels", "positive_weights")
+NUM_OUTPUTS: Mapping[str, int] = {"cosine": 2, "triplet": 3, "info_nce": 2}
+"""Losses that read several outputs -> how many."""
+
+
+def export_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
+    """Yield why `export.training` cannot write these losses into its files."""
+    if len(losses) > 1:
+        yield f"export.training writes one loss into its files, but there are {len(losses)} [[loss]]; set it to false"
+    for place, each in enumerate(losses):
+        if each.name not in EXPORTED:
+            yield (
+                f"export.training has no ONNX form of the loss {each.name!r}, only of {', '.join(EXPORTED)}; set it to "
+                "false"
+            )
+        without = [name for name in NOT_EXPORTED if getattr(each, name)]
+        without += ["class_weights"] if each.name == "bce_with_logits" and each.class_weights else []
+        for name in without if each.name in EXPORTED else ():
+            yield f"export.training has no ONNX form of {key_of(losses, place, name)}; set one of the two aside"
+
+
+def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
+    """Yield what is wrong with the settings of single losses, which are filled in."""
+    own = [name for name in LossConfig.model_fields if any(name in taken for taken in TAKEN.values())]
+    for place, each in enumerate(losses):
+        key = functools.partial(key_of, losses, place)
+        for name in own:
+            default = LossConfig.model_fields[name].default
+            # every entry that is filled in has an ignored label
+            if name not in (*TAKEN.get(each.name, ()), "ignore_index") and getattr(each, name) != default:
+                takers = [loss for loss, taken in TAKEN.items() if name in taken]
+                yield f"{key(name)} {getattr(each, name)!r} is for {' and '.join(takers)}, not for {each.name}"
+        if each.name == "file" and not each.file:
+            yield f"{key('name')} 'file' needs {key('file')}: \"my_loss.py:function\" or an ONNX file"
+        wanted = NUM_OUTPUTS.get(each.name, 1)
+        if len(each.outputs) != wanted:
+            found = len(each.outputs)
+            yield f"{key('output')}: {each.name} reads {wanted} outputs of the graph, not {found}; name them"
+        if each.name == "bce_with_logits" and each.class_weights == "balanced":
+            yield f"{key('class_weights')} 'balanced' is for cross_entropy; bce_with_logits has positive_weights"
+        if each.soft_labels and each.class_weights == "balanced":
+            yield f"{key('class_weights')} 'balanced' counts labels that are classes, not probabilities"
 
 
 def filled(model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig]) -> tuple[LossConfig, ...]:
     """Return every loss with name, output, label and ignored label filled in from the short form."""
     entries = tuple(loss) or (LossConfig(),)
-    outputs = (model.output,) * len(entries) if isinstance(model.output, str) else model.output
+    outputs: Sequence[str | tuple[str, ...]] = (model.output,) * len(entries)
+    if not isinstance(model.output, str) and len(entries) > 1:
+        outputs = model.output
     return tuple(
         each.model_copy(
             update={
-                "name": each.name or model.loss,
+                "name": each.name or ("file" if each.file else model.loss),
                 "output": each.output or output,
                 "label": each.label or data.label,
                 "ignore_index": model.ignore_index if each.ignore_index is None else each.ignore_index,
             }
         )
-        for each, output in zip(entries, outputs, strict=False)
+        for each, output in zip(entries, (*outputs, *("",) * len(entries)), strict=False)
     )
 
 
 def with_outputs(model: ModelConfig, losses: Sequence[LossConfig]) -> ModelConfig:
     """Return [model] with the outputs that the filled losses read, and of one loss its name, for surgery."""
-    outputs = tuple(each.output for each in losses)
+    outputs = tuple(output for each in losses for output in each.outputs)
     found: dict[str, object] = {"output": outputs[0] if len(set(outputs)) == 1 else outputs}
     if len(losses) == 1:
         found["loss"] = losses[0].name
@@ -91,7 +207,8 @@ def titles(losses: Sequence[LossConfig], output_names: Sequence[str] = ()) -> li
 
     output_names: those of the graph, for a loss that reads the first one without naming it.
     """
-    outputs = [each.output or (output_names[0] if output_names else "first") for each in losses]
+    first = output_names[0] if output_names else "first"
+    outputs = ["+".join(output or first for output in each.outputs) for each in losses]
     names = [
         output if outputs.count(output) == 1 else f"{output}/{each.name}"
         for output, each in zip(outputs, losses, strict=True)
@@ -106,7 +223,8 @@ def key_of(losses: Sequence[LossConfig], place: int, setting: str) -> str:
 
 def contradictions(model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig]) -> Iterable[str]:
     """Yield a sentence for each setting of a loss that the short form sets differently."""
-    if not isinstance(model.output, str) and len(model.output) != max(len(loss), 1):
+    own = tuple(output for each in loss for output in each.outputs)
+    if not isinstance(model.output, str) and len(loss) > 1 and len(model.output) != len(loss) and model.output != own:
         yield f"model.output names {len(model.output)} tensors, but there are {len(loss)} [[loss]]; name one for each"
         return
     shorts: list[tuple[str, str, object, object]] = [
@@ -115,7 +233,11 @@ def contradictions(model: ModelConfig, data: DataConfig, loss: Sequence[LossConf
         ("label", "data.label", data.label, DataConfig.model_fields["label"].default),
     ]
     for place, each in enumerate(loss):
-        output = model.output if isinstance(model.output, str) else model.output[place]
+        output = model.output
+        if model.output == own:  # as a validated configuration has them
+            output = each.output
+        elif not isinstance(model.output, str) and len(loss) > 1:
+            output = model.output[place]
         for setting, short, value, default in (*shorts, ("output", "model.output", output, "")):
             given = getattr(each, setting)
             if given not in ("", None, value) and value != default:

@@ -27,6 +27,8 @@ TASKS: Mapping[str, Task] = {
     "bce_with_logits": "labels",
     "mse": "values",
     "l1": "values",
+    "huber": "values",
+    "focal": "labels",
 }
 """Loss -> what its output and its labels are; a loss that is absent has no metric besides itself."""
 
@@ -35,6 +37,8 @@ DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "bce_with_logits": ("accuracy",),
     "mse": ("mae", "mse"),
     "l1": ("mae", "mse"),
+    "huber": ("mae", "mse"),
+    "focal": ("accuracy",),
 }
 """Loss -> its metrics where `metrics` is empty."""
 

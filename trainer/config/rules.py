@@ -10,7 +10,15 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from onward.trainer.config.losses import LossConfig, contradictions, filled, titles
+from onward.trainer.config.losses import (
+    LossConfig,
+    contradictions,
+    export_problems,
+    filled,
+    key_of,
+    setting_problems,
+    titles,
+)
 from onward.trainer.config.metric_names import DEFAULTS
 from onward.trainer.config.sections import (
     CheckpointConfig,
@@ -215,10 +223,27 @@ def _surgery(model: ModelConfig) -> Iterable[str]:
 
 
 def _losses(
-    model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig], parallel: ParallelConfig, export: ExportConfig
+    model: ModelConfig,
+    data: DataConfig,
+    loss: Sequence[LossConfig],
+    train: TrainConfig,
+    parallel: ParallelConfig,
+    export: ExportConfig,
 ) -> Iterable[str]:
     yield from contradictions(model, data, loss)
     losses = filled(model, data, loss)
+    yield from setting_problems(losses)
+    for place, each in enumerate(losses):
+        key = key_of(losses, place, "name")
+        if each.name == "info_nce" and (train.gradient_accumulation_steps > 1 or parallel.pipeline > 1):
+            yield (
+                f"{key} 'info_nce' compares all samples of a step at once, but train.gradient_accumulation_steps is "
+                f"{train.gradient_accumulation_steps} and parallel.pipeline {parallel.pipeline}; set both to 1"
+            )
+        if each.name == "info_nce" and parallel.reduction == "adasum":
+            yield f"{key} 'info_nce' reaches over all replicas, which Adasum does not add up; use 'sum'"
+    if export.training:
+        yield from export_problems(losses)
     if model.num_classes == 1 and losses and losses[0].name == "cross_entropy":
         yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
     if len(losses) < 2:
@@ -228,8 +253,6 @@ def _losses(
             f"parallel.reduction 'adasum' weighs hosts by the targets of one loss, but there are {len(losses)} "
             "[[loss]]; use 'sum'"
         )
-    if export.training:
-        yield f"export.training writes one loss into its files, but there are {len(losses)} [[loss]]; set it to false"
 
 
 def _adapters(lora: LoraConfig, model: ModelConfig) -> Iterable[str]:

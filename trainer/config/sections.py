@@ -33,7 +33,12 @@ AcceptedWarning = Literal["merged", "separated", "removed"]
 
 FixedBatch = Literal["auto", "any", "own", "joint"]
 
-LossName = Literal["cross_entropy", "mse", "l1", "bce_with_logits", "output"]
+# fmt: off
+LossName = Literal[
+    "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
+    "cosine", "triplet", "info_nce", "file",
+]
+# fmt: on
 """The losses, by name."""
 
 
@@ -44,8 +49,8 @@ class ModelConfig(Section):
     """The ONNX file to train: a path, relative to the config file (on the command line: to the working directory), or a
     URL (s3, gs, az, hf, http, https), as everywhere that a path is taken."""
     loss: LossName = "cross_entropy"
-    """Cross-entropy (classes on the last axis), mean squared or absolute error, binary cross-entropy on
-    logits, or `output`: the graph computes its own scalar loss. Short for `loss.name`."""
+    """Cross-entropy, mean squared or absolute error, binary cross-entropy on logits, `output` (the graph computes its
+    own scalar loss), or another one of [loss], which has their settings. Short for `loss.name`."""
     output: str | tuple[str, ...] = ""
     """The tensor that the loss reads: a graph output, or any tensor inside the graph; empty = the first output. With
     `loss = "output"` it is the loss itself. A list has the tensor of each `[[loss]]`. Short for `loss.output`."""

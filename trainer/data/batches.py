@@ -374,7 +374,9 @@ class _Collate:
         array = np.stack(arrays, axis=1) if feed.stacked else arrays[0]
         if feed.is_one_column:
             array = array.reshape(len(array), 1)
-        return torch.from_numpy(array).to(getattr(torch, feed.tensor_dtype))
+        # transforms may make probabilities of classes: mixed labels (MixUp, CutMix)
+        dtype = "float32" if feed.scores is not None and array.dtype.kind == "f" else feed.tensor_dtype
+        return torch.from_numpy(array).to(getattr(torch, dtype))
 
 
 def _longest(values: Values) -> int:

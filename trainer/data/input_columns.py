@@ -27,6 +27,7 @@ import onnx
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data import sources
+from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.class_names import class_problems
 from onward.trainer.data.columns import BYTES, TEXT, Column, ColumnType, Schema
 from onward.trainer.data.fitted import Fitted
@@ -61,6 +62,10 @@ class Feed:
     """Whether it feeds the labels of a loss."""
     image: ImageInput | None = None
     """Set where the column holds encoded images."""
+    scores: Dims | None = None
+    """Of labels that are classes: the declared shape of the output with their scores."""
+    class_axis: int | None = None
+    """Of such labels: `loss.class_axis`."""
 
     @property
     def column_type(self) -> ColumnType:
@@ -118,15 +123,32 @@ def _label_feeds(config: RunConfig, signature: Signature) -> Iterator[Feed]:
     for place, loss in enumerate(losses):
         if not loss.takes_labels:
             continue
-        output = signature.output(loss.output)
+        output = signature.output(loss.outputs[0])
         shape = output.sample_shape if output else None
         own = bool(config.loss and config.loss[place].label)
         key = key_of(losses, place, "label") if own else "data.label"
         stacked = not isinstance(loss.label, str)
-        if loss.has_classes:  # labels have the shape of the logits without the axis of classes
-            yield Feed(key, loss.columns, stacked, "int64", shape[:-1] if shape else shape, is_label=True)
-        else:
-            yield Feed(key, loss.columns, stacked, "float32", shape, is_label=True)
+        dtype = "int64" if loss.has_classes else loss.label_type
+        scores = output.shape if output and loss.has_class_axis else None
+        shape = _label_shape(loss, shape)
+        yield Feed(key, loss.columns, stacked, dtype, shape, is_label=True, scores=scores, class_axis=loss.class_axis)
+
+
+def _label_shape(loss: LossConfig, output: Dims | None) -> Dims | None:
+    """Return the shape of the labels of one sample, None where only the data says it. output: shape of one sample."""
+    if output is None or loss.name in ("ctc", "file"):
+        return None
+    if loss.name == "cosine":
+        return ()
+    if loss.name == "quantile":
+        return output[:-1] if output and output[-1] == len(loss.quantiles) else output
+    if not loss.has_class_axis or not output:
+        return output
+    # labels have the shape of the scores without the axis of classes
+    if loss.class_axis is not None and -len(output) <= (axis := loss.class_axis) <= len(output):
+        axis = axis % (len(output) + 1) - 1
+        return (*output[:axis], *output[axis + 1 :]) if axis >= 0 else None
+    return output[:-1] if len(output) < 3 else None
 
 
 def _feed(info: TensorInfo, columns: str | tuple[str, ...], images: Mapping[str, ImageInput]) -> Feed:
@@ -314,8 +336,34 @@ def _castable(source: str, target: str) -> bool:
     return np.dtype(source).kind in "biu" or "float" in target
 
 
+def _class_axis_problem(feed: Feed, column: Column) -> str:
+    """Return what is wrong with labels beside scores of three or more axes: no axis of classes fits, or several do."""
+    assert feed.scores is not None
+    labels = (None, *column.shape)
+    try:
+        find_class_axis(feed.scores, labels, declared=feed.scores, given=feed.class_axis)
+    except ConfigError as error:
+        # lengths that are not known yet fit any axis: the rehearsal sees the real ones
+        known = None not in (*feed.scores[1:], *labels[1:])
+        return "" if not known else (_last_axis_problem(feed, column) or "; ".join(error.problems))
+    return ""
+
+
+def _last_axis_problem(feed: Feed, column: Column) -> str:
+    """Return a sentence that is easier to read, where labels fit no axis in number."""
+    assert feed.scores is not None
+    sample = feed.scores[1:]
+    sizes = {math.prod(dim or 0 for at, dim in enumerate(sample) if at != axis) for axis in range(len(sample))}
+    if math.prod(column.shape) in sizes or feed.class_axis is not None:
+        return ""
+    takes = f"{feed.target} must be {_shown(sample[:-1])} a sample to fit the output"
+    return f"{takes}, but column {column.name!r} is {column.kind}"
+
+
 def _shape_problem(feed: Feed, column: Column) -> str:
     shape = feed.sample_shape
+    if feed.scores is not None and len(feed.scores) > 2 and not column.variable:
+        return _class_axis_problem(feed, column)
     if shape is None:
         return ""
     if feed.is_label:
@@ -360,12 +408,24 @@ def embedding_rows_of(config: RunConfig, name: str) -> tuple[int, str] | None:
     return embedding_rows(onnx.load(config.model.path, load_external_data=False).graph, name)
 
 
+def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | None:
+    """Return the number of classes of an output; None where it is dynamic, or the axis of classes not known yet."""
+    if not loss.has_class_axis:
+        return output[-1]
+    labels = (None, None) if column.variable else (None, *column.shape)
+    try:
+        found = output[find_class_axis(output, labels, declared=output, given=loss.class_axis)]
+    except ConfigError:
+        return None
+    return max(found, 2) if found and loss.name == "dice" else found
+
+
 def _label_range_problems(
     loss: LossConfig, signature: Signature, column: Column, fitted: Mapping[str, Fitted]
 ) -> Iterator[str]:
-    """Check that the labels are classes of the output, whose last axis has one entry for each class."""
-    output = signature.output(loss.output)
-    num_classes = output.shape[-1] if output and output.shape else None
+    """Check that the labels are classes of the output."""
+    output = signature.output(loss.outputs[0])
+    num_classes = _declared_classes(loss, output.shape, column) if output and output.shape else None
     if column.name in fitted and fitted[column.name].classes:
         yield from class_problems(column.name, fitted[column.name], num_classes, output.name if output else "")
         return

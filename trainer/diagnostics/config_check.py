@@ -13,7 +13,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from onward.trainer.config.loading import BUNDLED_SOURCES
-from onward.trainer.config.losses import with_outputs
+from onward.trainer.config.losses import key_of, with_outputs
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
@@ -100,10 +100,12 @@ def _matches(source: str) -> bool:
 
 
 def _paths(sections: Sections) -> list[str]:
+    losses = sections.get("loss", ())
     named = {
         "launch.hostfile": getattr(sections.get("launch"), "hostfile", ""),
         "checkpoint.load": getattr(sections.get("checkpoint"), "load", ""),
     }
+    named |= {key_of(losses, at, "file"): each.file.partition(":")[0] for at, each in enumerate(losses)}
     problems = [
         f"{key}: {path} does not exist"
         for key, path in named.items()

@@ -34,7 +34,9 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.sections import ModelConfig
-from onward.trainer.data.signature import digest_of_files, model_digest
+from onward.trainer.data.losses_from_data import with_balanced_weights, with_class_axes
+from onward.trainer.data.shards import open_shards
+from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
 from onward.trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUnavailable
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
@@ -158,6 +160,8 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
         path, *_ = write_model(merged_module(trainable), trainable.model, source, staging / source.name)
         written = ModelFile.read(path).proto
         part = extract_subgraph(written, begin_at_numbers(written, config.model))
+        rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
+        config = with_balanced_weights(with_class_axes(config, rows.columns, signature), rows, signature)
         write_artifacts(folder, part, config, base=staging)
 
 

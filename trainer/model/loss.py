@@ -9,54 +9,43 @@ smaller. This is why two replicas equal one replica with twice the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.data.batches import Batch
-from onward.trainer.data.targets import count_targets
+from onward.trainer.data.class_axis import Dims, find_class_axis
+from onward.trainer.data.targets import count_targets, soft_axis
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.model.chunked_loss import cross_entropy
+from onward.trainer.model import chunked_loss, loss_formulas
+from onward.trainer.model.gathered_rows import gathered_rows
+from onward.trainer.model.loss_file import load_loss
 from onward.trainer.model.vocabulary_loss import ClassShard
-
-
-def _cross_entropy(output: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    # classes are on the last axis of the output: [..., C] and [...]
-    # a file for one row may leave the batch out of its output: [C], which `flatten` refuses
-    rows = output.reshape(-1, output.shape[-1])
-    return F.cross_entropy(rows, labels.flatten(), ignore_index=ignore_index, reduction="sum")
-
-
-def _elementwise(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, int], Tensor]:
-    def total(output: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-        # without the reshape, [B] and [B, 1] would broadcast to [B, B]
-        return function(output, labels.reshape(output.shape).to(output.dtype), reduction="sum")
-
-    return total
-
-
-LOSSES: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
-    "cross_entropy": _cross_entropy,
-    "mse": _elementwise(F.mse_loss),
-    "l1": _elementwise(F.l1_loss),
-    "bce_with_logits": _elementwise(F.binary_cross_entropy_with_logits),
-}
 
 
 class Losses:
     """All losses of a run over the outputs of one micro-batch, in the order of `RunConfig.losses`.
 
-    classes: as of `Loss`, for a run with one loss.
+    output_names: the graph's outputs in order; shapes: output -> the shape that the file declares. classes: as of
+    `Loss`, for a run with one loss. replicas: the group over which losses of whole batches reach (info_nce).
     """
 
     def __init__(
-        self, losses: Sequence[LossConfig], output_names: Sequence[str], *, classes: ClassShard | None = None
+        self,
+        losses: Sequence[LossConfig],
+        output_names: Sequence[str],
+        shapes: Mapping[str, Dims | None] | None = None,
+        *,
+        classes: ClassShard | None = None,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         assert classes is None or len(losses) == 1
-        self.each = tuple(Loss(each, output_names, classes=classes) for each in losses)
+        known = shapes or {}
+        self.each = tuple(Loss(each, output_names, known, classes=classes, replicas=replicas) for each in losses)
         self.titles = titles(losses, output_names)
         """What the metrics of each loss are named after."""
         self._weights = [each.weight for each in losses]
@@ -67,7 +56,7 @@ class Losses:
     def __call__(
         self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int
     ) -> tuple[Tensor, ...]:
-        """Return each loss summed over its targets: scalars, differentiable."""
+        """Return each loss summed over its targets: scalars, differentiable. size: 0 for a padding micro-batch."""
         return tuple(loss(outputs, own, size) for loss, own in zip(self.each, labels, strict=True))
 
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
@@ -87,50 +76,112 @@ class Losses:
 class Loss:
     """One loss over the outputs of one micro-batch.
 
-    `output_names`: the graph's outputs in order. `classes`: the classes whose logits this rank computes, if tensor
-    parallelism sharded them (tensor/vocabulary.py); then every rank of the group must call each method that takes
-    outputs, and all get the same result. Raises ConfigError for an unknown `model.output`.
+    output_names: the graph's outputs in order; shapes: output -> the shape that the file declares. classes: the classes
+    whose logits this rank computes, if tensor parallelism sharded them (tensor/vocabulary.py); then every rank of the
+    group must call each method that takes outputs, and all get the same result. replicas: see `Losses`. Raises
+    ConfigError for an unknown output and for a file that holds no loss.
     """
 
-    def __init__(self, config: LossConfig, output_names: Sequence[str], *, classes: ClassShard | None = None) -> None:
-        self.index = output_index(config.output, output_names)
-        """Position of the output that the loss reads."""
+    def __init__(
+        self,
+        config: LossConfig,
+        output_names: Sequence[str],
+        shapes: Mapping[str, Dims | None] | None = None,
+        *,
+        classes: ClassShard | None = None,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.indices = [output_index(name, output_names) for name in config.outputs]
+        """Positions of the outputs that the loss reads."""
+        self.index = self.indices[0]
         self.config, self.ignore_index = config, config.ignored
-        self.classes = classes
-        self.name = config.name
+        self.classes, self.name = classes, config.name
+        self._output_name = output_names[self.index]
+        self._declared = (shapes or {}).get(self._output_name)
+        self._replicas = replicas
+        self._file = load_loss(config.file) if config.name == "file" else None
+        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
         """Return the loss summed over the targets that count: a scalar, differentiable."""
-        own = self._own(outputs)
-        if self.name == "cross_entropy" and labels is not None:
+        own, name, config = self._own(outputs), self.name, self.config
+        if name == "cross_entropy" and labels is not None and config.is_plain and not labels.is_floating_point():
             if self.classes:
+                self._last_axis_only(own, labels)
                 return self.classes.cross_entropy(own, labels, self.ignore_index)
             if own.dtype in (torch.float16, torch.bfloat16):
-                return cross_entropy(own, labels, self.ignore_index)
+                rows = loss_formulas.as_rows(own, self.axis(outputs, labels))
+                return chunked_loss.cross_entropy(rows, labels, self.ignore_index)
         output = self.output(outputs)
-        if self.name == "output" or labels is None:
+        if name == "output":
             return output.mean() * size  # a loss that the graph computes is a mean over its batch
-        return LOSSES[self.name](output, labels, self.ignore_index)
+        if name in ("cosine", "triplet", "info_nce"):
+            several = [outputs[place].float() for place in self.indices]
+            return self._of_several(several, labels, size)
+        if labels is None:
+            return output.mean() * size
+        if self._file is not None:
+            return self._file(output, labels, size)
+        return self._of_one(output, labels)
 
-    def count(self, labels: Tensor | None, size: int) -> int | Tensor:
+    def _of_one(self, output: Tensor, labels: Tensor) -> Tensor:
+        name, config = self.name, self.config
+        if name == "cross_entropy":
+            axis = -1 if labels.is_floating_point() else self.axis(output, labels)
+            return loss_formulas.cross_entropy(output, labels, axis, config, self._weights("class_weights", output))
+        if name == "dice":
+            return loss_formulas.dice(output, labels, self.axis(output, labels), config)
+        if name == "ctc":
+            return loss_formulas.ctc(output, labels, config)
+        if name == "quantile":
+            return loss_formulas.quantile(output, labels.to(output.dtype), config)
+        # without the reshape, [B] and [B, 1] would broadcast to [B, B]
+        labels = labels.reshape(output.shape).to(output.dtype)
+        if name == "focal":
+            return loss_formulas.focal(output, labels, config)
+        if name == "giou":
+            return loss_formulas.giou(output, labels)
+        weights, positive = (self._weights(key, output) for key in ("class_weights", "positive_weights"))
+        return loss_formulas.elementwise(name, config, weights, positive)(output, labels)
+
+    def _of_several(self, outputs: Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
+        config = self.config
+        if self.name == "info_nce":
+            queries, keys = (value[:size] for value in outputs)
+            all_queries, all_keys, at = gathered_rows(queries, keys, self._replicas)
+            return loss_formulas.info_nce(queries, keys, config.temperature, all_queries, all_keys, at)
+        if self.name == "triplet":
+            margin = 1.0 if config.margin is None else config.margin
+            anchor, positive, negative = outputs
+            return F.triplet_margin_loss(anchor, positive, negative, margin=margin, reduction="sum")
+        assert labels is not None
+        one, other = outputs
+        return F.cosine_embedding_loss(one, other, labels.flatten(), margin=config.margin or 0.0, reduction="sum")
+
+    def count(self, labels: Tensor | None, size: int) -> float | Tensor:
         """Return the number of targets of a micro-batch of `size` samples, without a forward pass (count_targets)."""
         return count_targets(labels, size, self.config)
 
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor], place: int = 0) -> None:
-        """Raise DataError if a label of a cross-entropy is neither a class of the outputs nor the ignored label.
+        """Raise DataError if a label that is a class is neither a class of the outputs nor the ignored label.
 
         place: which of the batch's labels are this loss's.
-
         It compares numbers of the host. On a GPU such a label would stop the device, in a later and unrelated call.
         """
-        if self.name != "cross_entropy":
+        own = batch.labels[place]
+        if not self.config.has_classes or own is None or own.is_floating_point():
             return
-        num_classes = self.num_classes(outputs)
+        num_classes = self.num_classes(outputs, own)
+        if self.name == "dice":
+            num_classes = max(num_classes, 2)
+        weights = self.config.class_weights
+        if weights and len(weights) != num_classes:
+            raise ConfigError(
+                f"loss.class_weights has {len(weights)} weights, but output {self._output_name!r} {num_classes} classes"
+            )
         least, greatest = batch.label_ranges[place]
         if least >= 0 and greatest < num_classes:
             return
-        own = batch.labels[place]
-        assert own is not None
         labels = own.reshape(batch.size, -1).cpu()
         wrong = (labels != self.ignore_index) & ((labels < 0) | (labels >= num_classes))
         values, rows = sorted(set(labels[wrong].tolist())), batch.rows[wrong.any(1).numpy()].tolist()
@@ -146,14 +197,44 @@ class Loss:
         output = self._own(outputs).float()
         return self.classes.gathered(output) if self.classes else output
 
-    def predicted(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
-        """Return the class with the greatest logit for each target: [..., C] -> [...]. Does not gather the logits."""
+    def predicted(self, outputs: Tensor | Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Return the class with the greatest logit for each target: [..., C, ...] -> [...]. Does not gather logits."""
         output = self._own(outputs)
-        return self.classes.argmax(output) if self.classes else output.argmax(-1)
+        return self.classes.argmax(output) if self.classes else output.argmax(self.axis(outputs, labels))
 
-    def num_classes(self, outputs: Tensor | Sequence[Tensor]) -> int:
-        """Return the size of the last axis of the output, over all ranks that share it."""
-        return self.classes.total if self.classes else self._own(outputs).shape[-1]
+    def num_classes(self, outputs: Tensor | Sequence[Tensor], labels: Tensor) -> int:
+        """Return the length of the axis of the classes, over all ranks that share it."""
+        return self.classes.total if self.classes else self._own(outputs).shape[self.axis(outputs, labels)]
+
+    def axis(self, outputs: Tensor | Sequence[Tensor], labels: Tensor) -> int:
+        """Return the axis of the classes, from 0. Raises ConfigError if none fits the labels, or several do."""
+        output = self._own(outputs)
+        if self.name == "ctc":
+            return output.ndim - 1
+        if labels.is_floating_point():
+            return soft_axis(self.config, output.ndim)
+        given, shapes = self.config.class_axis, (tuple(output.shape), tuple(labels.shape))
+        return find_class_axis(*shapes, declared=self._declared, given=given, name=self._output_name)
+
+    def _last_axis_only(self, own: Tensor, labels: Tensor) -> None:
+        assert self.classes
+        shape, given = (*own.shape[:-1], self.classes.total), self.config.class_axis
+        axis = find_class_axis(shape, tuple(labels.shape), declared=self._declared, given=given, name=self._output_name)
+        if axis != own.ndim - 1:
+            raise ConfigError(
+                f"the classes of output {self._output_name!r} are on axis {axis}, and tensor parallelism has sharded "
+                "the last axis; set parallel.vocabulary = false"
+            )
+
+    def _weights(self, setting: str, like: Tensor) -> Tensor | None:
+        """Return `class_weights` or `positive_weights` on the device of a tensor; None if there are none."""
+        values = getattr(self.config, setting)
+        if not values:
+            return None
+        key = (setting, like.device)
+        if key not in self._tensors:
+            self._tensors[key] = torch.tensor(values, device=like.device)
+        return self._tensors[key]
 
     def _own(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
         return outputs if isinstance(outputs, Tensor) else outputs[self.index]

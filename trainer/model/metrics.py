@@ -9,15 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onward.trainer.config.metric_names import DEFAULTS
 from onward.trainer.model.loss import Loss, Losses
-
-METRICS = {
-    "cross_entropy": ("accuracy",),
-    "bce_with_logits": ("accuracy",),
-    "mse": ("mae", "mse"),
-    "l1": ("mae", "mse"),
-}
-"""Loss -> the names of its metrics."""
 
 
 class EvaluationMetrics:
@@ -31,9 +24,10 @@ class EvaluationMetrics:
 
     def __init__(self, losses: Losses, *, device: torch.device) -> None:
         self._losses = losses
-        self._names = [("loss", *METRICS.get(loss.name, ())) for loss in losses.each]
-        # of each loss the number of targets, then a sum for each name; fp64 counts exactly, and one NaN makes a sum NaN
-        self._lengths = [1 + len(names) for names in self._names]
+        self._names = [("loss", *DEFAULTS.get(loss.name, ())) for loss in losses.each]
+        # of each loss the number of targets (a sum of weights in the loss), then a sum for each name; fp64 counts
+        # exactly, and one NaN makes a sum NaN
+        self._lengths = [2 + len(names) for names in self._names]
         self._totals = torch.zeros(sum(self._lengths), dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -43,7 +37,7 @@ class EvaluationMetrics:
         sums = [
             part
             for loss, own in zip(self._losses.each, labels, strict=True)
-            for part in (loss.count(own, size), loss(outputs, own, size), *_sums(loss, outputs, own))
+            for part in (loss.count(own, size), *_sums(loss, outputs, own, loss(outputs, own, size)))
         ]
         for total, value in zip(self._totals, sums, strict=True):
             total.add_(value)
@@ -56,8 +50,9 @@ class EvaluationMetrics:
             dist.all_reduce(totals)
         each = []
         for names, part in zip(self._names, torch.split(totals, self._lengths), strict=True):
-            count, *sums = part.tolist()
-            values = [total / count if count else math.nan for total in sums]
+            weight, count, *sums = part.tolist()
+            counts = [weight, *[count] * (len(sums) - 1)]
+            values = [total / number if number else math.nan for total, number in zip(sums, counts, strict=True)]
             each.append(dict(zip(names, values, strict=True)))
         if len(each) == 1:
             return each[0]
@@ -66,18 +61,21 @@ class EvaluationMetrics:
         return {"loss": float(loss)} | {f"{title}/{name}": v for title, own in titled for name, v in own.items()}
 
 
-def _sums(loss: Loss, outputs: Tensor | Sequence[Tensor], labels: Tensor | None) -> list[Tensor]:
-    """Return the sums of a loss's metrics besides the loss itself."""
-    if loss.name not in METRICS or labels is None:
-        return []
+def _sums(loss: Loss, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, value: Tensor) -> list[Tensor | float]:
+    """Return the number of targets of a loss's metrics, the sum of the loss itself, and those of its metrics."""
+    if loss.name not in DEFAULTS or labels is None:
+        return [0.0, value]
     if loss.name == "cross_entropy":
+        found = loss.predicted(outputs, labels).flatten()
+        if labels.is_floating_point():
+            labels = labels.argmax(loss.axis(outputs, labels))
         labels = labels.flatten()
-        right = loss.predicted(outputs).flatten() == labels
+        counted = labels != loss.ignore_index
         # the ignored label may be a class
-        return [(right & (labels != loss.ignore_index)).sum()]
+        return [counted.sum(), value, ((found == labels) & counted).sum()]
     output = loss.output(outputs)
     target = labels.reshape(output.shape)
-    if loss.name == "bce_with_logits":
-        return [((output > 0) == (target > 0.5)).sum()]
+    if DEFAULTS[loss.name] == ("accuracy",):
+        return [target.numel(), value, ((output > 0) == (target > 0.5)).sum()]
     difference = output - target
-    return [part.sum(dtype=torch.float64) for part in (difference.abs(), difference.square())]
+    return [target.numel(), value, *(p.sum(dtype=torch.float64) for p in (difference.abs(), difference.square()))]

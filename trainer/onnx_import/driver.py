@@ -39,6 +39,7 @@ from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.blocked_layout import mark_blocks
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.external_data import external_problems, load_small_tensors
+from onward.trainer.onnx_graph.index import dims_of
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.operator_lengths import known_lengths, with_lengths
 from onward.trainer.onnx_graph.outputs import with_numeric_outputs
@@ -137,7 +138,10 @@ def to_module(
     model = mark_blocks(mark_branches(model, depth), stored)
     attempt, graph = import_graph(model, stored, found, base, quantized=trained, widen=widen)
     copies = find_copies(floats, found, records.originals) if tie else {}
-    return _finish(attempt, graph, copies, fuse=fuse)
+    module = _finish(attempt, graph, copies, fuse=fuse)
+    dims = {value.name: dims_of(value) for value in model.graph.output}
+    module.output_shapes = {name: None if found is None else tuple(found) for name, found in dims.items()}
+    return module
 
 
 def _finish(attempt: ImportAttempt, graph: fx.Graph, copies: Copies, *, fuse: bool) -> ImportedGraph:

@@ -17,6 +17,8 @@ class ImportedGraph(fx.GraphModule):
 
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
+    output_shapes: dict[str, tuple[int | None, ...] | None]
+    """Output -> the shape that the file declares, None for a dynamic length; None where it declares none."""
     onnx_names: dict[str, str]
     """Path of a parameter or running statistic in this module -> its initializer name. Paths and names are both
     unique; `named_weights` resolves them to tensors."""
@@ -31,7 +33,7 @@ class ImportedGraph(fx.GraphModule):
         assert isinstance(copy, ImportedGraph)
         # GraphModule copies the graph and what it reads, but not these attributes, and registers all buffers as
         # persistent
-        for name in ("input_names", "output_names", "onnx_names", "roles", "copies"):
+        for name in ("input_names", "output_names", "output_shapes", "onnx_names", "roles", "copies"):
             setattr(copy, name, getattr(self, name))
         mark_constants_nonpersistent(copy)
         return copy

@@ -103,7 +103,9 @@ def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) ->
         device=typical(device.type, config.precision.compute),
         with_costs=True,
     )
-    losses = Losses(config.losses, module.output_names, classes=layout.classes)
+    # the weights of "balanced" are known from the whole data only, and need no memory
+    plain = [e.model_copy(update={"class_weights": ()}) if e.class_weights == "balanced" else e for e in config.losses]
+    losses = Losses(plain, module.output_names, module.output_shapes, classes=layout.classes)
 
     def batch_loss(outputs: Sequence[Tensor]) -> Tensor:
         on_device = [None if each is None else each.to(device) for each in labels]

@@ -168,7 +168,13 @@ def build_rank_model(
     )
     return RankModel(
         stages=tuple(own),
-        losses=Losses(config.losses, module.output_names, classes=layout.classes),
+        losses=Losses(
+            config.losses,
+            module.output_names,
+            module.output_shapes,
+            classes=layout.classes,
+            replicas=mesh.get_group("data"),
+        ),
         reducer=reducer,
         shapes=shapes,
         trained_names=trained_names,

@@ -17,6 +17,7 @@ from onward.trainer.config.sections import PrecisionConfig
 from onward.trainer.data.batches import Batch, check_last_samples, one_batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.first_rows import read_first_rows
+from onward.trainer.data.losses_from_data import with_balanced_weights
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.diagnostics.audit_input import audit_of_run
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
@@ -57,15 +58,16 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
     arithmetic = _arithmetic(config, findings)
     if config.graph.compile:
         findings.not_rehearsed.append("the compiled graph (graph.compile): compiling it takes long, so it ran eagerly")
-    graph = RehearsedGraph(
-        trainable.module,
-        Losses(config.losses, trainable.module.output_names),
-        autocast=partial(autocast, arithmetic, CPU),
-    )
     torch.manual_seed(config.train.seed)
     signature = read_training_signature(config.model)
     most = max(config.micro_batch_size, config.evaluation_batch_size, PARITY_ROWS)
     rows = read_first_rows(config, signature, most)
+    config = with_balanced_weights(config, rows, signature)
+    graph = RehearsedGraph(
+        trainable.module,
+        Losses(config.losses, trainable.module.output_names, trainable.module.output_shapes),
+        autocast=partial(autocast, arithmetic, CPU),
+    )
     if rows.counts is None and (config.train.num_epochs or rows.num_rows > 1):
         findings.not_rehearsed.append(
             "the smaller micro-batches at the end of the data: the source is too large to count its rows before it is "

@@ -33,8 +33,25 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["loss.1.label is 'b', but its short form data.label is 'a'; set one of the two"],
     ),
     "outputs of other losses": (
-        {"model": {"path": "m.onnx", "output": ["y", "z"]}, "loss": {}},
-        ["model.output names 2 tensors, but there are 1 [[loss]]"],
+        {"model": {"path": "m.onnx", "output": ["y", "z"]}, "loss": [{}, {}, {}]},
+        ["model.output names 2 tensors, but there are 3 [[loss]]; name one for each"],
+    ),
+    "two outputs of a loss of one": (
+        {"loss": {"output": ["y", "z"]}},
+        ["loss.output: cross_entropy reads 1 outputs of the graph, not 2; name them"],
+    ),
+    "a setting of another loss": (
+        {"loss": {"name": "mse", "label_smoothing": 0.1}},
+        ["loss.label_smoothing 0.1 is for cross_entropy, not for mse"],
+    ),
+    "a loss of a file without one": ({"loss": {"name": "file"}}, ["loss.name 'file' needs loss.file"]),
+    "contrast over micro-batches": (
+        {"loss": {"name": "info_nce", "output": ["y", "z"]}, "train": IN_FOUR | {"global_batch_size": 8}},
+        ["loss.name 'info_nce' compares all samples of a step", "train.gradient_accumulation_steps is 4"],
+    ),
+    "files of a loss without an ONNX form": (
+        {"loss": {"name": "giou"}, "export": {"training": True}},
+        ["export.training has no ONNX form of the loss 'giou', only of cross_entropy, mse"],
     ),
     "losses and Adasum": (
         {"parallel": {"reduction": "adasum"}, "loss": [{}, {"output": "z"}]},

@@ -163,7 +163,10 @@ class _Recorder:
         classes = self._loss.name == "cross_entropy"
         tensors = [each.tensor for each in examples]
         others = [each.tensor.new_zeros(each.second) for each in examples]
-        first, second = ([*shape[:-1]] if classes else [*shape] for shape in map(self._output_shape, (tensors, others)))
+        shapes = [list(self._output_shape(each)) for each in (tensors, others)]
+        for shape in shapes if classes else ():
+            del shape[-1 if self._loss.config.class_axis is None else self._loss.config.class_axis]
+        first, second = shapes
         named = {
             (each.tensor.shape[dim], each.second[dim]): name for each in examples for dim, name in each.dynamic.items()
         }
@@ -202,7 +205,8 @@ class _Recorder:
             return self._loss(outputs, None, 1)
         counted = labels != self._ignored if self._loss.name == "cross_entropy" else torch.ones_like(labels)
         # the losses of Onward are sums over targets (model/loss.py); a step without torch needs the mean
-        return self._loss(outputs, labels, 1) / counted.sum().clamp(min=1)
+        count = self._loss.count(labels, 1) if self._loss.config.class_weights else counted.sum().clamp(min=1)
+        return self._loss(outputs, labels, 1) / count
 
 
 class _Running(fx.Interpreter):

@@ -1,6 +1,7 @@
 """Append the configured loss to a graph as ONNX nodes: model_with_loss.onnx and eval.onnx.
 
-It computes the same numbers as trainer/model/loss.py: the mean over the targets that count, classes on the last axis.
+It computes the same numbers as trainer/model/loss.py: the mean over the targets that count. The axis of the classes is
+`loss.class_axis`, which `write_artifacts` has filled in from the data; else the last one.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
 from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 
@@ -122,7 +124,8 @@ def _with_loss(model: onnx.ModelProto, config: LossConfig, names: LossNames) -> 
             extension.op("ReduceMean", value, output=names.loss, keepdims=0)
         else:
             model.graph.input.append(_labels(names.labels, output, config))
-            LOSSES[config.name](extension, value, names.labels, names.loss, config)
+            rank = len(output.type.tensor_type.shape.dim)
+            LOSSES[config.name](extension, value, names.labels, names.loss, config, rank)
     others = [value for value in outputs if value.name != names.loss]
     del model.graph.output[:]
     model.graph.output.extend([helper.make_tensor_value_info(names.loss, TensorProto.FLOAT, []), *others])
@@ -131,31 +134,48 @@ def _with_loss(model: onnx.ModelProto, config: LossConfig, names: LossNames) -> 
 
 def _output(model: onnx.ModelProto, config: LossConfig) -> onnx.ValueInfoProto:
     """Return the value that the loss reads, with its type."""
-    if not config.output:
+    if not config.outputs[0]:
         first: onnx.ValueInfoProto = model.graph.output[0]
         return first
     known = shape_inference.infer_shapes(model).graph
     values: dict[str, onnx.ValueInfoProto] = {value.name: value for value in (*known.value_info, *known.output)}
-    if config.output not in values:
-        raise ConfigError(f"model.output {config.output!r} is not a tensor of known type in the graph")
-    return values[config.output]
+    if config.outputs[0] not in values:
+        raise ConfigError(f"model.output {config.outputs[0]!r} is not a tensor of known type in the graph")
+    return values[config.outputs[0]]
 
 
 def _labels(name: str, output: onnx.ValueInfoProto, config: LossConfig) -> onnx.ValueInfoProto:
     shape = output.type.tensor_type.shape.dim
     dims = [dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else None) for dim in shape]
     if config.name == "cross_entropy":
-        return helper.make_tensor_value_info(name, TensorProto.INT64, dims[:-1])
+        axis = _axis(config, len(dims))
+        return helper.make_tensor_value_info(name, TensorProto.INT64, [*dims[:axis], *dims[axis + 1 :]])
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
 
 
-def _cross_entropy(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig) -> None:
+def _axis(config: LossConfig, rank: int) -> int:
+    """Return the axis of the classes of an output of `rank` axes."""
+    return (-1 if config.class_axis is None else config.class_axis) % max(rank, 1)
+
+
+def _cross_entropy(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig, rank: int) -> None:
     """Add the sum over the targets that count, divided by their number; 0 if there is none, and not 0 / 0."""
+    if rank > 2 and (axis := _axis(config, rank)) != rank - 1:
+        value = g.op("Transpose", value, perm=[*range(axis), *range(axis + 1, rank), axis])
     classes = g.op("Gather", g.op("Shape", value), g.constant([-1]))
-    # ONNX's SoftmaxCrossEntropyLoss has the classes on axis 1, Onward on the last axis: [..., C] becomes [rows, C]
+    # ONNX's SoftmaxCrossEntropyLoss has the classes on axis 1, here they are on the last: [..., C] becomes [rows, C]
     flat = g.op("Reshape", value, g.op("Concat", g.constant([-1]), classes, axis=0))
     targets = g.op("Reshape", labels, g.constant([-1]))
-    total = g.op("SoftmaxCrossEntropyLoss", flat, targets, reduction="sum", ignore_index=config.ignored)
+    weights = [_weights(g, config)] if config.class_weights else []
+    total = g.op("SoftmaxCrossEntropyLoss", flat, targets, *weights, reduction="sum", ignore_index=config.ignored)
+    if weights:
+        counted = g.op("Not", g.op("Equal", targets, g.constant(config.ignored, int)))
+        known = g.op("Where", counted, targets, g.constant(0, int))
+        each = g.op("Mul", g.op("Gather", weights[0], known), g.op("Cast", counted, to=TensorProto.FLOAT))
+        count = g.op("ReduceSum", each, keepdims=0)
+        count = g.op("Where", g.op("Greater", count, g.constant(0.0)), count, g.constant(1.0))
+        g.op("Div", total, count, output=loss)
+        return
     count = g.op("Cast", _count(g, labels, config), to=TensorProto.FLOAT)
     g.op("Div", total, g.op("Max", count, g.constant(1.0)), output=loss)
 
@@ -165,23 +185,36 @@ def _count(g: GraphExtender, labels: str, config: LossConfig, output: str = "") 
     return g.op("ReduceSum", g.op("Cast", counted, to=TensorProto.INT64), keepdims=0, output=output)
 
 
-def _mse(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig) -> None:
+def _mse(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig, rank: int) -> None:
     difference = g.op("Sub", value, labels)
     g.op("ReduceMean", g.op("Mul", difference, difference), keepdims=0, output=loss)
 
 
-def _l1(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig) -> None:
+def _l1(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig, rank: int) -> None:
     g.op("ReduceMean", g.op("Abs", g.op("Sub", value, labels)), keepdims=0, output=loss)
 
 
-def _bce_with_logits(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig) -> None:
+def _bce_with_logits(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig, rank: int) -> None:
     """Add max(x, 0) - xy + log(1 + exp(-|x|)), which does not overflow for any x."""
     linear = g.op("Sub", g.op("Relu", value), g.op("Mul", value, labels))
     rest = g.op("Softplus", g.op("Neg", g.op("Abs", value)))
     g.op("ReduceMean", g.op("Add", linear, rest), keepdims=0, output=loss)
 
 
-LOSSES: dict[str, Callable[[GraphExtender, str, str, str, LossConfig], None]] = {
+def _weights(g: GraphExtender, config: LossConfig) -> str:
+    return g.op("Constant", value=numpy_helper.from_array(np.asarray(config.class_weights, np.float32)))
+
+
+def _huber(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig, rank: int) -> None:
+    """Add d^2 / 2 where d = |x - y| is at most delta, and delta (d - delta / 2) elsewhere."""
+    d, delta = g.op("Abs", g.op("Sub", value, labels)), g.constant(config.delta)
+    square = g.op("Mul", g.op("Mul", d, d), g.constant(0.5))
+    line = g.op("Mul", delta, g.op("Sub", d, g.constant(0.5 * config.delta)))
+    g.op("ReduceMean", g.op("Where", g.op("LessOrEqual", d, delta), square, line), keepdims=0, output=loss)
+
+
+LOSSES: dict[str, Callable[[GraphExtender, str, str, str, LossConfig, int], None]] = {
+    "huber": _huber,
     "cross_entropy": _cross_entropy,
     "mse": _mse,
     "l1": _l1,
@@ -195,11 +228,12 @@ LOSSES: dict[str, Callable[[GraphExtender, str, str, str, LossConfig], None]] = 
 def _with_accuracy(model: onnx.ModelProto, config: LossConfig, names: LossNames) -> LossModel:
     """Add two outputs, int64: the number of targets that count, and of the right ones among them."""
     g = GraphExtender(model.graph)
-    output, labels = config.output or model.graph.output[1].name, names.labels
+    output, labels = config.outputs[0] or model.graph.output[1].name, names.labels
     count, correct = g.free("count"), g.free("correct")
     if config.name == "cross_entropy":
+        axis = -1 if config.class_axis is None else config.class_axis
         counted = g.op("Not", g.op("Equal", labels, g.constant(config.ignored, int)))
-        right = g.op("And", g.op("Equal", g.op("ArgMax", output, axis=-1, keepdims=0), labels), counted)
+        right = g.op("And", g.op("Equal", g.op("ArgMax", output, axis=axis, keepdims=0), labels), counted)
         _count(g, labels, config, output=count)
     else:
         positive = g.op("Greater", g.op("Cast", output, to=TensorProto.FLOAT), g.constant(0.0))

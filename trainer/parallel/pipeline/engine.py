@@ -182,7 +182,8 @@ class Pipeline:
         """Return the losses of a micro-batch as scalars to differentiate; zero for a padding micro-batch."""
         outputs = batch.own_rows(outputs)
         self._losses.check_labels(batch, outputs)
-        losses = self._losses(outputs, batch.labels, batch.size)
+        # a loss that compares the samples of all replicas leaves those of a padding micro-batch out
+        losses = self._losses(outputs, batch.labels, 0 if batch.is_padding else batch.size)
         if not batch.is_padding:
             return losses
         # Every gradient must exist and be zero, since collectives and counts of backward passes expect it. A product

@@ -138,6 +138,7 @@ def _module(
     paths = {path for path, _ in (*module.named_parameters(), *module.named_buffers())}
     module.onnx_names = {path: name for path, name in original.onnx_names.items() if path in paths}
     module.input_names, module.output_names = tuple(input_names), tuple(output_names)
+    module.output_shapes = {}
     # the whole graph has them; a part is never written to a file
     module.roles, module.copies = {}, {}
     mark_constants_nonpersistent(module)

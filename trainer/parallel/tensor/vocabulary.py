@@ -102,7 +102,9 @@ class _Finder:
         (self.end,) = module.graph.find_nodes(op="output")
         (value,) = self.end.args
         self.outputs: Sequence[Any] = value if isinstance(value, tuple | list) else (value,)
-        self.chain, self.product = self._head_chain(self.outputs[output_index(losses[0].output, module.output_names)])
+        self.chain, self.product = self._head_chain(
+            self.outputs[output_index(losses[0].outputs[0], module.output_names)]
+        )
 
     def find(self) -> VocabularySharding:
         replicated, dims, lookups = dict[str, str](), dict[str, int](), list[str]()
@@ -206,6 +208,8 @@ class _Finder:
             return f"there are {len(self.losses)} losses: only one alone is computed from sharded logits"
         if self.losses[0].name != "cross_entropy":
             return f"the loss is {self.losses[0].name}: only cross_entropy is computed from sharded logits"
+        if not self.losses[0].is_plain or self.losses[0].class_axis not in (None, -1):
+            return "label smoothing, class weights, soft labels and a class axis need all logits at once"
         for node in self.chain[1:]:
             if node.target not in ELEMENTWISE and not _keeps_last_dim(node):
                 return f"{node.name} comes between its output and the loss, and may need all vocabulary entries at once"

@@ -16,6 +16,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.config.loading import build_config
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections import ModelConfig, OptimizerConfig, WeightAttributes
 from onward.trainer.errors import ConfigError, ExportRefused, UnsupportedModel
 from onward.trainer.export.training import decompositions
@@ -82,7 +83,57 @@ LOSSES = [
 ]
 
 
+SETTINGS = {
+    "huber": (LossConfig(name="huber", delta=0.4, ignore_index=-100), (3, 5), "y"),
+    "weights": (LossConfig(name="cross_entropy", class_weights=(0.1, 0.4, 2.0), ignore_index=-100), (4, 3), "y"),
+    "images": (LossConfig(name="cross_entropy", class_axis=1, ignore_index=-100), (2, 3, 4, 5), "y"),
+    "weights of images": (
+        LossConfig(name="cross_entropy", class_axis=1, class_weights=(0.1, 0.4, 2.0), ignore_index=-100),
+        (2, 3, 3, 3),
+        "y",
+    ),
+}
+
+
 # -- model_with_loss.onnx and eval.onnx
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_of_losses_are_in_the_files(case: str) -> None:
+    config, shape, name = SETTINGS[case]
+    g = GraphWriter("scaled", seed=0)
+    dims = ("batch", *shape[1:])
+    g.op("Mul", g.input("x", dims), g.weight("w", g.normal(0.5, shape[1], *(1 for _ in shape[2:]))), outputs=name)
+    g.output(name, dims)
+    model = g.model()
+    module, names = to_module(model, fuse=False), loss_names(model, config)
+    feeds = feed(model, shape[0])
+    loss = Loss(config, module.output_names)
+    outputs = module(*map(torch.from_numpy, feeds.values()))
+    random = np.random.default_rng(0)
+    labels: Array = random.standard_normal(shape).astype(np.float32)
+    if config.name == "cross_entropy":
+        labels = random.integers(0, 3, (shape[0], *shape[2:]))
+        labels.flat[0] = -100
+    given = torch.from_numpy(labels)
+    mean = loss(outputs, given, shape[0]) / loss.count(given, shape[0])
+    mean.backward()
+    files = [
+        model_with_loss(model, config, names=names).model,
+        evaluation_model(model, config, names=names, weights=["w"], copies={}).model,
+    ]
+    for file in files:
+        onnx.checker.check_model(file, full_check=True)
+        assert run(file, feeds | {names.labels: labels})[names.loss] == pytest.approx(float(mean.detach()), rel=1e-5)
+    if config.name == "cross_entropy":
+        found = run(files[1], feeds | {names.labels: labels})
+        right = (outputs.argmax(1) == given) & (given != -100)
+        assert (found["count"], found["correct"]) == (given.numel() - 1, int(right.sum()))
+    trained = training_model(to_module(model, fuse=False), model, config, names=names).model
+    weights = {"w": named_weights(module)["w"].detach().numpy()}
+    found = run(trained, {**feeds, names.labels: labels, **weights})
+    assert found[names.loss] == pytest.approx(float(mean.detach()), rel=1e-5)
+    np.testing.assert_allclose(found["w_grad"], named_weights(module)["w"].grad.numpy(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "loss"), LOSSES)

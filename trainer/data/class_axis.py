@@ -1,0 +1,89 @@
+"""Find which axis of an output has the classes: the one without which the output has the shape of the labels.
+
+    output [B, 8, 32]      labels [B, 8]         axis 2: scores of a language model
+    output [B, 5, 64, 48]  labels [B, 64, 48]    axis 1: scores of the pixels of an image
+    output [2, 5, 5, 5]    labels [2, 5, 5]      axis 1, 2 or 3: refused, unless the file or the user says which
+
+Where several axes fit, the file decides if it declares a fixed length for one of them only: the number of classes is
+fixed by weights, lengths and sizes often are not. Axis 0 has the rows. Labels may also be flattened ([B x 8]).
+"""
+
+from __future__ import annotations
+
+import math
+
+from onward.trainer.errors import ConfigError
+
+Dims = tuple[int | None, ...]
+
+
+def find_class_axis(
+    output: Dims, labels: Dims, *, declared: Dims | None = None, given: int | None = None, name: str = ""
+) -> int:
+    """Return the axis of the classes, counted from 0.
+
+    output, labels: shapes, the rows included; None is a length that is not known yet, and fits any. declared: the shape
+    of the output in the file. given: `loss.class_axis`. name: of the output, for messages. Raises ConfigError if no
+    axis fits, or several do.
+    """
+    found = _fitting(output, labels)
+    what = f"output {name!r} is {_shown(output)} and the labels are {_shown(labels)}"
+    if given is not None:
+        if not -len(output) <= given < len(output):
+            raise ConfigError(f"loss.class_axis {given} is not an axis of output {name!r}, which is {_shown(output)}")
+        axis = given % len(output)
+        if axis in found or (len(output) < 3 and axis == len(output) - 1) or _fits(output, labels, axis):
+            return axis
+        raise ConfigError(f"the loss cannot be computed: {what}, which do not go with loss.class_axis {given}")
+    if len(found) > 1 and declared is not None and len(declared) == len(output):
+        fixed = [axis for axis in found if declared[axis] is not None]
+        found = fixed if len(fixed) == 1 else found
+    if len(found) > 1:
+        raise ConfigError(
+            f"{what}: the classes may be on axis {', '.join(map(str, found[:-1]))} or {found[-1]}; say which: "
+            + " or ".join(f"loss.class_axis = {axis}" for axis in found)
+        )
+    if not found:
+        raise ConfigError(
+            f"the loss cannot be computed: {what}, whose shape is not that of the output without one axis; name "
+            "another column (data.label) or another output (model.output)"
+        )
+    return found[0]
+
+
+def _fitting(output: Dims, labels: Dims) -> list[int]:
+    """Return the axes that may have the classes. Of [B, C] and [C] it is the last one, whatever the labels are."""
+    if len(output) < 3:
+        return [len(output) - 1]
+    axes = range(1, len(output))
+    exact = [axis for axis in axes if _equal(_without(output, axis), labels)]
+    # labels with an axis of one in place of the classes, such as masks [B, 1, H, W]
+    return (
+        exact
+        or [axis for axis in axes if _equal((*output[:axis], 1, *output[axis + 1 :]), labels)]
+        or [axis for axis in axes if _fits(output, labels, axis)]
+    )
+
+
+def _fits(output: Dims, labels: Dims, axis: int) -> bool:
+    """Return whether labels are the rest of the output's shape, but for axes of one, or flattened."""
+    rest = _without(output, axis)
+    if _equal(rest, labels):
+        return True
+    if None in rest or None in labels:
+        return len(labels) < len(rest)
+    squeezed, own = ([dim for dim in dims if dim != 1] for dims in (rest, labels))
+    same_number = math.prod(dim or 0 for dim in rest) == math.prod(dim or 0 for dim in labels)
+    return same_number and (squeezed == own or len(own) < len(squeezed))
+
+
+def _without(dims: Dims, axis: int) -> Dims:
+    return (*dims[:axis], *dims[axis + 1 :])
+
+
+def _equal(one: Dims, other: Dims) -> bool:
+    return len(one) == len(other) and all(None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))
+
+
+def _shown(dims: Dims) -> str:
+    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"

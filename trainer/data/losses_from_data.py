@@ -1,0 +1,87 @@
+"""Fill in what only the data says of a loss: class weights that are "balanced", and the axis of the classes.
+
+labels 0 0 0 1   ->   weights 4 / (2 x 3) = 0.67 and 4 / (2 x 1) = 2: every class has the same sum of weights, 2
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.class_axis import find_class_axis
+from onward.trainer.data.columns import Array, Schema, Values
+from onward.trainer.data.signature import Signature
+from onward.trainer.errors import ConfigError
+
+ROWS_AT_ONCE = 65536
+
+
+class LabelledRows(Protocol):
+    """Rows of data, read by number."""
+
+    @property
+    def num_rows(self) -> int: ...
+    def read(self, rows: Array) -> dict[str, Values]: ...
+
+
+def with_balanced_weights(config: RunConfig, rows: LabelledRows, signature: Signature) -> RunConfig:
+    """Return the configuration with numbers in place of "balanced"; unchanged if no loss asks for it.
+
+    rows: the training data, or its first rows where only the arithmetic is tried. Reads the labels of all of them.
+    Raises ConfigError where there are none.
+    """
+    losses = config.losses
+    if not any(loss.class_weights == "balanced" for loss in losses):
+        return config
+    found = [
+        loss.model_copy(update={"class_weights": _weights(loss, rows, signature)})
+        if loss.class_weights == "balanced"
+        else loss
+        for loss in losses
+    ]
+    return config.model_copy(update={"loss": tuple(found)})
+
+
+def with_class_axes(config: RunConfig, columns: Schema, signature: Signature) -> RunConfig:
+    """Return the configuration with `loss.class_axis` as the shapes of output and labels say, for the exported loss.
+
+    columns: those of the shards. Raises ConfigError where several axes fit, or none.
+    """
+    found = []
+    for loss in config.losses:
+        output = signature.output(loss.outputs[0])
+        column = columns.get(loss.columns[0]) if loss.has_class_axis else None
+        if column is not None and output is not None and output.shape and loss.class_axis is None:
+            stacked = () if isinstance(loss.label, str) else (len(loss.columns),)
+            labels = (None, *(((None,) if column.variable else column.shape) + stacked))
+            axis = find_class_axis(output.shape, labels, declared=output.shape, name=output.name)
+            loss = loss.model_copy(update={"class_axis": axis})
+        found.append(loss)
+    return config.model_copy(update={"loss": tuple(found)})
+
+
+def _weights(loss: LossConfig, rows: LabelledRows, signature: Signature) -> tuple[float, ...]:
+    counts = np.zeros(0, np.int64)
+    for first in range(0, rows.num_rows, ROWS_AT_ONCE):
+        values = rows.read(np.arange(first, min(first + ROWS_AT_ONCE, rows.num_rows)))
+        for name in loss.columns:
+            column = values[name]
+            flat = column.ravel() if isinstance(column, np.ndarray) else np.concatenate([*column, np.zeros(0, int)])
+            flat = flat[(flat != loss.ignored) & (flat >= 0)].astype(np.int64)
+            now = np.bincount(flat, minlength=len(counts))
+            counts = now + np.pad(counts, (0, len(now) - len(counts)))
+    if not counts.sum():
+        raise ConfigError("loss.class_weights 'balanced': the training data has no label that counts")
+    output = signature.output(loss.outputs[0])
+    shape = output.shape if output and output.shape else ()
+    # classes that never occur need a weight, too: labels of later data may have them
+    declared = [dim for dim in shape[1:] if dim is not None and dim >= len(counts)]
+    axis = loss.class_axis
+    length = shape[axis] if axis is not None and -len(shape) <= axis < len(shape) else min(declared, default=None)
+    counts = np.pad(counts, (0, max((length or 0) - len(counts), 0)))
+    present = counts > 0
+    weights = np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 0.0)
+    return tuple(weights.tolist())

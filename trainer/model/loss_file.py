@@ -1,0 +1,89 @@
+"""Load a loss of the user: a Python function, or an ONNX file, as `loss.file` names it.
+
+    loss.file = "my_loss.py:smooth"     smooth(output, labels) -> the sum over the rows of a micro-batch, a scalar
+    loss.file = "my_loss.onnx"          inputs (output, labels) -> [B], a loss for each row, or their mean, a scalar
+
+The mean of a step divides by its rows: a loss file must be a sum over rows (or their mean, times their number), so that
+it is the same over any number of replicas and micro-batches. `output` is fp32, `labels` of `loss.label_type`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_import.driver import load_model, to_module
+
+LossOfFile = Callable[[Tensor, Tensor, int], Tensor]
+"""(output, labels, rows) -> the loss summed over the rows, a scalar."""
+
+
+def load_loss(file: str) -> LossOfFile:
+    """Return the loss that a file holds. Raises ConfigError if there is none, UnsupportedModel for ONNX operators."""
+    name, _, function = file.partition(":")
+    if not Path(name).is_file():
+        raise ConfigError(f"loss.file: there is no file {name}")
+    return _from_onnx(Path(name)) if name.endswith(".onnx") else _from_python(Path(name), function)
+
+
+def _from_python(path: Path, name: str) -> LossOfFile:
+    if not name:
+        raise ConfigError(f"loss.file {str(path)!r} names no function; write {path.name}:my_function")
+    spec = importlib.util.spec_from_file_location(f"onward_loss_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"loss.file {path} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"loss.file {path} has no function {name!r}")
+
+    def loss(output: Tensor, labels: Tensor, size: int) -> Tensor:
+        try:
+            value = function(output, labels)
+        except Exception as error:
+            raise ConfigError(
+                f"loss.file {path}:{name} failed on output {list(output.shape)} and labels {list(labels.shape)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(value, Tensor) or value.ndim:
+            what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
+            raise ConfigError(f"loss.file {path}:{name} returned {what}, not the sum over the rows, a scalar tensor")
+        return value.float()
+
+    return loss
+
+
+def _from_onnx(path: Path) -> LossOfFile:
+    module = to_module(load_model(path), base=path.parent, train=()).eval().requires_grad_(False)
+    if len(module.input_names) != 2 or len(module.output_names) != 1:
+        raise ConfigError(
+            f"loss.file {path} has the inputs {', '.join(module.input_names)} and the outputs "
+            f"{', '.join(module.output_names)}; it must have two inputs, output and labels, and one output"
+        )
+    devices = {torch.device("cpu")}
+
+    def loss(output: Tensor, labels: Tensor, size: int) -> Tensor:
+        if output.device not in devices:
+            module.to(output.device)
+            devices.clear()
+            devices.add(output.device)
+        value: Tensor = module(output, labels)
+        if value.ndim == 0:
+            return value.float() * size
+        if value.shape != (len(output),):
+            raise ConfigError(
+                f"loss.file {path} returned {list(value.shape)}, neither a scalar nor a loss for each of "
+                f"{len(output)} rows"
+            )
+        return value.float().sum()
+
+    return loss

@@ -134,10 +134,10 @@ def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:
 
 def _outputs(config: RunConfig, manifest: ShardManifest, signature: Signature) -> Iterator[OutputMeaning]:
     for loss in config.losses:
-        output = signature.output(loss.output)
+        output = signature.output(loss.outputs[0])
         names = [manifest.fitted[name].classes for name in loss.columns if name in manifest.fitted]
         yield OutputMeaning(
-            name=output.name if output else loss.output,
+            name=output.name if output else loss.outputs[0],
             loss=str(loss.name),
             label=loss.columns,
             classes=names[0] if names and loss.has_classes else (),

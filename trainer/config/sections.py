@@ -153,9 +153,9 @@ class DataConfig(Section):
     """A file, a directory or a glob, also by URL; or `digits` (scikit-learn's 1,797 images), or `stdlib` (the text of
     Python's standard library). Relative to the config file; on the command line, to the working directory."""
     format: Literal[
-        "auto", "csv", "parquet", "jsonl", "npz", "text", "digits", "arrow", "pb", "images", "webdataset"
+        "auto", "csv", "parquet", "jsonl", "npz", "text", "digits", "arrow", "pb", "images", "audio", "webdataset"
     ] = "auto"
-    """The format of the source; `auto` decides by its name. `images` are image files in a folder for each class,
+    """The format of the source; `auto` decides by its name. `images` and `audio` are files in a folder for each class,
     `webdataset` tar files, `arrow` Onward's own shards, `pb` those of ONNX Runtime's trainer."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources in place of `source`, each with a weight, mixed anew in each epoch. An epoch has as many samples

@@ -66,7 +66,7 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
     most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
     packer = packer_of(computers)
     # a small table may name many large files
-    is_table = not {each.format for each in sources.all_sources(data)} & {"images", "webdataset"}
+    is_table = not {each.format for each in sources.all_sources(data)} & {"images", "webdataset", "audio"}
     names_files = is_table and any(column.dtype == BYTES for column in stored)
     is_counted = _source_bytes(data) <= COUNTED_BYTES and packer is None and not names_files
     fit_to_source(computers, data, stored, most_blocks=None if is_counted else FITTED_BLOCKS)

@@ -216,7 +216,7 @@ def _cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
     # images are files of the source, or in its tar files
-    if not formats & {"images", "webdataset"} and any(column.dtype == BYTES for column in columns):
+    if not formats & {"images", "webdataset", "audio"} and any(column.dtype == BYTES for column in columns):
         content.append(_digests_of_named_files(data, columns))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 

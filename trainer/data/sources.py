@@ -18,8 +18,10 @@ import numpy as np
 
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data.arrow_files import arrow_blocks, parquet_blocks
+from onward.trainer.data.audio.decoding import AUDIO_FORMATS
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Column
 from onward.trainer.data.images.image_sources import (
+    COLUMN_OF,
     IMAGE_FORMATS,
     check_classes,
     folder_blocks,
@@ -103,10 +105,11 @@ def _suffix(path: Path) -> str:
 def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Source:
     # images beside data of another format are no data, unless there is a table [data.image]
     by_suffix = SUFFIXES | (IMAGE_FORMATS if data.image or data.format in IMAGE_FORMATS.values() else {})
+    by_suffix |= AUDIO_FORMATS if data.audio or data.format == "audio" else {}
     formats = {name: by_suffix.get(_suffix(path), "text") for name, path in found.items() if path.is_file()}
     if data.format != "auto":
         wanted: str = data.format
-        if len(formats) > 1 or wanted == "images":  # of a directory or a glob, only files of this format are read
+        if len(formats) > 1 or wanted in COLUMN_OF:  # of a directory or a glob, only files of this format are read
             formats = {name: kind for name, kind in formats.items() if kind == wanted or wanted == "text"}
     else:
         known = Counter(kind for kind in formats.values() if kind != "text")
@@ -127,7 +130,7 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         how = f"{images} are images, which a table [data.image] makes Onward decode" if images else "set data.format"
         raise DataError(f"{source}: of {len(found)} files none are {wanted}{pattern}; {how}")
     files = tuple((name, found[name]) for name in names)
-    if wanted == "images":
+    if wanted in COLUMN_OF:
         refuse_empty_classes(Path(source), files)
     return Source(wanted, files)
 
@@ -153,7 +156,7 @@ def read_by_source(
     First come the sources that are trained on, then those of `data.evaluation_source`, then those of
     `data.test_source`, which `read` leaves out.
     """
-    if data.image:
+    if data.image or data.audio:
         _check_image_classes(data)
     for each in data.mixture:
         yield "evaluation", _divided(each.source, data, names, text)
@@ -166,9 +169,9 @@ def read_by_source(
 def _check_image_classes(data: DataConfig) -> None:
     """Raise DataError if images to evaluate on are in folders of classes that no source to train on has."""
     located = [locate(each.source, data) for each in data.mixture]
-    training = [file for source in located if source.format == "images" for file in source.files]
+    training = [file for source in located if source.format in COLUMN_OF for file in source.files]
     for key in ("evaluation_source", "test_source"):
-        if training and (name := getattr(data, key)) and (held_out := locate(name, data)).format == "images":
+        if training and (name := getattr(data, key)) and (held_out := locate(name, data)).format in COLUMN_OF:
             check_classes(training, held_out.files, f"data.{key}")
 
 
@@ -188,7 +191,7 @@ def _divided(
         ]
     else:
         for name, block in _blocks(source, data, names, text):
-            if source.format == "images":
+            if source.format in COLUMN_OF:
                 yield block, held_out_names(block, data.evaluation_fraction)
             else:
                 yield block, held_out(name, block.index, data.evaluation_fraction)
@@ -231,9 +234,9 @@ def _blocks(
         for name, path in source.files:
             for block in text_blocks(path, unit, column if isinstance(column, str) else column[0]):
                 yield name, block
-    elif source.format == "images":
-        for block in folder_blocks(source.files, names):
-            yield "images", block
+    elif source.format in COLUMN_OF:
+        for block in folder_blocks(source.files, names, COLUMN_OF[source.format]):
+            yield source.format, block
     else:
         for name, path in source.files:
             # only in CSV the type of a cell is not written down

@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections_audio import AudioConfig
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.input_columns import Feed, file_feeds
 from onward.trainer.data.shards import ShardManifest
@@ -23,6 +24,7 @@ from onward.trainer.errors import ConfigError, ExportRefused
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256, write_durably
 from onward.trainer.run.preprocessing_record import (
+    AudioInput,
     ImageInput,
     OutputMeaning,
     Preprocessing,
@@ -64,9 +66,10 @@ def describe(
 ) -> Preprocessing:
     """Return what becomes of raw data before the graph reads it. Raises ExportRefused without the tokenizer's file."""
     text = text_columns(config, signature)
-    inputs: dict[str, ImageInput | TableInput | TokenInput] = {}
+    inputs: dict[str, ImageInput | TableInput | TokenInput | AudioInput] = {}
     for name, feed in file_feeds(config, signature).items():
-        inputs[name] = _table_input(feed, config, manifest)
+        audio = config.data.audio if config.data.audio and feed.columns == (config.data.audio.column,) else None
+        inputs[name] = _audio_input(feed, audio) if audio else _table_input(feed, config, manifest)
     if text:
         inputs |= _token_inputs(text, config, manifest)
     return Preprocessing(
@@ -77,6 +80,11 @@ def describe(
         text=_tokenizer(text, config) if text else None,
         outputs=tuple(_outputs(config, manifest, signature)),
     )
+
+
+def _audio_input(feed: Feed, audio: AudioConfig) -> AudioInput:
+    settings = audio.model_dump(exclude={"seconds"})
+    return AudioInput(**settings, samples=audio.length, dtype=feed.dtype)
 
 
 def _table_input(feed: Feed, config: RunConfig, manifest: ShardManifest) -> TableInput:

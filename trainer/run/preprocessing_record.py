@@ -3,6 +3,7 @@
     raw data                      preprocessing.json               input of the model
     cat.jpg                       ImageInput                       float32 [1, 3, 224, 224]
     "a good film"                 TokenInput and `text`            int64 [1, 5]
+    dog.flac                      AudioInput                       float32 [1, 16000]
     age 31, city "Rome"           TableInput                       float32 [1, 2]
 
 With this file and the raw data a program in any language computes the same inputs bit for bit; a page of the
@@ -88,6 +89,31 @@ class TableInput(Record):
     """What pads rows of varying length to the longest of a batch; None where all rows have one length."""
 
 
+class AudioInput(Record):
+    """An input that takes audio. The steps in this order: decode to float32 between -1 and 1, average the channels,
+    resample, take the middle or fill up with zeros at the end, compute the features."""
+
+    kind: Literal["audio"] = "audio"
+    column: str
+    """The column of audio files in the training data."""
+    sample_rate: int
+    """Other rates are resampled by scipy.signal.resample_poly with the rates divided by their greatest divisor."""
+    samples: int
+    """Length of a clip; 0 = its own."""
+    features: Literal["waveform", "log_mel"]
+    """`log_mel`: log(max(m, floor)) of the mel power m of torchaudio's MelSpectrogram with n_fft = `window`, hop_length
+    = `hop`, n_mels = `mel_bins` and its other defaults."""
+    mel_bins: int
+    window: int
+    hop: int
+    floor: float
+    time_first: bool
+    """Whether frames come before mel bands."""
+    channel_axis: bool
+    """Whether an axis of one channel is in front."""
+    dtype: str
+
+
 class TokenInput(Record):
     """An input that takes what the tokenizer computes of the texts (`text`)."""
 
@@ -140,7 +166,7 @@ class Preprocessing(Record):
     """Its digest, as in model.json."""
     begins_at: tuple[str, ...] = ()
     """Where only a part of the file was trained (`model.start`): `inputs` are these tensors inside of it; else ()."""
-    inputs: dict[str, Annotated[ImageInput | TableInput | TokenInput, Field(discriminator="kind")]]
+    inputs: dict[str, Annotated[ImageInput | TableInput | TokenInput | AudioInput, Field(discriminator="kind")]]
     """Input of the model -> how it is computed."""
     text: Tokenizer | None = None
     """The tokenizer, if an input takes tokens."""

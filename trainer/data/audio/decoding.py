@@ -11,6 +11,9 @@ import numpy as np
 from onward.trainer.data.columns import Array
 from onward.trainer.errors import ConfigError
 
+AUDIO_FORMATS = dict.fromkeys((".wav", ".flac", ".ogg", ".oga", ".aiff", ".mp3"), "audio")
+"""Formats that `data.format = "auto"` finds where there is a table [data.audio]."""
+
 
 class NotAudio(Exception):
     """Why content cannot be decoded, as a clause after "it"."""

@@ -26,6 +26,8 @@ from onward.trainer.errors import DataError
 Files = Sequence[tuple[str, Path]]
 """(name relative to the source, path), sorted by name."""
 
+COLUMN_OF = {"images": "image", "audio": "audio"}
+"""Format of single files in folders of classes -> the column that holds their paths."""
 IMAGE_FORMATS = {".tar": "webdataset", **dict.fromkeys(IMAGE_SUFFIXES, "images")}
 """Formats that `data.format = "auto"` finds where there is a table [data.image]."""
 MAX_NAMED = 5
@@ -35,21 +37,21 @@ MAX_NAMED = 5
 # -- folders
 
 
-def folder_blocks(files: Files, names: Sequence[str] | None) -> Iterator[Block]:
-    """Yield the image files in blocks, with their columns `image` (the path) and `label` (the class folder's name).
+def folder_blocks(files: Files, names: Sequence[str] | None, column: str = "image") -> Iterator[Block]:
+    """Yield the files in blocks, with the columns `column` (the path) and `label` (the class folder's name).
 
     Without class folders there is no column `label`. Raises DataError if only some files are in a folder.
     """
     classes = _classes(files)
     for first in range(0, len(files), PART_ROWS):
         part = files[first : first + PART_ROWS]
-        cells: dict[str, Cells] = {"image": [str(path.absolute()) for _, path in part]}
+        cells: dict[str, Cells] = {column: [str(path.absolute()) for _, path in part]}
         if classes:
             cells["label"] = [PurePosixPath(name).parts[0] for name, _ in part]
         index = np.arange(first, first + len(part))
         shown = {int(at): str(path) for at, (_, path) in zip(index, part, strict=True)}
         chosen = {name: column for name, column in cells.items() if names is None or name in names}
-        yield Block("images", index, chosen, names=shown)
+        yield Block(column, index, chosen, names=shown)
 
 
 def held_out_names(block: Block, fraction: float) -> Array:

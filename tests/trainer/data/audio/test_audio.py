@@ -24,8 +24,12 @@ from onward.trainer.data.audio.decoding import NotAudio, decode_audio, fit_lengt
 from onward.trainer.data.audio.log_mel import log_mel
 from onward.trainer.data.sharding import make_training_shards
 from onward.trainer.data.shards import open_shards
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.export.preprocessing import describe
+from onward.trainer.run.preprocessing_record import AudioInput, Preprocessing
+from onward.trainer.run.records import ExportedModel
 from tests.support.graphs import tiny_mlp
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -227,3 +231,32 @@ def test_clips_may_keep_their_own_lengths(tmp_path: Path) -> None:
     results, failed = clips.compute({"audio": np.array([*contents, b"corrupt"], object)}, 3)
     assert [len(each) for each in results["audio"]][:2] == [80, 240]
     assert list(failed) == [2]
+
+
+def test_files_in_a_folder_for_each_class_are_read(tmp_path: Path) -> None:
+    for label, frequency in (("high", 800), ("low", 400)):
+        (tmp_path / "tones" / label).mkdir(parents=True)
+        for number in range(10):
+            content = encoded(tone(frequency, 0.02 + 0.001 * number), format="FLAC")
+            (tmp_path / "tones" / label / f"{number}.flac").write_bytes(content)
+    settings = config(tmp_path, tmp_path / "tones", inputs=80)
+    assert check_files_and_data(dict(settings)) == []
+    directory, manifest, _ = make_training_shards(settings, tmp_path / "cache")
+    assert manifest.fitted["label"].classes == ("high", "low")
+    rows = open_shards(directory, "train").read(np.arange(manifest.rows("train")))
+    for wave, label in zip(np.asarray(rows["audio"]), np.asarray(rows["label"]), strict=True):
+        assert np.abs(np.fft.rfft(wave)).argmax() == (8, 4)[label]
+    (tmp_path / "tones/low/3.flac").write_bytes(b"corrupt")
+    with pytest.raises(DataError, match=r"low/3.flac: audio is no audio that libsndfile reads"):
+        make_training_shards(settings, tmp_path / "cache")
+
+
+def test_what_becomes_of_audio_is_written_beside_the_exported_model(tmp_path: Path) -> None:
+    settings = config(tmp_path, table_of_paths(tmp_path), inputs=80)
+    _, manifest, _ = make_training_shards(settings, tmp_path / "cache")
+    exported = ExportedModel(path=Path("m.onnx"), sha256="0", step=1, parity=0, before={}, after={}, changed=0)
+    record = describe(settings, manifest, read_training_signature(settings.model), exported)
+    found = record.inputs["features"]
+    assert isinstance(found, AudioInput)
+    assert (found.column, found.sample_rate, found.samples, found.features) == ("audio", RATE, 80, "waveform")
+    assert Preprocessing.model_validate_json(record.model_dump_json()) == record

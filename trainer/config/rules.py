@@ -307,6 +307,11 @@ def _export(model: ModelConfig, export: ExportConfig) -> Iterable[str]:
         yield f"export.path {redacted(export.path)} is the model that is trained; choose another name"
 
 
+def _balance(data: DataConfig, train: TrainConfig) -> Iterable[str]:
+    if data.balance == "length" and not train.shuffle:
+        yield "data.balance 'length' reorders the shuffled samples, but train.shuffle is false; set one of the two"
+
+
 CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _world_size,
     _accumulation,
@@ -328,6 +333,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _dropout,
     _compilation,
     _export,
+    _balance,
 )
 """Each rule names the sections it reads as its parameters."""
 

@@ -185,6 +185,9 @@ class DataConfig(Section):
     """The class names in the model's order, for a cross-entropy on labels that are names: ["cat", "dog"]. `auto` = the
     names in the data, sorted, where the labels are text; labels that are integers are class ids. `sorted` = integers
     are names, too, such as 3, 5 and 10 for classes 0, 1 and 2."""
+    balance: Literal["none", "length"] = "none"
+    """`length` = the samples of a step have similar lengths, so that micro-batches need little padding and replicas
+    have equal work. Each sample is still taken once per epoch, at a place that depends on the seed alone."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """What happens at a row that cannot be read: `fail` stops with its file and line, `skip` counts it and goes on."""
     shard_format: Literal["arrow", "pb"] = "arrow"

@@ -73,6 +73,11 @@ class ArrowReader:
                 result[column.name] = gathered
         return result
 
+    def lengths(self, name: str) -> Array:
+        """Return the length of each row of a column of varying length: int64 [rows]."""
+        found: Array = np.concatenate([np.diff(offsets) for _, offsets in self._views[name]]).astype(np.int64)
+        return found
+
 
 def _arrow_type(column: Column) -> pa.DataType:
     if not column.holds_numbers:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.balanced_order import BalancedOrder, Stream
 from onward.trainer.data.batch_computations import open_batch_transforms
 from onward.trainer.data.batch_transforms import Samples
 from onward.trainer.data.columns import Array, Schema, Values
@@ -113,8 +114,13 @@ class Batches:
         device: torch.device,
     ) -> None:
         self._shards, self.num_rows = shards, shards.num_rows
-        self._stream = sample_stream(shards.sizes, config)
+        self._stream: Stream = sample_stream(shards.sizes, config)
         self._collate = _Collate(shards, config, signature, device)
+        self._balanced: BalancedOrder | None = None
+        if config.data.balance == "length":
+            lengths, train = shards.lengths(self._collate.varying), config.train
+            self._balanced = BalancedOrder(self._stream, lengths, step=train.global_batch_size, seed=train.seed)
+            self._stream = self._balanced
         self.one_shape = self._collate.one_shape
         """Whether the inputs of all samples have one shape."""
         self._train = config.train
@@ -170,6 +176,10 @@ class Batches:
 
     def _make(self, position: int, count: int) -> list[Batch]:
         positions = np.arange(position, position + count)
+        if self._balanced:
+            size, num, fill = self._micro_batch_size, self._num_replicas, self._collate.full
+            ends = [_end_of_share(count, size, replica, num, full=fill) for replica in range(num)]
+            positions = self._balanced.dealt(positions, np.diff(ends, prepend=0))
         share = _divide(positions, self._micro_batch_size, self._replica, self._num_replicas, full=self._collate.full)
         parts = [self._samples(part) for part in share.micro_batches]
         if share.full_everywhere:
@@ -258,10 +268,8 @@ def _divide(samples: Array, size: int, replica: int, num_replicas: int, *, full:
     samples: int64 [n], rows or positions. full: let at most one micro-batch of all replicas have fewer samples, for a
     graph that takes no other number.
     """
-    # contiguous ranges whose sizes differ by one at most, also if there are fewer samples than replicas
-    unit = size if full else 1
-    units = -(-len(samples) // unit)
-    mine = samples[units * replica // num_replicas * unit : units * (replica + 1) // num_replicas * unit]
+    first = _end_of_share(len(samples), size, replica - 1, num_replicas, full=full)
+    mine = samples[first : _end_of_share(len(samples), size, replica, num_replicas, full=full)]
     num = -(-len(samples) // (num_replicas * size))  # what the largest share, of ceil(n / replicas) samples, needs
     parts = [mine[first : first + size] for first in range(0, num * size, size)]
     last_is_padding = num > 0 and not len(parts[-1])
@@ -269,6 +277,14 @@ def _divide(samples: Array, size: int, replica: int, num_replicas: int, *, full:
         # collectives need a pass of this replica, too, and a pass needs at least one sample
         parts[-1] = samples[:1]  # any sample has the right shape; its loss does not count
     return _Share(parts, last_is_padding, len(samples) == num * size * num_replicas)
+
+
+def _end_of_share(count: int, size: int, replica: int, num_replicas: int, *, full: bool) -> int:
+    """Return where the range of a replica's samples ends, and that of the next one begins."""
+    # the sizes differ by one at most, also if there are fewer samples than replicas
+    unit = size if full else 1
+    units = -(-count // unit)
+    return min(units * (replica + 1) // num_replicas * unit, count)
 
 
 def _set_device(device: torch.device) -> None:
@@ -300,7 +316,9 @@ class _Collate:
             )
         self._num_inputs = len(signature.inputs)
         inputs = self._feeds[: self._num_inputs]
-        self.one_shape = not any(shards.columns[name].variable for feed in inputs for name in feed.columns)
+        self.varying = [name for feed in inputs for name in feed.columns if shards.columns[name].variable]
+        """The columns of inputs whose rows have lengths of their own."""
+        self.one_shape = not self.varying
         # padded labels are ignored by cross-entropy, and what pre-processing computes is padded as it pads itself;
         # data.pad_values overrides the value of any column
         self._pad_values = dict.fromkeys(columns, 0.0)

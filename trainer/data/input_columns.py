@@ -228,6 +228,7 @@ def data_problems(
         else:
             problems += _type_problems(feed, [schema[name] for name in feed.columns])
     problems += _doubly_read(config, signature)
+    problems += _balance_problems(config, signature, schema)
     problems += _vocabulary_problems(config, signature, fitted)
     for loss in config.losses:
         if loss.has_classes and isinstance(loss.label, str) and loss.label in schema.keys() - set(made):
@@ -387,6 +388,14 @@ def _shape_problem(feed: Feed, column: Column) -> str:
 
 def _shown(dims: Dims) -> str:
     return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]" if dims else "one number"
+
+
+def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -> Iterator[str]:
+    columns = [name for feed in feeds(config, signature) if not feed.is_label for name in feed.columns]
+    known = all(name in schema for name in columns)  # else they are computed later
+    if config.data.balance == "length" and known and not any(schema[name].variable for name in columns):
+        kinds = ", ".join(f"{name} {schema[name].kind}" for name in columns[:5])
+        yield f"data.balance is 'length', but every sample has one length ({kinds}); remove it"
 
 
 def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Iterator[str]:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -85,6 +86,8 @@ class _Reader(Protocol):
 
     def read(self, rows: Array) -> dict[str, Values]: ...
 
+    def lengths(self, name: str) -> Array: ...
+
 
 SHARD_READERS: dict[str, Callable[[Path, Sequence[Column]], _Reader]] = {"arrow": ArrowReader, "pb": ProtoReader}
 
@@ -127,6 +130,13 @@ class Shards:
         # the parts are in the order of files; order[i] is where row i is in their concatenation
         order = np.argsort(np.argsort(files, kind="stable"))
         return {name: _concatenated([part[name] for part in parts.values()], order) for name in self.columns}
+
+    def lengths(self, names: Sequence[str]) -> Array:
+        """Return the length of every row, summed over columns of varying length: int64 [rows]."""
+        total = np.zeros(int(self._starts[-1]), np.int64)
+        for number, (first, end) in enumerate(pairwise(self._starts.tolist())):
+            total[first:end] = sum(self._reader(number).lengths(name) for name in names)
+        return total if self._chosen is None else total[self._chosen]
 
     def _reader(self, number: int) -> _Reader:
         if number not in self._open:

@@ -92,6 +92,10 @@ class ProtoReader:
         """Return every tensor of one sample, by name."""
         return _parse(self._path, self._data, self._starts[row])
 
+    def lengths(self, name: str) -> Array:
+        """Return the length of each row of a column of varying length: int64 [rows]."""
+        return np.array([len(self.sample(row)[name]) for row in range(self.num_rows)], np.int64)
+
     def _value(self, sample: Mapping[str, Array], column: Column, row: int) -> Array:
         place = f"{self._path}, sample {row + 1} (byte {self._starts[row]})"
         if column.name not in sample:

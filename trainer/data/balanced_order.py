@@ -1,0 +1,82 @@
+"""Order samples by length without losing their shuffle: data.balance = "length".
+
+The shuffled stream (sample_stream.py) is divided into windows of WINDOW_STEPS steps. Inside a window positions are
+sorted by the length of their samples and cut into steps, and the steps are shuffled. Then a step is dealt out to the
+replicas:
+
+    a window of 3 steps of 4           7 2 9 4 | 3 8 2 6 | 9 4 3 7      lengths in the shuffled stream
+    sorted, cut, steps shuffled        4 6 7 7 | 8 9 9 9 | 2 2 3 3      little padding in any micro-batch
+    one step over 2 replicas           replica 0: 4 7     replica 1: 6 7      nearly equal work in each micro-batch
+
+So each window has the samples that it had, each sample is taken once per epoch, and the samples of a step depend on the
+seed, the position and the lengths alone, not on the layout. Windows begin where steps begin: an epoch that begins in
+the middle of a step gives it its first samples in the order of the stream.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from onward.trainer.data.permutation import Array, hash_key, keyed_hash
+
+WINDOW_STEPS = 64
+"""Steps in one window. More of them would need less padding, and leave less of the shuffle."""
+
+
+class Stream(Protocol):
+    """The rows at positions of a stream of samples."""
+
+    num_rows: int
+
+    def rows(self, positions: Array) -> Array: ...
+
+
+class BalancedOrder:
+    """A stream of the same samples in which those of a step have similar lengths.
+
+    lengths: of each row, int64 [rows]. step: samples in one step.
+    """
+
+    def __init__(self, stream: Stream, lengths: Array, *, step: int, seed: int) -> None:
+        self.num_rows = stream.num_rows
+        self._stream, self._lengths, self._step, self._seed = stream, lengths, step, seed
+        # a step reads one window, or two where an epoch ends
+        self._window = lru_cache(maxsize=2)(self._sorted_window)
+
+    def rows(self, positions: Array) -> Array:
+        """Return the row numbers at these positions, each int64 [n]."""
+        epochs = positions // self.num_rows
+        heads = -epochs * self.num_rows % self._step  # samples that complete the last step of the epoch before
+        places = positions - epochs * self.num_rows - heads
+        windows = np.where(places < 0, -1, places // (WINDOW_STEPS * self._step))
+        found = np.array(positions)
+        for epoch, window in set(zip(epochs.tolist(), windows.tolist(), strict=True)):
+            if window >= 0:
+                now = (epochs == epoch) & (windows == window)
+                found[now] = self._window(epoch, window)[places[now] - window * WINDOW_STEPS * self._step]
+        return self._stream.rows(found)
+
+    def _sorted_window(self, epoch: int, window: int) -> Array:
+        """Return the positions of a window in their new order: int64 [up to WINDOW_STEPS * step]."""
+        begin = epoch * self.num_rows
+        first = begin + -begin % self._step + window * WINDOW_STEPS * self._step
+        members = np.arange(first, min(first + WINDOW_STEPS * self._step, begin + self.num_rows))
+        members = members[np.argsort(self._lengths[self._stream.rows(members)], kind="stable")]
+        num, rest = divmod(len(members), self._step)
+        hashes = keyed_hash(np.arange(num + 1), hash_key("balanced steps", self._seed, epoch, window))
+        # the samples that fill no step come last; taken from a random place, so that they are not always the longest
+        cut = int(hashes[num] % np.uint64(num + 1)) * self._step
+        last, steps = members[cut : cut + rest], np.delete(members, slice(cut, cut + rest))
+        return np.concatenate([steps.reshape(num, self._step)[np.argsort(hashes[:num])].ravel(), last])
+
+    def dealt(self, positions: Array, sizes: Array) -> Array:
+        """Return the positions of one step so that replica r, which takes the next `sizes[r]` of them, has as much work
+        as the others in each of its micro-batches: sorted by length and dealt out in turn."""
+        by_length = positions[np.argsort(self._lengths[self.rows(positions)], kind="stable")]
+        turns = np.concatenate([np.arange(size) for size in sizes])
+        arranged = np.empty_like(positions)
+        arranged[np.argsort(turns, kind="stable")] = by_length
+        return arranged

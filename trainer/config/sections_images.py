@@ -75,6 +75,16 @@ class ImageConfig(Section):
     """The channels that the model takes, in their order; `auto` = grey or rgb, by their number."""
     layout: Literal["auto", "nchw", "nhwc"] = "auto"
     """The model's dimensions: channels before or behind height and width; `auto` = where it has 1 or 3."""
+    masks: tuple[str, ...] = ()
+    """Segmentation: the columns of labels that are images, too: a class number for each pixel (grey or palette, 8 or 16
+    bits), or the indices of a palette. They are resized, cropped and flipped with the image; borders that augmentation
+    adds get the loss's `ignore_index`."""
+    mask_folder: str = ""
+    """Segmentation with a folder of images: the folder of masks, relative to each source, such as `../masks`. A mask
+    has the name of its image, with any suffix, and becomes the column `mask`: set `data.label = "mask"`."""
+    mask_values: tuple[NonNegativeInt, ...] = ()
+    """The values in mask images, in the order of the classes: [0, 255] makes 255 class 1. Empty = the values are the
+    classes."""
     augment: AugmentConfig = AugmentConfig()
     """Random changes of training images: the table `[data.image.augment]`."""
     cache: Literal["auto", "decoded", "encoded"] = "auto"
@@ -83,6 +93,11 @@ class ImageConfig(Section):
     for bit. `auto` = decoded, except with `random_resized_crop`, which needs the whole image."""
     workers: NonNegativeInt = 0
     """Threads in each rank that decode and augment the next batches; 0 = as many as the rank has cores."""
+
+    @property
+    def mask_columns(self) -> tuple[str, ...]:
+        """The columns that hold masks."""
+        return (*self.masks, *(["mask"] if self.mask_folder and "mask" not in self.masks else []))
 
     @property
     def stores_pixels(self) -> bool:

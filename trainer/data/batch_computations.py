@@ -8,7 +8,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batch_transforms import BatchTransform
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images.image_batches import ImageBatches
-from onward.trainer.data.images.image_inputs import image_inputs
+from onward.trainer.data.images.image_inputs import image_inputs, masks
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.text.masking import open_masking
 
@@ -24,4 +24,6 @@ def open_batch_transforms(
 def open_image_batches(config: RunConfig, signature: Signature) -> ImageBatches | None:
     """Return what makes tensors of images; None without [data.image]."""
     images = image_inputs(config, signature)
-    return ImageBatches(config.data.image, images, seed=config.train.seed) if images and config.data.image else None
+    if not images or config.data.image is None:
+        return None
+    return ImageBatches(config.data.image, images, seed=config.train.seed, masks=masks(config, signature))

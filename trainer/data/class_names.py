@@ -53,6 +53,8 @@ def _class_columns(config: RunConfig) -> Iterator[tuple[str, int]]:
     found = {name: loss.ignored for loss in config.losses if loss.has_classes for name in loss.columns}
     if config.data.text is not None and config.data.text.task in MAKES_LABELS and isinstance(config.data.label, str):
         found.pop(config.data.label, None)  # made from the text
+    for name in config.data.image.mask_columns if config.data.image else ():
+        found.pop(name, None)
     yield from found.items()
 
 

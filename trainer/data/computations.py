@@ -9,7 +9,7 @@ from onward.trainer.data.column_computers import ColumnComputer
 from onward.trainer.data.columns import ColumnType, Schema
 from onward.trainer.data.fitted import FittedComputer
 from onward.trainer.data.images.image_computer import ImageComputer
-from onward.trainer.data.images.image_inputs import image_inputs
+from onward.trainer.data.images.image_inputs import image_inputs, masks
 from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.preprocessing import open_preprocessor
 from onward.trainer.data.signature import Signature
@@ -44,7 +44,9 @@ def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> l
 def open_images(config: RunConfig, signature: Signature) -> ImageComputer | None:
     """Return what decodes images; None without [data.image]. Raises ConfigError as `image_inputs`."""
     images = image_inputs(config, signature)
-    return ImageComputer(images, config.data.image) if images and config.data.image else None
+    if not images or config.data.image is None:
+        return None
+    return ImageComputer(images, config.data.image, masks(config, signature))
 
 
 def read_and_computed(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -31,7 +31,8 @@ from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.class_names import class_problems
 from onward.trainer.data.columns import BYTES, TEXT, Column, ColumnType, Schema
 from onward.trainer.data.fitted import Fitted
-from onward.trainer.data.images.image_inputs import ImageInput, image_inputs
+from onward.trainer.data.images.decoding import MASK_TYPE
+from onward.trainer.data.images.image_inputs import ImageInput, image_inputs, masks
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
@@ -62,6 +63,8 @@ class Feed:
     """Whether it feeds the labels of a loss."""
     image: ImageInput | None = None
     """Set where the column holds encoded images."""
+    mask: tuple[int, int] | None = None
+    """Of labels that are images: height and width in a batch."""
     scores: Dims | None = None
     """Of labels that are classes: the declared shape of the output with their scores."""
     class_axis: int | None = None
@@ -70,8 +73,10 @@ class Feed:
     @property
     def column_type(self) -> ColumnType:
         """Return the type and shape that each of the columns is read as."""
-        if self.dtype == "string" or self.image:
-            return ColumnType(BYTES if self.image else TEXT)
+        if self.image or self.mask:
+            return ColumnType(BYTES)
+        if self.dtype == "string":
+            return ColumnType(TEXT)
         # numpy has no bfloat16: such inputs are stored in fp32
         dtype = {"bfloat16": "float32"}.get(self.dtype, self.dtype)
         return ColumnType(dtype, () if self.stacked else self.sample_shape)
@@ -98,7 +103,7 @@ def feeds(config: RunConfig, signature: Signature) -> list[Feed]:
         _feed(info, info.name if info.name in computed else _columns_of(info, config, images), images)
         for info in signature.inputs
     ]
-    return [*found, *_label_feeds(config, signature)]
+    return [*found, *_labels(config, signature)]
 
 
 def computed_columns(config: RunConfig, signature: Signature) -> frozenset[str]:
@@ -116,6 +121,13 @@ def file_feeds(config: RunConfig, signature: Signature) -> dict[str, Feed]:
 def _columns_of(info: TensorInfo, config: RunConfig, images: Mapping[str, ImageInput]) -> str | tuple[str, ...]:
     """Return the columns that feed an input of the file: those of its name, unless the configuration names others."""
     return images[info.name].column if info.name in images else config.data.inputs.get(info.name, info.name)
+
+
+def _labels(config: RunConfig, signature: Signature) -> Iterator[Feed]:
+    """Yield the feeds of the labels of each loss that takes labels."""
+    sizes = {mask.column: mask.size for mask in masks(config, signature)}
+    for feed in _label_feeds(config, signature):
+        yield replace(feed, mask=sizes.get(feed.columns[0]))
 
 
 def _label_feeds(config: RunConfig, signature: Signature) -> Iterator[Feed]:
@@ -162,7 +174,7 @@ def _feeds_of_source(config: RunConfig, signature: Signature) -> Iterator[Feed]:
     """Yield the feeds of inputs of the file, and of labels, whose columns the data has itself."""
     text = text_columns(config, signature)
     computed = text.computed if text else frozenset[str]()
-    for feed in (*file_feeds(config, signature).values(), *_label_feeds(config, signature)):
+    for feed in (*file_feeds(config, signature).values(), *_labels(config, signature)):
         if not computed.issuperset(feed.columns):
             yield feed
 
@@ -207,12 +219,12 @@ def data_problems(
     except ConfigError as error:  # the graph does not allow the surgery, so its inputs and outputs are unknown
         return list(error.problems)
     try:
-        image_inputs(config, signature)
+        masks(config, signature) or image_inputs(config, signature)
     except ConfigError as error:  # which columns are read depends on it
         return list(error.problems)
     problems = [*_unknown_names(config, signature)]
     computed = computed_columns(config, signature)
-    for feed in (*file_feeds(config, signature).values(), *_label_feeds(config, signature)):
+    for feed in (*file_feeds(config, signature).values(), *_labels(config, signature)):
         if computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns):
             continue  # not computed yet
         if set(feed.columns) & set(made):
@@ -222,7 +234,9 @@ def data_problems(
         if missing:
             continue
         if feed.image:
-            problems += _image_problems(feed, schema[feed.columns[0]], feed.image)
+            problems += _image_problems(feed, schema[feed.columns[0]], "uint8", feed.image.pixel_shape)
+        elif feed.mask and schema[feed.columns[0]].dtype != MASK_TYPE:
+            problems += _image_problems(feed, schema[feed.columns[0]], MASK_TYPE, feed.mask)
         elif feed.dtype == "string" and signature.computed:
             problems += _text_problems(config, feed, [schema[name] for name in feed.columns])
         else:
@@ -230,8 +244,10 @@ def data_problems(
     problems += _doubly_read(config, signature)
     problems += _balance_problems(config, signature, schema)
     problems += _vocabulary_problems(config, signature, fitted)
+    mask_names = config.data.image.mask_columns if config.data.image else ()
     for loss in config.losses:
-        if loss.has_classes and isinstance(loss.label, str) and loss.label in schema.keys() - set(made):
+        encoded = {name for name, column in schema.items() if name in mask_names and column.dtype != MASK_TYPE}
+        if loss.has_classes and isinstance(loss.label, str) and loss.label in schema.keys() - {*made, *encoded}:
             problems += _label_range_problems(loss, signature, schema[loss.label], fitted)
     return list(dict.fromkeys(problems))
 
@@ -288,12 +304,13 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
         yield problem
 
 
-def _image_problems(feed: Feed, column: Column, image: ImageInput) -> Iterator[str]:
+def _image_problems(feed: Feed, column: Column, dtype: str, shape: tuple[int, ...]) -> Iterator[str]:
     """Yield what is wrong with a column of encoded images or paths; after sharding it may hold pixels."""
-    if column.holds_numbers and (column.dtype, column.shape) != ("uint8", image.pixel_shape):
+    if column.holds_numbers and (column.dtype, column.shape) != (dtype, shape):
+        what, setting = ("masks", "data.image.masks") if feed.is_label else ("images", "[data.image]")
         yield (
-            f"{feed.target} takes encoded images or paths, but column {column.name!r} holds {column.kind}; leave "
-            "[data.image] out to feed numbers as they are"
+            f"{feed.target} takes encoded {what} or paths, but column {column.name!r} holds {column.kind}; leave "
+            f"{setting} out to feed numbers as they are"
         )
 
 

@@ -43,6 +43,7 @@ from onward.trainer.data.columns import (
 )
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
+from onward.trainer.data.images.image_sources import COLUMN_OF
 from onward.trainer.data.shards import SHARD_VERSION, ShardManifest
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.split_writer import SplitWriter
@@ -215,15 +216,16 @@ def _cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[
     content += [each.digest for each in computers]
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
-    # images are files of the source, or in its tar files
-    if not formats & {"images", "webdataset", "audio"} and any(column.dtype == BYTES for column in columns):
-        content.append(_digests_of_named_files(data, columns))
+    # files in folders are those of the source, and what is in tar files; masks in folders of their own are not
+    own = {COLUMN_OF[each] for each in formats & COLUMN_OF.keys()}
+    named = [column.name for column in columns if column.dtype == BYTES and column.name not in own]
+    if named and "webdataset" not in formats:
+        content.append(_digests_of_named_files(data, named))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _digests_of_named_files(data: DataConfig, columns: Sequence[Column]) -> list[str]:
-    """Return the digest of each file that a cell names, in the order of the rows; "" if it cannot be read."""
-    names = [column.name for column in columns if column.dtype == BYTES]
+def _digests_of_named_files(data: DataConfig, names: Sequence[str]) -> list[str]:
+    """Return the digest of each file that a cell of these columns names, in order; "" if it cannot be read."""
     blocks = (block for _, each in sources.read_by_source(data, names) for block, _ in each)
     paths = (
         path

@@ -130,7 +130,8 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         how = f"{images} are images, which a table [data.image] makes Onward decode" if images else "set data.format"
         raise DataError(f"{source}: of {len(found)} files none are {wanted}{pattern}; {how}")
     files = tuple((name, found[name]) for name in names)
-    if wanted in COLUMN_OF:
+    mask_folder = data.image.mask_folder if data.image else ""
+    if wanted in COLUMN_OF and not mask_folder:
         refuse_empty_classes(Path(source), files)
     return Source(wanted, files)
 
@@ -156,7 +157,7 @@ def read_by_source(
     First come the sources that are trained on, then those of `data.evaluation_source`, then those of
     `data.test_source`, which `read` leaves out.
     """
-    if data.image or data.audio:
+    if data.audio or (data.image and not data.image.mask_folder):
         _check_image_classes(data)
     for each in data.mixture:
         yield "evaluation", _divided(each.source, data, names, text)
@@ -235,7 +236,8 @@ def _blocks(
             for block in text_blocks(path, unit, column if isinstance(column, str) else column[0]):
                 yield name, block
     elif source.format in COLUMN_OF:
-        for block in folder_blocks(source.files, names, COLUMN_OF[source.format]):
+        mask_folder = data.image.mask_folder if data.image else ""
+        for block in folder_blocks(source.files, names, COLUMN_OF[source.format], mask_folder):
             yield source.format, block
     else:
         for name, path in source.files:

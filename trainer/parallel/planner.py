@@ -78,7 +78,7 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
     def zeros(feed: Feed) -> Tensor:
         columns = [schema[name] for name in feed.columns]
         row = (len(columns),) if feed.stacked else (1,) if feed.is_one_column else columns[0].shape
-        row = feed.image.sample_shape if feed.image else row
+        row = feed.image.sample_shape if feed.image else feed.mask or row
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
     tensors, num_inputs = [zeros(feed) for feed in feeds(config, signature)], len(signature.inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,20 +42,34 @@ def decode_image(content: bytes, *, grey: bool) -> Image:
     return image if image.mode == wanted else image.convert(wanted)
 
 
-def decode_mask(content: bytes) -> Array:
+def decode_mask(content: bytes, values: Sequence[int] = (), ignore_index: int = -100) -> Array:
     """Return class numbers [height, width] of an image of one channel, or of the indices of a palette.
 
+    values: those in the image, in the order of the classes; () = they are the classes. The value `ignore_index` stays.
     Raises ValueError with what is wrong with the content.
     """
     image = _opened(content)
     if image.mode == "1":
-        return np.asarray(image).astype(MASK_TYPE)
+        return _classes(np.asarray(image).astype(MASK_TYPE), values, ignore_index)
     if image.mode not in ("L", "P", "I") and not image.mode.startswith("I;16"):
         raise ValueError(f"has colours (mode {image.mode}), but a mask holds a class number for each pixel")
-    values = np.asarray(image)
-    if values.max(initial=0) > np.iinfo(MASK_TYPE).max or values.min(initial=0) < 0:
-        raise ValueError(f"holds class numbers {values.min()}..{values.max()}, but masks hold 0..32767")
-    return values.astype(MASK_TYPE)
+    found = np.asarray(image)
+    if found.max(initial=0) > np.iinfo(MASK_TYPE).max or found.min(initial=0) < 0:
+        raise ValueError(f"holds class numbers {found.min()}..{found.max()}, but masks hold 0..32767")
+    return _classes(found.astype(MASK_TYPE), values, ignore_index)
+
+
+def _classes(found: Array, values: Sequence[int], ignore_index: int) -> Array:
+    """Return the class of each value."""
+    if not values:
+        return found
+    known = np.array(sorted(values), MASK_TYPE)
+    places = np.minimum(np.searchsorted(known, found), len(known) - 1)
+    ignored = found == ignore_index
+    if (wrong := (known[places] != found) & ~ignored).any():
+        raise ValueError(f"holds the value {found[wrong][0]}, which is not in data.image.mask_values {list(values)}")
+    classes = np.array([values.index(value) for value in known.tolist()], MASK_TYPE)[places]
+    return np.where(ignored, found, classes).astype(MASK_TYPE)
 
 
 def _opened(content: bytes) -> Image:

@@ -22,7 +22,7 @@ from onward.trainer.data.images.augmentation import Augmentation, seeds
 from onward.trainer.data.images.decoding import decode_image, decode_mask
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_computer import pixels_of
-from onward.trainer.data.images.image_inputs import ImageInput
+from onward.trainer.data.images.image_inputs import ImageInput, Mask
 from onward.trainer.data.images.image_threads import in_threads
 from onward.trainer.errors import DataError
 
@@ -30,7 +30,7 @@ from onward.trainer.errors import DataError
 class ImageBatches:
     """A BatchTransform: the tensors of image columns, and the class numbers of masks.
 
-    masks: the columns of masks, which go through the geometry of the first image.
+    masks: those of the first image, whose geometry they go through.
     """
 
     def __init__(
@@ -39,12 +39,11 @@ class ImageBatches:
         images: Sequence[ImageInput],
         *,
         seed: int,
-        masks: Sequence[str] = (),
-        ignore_index: int = -100,
+        masks: Sequence[Mask] = (),
     ) -> None:
-        self._config, self._seed, self._ignore_index = config, seed, ignore_index
+        self._config, self._seed = config, seed
         self._images = {each.column: each for each in images}
-        self._masks = list(masks)
+        self._masks = {each.column: each for each in masks}
         # made when the first batch is augmented: torchvision takes seconds to import, and evaluation does without
         self._augmentations: dict[str, Augmentation] = {}
 
@@ -55,15 +54,16 @@ class ImageBatches:
     def _computed(self, values: Mapping[str, Values], positions: Array | None) -> dict[str, Array]:
         """Return the tensors of image columns and masks, not mixed."""
         if positions is not None and not self._augmentations:
+            borders = (each.ignore_index for each in self._masks.values())
             self._augmentations = {
-                name: Augmentation(self._config, info.size, self._ignore_index) for name, info in self._images.items()
+                name: Augmentation(self._config, info.size, next(borders, -100)) for name, info in self._images.items()
             }
         count = len(next(iter(values.values())))
         drawn = [None] * count if positions is None else seeds(positions, seed=self._seed, purpose="image augmentation")
         results: dict[str, Array] = {}
         for place, (name, info) in enumerate(self._images.items()):
             # masks have the size of the first image
-            masks = self._masks if place == 0 else []
+            masks = list(self._masks) if place == 0 else []
             generators = [None if seed is None else torch.Generator().manual_seed(seed) for seed in drawn]
             rows = [
                 (name, {column: values[column][at] for column in (name, *masks)}, generator)
@@ -83,7 +83,8 @@ class ImageBatches:
         """Return the pixels, uint8 [height, width, channels], and the masks of one sample."""
         name, cells, generator = given
         info, config = self._images[name], self._config
-        masks = [cells[column] for column in cells if column != name]
+        labels = [self._masks[column] for column in cells if column != name]
+        masks = [cells[each.column] for each in labels]
         if config.stores_pixels:
             if generator is None or not self._augmentations[name].before:
                 return cells[name], masks
@@ -91,7 +92,10 @@ class ImageBatches:
         else:
             try:
                 image = decode_image(cells[name], grey=info.channels == 1)
-                masks = [decode_mask(each) for each in masks]
+                masks = [
+                    decode_mask(content, config.mask_values, each.ignore_index)
+                    for content, each in zip(masks, labels, strict=True)
+                ]
             except ValueError as error:
                 raise DataError(
                     f"column {name!r} of the shards {error}; delete them: the next run writes new ones"
@@ -99,7 +103,10 @@ class ImageBatches:
             # random_resized_crop takes the whole image
             if generator is None or not config.augment.random_resized_crop:
                 image = fitted_image(image, info.size, config)
-                masks = [fitted_mask(each, info.size, config, self._ignore_index) for each in masks]
+                masks = [
+                    fitted_mask(mask, info.size, config, each.ignore_index)
+                    for mask, each in zip(masks, labels, strict=True)
+                ]
         if generator is not None:
             image, masks = self._augmentations[name].change_image(image, masks, generator)
         return pixels_of(image), masks

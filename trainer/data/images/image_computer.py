@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.sections_images import ImageConfig
-from onward.trainer.data.columns import BYTES, Array, Column, ColumnType, Values
+from onward.trainer.data.columns import BYTES, Array, Column, Values
 from onward.trainer.data.images.decoding import MASK_TYPE, decode_image, decode_mask
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
-from onward.trainer.data.images.image_inputs import ImageInput
+from onward.trainer.data.images.image_inputs import ImageInput, Mask
 from onward.trainer.data.images.image_threads import in_threads
 from onward.trainer.errors import DataError
 
@@ -26,29 +26,27 @@ from onward.trainer.errors import DataError
 class ImageComputer:
     """Computes the stored form of columns of encoded images and masks, in their place.
 
-    masks: columns of masks, which have the size of the images in the first column. ignore_index: the class of the
-    borders of masks.
+    masks: those of the images in the first column.
     """
 
     pad_values: Mapping[str, float] = {}
     file_only: frozenset[str] = frozenset()
 
-    def __init__(
-        self, images: Sequence[ImageInput], config: ImageConfig, masks: Sequence[str] = (), ignore_index: int = -100
-    ) -> None:
+    def __init__(self, images: Sequence[ImageInput], config: ImageConfig, masks: Sequence[Mask] = ()) -> None:
         from PIL import __version__ as pillow_version
 
         self._images = {each.column: each for each in images}
-        self._masks, self._config, self._ignore_index = list(masks), config, ignore_index
-        self.makes = self.consumed = frozenset([*self._images, *masks])
-        self.reads = {name: ColumnType(BYTES) for name in (*self._images, *masks)}
+        self._masks, self._config = {each.column: each for each in masks}, config
+        self._columns = (*self._images, *self._masks)
+        self.consumed = frozenset(self._columns)
         self.columns: tuple[Column, ...] = ()
         """The stored columns, as soon as `describe` has seen that the content is images."""
         settings = config.model_dump(include={"resize", "crop_ratio", "interpolation", "antialias"})
         shapes = {name: each.pixel_shape for name, each in self._images.items()}
-        stored = [settings, shapes, ignore_index] if config.stores_pixels else [list(shapes)]
+        stored = [settings, shapes] if config.stores_pixels else [list(shapes)]
+        labels = [[each.column, each.ignore_index, list(config.mask_values)] for each in masks]
         # another release may decode a JPEG file to other pixels
-        self.digest = json.dumps(["images", pillow_version, config.stores_pixels, stored, list(masks)])
+        self.digest = json.dumps(["images", pillow_version, config.stores_pixels, stored, labels])
 
     @property
     def summary(self) -> str:
@@ -66,36 +64,32 @@ class ImageComputer:
         if len(failed) == count:
             raise DataError(f"{failed[0]} (and so do all of the first rows)")
         columns = []
-        for name in self.reads:
+        for name in self._columns:
             if not self._config.stores_pixels:
                 columns.append(Column(name=name, dtype=BYTES))
             elif name in self._images:
                 columns.append(Column(name=name, dtype="uint8", shape=self._images[name].pixel_shape))
             else:
-                columns.append(Column(name=name, dtype=MASK_TYPE, shape=next(iter(self._images.values())).size))
+                columns.append(Column(name=name, dtype=MASK_TYPE, shape=self._masks[name].size))
         self.columns = tuple(columns)
 
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
         """Return the stored form of each row, and row -> what is wrong with its images."""
-        cells: list[dict[str, Any]] = [{name: rows[name][at] for name in self.reads} for at in range(count)]
+        cells: list[dict[str, Any]] = [{name: rows[name][at] for name in self._columns} for at in range(count)]
         computed = in_threads(self._row, cells, 0)
         failed = {at: found for at, found in enumerate(computed) if isinstance(found, str)}
         results: dict[str, Values] = {}
-        for name in self.reads:
+        for name in self._columns:
             each = [None if isinstance(found, str) else found[name] for found in computed]
             if self._config.stores_pixels:
-                shape: tuple[int, ...] = self._images[name].pixel_shape if name in self._images else self._mask_size
-                empty = np.zeros(shape, "uint8" if name in self._images else MASK_TYPE)
+                shape = self._images[name].pixel_shape if name in self._images else self._masks[name].size
+                empty: Array = np.zeros(shape, "uint8" if name in self._images else MASK_TYPE)
                 results[name] = np.stack([empty if value is None else value for value in each])
             else:
                 contents = np.empty(count, object)
                 contents[:] = [b"" if value is None else value for value in each]
                 results[name] = contents
         return results, failed
-
-    @property
-    def _mask_size(self) -> tuple[int, int]:
-        return next(iter(self._images.values())).size
 
     def _row(self, cells: Mapping[str, Any]) -> dict[str, Any] | str:
         """Return the stored form of the images of one row, or what is wrong with them."""
@@ -107,8 +101,8 @@ class ImageComputer:
                 stored[name] = cells[name]
                 if self._config.stores_pixels:
                     stored[name] = pixels_of(fitted_image(image, info.size, self._config))
-            for name in self._masks:
-                mask = decode_mask(cells[name])
+            for name, label in self._masks.items():
+                mask = decode_mask(cells[name], self._config.mask_values, label.ignore_index)
                 if mask.shape != size:
                     return (
                         f"{name} is a mask of {mask.shape[0]} x {mask.shape[1]} pixels, but its image is "
@@ -116,7 +110,7 @@ class ImageComputer:
                     )
                 stored[name] = cells[name]
                 if self._config.stores_pixels:
-                    stored[name] = fitted_mask(mask, self._mask_size, self._config, self._ignore_index)
+                    stored[name] = fitted_mask(mask, label.size, self._config, label.ignore_index)
         except ValueError as error:
             return f"{name} {error}"
         return stored

@@ -188,3 +188,47 @@ def _shape(dims: Dims | None) -> str:
 
 def _listed(values: Sequence[float]) -> str:
     return f"{values[0]:.4g}" if len(values) == 1 else "[" + ", ".join(f"{value:.4g}" for value in values) + "]"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A column of labels that are masks, which go through the geometry of the first input of images."""
+
+    column: str
+    size: Size
+    """Height and width."""
+    ignore_index: int
+    """The class of borders."""
+
+
+def masks(config: RunConfig, signature: Signature) -> list[Mask]:
+    """Return the columns of masks that losses read; [] without. Raises ConfigError as `image_inputs`, and for masks of
+    losses that cannot ignore borders."""
+    image = config.data.image
+    if image is None or not image.mask_columns:
+        return []
+    images, found, problems = image_inputs(config, signature), dict[str, Mask](), list[str]()
+    has_borders = image.resize == "pad" or image.augment.crop_padding > 0
+    for loss in config.losses:
+        for name in set(loss.columns) & set(image.mask_columns):
+            found[name] = Mask(name, images[0].size, loss.ignored)
+            if has_borders and not loss.has_classes:
+                problems.append(
+                    f"loss {loss.name} ignores no targets, but data.image.resize 'pad' and augment.crop_padding add "
+                    f"borders to the masks in column {name!r}; use another resize and random_resized_crop"
+                )
+            if abs(loss.ignored) > 32767:
+                problems.append(f"ignore_index {loss.ignored} does not fit masks, which hold -32768..32767")
+    if not found:
+        labels = ", ".join(name for loss in config.losses for name in loss.columns)
+        problems.append(
+            f"no loss reads the masks in column {', '.join(image.mask_columns)}, but {labels}; set data.label"
+        )
+    if image.augment.rand_augment:
+        problems.append(
+            f"data.image.augment.rand_augment {image.augment.rand_augment} cannot change masks with their images; use "
+            "random_resized_crop, flip and color_jitter"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return list(found.values())

@@ -37,21 +37,50 @@ MAX_NAMED = 5
 # -- folders
 
 
-def folder_blocks(files: Files, names: Sequence[str] | None, column: str = "image") -> Iterator[Block]:
+def folder_blocks(
+    files: Files, names: Sequence[str] | None, column: str = "image", mask_folder: str = ""
+) -> Iterator[Block]:
     """Yield the files in blocks, with the columns `column` (the path) and `label` (the class folder's name).
 
-    Without class folders there is no column `label`. Raises DataError if only some files are in a folder.
+    Without class folders there is no column `label`. With a folder of masks (data.image.mask_folder) there is a column
+    `mask` instead. Raises DataError if only some files are in a folder of a class or have a mask.
     """
-    classes = _classes(files)
+    masks = mask_files(files, mask_folder) if mask_folder else []
+    classes = set[str]() if masks else _classes(files)
     for first in range(0, len(files), PART_ROWS):
         part = files[first : first + PART_ROWS]
         cells: dict[str, Cells] = {column: [str(path.absolute()) for _, path in part]}
+        if masks:
+            cells["mask"] = [str(path) for path in masks[first : first + PART_ROWS]]
         if classes:
             cells["label"] = [PurePosixPath(name).parts[0] for name, _ in part]
         index = np.arange(first, first + len(part))
         shown = {int(at): str(path) for at, (_, path) in zip(index, part, strict=True)}
         chosen = {name: column for name, column in cells.items() if names is None or name in names}
         yield Block(column, index, chosen, names=shown)
+
+
+def mask_files(files: Files, mask_folder: str) -> list[Path]:
+    """Return the mask of each image: the file of its name, with any suffix, in `mask_folder`, relative to the source.
+
+    Raises DataError for a folder that does not exist, and for images without a mask or with several.
+    """
+    name, path = files[0]
+    folder = (Path(str(path).removesuffix(name)) / mask_folder).resolve()
+    if not folder.is_dir():
+        raise DataError(f"data.image.mask_folder: there is no folder {folder}")
+    found: dict[PurePosixPath, list[Path]] = {}
+    for mask in sorted(folder.rglob("*")):
+        if mask.suffix.lower() in IMAGE_SUFFIXES:
+            found.setdefault(PurePosixPath(mask.relative_to(folder)).with_suffix(""), []).append(mask)
+    masks = [found.get(PurePosixPath(name).with_suffix(""), []) for name, _ in files]
+    names = [name for name, _ in files]
+    without = [name for name, each in zip(names, masks, strict=True) if not each]
+    several = [name for name, each in zip(names, masks, strict=True) if len(each) > 1]
+    for wrong, what in ((without, "no mask"), (several, "several masks")):
+        if wrong:
+            raise DataError(f"{len(wrong)} of {len(files)} images have {what} in {folder}: {_few(wrong)}")
+    return [each[0] for each in masks]
 
 
 def held_out_names(block: Block, fraction: float) -> Array:

@@ -19,6 +19,7 @@ from onward.trainer.config.sections import DataConfig, LaunchConfig, ModelConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.data.fetching import fetch
 from onward.trainer.errors import ConfigError
+from onward.trainer.run import remote_files
 from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config, read_settings
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import RunIdentity, read_record
@@ -142,6 +143,19 @@ def test_everything_that_cannot_be_fetched_is_said_at_once_and_nothing_is_writte
     ]
     assert "gs:// needs gcsfs, which is not installed: pip install gcsfs" in "\n".join(refusal.value.problems)
     assert not run.root.exists()
+
+
+def test_a_url_that_always_ends_in_the_middle_is_refused_before_the_run_and_not_half_cached(
+    sections: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_files, "PAUSES_S", (0.01,))
+    run = RunDir(onward_home() / "runs" / "refused")
+    with web_server({"train.npz": data(tmp_path)}) as web:
+        web.cut_after, web.cuts_left, web.ranges = 5000, -1, False
+        with pytest.raises(ConfigError, match=r"data.source: http://127.0.0.1:\d+/train.npz: the connection ended"):
+            configure.fn(run, {"name": "tiny", **sections, "data": {"source": f"{web.url}/train.npz"}})
+    assert not run.root.exists()
+    assert not list(download_cache().rglob("train.npz"))
 
 
 def test_export_path_must_not_be_the_model(sections: dict[str, Any]) -> None:

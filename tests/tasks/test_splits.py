@@ -36,6 +36,7 @@ def mixed_run(folder: Path, **sections: object) -> RunDir:
     )
 
 
+@pytest.mark.slow
 def test_a_mixture_is_the_same_on_one_rank_and_on_two_and_after_a_kill(tmp_path: Path) -> None:
     one, two = mixed_run(tmp_path / "one"), mixed_run(tmp_path / "two", parallel={"data": 2})
     killed = mixed_run(tmp_path / "killed", parallel={"data": 2})

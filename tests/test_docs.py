@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 from onward.trainer.config.loading import build_config, load_config
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,7 +181,8 @@ def parse_onward(words: list[str], place: str) -> None:
 def setting_names(section: str) -> set[str]:
     """The keys of a section, its former names included; none when there is no such section."""
     field = RunConfig.model_fields.get(section)
-    fields = getattr(field.annotation, "model_fields", {}) if field else {}
+    annotation = LossConfig if section == "loss" else field and field.annotation  # [[loss]] may be several
+    fields = getattr(annotation, "model_fields", {})
     return set(fields) | ({"horizontal"} if section == "parallel" else set())
 
 

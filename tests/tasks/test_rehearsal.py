@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+import torch
 from onnx import numpy_helper
 
 from onward.tasks import subprocesses
@@ -48,10 +49,10 @@ def configured(tmp_path: Path) -> Configured:
         }
         settings = {
             name: SECTIONS[name].model_validate(given.get(name, {}) | sections.get(name, {}))
-            for name in given.keys() | sections.keys()
+            for name in (given.keys() | sections.keys()) - {"loss"}
         }
         run = RunDir(onward_home() / "runs" / "run")
-        configure.fn(run, {"name": "rehearsed", **settings})
+        configure.fn(run, {"name": "rehearsed", **settings, "loss": sections.get("loss", ())})
         return read_record(run.rehearsal, Rehearsal)
 
     return begin
@@ -351,3 +352,38 @@ TWO_ROWS = "x if not self.training or len(x) > 1 else at_least_two"
 """Fails in training on a single row."""
 SLOW = "(time.sleep(0 if self.training or x.is_meta or len(x) == 1 else 60), x)[1]"
 """Takes a minute in evaluation, for more than one row."""
+
+
+def scores_of_pixels(*dims: int | str) -> onnx.ModelProto:
+    """`image` [batch, 5, 5, 5] -> `scores` of the same shape, which the file declares as `dims`."""
+    g = GraphWriter("pixels", seed=0)
+    g.op("Conv", g.input("image", ("batch", *dims)), g.weight("w", g.normal(0.5, 5, 5, 1, 1)), outputs="scores")
+    g.output("scores", ("batch", *dims))
+    return g.model()
+
+
+MASKS = {
+    "image": np.random.default_rng(0).standard_normal((40, 5, 5, 5)).astype(np.float32),
+    "label": np.random.default_rng(1).integers(0, 5, (40, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("dims", [(5, 5, 5), ("c", "h", "w")], ids=["fixed", "dynamic"])
+def test_scores_whose_axis_of_classes_is_not_known_are_refused_with_the_axes_that_fit(
+    home: Path, configured: Configured, dims: tuple[int | str, ...]
+) -> None:
+    """Trained over the last axis, its loss would be another number than torch's, and nothing would show it."""
+    problems = refused(home, configured, scores_of_pixels(*dims), MASKS)
+    assert "may be on axis 1, 2 or 3; say which: loss.class_axis = 1 or loss.class_axis = 2" in problems[0]
+
+
+@pytest.mark.parametrize(("dims", "loss"), [((5, 5, 5), {"class_axis": 1}), ((5, "h", "w"), {})])
+def test_the_axis_of_classes_is_given_or_the_one_length_that_the_file_fixes(
+    configured: Configured, dims: tuple[int | str, ...], loss: dict[str, Any]
+) -> None:
+    rows = {name: np.repeat(values[:1], 40, 0) for name, values in MASKS.items()}
+    found = configured(model := scores_of_pixels(*dims), rows, loss=loss)
+    (weight,) = (torch.from_numpy(numpy_helper.to_array(tensor).copy()) for tensor in model.graph.initializer)
+    image, mask = torch.from_numpy(MASKS["image"][:1]), torch.from_numpy(MASKS["label"][:1])
+    expected = torch.nn.functional.cross_entropy(torch.nn.functional.conv2d(image, weight), mask)
+    assert [each.loss for each in found.batches] == [pytest.approx(float(expected), rel=1e-5)] * len(found.batches)

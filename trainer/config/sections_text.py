@@ -21,9 +21,10 @@ class TextConfig(Section):
     the config file; on the command line, to the working directory."""
     columns: str | tuple[str, ...] = "text"
     """The column of texts, or two columns, whose texts are encoded as pairs."""
-    task: Literal["classification", "regression", "causal", "masked"] = "classification"
-    """What is learned of a text: the class or the number in the column `data.label`; each next token (`causal`); or
-    tokens that are masked (`masked`, as BERT is trained). The last two make the labels from the text."""
+    task: Literal["classification", "regression", "tokens", "causal", "masked"] = "classification"
+    """What is learned of a text: the class or the number in the column `data.label`; the class of each word (`tokens`),
+    where both columns hold lists, or texts divided by spaces; each next token (`causal`); or tokens that are masked
+    (`masked`, as BERT is trained). The last two make the labels from the text."""
     max_length: NonNegativeInt = 0
     """Tokens that a sample has at most, with special tokens; longer ones are truncated as the tokenizer says. 0 = the
     fixed length of the graph's inputs, else the number of its position embeddings, else no limit."""

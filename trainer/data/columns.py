@@ -24,6 +24,8 @@ PART_ROWS = 256
 """Rows of which the content is read from files of their own at a time."""
 TEXT = "str"
 """The dtype of a column of text; its values are an array of Python strings."""
+WORDS = "words"
+"""The dtype of a column of words, which is not stored; its values are an array of lists of Python strings."""
 BYTES = "bytes"
 """The dtype of a column of encoded content, such as JPEG images; its values are an array of Python bytes."""
 
@@ -47,7 +49,7 @@ class Column(Record):
     @property
     def holds_numbers(self) -> bool:
         """Whether the cells are numbers, and not text or bytes."""
-        return self.dtype not in (TEXT, BYTES)
+        return self.dtype not in (TEXT, BYTES, WORDS)
 
     @property
     def kind(self) -> str:
@@ -118,6 +120,8 @@ def fit(cells: Cells, column: Column, folder: Path = Path()) -> tuple[Values, di
         return _fit_gaps(cells, column)
     if column.dtype == TEXT:
         return _fit_text(cells)
+    if column.dtype == WORDS:
+        return _fit_words(cells)
     if column.dtype == BYTES:
         return _fit_bytes(cells, folder)
     if column.variable:
@@ -172,6 +176,19 @@ def _fit_text(cells: Cells) -> tuple[Array, dict[int, str]]:
         else:
             what = "bytes that are not UTF-8" if isinstance(cell, bytes) else f"{str(cell)[:40]}, not text"
             bad[at] = "is missing" if cell is None else f"holds {what}"
+    return values, bad
+
+
+def _fit_words(cells: Cells) -> tuple[Array, dict[int, str]]:
+    """Return the words of each cell as an array of lists [n], of: a list of texts or of integers, or a text in which
+    spaces divide the words."""
+    values, bad = np.empty(len(cells), object), {}
+    for at, cell in enumerate(cells):
+        found = cell.split() if isinstance(cell, str) else cell
+        found = found if isinstance(found, list | tuple | np.ndarray) else [found]
+        values[at] = [str(word) for word in found if isinstance(word, str | int | np.integer)]
+        if cell is None or len(values[at]) != len(found):
+            bad[at] = "is missing" if cell is None else f"holds {str(cell)[:40]}, not a list of words"
     return values, bad
 
 
@@ -369,7 +386,7 @@ def stored_column(column: Column, kind: ColumnType | None, *, exact: bool, ragge
     """
     if kind is None:
         return column.model_copy(update={"extremes": ()})
-    if kind.dtype in (TEXT, BYTES):
+    if kind.dtype in (TEXT, WORDS, BYTES):
         return Column(name=column.name, dtype=kind.dtype, gaps=kind.gaps)
     if kind.gaps:
         return Column(name=column.name, dtype=kind.dtype, shape=column.shape, gaps=True)

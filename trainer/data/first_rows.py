@@ -14,7 +14,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import sources
 from onward.trainer.data.column_computers import computed_chunks, packer_of, stored_of
-from onward.trainer.data.columns import BYTES, TEXT, Array, Schema, Values, fit_block, in_parts
+from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Schema, Values, fit_block, in_parts
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted
 from onward.trainer.data.sharding import fit_to_source, infer_schema, stored_columns
@@ -72,7 +72,7 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
     fit_to_source(computers, data, stored, most_blocks=None if is_counted else FITTED_BLOCKS)
     parts: list[dict[str, Values]] = []
     num_kept, counts, reasons = 0, [0, 0], list[str]()
-    texts = [column.name for column in stored if column.dtype == TEXT]
+    texts = [column.name for column in stored if column.dtype in (TEXT, WORDS)]
     blocks = sources.read(data, [column.name for column in stored], texts)
     for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
         values, good, bad = fit_block(block, stored)

@@ -30,6 +30,7 @@ from onward.trainer.data.column_computers import ColumnComputer, computed_chunks
 from onward.trainer.data.columns import (
     BYTES,
     TEXT,
+    WORDS,
     Column,
     ColumnType,
     Schema,
@@ -85,7 +86,7 @@ def try_first_rows(config: RunConfig, signature: Signature) -> tuple[Schema, Map
         return schema, {}
     columns = stored_columns(config.data, read)
     fit_to_source(computers, config.data, columns, most_blocks=1)
-    texts = [column.name for column in columns if column.dtype == TEXT]
+    texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
     for whole in sources.first_blocks(config.data, texts):
         for block, _ in in_parts(whole, whole.index, columns):
             values, good, _ = fit_block(block, columns)
@@ -177,7 +178,7 @@ def fit_to_source(
     """Fit the computers that are to be fitted to the rows of the source, or to its first blocks. Raises DataError."""
     if not (columns := columns_to_fit(computers, stored, skips_rows=data.bad_rows == "skip")):
         return
-    texts = [column.name for column in columns if column.dtype == TEXT]
+    texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
     blocks = sources.read(data, [column.name for column in columns], texts)
     fit_computers(computers, islice(blocks, most_blocks), columns)
 
@@ -191,7 +192,9 @@ def stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) -
     problems += [
         f"column {name!r} holds {schema[name].kind}, not numbers"
         for name, kind in types.items()
-        if name in schema and not schema[name].holds_numbers and (kind is None or kind.dtype not in (TEXT, BYTES))
+        if name in schema
+        and not schema[name].holds_numbers
+        and (kind is None or kind.dtype not in (TEXT, WORDS, BYTES))
     ]
     if problems or not types:
         raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
@@ -272,7 +275,7 @@ def _write(
     names = ("train", "evaluation", "test") if data.test_source else ("train", "evaluation")
     packer = packer_of(computers)
     splits = {split: SplitWriter(directory, split, data=data, packer=packer) for split in names}
-    texts = [column.name for column in columns if column.dtype == TEXT]
+    texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
     consumed = frozenset[str]().union(*(each.consumed for each in computers))
     file_only = frozenset[str]().union(*(each.file_only for each in computers)) - consumed
     own = [column for column in columns if column.name not in consumed]

@@ -122,6 +122,7 @@ def _token_inputs(text: TextColumns, config: RunConfig, manifest: ShardManifest)
             role=role, pad_value=pads.get(info.name, 0.0), length=text.fixed_length or None, dtype=info.dtype
         )
         for role, info in text.inputs.items()
+        if role != "labels"
     }
 
 

@@ -14,6 +14,7 @@ from onward.trainer.data.text.packing import PackedTexts
 from onward.trainer.data.text.text_columns import TextColumns, input_problems, text_columns
 from onward.trainer.data.text.tokenized_rows import TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer, open_tokenizer
+from onward.trainer.data.text.word_labels import WordLabels
 from onward.trainer.errors import ConfigError
 
 
@@ -33,7 +34,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
         tokenizer = open_tokenizer(columns.config.tokenizer)
         problems += _vocabulary_problems(columns, tokenizer, graph)
         if "input_ids" in columns.inputs:
-            _computer(columns)(columns, tokenizer, limit)
+            _open(columns, tokenizer, limit, config)
     except ConfigError as error:
         problems += error.problems
     return problems
@@ -50,16 +51,14 @@ def open_tokenized_rows(config: RunConfig, signature: Signature) -> TokenizedRow
     if problem:
         raise ConfigError(problem)
     tokenizer = open_tokenizer(columns.config.tokenizer)
-    return _computer(columns)(
-        columns,
-        tokenizer,
-        limit,
-        exact=config.data.shard_format == "pb",
-    )
+    return _open(columns, tokenizer, limit, config)
 
 
-def _computer(columns: TextColumns) -> type[TokenizedRows]:
-    return PackedTexts if columns.is_packed else TokenizedRows
+def _open(columns: TextColumns, tokenizer: OpenTokenizer, limit: int, config: RunConfig) -> TokenizedRows:
+    exact = config.data.shard_format == "pb"
+    if columns.config.task == "tokens":
+        return WordLabels(columns, tokenizer, limit, classes=config.data.classes, exact=exact)
+    return (PackedTexts if columns.is_packed else TokenizedRows)(columns, tokenizer, limit, exact=exact)
 
 
 def length_limit(columns: TextColumns, graph: onnx.GraphProto) -> tuple[int, str]:
@@ -78,12 +77,16 @@ def length_limit(columns: TextColumns, graph: onnx.GraphProto) -> tuple[int, str
 
 
 def _column_problems(columns: TextColumns, schema: Schema) -> Iterator[str]:
-    if len(columns.sources) not in (1, 2):
-        yield f"data.text.columns has {len(columns.sources)} entries; a sample is one text or a pair"
+    is_tokens, is_pair = columns.config.task == "tokens", len(columns.sources) == 2
+    if len(columns.sources) != 1 and (is_tokens or not is_pair or columns.is_packed):
+        what = "one column" if is_tokens or columns.is_packed else "one text or a pair"
+        yield f"data.text.columns has {len(columns.sources)} entries; a sample of {columns.config.task} is {what}"
+    if is_tokens and columns.label_source not in schema:
+        yield f"data.label names {columns.label_source!r}, which the data does not have; there is {', '.join(schema)}"
     for name in columns.sources:
         if name not in schema:
             yield f"data.text.columns names {name!r}, which the data does not have; there is {', '.join(schema)}"
-        elif schema[name].dtype != TEXT and (schema[name].shape or schema[name].variable):
+        elif schema[name].dtype != TEXT and not is_tokens and (schema[name].shape or schema[name].variable):
             yield f"data.text.columns names {name!r}, which holds {schema[name].kind}, not text"
 
 

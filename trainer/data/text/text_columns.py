@@ -16,12 +16,14 @@ from typing import get_args
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections_text import TextConfig, TextRole
-from onward.trainer.data.columns import TEXT, ColumnType
+from onward.trainer.data.columns import TEXT, WORDS, ColumnType
 from onward.trainer.data.signature import Signature, TensorInfo
 
 ROLES: tuple[TextRole, ...] = get_args(TextRole)
-MAKES_LABELS = ("causal", "masked")
-"""The tasks whose labels are made from the text."""
+MAKES_LABELS = ("tokens", "causal", "masked")
+"""The tasks whose labels have one entry for each token."""
+PACKED = ("causal", "masked")
+"""The tasks whose samples may be windows over several texts."""
 AUTO_JOINED = ("auto", "causal")
 
 
@@ -36,6 +38,8 @@ class TextColumns:
     """The column of the labels that are made from the text; empty if they are a column of the data."""
     ignore_index: int = -100
     """The label of tokens that are not predicted."""
+    label_source: str = ""
+    """Task `tokens`: the column of the data with the labels of words."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -46,6 +50,8 @@ class TextColumns:
     @property
     def read(self) -> dict[str, ColumnType]:
         """Return the columns of the data that the tokenizer reads, with their types."""
+        if self.config.task == "tokens":
+            return dict.fromkeys((*self.sources, self.label_source), ColumnType(WORDS))
         return dict.fromkeys(self.sources, ColumnType(TEXT))
 
     @property
@@ -57,7 +63,7 @@ class TextColumns:
     def is_packed(self) -> bool:
         """Return whether samples are windows over several texts."""
         packing = self.config.packing
-        return self.config.task in MAKES_LABELS and (packing == "joined" or (packing, self.config.task) == AUTO_JOINED)
+        return self.config.task in PACKED and (packing == "joined" or (packing, self.config.task) == AUTO_JOINED)
 
     @property
     def fixed_length(self) -> int:
@@ -83,6 +89,7 @@ def text_columns(config: RunConfig, signature: Signature) -> TextColumns | None:
         inputs,
         label=str(loss.label) if loss else "",
         ignore_index=loss.ignored if loss else config.model.ignore_index,
+        label_source=str(config.data.label) if text.task == "tokens" else "",
     )
 
 

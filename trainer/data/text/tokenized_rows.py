@@ -41,9 +41,8 @@ NO_WORD = -1
 class TokenizedRows(FittedComputer):
     """Computes what a tokenizer feeds, row by row: a ColumnComputer. What it is fitted to is the tokenizer alone.
 
-    `max_length`: 0 = no truncation. `exact`: store the
-    types of the graph's inputs (data.shard_format = "pb"). Raises ConfigError for a tokenizer that lacks a token that
-    is needed.
+    `max_length`: 0 = no truncation. `exact`: store the types of the graph's inputs (data.shard_format = "pb"). Raises
+    ConfigError for a tokenizer that lacks a token that is needed.
     """
 
     def __init__(
@@ -68,8 +67,10 @@ class TokenizedRows(FittedComputer):
         self.digest = json.dumps([*decides, sorted(self.types.items())])
         self.columns: tuple[Column, ...] = ()
         self.file_only = frozenset[str]()
-        self.reads, self.makes, self.consumed = columns.read, columns.computed, frozenset(self._sources)
-        self.fitted = {columns.inputs["input_ids"].name: Fitted(token_vocabulary=self._special.vocabulary)}
+        self.reads, self.makes, self.consumed = columns.read, columns.computed, frozenset(columns.read)
+        self.fitted: dict[str, Fitted] = {}
+        if self._special.vocabulary:
+            self.fitted = {columns.inputs["input_ids"].name: Fitted(token_vocabulary=self._special.vocabulary)}
         self.pad_values = {name: float(self._pad.get(role, 0)) for role, name, _ in results}
         self._tokens = self._rows = self._truncated = 0
         self._seconds = 0.0
@@ -155,8 +156,30 @@ class TokenizedRows(FittedComputer):
         self._tokens += sum(len(row) for at, row in enumerate(ids) if at not in failed)
         if self._config.task != "causal" and self._max_length and not self._of.is_packed:
             self._truncated += sum(bool(encoding.overflowing) for encoding in encodings)
-        results = {name: self._values(role, name, dtype, ids, encodings) for role, name, dtype in self._results()}
+        results: dict[str, Values] = {}
+        for role, name, dtype in self._results():
+            if role == "labels":
+                labels = self._labels(rows, ids, encodings, failed, shifted=name == self._of.label)
+                values = [np.array(row, dtype) for row in labels]
+            else:
+                values = self._values(role, name, dtype, ids, encodings)
+            results[name] = self._padded(role, values, dtype) if self._length else values
         return results, failed
+
+    def _labels(
+        self,
+        rows: Mapping[str, Values],
+        ids: Sequence[list[int]],
+        encodings: Sequence[Any],
+        failed: dict[int, str],
+        *,
+        shifted: bool,
+    ) -> list[list[int]]:
+        """Return the label of each token: the ids, or the next ids; not those of a graph that computes its own loss,
+        because such graphs shift the labels themselves. Adds to `failed` rows that have none."""
+        if self._config.task == "causal" and shifted:
+            return [[*row[1:], self._ignore_index] for row in ids]
+        return list(ids)
 
     def _encoded(self, rows: Mapping[str, Values]) -> tuple[Sequence[Any], dict[int, str]]:
         """Return the encoding of each row, and row -> what is wrong with its texts."""
@@ -184,13 +207,11 @@ class TokenizedRows(FittedComputer):
 
     def _values(
         self, role: TextRole, name: str, dtype: str, ids: Sequence[list[int]], encodings: Sequence[Any]
-    ) -> Values:
+    ) -> list[Array]:
         if name.endswith(WORDS):
             found = [_words(encoding, len(row)) for row, encoding in zip(ids, encodings, strict=True)]
-        elif role == "input_ids" or (role == "labels" and not self._is_shifted(name)):
+        elif role == "input_ids":
             found = [np.array(row, dtype) for row in ids]
-        elif role == "labels":
-            found = [np.array([*row[1:], self._ignore_index], dtype) for row in ids]
         elif role == "token_type_ids":
             pairs = zip(ids, encodings, strict=True)
             found = [np.array([*encoding.type_ids, 0][: len(row)], dtype) for row, encoding in pairs]
@@ -198,11 +219,7 @@ class TokenizedRows(FittedComputer):
             found = [np.ones(len(row), dtype) for row in ids]
         else:
             found = [np.arange(len(row), dtype=dtype) for row in ids]
-        return self._padded(role, found, dtype) if self._length else found
-
-    def _is_shifted(self, name: str) -> bool:
-        # a graph that computes its own loss shifts the labels itself, as those of Hugging Face do
-        return self._config.task == "causal" and name == self._of.label
+        return found
 
     def _padded(self, role: TextRole, rows: Sequence[Array], dtype: str) -> Array:
         padded: Array = np.full((len(rows), self._length), self._pad.get(role, 0), dtype)

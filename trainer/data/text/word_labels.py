@@ -1,0 +1,125 @@
+"""Tokenize lists of words whose labels are one for each word, for token classification.
+
+    words    [Anna     lives  in  Berlin]          labels  [B-PER    O      O   B-LOC]
+    tokens   [CLS] An ##na  lives  in  Ber ##lin [SEP]
+    labels     -    0   -     2    2    1    -     -       - = ignored by the loss
+
+The label of a word is that of its first token, as Hugging Face's examples do it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onward.trainer.data.class_names import describe_classes
+from onward.trainer.data.columns import Array, Values
+from onward.trainer.data.fitted import Fitted
+from onward.trainer.data.text.text_columns import TextColumns
+from onward.trainer.data.text.tokenized_rows import TokenizedRows
+from onward.trainer.data.text.tokenizer import OpenTokenizer
+from onward.trainer.errors import ConfigError
+
+
+class WordLabels(TokenizedRows):
+    """Computes tokens and labels of words. Raises ConfigError as TokenizedRows, and for byte-level tokenizers that put
+    no space in front of words.
+
+    `classes`: data.classes; "auto" = labels that are all integers are class ids, and others names, which are sorted.
+    """
+
+    def __init__(
+        self,
+        columns: TextColumns,
+        tokenizer: OpenTokenizer,
+        max_length: int,
+        *,
+        classes: str | Sequence[str],
+        exact: bool = False,
+    ) -> None:
+        super().__init__(columns, tokenizer, max_length, exact=exact)
+        if _joins_words(tokenizer.settings.get("pre_tokenizer")):
+            raise ConfigError(
+                f"{tokenizer.path} puts no space in front of words (add_prefix_space is false), so that the words of a "
+                "list would be tokenized as if they were written without spaces; save it with add_prefix_space = true"
+            )
+        self._label, self._keeps_integers = columns.label_source, classes == "auto"
+        self._seen: set[str] = set()
+        self._classes: dict[str, int] | None = None
+        self._is_sorted = isinstance(classes, str)
+        self.digest = json.dumps([self.digest, self._label, classes])
+        if not isinstance(classes, str):
+            self._set(classes)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Return whether the classes are known."""
+        return self._classes is not None
+
+    def observe(self, rows: Mapping[str, Values], training: Array) -> None:
+        """Collect the labels of some rows; those of the evaluation rows, too."""
+        self._seen |= {label for row in rows[self._label] for label in row}
+
+    def finish(self) -> None:
+        """Sort the names, or find that the labels are class ids."""
+        if self._keeps_integers and all(re.fullmatch(r"-?\d+", label) for label in self._seen):
+            self._classes = {label: int(label) for label in self._seen}
+        else:
+            self._set(sorted(self._seen))
+
+    def _set(self, names: Sequence[str]) -> None:
+        self._classes = {name: number for number, name in enumerate(names)}
+        # known by the column that the loss reads
+        name = self._of.label or self._of.inputs["labels"].name
+        self.fitted[name] = Fitted(classes=tuple(names), sorted_by_name=self._is_sorted)
+
+    @property
+    def summary(self) -> str:
+        """Return the tokenizer and the classes in words."""
+        return "; ".join([super().summary, *(describe_classes(self._label, found) for found in self.fitted.values())])
+
+    def _encoded(self, rows: Mapping[str, Values]) -> tuple[Sequence[Any], dict[int, str]]:
+        words = [list(row) for row in rows[self._sources[0]]]
+        encodings = self._tokenizer.library.encode_batch(
+            words, is_pretokenized=True, add_special_tokens=self._config.special_tokens
+        )
+        name = self._sources[0]
+        return encodings, {at: f"{name} is empty" for at, row in enumerate(words) if not row}
+
+    def _labels(
+        self,
+        rows: Mapping[str, Values],
+        ids: Sequence[list[int]],
+        encodings: Sequence[Any],
+        failed: dict[int, str],
+        *,
+        shifted: bool,
+    ) -> list[list[int]]:
+        """Return the label of each word at its first token; adds to `failed` rows whose labels do not fit."""
+        assert self._classes is not None
+        found, words = [], rows[self._sources[0]]
+        for at, (labels, encoding) in enumerate(zip(rows[self._label], encodings, strict=True)):
+            unknown = [label for label in labels if label not in self._classes]
+            if len(labels) != len(words[at]):
+                failed.setdefault(at, f"{self._label} has {len(labels)} labels for {len(words[at])} words")
+            elif unknown:
+                known = ", ".join(list(self._classes)[:10])
+                failed.setdefault(at, f"{self._label} holds {unknown[0]!r}, which is none of the classes {known}")
+            if at in failed:
+                found.append([self._ignore_index] * len(encoding))
+                continue
+            before, row = None, []
+            for word in encoding.word_ids:
+                first = word is not None and word != before
+                row.append(self._classes[labels[word]] if first else self._ignore_index)
+                before = word
+            found.append(row)
+        return found
+
+
+def _joins_words(settings: Any) -> bool:
+    """Return whether the pre-tokenizer works on bytes and puts no space in front of a word."""
+    parts = settings.get("pretokenizers", [settings]) if isinstance(settings, dict) else []
+    return any(part.get("type") == "ByteLevel" and not part.get("add_prefix_space", True) for part in parts)

@@ -1,8 +1,7 @@
-"""Convert the cells of any source to columns of numbers or of text, and describe such columns."""
+"""Convert the cells of any source to columns of numbers or of text."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -307,96 +306,3 @@ def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
     return {
         name: [rows[at] for at in where] if isinstance(rows, list) else rows[where] for name, rows in values.items()
     }
-
-
-# -- describing columns
-
-
-def infer(name: str, cells: Cells) -> Column:
-    """Infer type and shape from some rows. Text or bytes, unless at least half of the cells are numbers."""
-    array = numbers(cells)
-    if array is not None:
-        return Column(name=name, dtype=_type(array), shape=array.shape[1:], extremes=extremes(array))
-    # cells of mixed kinds or lengths, one by one
-    there = [cell for cell in cells if cell is not None]
-    rows = [row[0] for cell in there if (row := numbers([cell])) is not None]
-    if not rows or len(rows) * 2 < len(there):
-        encoded = sum(map(_is_encoded, cells))
-        return Column(name=name, dtype=BYTES if encoded * 2 > len(cells) else TEXT)
-    shapes = Counter(row.shape for row in rows)
-    flat = np.concatenate([row.ravel() for row in rows])
-    varies = len(shapes) > 1 and all(len(shape) == 1 for shape in shapes)
-    shape = max(shapes) if varies else shapes.most_common(1)[0][0]
-    return Column(name=name, dtype=_type(flat, gaps=True), shape=shape, variable=varies, extremes=extremes(flat))
-
-
-def _is_encoded(cell: Any) -> bool:
-    return isinstance(cell, bytes) or (isinstance(cell, dict) and cell.keys() <= {"bytes", "path"})
-
-
-def _type(array: Array, *, gaps: bool = False) -> str:
-    """Return the type. Whole numbers with missing ones between them are integers, which tables store as floats."""
-    if array.dtype.kind == "f":
-        finite = array[np.isfinite(array)]
-        if (gaps or finite.size < array.size) and finite.size and (finite == np.floor(finite)).all():
-            return "int64"
-    return array.dtype.name
-
-
-def extremes(values: Values) -> tuple[int | float, ...]:
-    """Return `Column.extremes` of the finite values; of text, nothing."""
-    if not len(values):
-        return ()
-    flat = np.concatenate(values) if isinstance(values, list) else values.ravel()
-    if flat.dtype.kind == "O":
-        return ()
-    if flat.dtype.kind == "f":
-        flat = flat[np.isfinite(flat)]
-    if not flat.size:
-        return ()
-    least, most = flat.min(), flat.max()
-    # the second least and second greatest, in case the least or greatest is model.ignore_index
-    inner = flat[(flat > least) & (flat < most)] if flat.dtype.kind in "iu" else flat[:0]
-    found = {least.item(), most.item()} | ({inner.min().item(), inner.max().item()} if inner.size else set())
-    return tuple(sorted(found))
-
-
-def merge(one: Column, other: Column) -> Column:
-    """Describe the rows of two columns as one. If either holds numbers, text counts as bad cells of it."""
-    if not (one.holds_numbers and other.holds_numbers):
-        return other if one.dtype == TEXT or other.holds_numbers else one
-    # a later block may hold larger numbers or floats
-    dtype = np.promote_types(one.dtype, other.dtype)
-    values, ends = sorted({*one.extremes, *other.extremes}), 2 if dtype.kind in "iu" else 1
-    varies = one.variable or other.variable or (one.shape != other.shape and len(one.shape) == len(other.shape) == 1)
-    return Column(
-        name=one.name,
-        dtype=dtype.name,
-        shape=max(one.shape, other.shape) if varies else one.shape,
-        variable=varies,
-        extremes=tuple(values if len(values) <= 2 * ends else (*values[:ends], *values[-ends:])),
-    )
-
-
-def stored_column(column: Column, kind: ColumnType | None, *, exact: bool, ragged: bool) -> Column:
-    """Return the column as it is stored: as it will be read, in the smallest type that loses nothing.
-
-    exact: store the type that is read, even if the source's own is smaller. ragged: rows of the source are lists, so
-    that later rows may be longer than those seen, which is allowed where the reader does not fix the length.
-    """
-    if kind is None:
-        return column.model_copy(update={"extremes": ()})
-    if kind.dtype in (TEXT, WORDS, BYTES):
-        return Column(name=column.name, dtype=kind.dtype, gaps=kind.gaps)
-    if kind.gaps:
-        return Column(name=column.name, dtype=kind.dtype, shape=column.shape, gaps=True)
-    shape, variable = column.shape, column.variable
-    if kind.shape is not None and None not in kind.shape and variable:
-        shape, variable = tuple(dim for dim in kind.shape if dim is not None), False
-    elif ragged and len(shape) == 1 and (kind.shape is None or None in kind.shape):
-        variable = True
-    source, target = np.dtype(column.dtype), np.dtype(kind.dtype)
-    is_smaller = source.itemsize < target.itemsize and np.can_cast(source, target) and source.kind != "b"
-    # pixels of uint8, for example, are stored as such, and converted when a batch is made
-    dtype = source if is_smaller and not exact else target
-    return Column(name=column.name, dtype=dtype.name, shape=shape, variable=variable)

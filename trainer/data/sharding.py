@@ -36,13 +36,12 @@ from onward.trainer.data.columns import (
     Schema,
     fit_block,
     in_parts,
-    infer,
-    merge,
     named_files,
     select,
-    stored_column,
 )
 from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.described_columns import infer, merge, stored_column
+from onward.trainer.data.digits import digits_schema
 from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
 from onward.trainer.data.images.image_sources import COLUMN_OF
 from onward.trainer.data.shards import SHARD_VERSION, ShardManifest
@@ -112,7 +111,7 @@ def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
 def _infer_schema(data: DataConfig, number: int, max_rows: int) -> dict[str, Column]:
     source = data.mixture[number].source
     if sources.locate(source, data).format == "digits":
-        return sources.digits_schema(data)
+        return digits_schema(data)
     found: dict[str, Column] = {}
     rows, size, bad = 0, 0, list[str]()
     for block in sources.first_blocks(data, number=number):

@@ -61,6 +61,7 @@ def settings() -> str:
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.config.section import table_type
     from onward.trainer.config.sections import WeightAttributes
+    from onward.trainer.config.sections_metrics import MetricConfig
 
     lines = [
         "# Settings",
@@ -81,6 +82,8 @@ def settings() -> str:
             lines += _inner_tables(name, section)
             if name == "data":
                 lines += ["", "## [loss]", "", _paragraph(LossConfig.__doc__), "", *_settings_table(LossConfig)]
+                lines += ["", "## metrics", "", _paragraph(RunConfig.model_fields["metrics"].description), ""]
+                lines += _settings_table(MetricConfig)
             if name == "optimizer":
                 lines += ["", "### [[optimizer.weights]]", "", _paragraph(WeightAttributes.__doc__), ""]
                 lines += _settings_table(WeightAttributes)

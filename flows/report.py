@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
+from onward.trainer.config.sections_metrics import MetricConfig
 from onward.trainer.run.records import ExportedModel
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if bits := facts.get("bits_per_byte"):
         rows.append(("bits per byte", "  ".join(f"{name} {value:.3f}" for name, value in bits.items())))
+    rows += [
+        ("worst classes" if not number else "", each) for number, each in enumerate(facts.get("worst_classes", ()))
+    ]
     rows += [(key.replace("_", " "), facts[key]) for key in ("ended_early", "to_go_on") if facts.get(key)]
     rows += [(name.replace("/", " "), f"{value:.4f}") for name, value in sorted(facts.get("test", {}).items())]
     return [
@@ -66,6 +70,9 @@ def variant_rows(exported: ExportedModel | RunOutcome) -> list[tuple[str, str]]:
 def config_lines(config: RunConfig) -> Iterable[str]:
     """Yield a resolved configuration as TOML that can be loaded again, with the meaning above each setting."""
     yield f"name = {_toml(config.name)}"
+    entries = [each.model_dump(mode="json", exclude_defaults=True) for each in config.metrics]
+    yield from (f"# {line}" for line in (RunConfig.model_fields["metrics"].description or "").splitlines())
+    yield f"metrics = {_toml(entries)}"
     yield from ([] if config.loss else ["# The short form in [model] and [data] says which loss.", "loss = []"])
     for name, section in config:
         if isinstance(section, Section):
@@ -91,7 +98,7 @@ def _table_lines(name: str, title: str, section: Section) -> Iterable[str]:
 
 def meanings() -> dict[str, str]:
     """Return `section.key` -> its meaning; `section.table.key` of the settings of a table in a section."""
-    return _meanings(RunConfig, "") | _meanings(LossConfig, "loss")
+    return _meanings(RunConfig, "") | _meanings(LossConfig, "loss") | _meanings(MetricConfig, "metrics")
 
 
 def _meanings(section: type[Section], name: str) -> dict[str, str]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from onward.flows.report import bits_per_byte
 from onward.flows.runs import is_running
+from onward.tasks.class_tables import class_table
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.shards import ShardManifest, open_shards
 from onward.trainer.data.sources import locate
-from onward.trainer.events import read_events
+from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import (
     AttemptResult,
@@ -25,6 +27,8 @@ from onward.trainer.run.records import (
 )
 from onward.trainer.run.stopping import command_to_go_on
 
+WORST = 3
+"""Classes that a status names for each loss."""
 TAIL_BYTES = 1 << 16
 """Bytes at the end of the event log that are read for the newest values."""
 State: TypeAlias = Literal["running", "exported", "trained", "stopped", "failed", "interrupted"]
@@ -51,6 +55,8 @@ class RunStatus(Record):
     """Why the run was done before its last step ([stop]); else ""."""
     to_go_on: str
     """The command that continues such a run with a higher limit; else ""."""
+    worst_classes: tuple[str, ...]
+    """The classes with the least F1 in the last evaluation, where a confusion matrix is kept."""
     rehearsal: str
     """What was rehearsed before the run was launched, in one line; "" for a run of an earlier version."""
     error: str
@@ -91,7 +97,7 @@ def describe(run: RunDir) -> RunStatus:
     """Return the status of a run, read from its directory alone."""
     identity = read_record(run.identity, RunIdentity)
     error = run.first_error(run.current_attempt)
-    step, num_steps, values = _progress(run)
+    step, num_steps, values, confusions = _progress(run)
     newest = _newest_result(run)
     ended_early = newest.ended_early if newest and not is_running(run) else ""
     to_go_on = command_to_go_on(newest.stop, read_config(run), run.root.name) if newest and ended_early else ""
@@ -106,6 +112,7 @@ def describe(run: RunDir) -> RunStatus:
         values=values,
         ended_early=ended_early,
         to_go_on=to_go_on,
+        worst_classes=tuple(_worst(confusions, run)),
         rehearsal=read_record(run.rehearsal, Rehearsal).summary if run.rehearsal.exists() else "",
         error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}" if error else "",
         data=_data(run),
@@ -163,17 +170,29 @@ def _newest_result(run: RunDir) -> AttemptResult | None:
     return read_record(path, AttemptResult) if path.exists() else None
 
 
-def _progress(run: RunDir) -> tuple[int, int, dict[str, float]]:
-    """Return (last step, number of steps, newest value of each metric) from the start and the end of the event log."""
+def _worst(confusions: Iterable[Event], run: RunDir) -> Iterator[str]:
+    """Yield a clause for each of the worst classes of each loss; nothing where all targets are found."""
+    for event in confusions:
+        table = class_table(event, run)
+        for row in [row for row in table.worst if row.f1 is not None and row.f1 < 1][:WORST]:
+            of = f"{table.loss} " if table.loss else ""
+            yield f"{of}{row.name}: F1 {row.f1:.3f}, recall {row.recall:.3f} of {row.targets} targets"
+
+
+def _progress(run: RunDir) -> tuple[int, int, dict[str, float], list[Event]]:
+    """Return (last step, number of steps, newest value of each metric, newest confusion matrix of each loss) from the
+    start and the end of the event log."""
     # Only the two ends are read: the log of a long run has many megabytes.
     step = 0
     values: dict[str, float] = {}
+    confusions: dict[str, Event] = {}
     num_steps = next((event.fields["num_steps"] for event, _ in read_events(run.events) if event.kind == "start"), 0)
     size = run.events.stat().st_size if run.events.exists() else 0
     for event, _ in read_events(run.events, max(0, size - TAIL_BYTES)):
         step = event.step
         values |= event.fields.get("values", {})
-    return step, num_steps, values
+        confusions |= {event.fields["loss"]: event} if event.kind == "confusion" else {}
+    return step, num_steps, values, list(confusions.values())
 
 
 def held_out_text(run: RunDir) -> bytes:

@@ -68,6 +68,7 @@ def train_onnx(
     data: sections.DataConfig,
     train: sections.TrainConfig,
     loss: tuple[LossConfig, ...] = (),
+    metrics: tuple[sections_metrics.MetricConfig, ...] = (),
     graph: sections.GraphConfig = sections.GraphConfig(),
     lora: sections.LoraConfig = sections.LoraConfig(),
     precision: sections.PrecisionConfig = sections.PrecisionConfig(),

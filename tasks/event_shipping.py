@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -116,6 +116,7 @@ class RetryingShipper:
         self._log = log
         self._due = Periodic(0.0)
         self._tags: dict[str, str] = {}
+        self._classes: list[Path] = []
         self._status: Status = "FAILED"  # so that the first tick sets RUNNING; an earlier attempt may have set another
 
     def tick(self, status: Status = "RUNNING") -> bool:
@@ -126,6 +127,9 @@ class RetryingShipper:
             self._shipper.ship()
             if self._tags:
                 self._shipper.tracker.set_tags(self._tags)
+            while self._classes:
+                self._shipper.tracker.log_file(self._classes[0], "classes")
+                self._classes.pop(0)
             if self._status != status:
                 self._shipper.tracker.set_status(status)
         except (TrackingError, OSError) as error:
@@ -139,10 +143,14 @@ class RetryingShipper:
         self._due, self._status = Periodic(0.0), status
         return True
 
-    def finish(self, status: Status, *, ended_early: str, patience_s: float) -> None:
-        """Send the rest and the final status; give up after `patience_s`. `ended_early`: why, or ""."""
+    def finish(self, status: Status, *, patience_s: float, ended_early: str = "", classes: Sequence[Path] = ()) -> None:
+        """Send the rest and the final status; give up after `patience_s`.
+
+        ended_early: why, or "". classes: files with the table of classes, which become artifacts.
+        """
         deadline = time.monotonic() + patience_s
         self._tags = {"onward.ended_early": ended_early} if ended_early else {}
+        self._classes = list(classes)
         while not self.tick(status):
             if time.monotonic() > deadline:
                 self._log.error(

@@ -8,12 +8,14 @@ run that is cancelled or suspended in Prefect's UI stops its job.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
+from collections.abc import Iterable
 from typing import Literal, cast
 from uuid import UUID
 
 from prefect import runtime, task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.context import TaskRunContext
@@ -21,6 +23,7 @@ from prefect.context import TaskRunContext
 from onward.infra import mpirun
 from onward.infra.tensorboard import TensorBoard
 from onward.infra.tracking import Tracker
+from onward.tasks.class_tables import ClassTable, class_table, write_tables
 from onward.tasks.event_shipping import RetryingShipper, Shipper
 from onward.tasks.task_logger import Log, task_logger
 from onward.tasks.training_progress import Periodic, Progress
@@ -35,7 +38,7 @@ STATE_PERIOD_S = 3.0
 
 @task(name="monitor", task_run_name="monitor", cache_policy=NO_CACHE)
 def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> MetricsSummary:
-    """Read the event log every `tick_s` until the flow closes it, send what is left, and write `metrics.json`.
+    """Read the event log every `tick_s` until the flow closes it, send the rest, write `metrics.json` and `classes/`.
 
     When MLflow cannot be reached at the end, the task tries for another `patience_s`, logs an error and leaves the rest
     to the next monitor of this run (`onward resume`).
@@ -44,7 +47,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     identity = read_record(run.identity, RunIdentity)
     shipping = RetryingShipper(Shipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id)), log)
     board = TensorBoard(run.tensorboard, wanted=read_config(run).monitor.tensorboard)
-    progress, lines = Progress(), LogLines(log)
+    progress, lines, confusions = Progress(), LogLines(log), dict[str, Event]()
     artifact, stop = ProgressArtifact(), StopRequest(run)
     offset, closed = 0, False
     while not closed:
@@ -54,6 +57,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
             progress.add(event)
             add_to_tensorboard(board, event)
             lines.add(event)
+            confusions |= {event.fields["loss"]: event} if event.kind == "confusion" else {}
             offset = after
         board.flush()
         shipping.tick()
@@ -64,7 +68,10 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
             time.sleep(tick_s)
     board.close()
     summary = progress.summary(_outcome(run))
-    shipping.finish(summary.status, ended_early=summary.ended_early, patience_s=patience_s)
+    tables = [class_table(event, run) for event in confusions.values()]
+    show_tables(tables)
+    files = write_tables(run, tables)
+    shipping.finish(summary.status, patience_s=patience_s, ended_early=summary.ended_early, classes=files)
     write_record(run.metrics, summary)
     return summary
 
@@ -130,6 +137,16 @@ class ProgressArtifact:
                 self._id = cast(UUID, create_progress_artifact(progress.percent, "training", str(progress)))
             else:
                 update_progress_artifact(self._id, progress.percent, str(progress))
+
+
+def show_tables(tables: Iterable[ClassTable]) -> None:
+    """Show the tables of classes on the flow run's page. Outside of a task run it does nothing."""
+    if TaskRunContext.get() is None:
+        return
+    for table in tables:
+        key = "-".join(["classes", *re.findall(r"[a-z0-9]+", table.loss.lower())])
+        with contextlib.suppress(Exception):
+            create_markdown_artifact(table.markdown(), key=key, description="How well each class is recognised")
 
 
 class StopRequest:

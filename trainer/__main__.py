@@ -93,7 +93,7 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     shapes = {output.name: output.shape for output in signature.outputs}
 
     def new_metrics(output_names: Sequence[str]) -> EvaluationMetrics:
-        return EvaluationMetrics(Losses(config.losses, output_names, shapes), device=cpu)
+        return EvaluationMetrics(Losses(config.losses, output_names, shapes), config.metrics, device=cpu)
 
     def batches() -> Iterator[Batch]:
         return evaluation_batches(held_out, config, signature, replica=0, num_replicas=1, device=cpu)

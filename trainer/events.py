@@ -5,10 +5,11 @@ MLflow, TensorBoard and the progress bar are filled from the log. A line is
     {"at_ms": 1767225600000, "attempt": 1, "step": 12, "kind": "scalars", "values": {"train/loss": 0.5}}
 
 Kinds: `start` (an attempt begins at `step`; `num_steps`, `num_samples`, `num_parameters`, `compute`: the type of the
-products), `scalars` (`values`), `evaluation` (`values`), `histogram` (`name`, `counts`, `edges`), `checkpoint`
-(`path`), `end` (`status`; `ended_early`: why, if [stop] ended the run before its last step, else ""). Among the scalars
-are two paces since the line before: `train/samples_per_s`, and `train/data_wait`, the share of the time in which ranks
-waited for their next samples, the mean over the ranks.
+products), `scalars` (`values`), `evaluation` (`values`), `confusion` (`loss`: its output if there are several, else "";
+`counts`: targets by [class][predicted class]), `histogram` (`name`, `counts`, `edges`), `checkpoint` (`path`), `end`
+(`status`; `ended_early`: why, if [stop] ended the run before its last step, else "").
+Among the scalars are two paces since the line before: `train/samples_per_s`, and `train/data_wait`, the share of the
+time in which ranks waited for their next samples, the mean over the ranks.
 A resumed attempt repeats the steps after its checkpoint; readers keep the first line of each (key, step). A line that a
 crash cut off is removed when the next attempt opens the log.
 """

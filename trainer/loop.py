@@ -108,12 +108,14 @@ def train(
     scaler = LossScaler(config.precision)
 
     def evaluate(step: int) -> dict[str, float]:
-        totals = EvaluationMetrics(model.losses, device=mpi.device)
+        totals = EvaluationMetrics(model.losses, config.metrics, device=mpi.device, counts=here.tensor == 0)
         part = evaluation_batches(held_out, config, signature, **share, device=mpi.device)
         with heartbeat.compiling():
             values = pipeline.evaluate(part, totals, heartbeat.beat)
         metrics = {f"evaluation/{name}": value for name, value in values.items()}
         events.emit("evaluation", step, values=metrics)
+        for loss, counts in totals.confusion.items():
+            events.emit("confusion", step, loss=loss, counts=counts)
         return metrics
 
     # the tensors themselves, which training changes in place: what is saved is always their present value

@@ -38,6 +38,7 @@ def status(run: RunName = "last", as_json: Json = False) -> None:
         print_json(facts)
     else:
         values = facts.pop("values")
+        facts["worst_classes"] = "; ".join(facts["worst_classes"])
         shown = [(key.replace("_", " "), str(value)) for key, value in facts.items() if value not in ("", 0)]
         table([*shown, *((key, f"{value:.6g}") for key, value in values.items())])
 

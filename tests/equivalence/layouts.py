@@ -82,7 +82,7 @@ class Case:
     model: str
     layout: str
     zero: int = 0
-    sections: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
+    sections: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
@@ -122,7 +122,7 @@ def make_case(case: Case, folder: Path) -> RunDir:
         "monitor": {"norms": ["*"], "summary_period": NUM_STEPS},
     }
     for name, values in case.sections.items():
-        sections[name] = {**sections.get(name, {}), **values}
+        sections[name] = {**sections.get(name, {}), **values} if isinstance(values, Mapping) else values
     return make_run(folder, build(), columns(60), **sections)
 
 

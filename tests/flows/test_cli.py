@@ -29,6 +29,8 @@ from onward.trainer import errors as errors_module
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.section import Section, table_type
+from onward.trainer.config.sections_metrics import MetricConfig
 from onward.trainer.data.sharding import make_shards
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import EventWriter
@@ -90,11 +92,19 @@ def test_an_example_configuration_begins_with_its_command(path: Path) -> None:
     assert f"onward run flows/configs/{path.name}" in opening
 
 
+def settings_of(section: type[Section], name: str) -> Iterator[str]:
+    """The settings of a table, and of the tables in it, such as [data.image]."""
+    for key, field in section.model_fields.items():
+        yield f"{name}.{key}"
+        if table := table_type(field.annotation):
+            yield from settings_of(table, f"{name}.{key}")
+
+
 def test_every_setting_has_a_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     printed = json.loads(onward(capsys, "config", str(CONFIGS[0]), "--json"))
-    sections = printed["config"].items()
-    settings = {f"{section}.{key}" for section, keys in sections if isinstance(keys, dict) for key in keys}
-    settings |= {f"loss.{key}" for key in LossConfig.model_fields}
+    sections = {name: table_type(RunConfig.model_fields[name].annotation) for name in printed["config"]}
+    sections |= {"loss": LossConfig, "metrics": MetricConfig}
+    settings = {key for name, section in sections.items() if section for key in settings_of(section, name)}
     assert settings == set(meanings()) == set(printed["meanings"])
     assert all(printed["meanings"].values())
 

@@ -16,6 +16,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.rules import Sections, check_cross_section_rules
 from onward.trainer.config.run_config import SECTIONS, RunConfig
 from onward.trainer.config.section import Section, section_at
+from onward.trainer.config.sections_metrics import MetricConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import ConfigError
 
@@ -107,9 +108,10 @@ def build_config(
                 read[name] = section.model_validate(dict(value))
             except ValidationError as error:
                 found += _explain(error, name, section)
-    read |= _read_losses(raw.get("loss", ()), found)
+    for name in ENTRIES:
+        read |= _read_entries(name, raw.get(name, ()), found)
     config = None
-    if read.keys() == {*SECTIONS, "loss"}:
+    if read.keys() == {*SECTIONS, *ENTRIES}:
         try:
             config = RunConfig(**({"name": raw["name"]} if "name" in raw else {}), **read)  # checks the rules, too
         except ValidationError as error:
@@ -124,22 +126,29 @@ def build_config(
     return config
 
 
-def _read_losses(given: Any, problems: list[str]) -> dict[str, tuple[LossConfig, ...]]:
-    """Return {"loss": entries}, or {} after adding to `problems` what is wrong with them."""
+ENTRIES: Mapping[str, type[Section]] = {"loss": LossConfig, "metrics": MetricConfig}
+"""What a configuration has several of; one may be given without a list."""
+
+
+def _read_entries(name: str, given: Any, problems: list[str]) -> dict[str, tuple[Any, ...]]:
+    """Return {name: entries}, or {} after adding to `problems` what is wrong with them."""
     entries = given if isinstance(given, list | tuple) else (given,)
-    read, before = [], len(problems)
+    kind, read, before = ENTRIES[name], [], len(problems)
     for place, entry in enumerate(entries):
-        name = "loss" if len(entries) == 1 else f"loss.{place}"
-        if isinstance(entry, LossConfig):
-            read.append(entry)
-        elif not isinstance(entry, Mapping):
-            problems.append(f"[loss] must be a table, or several [[loss]], not {entry!r}")
+        where = name if len(entries) == 1 or isinstance(entry, str) else f"{name}.{place}"
+        value = {"name": entry} if isinstance(entry, str) else entry
+        if isinstance(value, kind):
+            read.append(value)
+        elif not isinstance(value, Mapping):
+            is_loss = name == "loss"
+            wanted = "[loss] must be a table, or several [[loss]]" if is_loss else "metrics must be names or tables"
+            problems.append(f"{wanted}, not {entry!r}")
         else:
             try:
-                read.append(LossConfig.model_validate(dict(entry)))
+                read.append(kind.model_validate(dict(value)))
             except ValidationError as error:
-                problems += _explain(error, name, LossConfig)
-    return {"loss": tuple(read)} if len(problems) == before else {}
+                problems += _explain(error, where, kind)
+    return {name: tuple(read)} if len(problems) == before else {}
 
 
 PATHS = (

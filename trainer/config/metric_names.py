@@ -10,6 +10,7 @@ A metric reads the output and the labels of a loss as the loss does, and which m
     classes    class scores and class numbers: accuracy, f1, auroc, ...
     labels     one score for each yes-or-no label: accuracy, f1, auroc, ...
     values     numbers: mae, rmse, r2, ...
+    sequences  scores of symbols at each time step, and shorter sequences of symbols: word_error_rate
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Task = Literal["classes", "labels", "values"]
+Task = Literal["classes", "labels", "values", "sequences"]
 
 TASKS: Mapping[str, Task] = {
     "cross_entropy": "classes",
@@ -29,6 +30,8 @@ TASKS: Mapping[str, Task] = {
     "l1": "values",
     "huber": "values",
     "focal": "labels",
+    "dice": "classes",
+    "ctc": "sequences",
 }
 """Loss -> what its output and its labels are; a loss that is absent has no metric besides itself."""
 
@@ -145,11 +148,21 @@ METRICS: Mapping[str, Metric] = {
     "mape": Metric(
         "mean absolute error relative to the target", ("values",), "least", (), (), "MeanAbsolutePercentageError"
     ),
+    "word_error_rate": Metric(
+        "edits between the sequence of the greatest scores and the labels, per word; each label is a word, or those "
+        "between two labels `separator`",
+        ("sequences",),
+        "least",
+        ("separator",),
+        (),
+        "WordErrorRate",
+    ),
     "spearman": Metric("rank correlation", ("values",), "greatest", (), (), "SpearmanCorrCoef"),
 }
 ALIASES: Mapping[str, dict[str, Any]] = {
     "balanced_accuracy": {"name": "recall", "average": "macro"},
     "iou": {"name": "mean_iou"},
+    "wer": {"name": "word_error_rate"},
     "jaccard": {"name": "mean_iou"},
     "mcc": {"name": "matthews"},
 }
@@ -173,11 +186,9 @@ def parse(text: str) -> dict[str, Any]:
 def unknown(name: str) -> str:
     """Return the sentence that refuses an unknown metric, with near names or all of them."""
     near = difflib.get_close_matches(name, [*METRICS, *ALIASES, "top_5", *_averaged_names()], n=3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
     known = ", ".join([*METRICS, *ALIASES])
-    hint = f"did you mean {' or '.join(near)}? Known" if near else "known"
-    return (
-        f"there is no metric {name!r}; {hint}: {known}; averages as in f1_macro, f1_micro, f1_weighted, k as in top_5"
-    )
+    return f"there is no metric {name!r}; {hint}Known: {known}; with an average as in f1_macro, with k as in top_5"
 
 
 def _averaged_names() -> list[str]:
@@ -193,6 +204,6 @@ def is_greatest(name: str) -> bool | None:
     last = name.rpartition("/")[2]
     if last == "loss":
         return False
-    settings = parse(re.sub(r"_class_\d+$", "", last))
-    metric = METRICS.get(settings["name"]) or METRICS.get(re.sub(r"_[\d.]+$", "", settings["name"]))
+    plain = re.sub(r"_class_\d+$", "", re.sub(r"^f_beta_[\d.]+", "f_beta", last))
+    metric = METRICS.get(parse(plain)["name"])
     return None if metric is None else metric.better == "greatest"

@@ -17,9 +17,7 @@ from onward.trainer.config.losses import (
     filled,
     key_of,
     setting_problems,
-    titles,
 )
-from onward.trainer.config.metric_names import DEFAULTS
 from onward.trainer.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -35,7 +33,7 @@ from onward.trainer.config.sections import (
     ScheduleConfig,
     TrainConfig,
 )
-from onward.trainer.config.sections_metrics import StopConfig
+from onward.trainer.config.sections_metrics import MetricConfig, StopConfig, evaluation_names, metric_problems
 from onward.trainer.config.urls import redacted, url_of
 
 Sections = Mapping[str, Any]
@@ -185,23 +183,21 @@ def _weights(model: ModelConfig) -> Iterable[str]:
         yield "model.train is empty: nothing would be trained; ['*'] trains every weight"
 
 
-def _followed_metrics(
+def _metrics(
     checkpoint: CheckpointConfig,
     stop: StopConfig,
     model: ModelConfig,
     data: DataConfig,
     loss: Sequence[LossConfig],
+    metrics: Sequence[MetricConfig],
     train: TrainConfig,
 ) -> Iterable[str]:
     losses = filled(model, data, loss)
-    known = ["evaluation/loss"]
-    for title, each in zip(titles(losses), losses, strict=True):
-        prefix = "evaluation" if len(losses) == 1 else f"evaluation/{title}"
-        known += [f"{prefix}/{name}" for name in ("loss", *DEFAULTS.get(each.name, ()))]
-    known = list(dict.fromkeys(known))
+    yield from metric_problems(losses, metrics)
+    known = evaluation_names(losses, metrics)
     for key, name in (("checkpoint.best_metric", checkpoint.best_metric), ("stop.metric", stop.metric)):
         if name and name not in known:
-            yield f"{key}: no evaluation measures {name!r}; with this loss they measure {', '.join(known)}"
+            yield f"{key}: no evaluation measures {name!r}; with these settings they measure {', '.join(known)}"
     ends = [f"stop.patience {stop.patience}"] if stop.patience else []
     ends += [] if stop.target is None else [f"stop.target {stop.target:g}"]
     if ends and not train.evaluation_period:
@@ -326,7 +322,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _schedule,
     _timeouts,
     _weights,
-    _followed_metrics,
+    _metrics,
     _surgery,
     _losses,
     _adapters,

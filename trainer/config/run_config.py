@@ -28,7 +28,7 @@ from onward.trainer.config.sections import (
     ScheduleConfig,
     TrainConfig,
 )
-from onward.trainer.config.sections_metrics import StopConfig
+from onward.trainer.config.sections_metrics import MetricConfig, StopConfig
 
 
 class RunConfig(Section):
@@ -39,6 +39,9 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig
     loss: tuple[LossConfig, ...] = ()
+    metrics: tuple[MetricConfig, ...] = ()
+    """What evaluations measure beside the loss: names such as "f1_macro", or tables with parameters. Empty = accuracy
+    for cross_entropy and bce_with_logits, mae and mse for mse and l1."""
     graph: GraphConfig = GraphConfig()
     lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()

@@ -2,9 +2,142 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from onward.trainer.config.losses import LossConfig, titles
+from onward.trainer.config.metric_names import DEFAULTS, METRICS, TASKS, Task, parse, unknown
 from onward.trainer.config.section import Section
+
+PARAMETERS = ("average", "of_class", "k", "beta", "thresholds", "bytes_per_target", "data_range", "separator")
+
+
+class MetricConfig(Section):
+    """A metric of the evaluation: a name such as "f1_macro", or a table {name = "f1", average = "macro"}."""
+
+    name: str
+    """The metric; docs/how-to/choose-metrics.md lists them."""
+    output: str = ""
+    """With several losses: the output of the loss that it measures; empty = of every loss that it fits."""
+    average: Literal["macro", "micro", "weighted"] | None = None
+    """How the values of the classes become one: their mean, one count over all classes, or their mean weighted by the
+    targets of each. Not set = macro."""
+    of_class: NonNegativeInt | None = None
+    """The class whose value it is, in place of an average."""
+    k: PositiveInt | None = None
+    """`top_k`: how many classes with the greatest scores count."""
+    beta: PositiveFloat | None = None
+    """`f_beta`: how many times as important as precision recall is."""
+    thresholds: Annotated[int, Field(ge=2)] | None = None
+    """`auroc`, `average_precision`: compute the curve at so many thresholds, which takes a fixed amount of memory. Not
+    set = at every score, which keeps the scores of all evaluation data."""
+    bytes_per_target: PositiveFloat | None = None
+    """`bits_per_byte`: the bytes of text that one target stands for on average. Not set = 1, where each target is a
+    byte."""
+    data_range: PositiveFloat | None = None
+    """`psnr`, `ssim`: the difference between the greatest and the least possible value."""
+    separator: NonNegativeInt | None = None
+    """`word_error_rate`: the label between two words, such as that of a space. Not set = each label is a word."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_short_names(cls, given: Any) -> Any:
+        table = {"name": given} if isinstance(given, str) else given
+        if not isinstance(table, Mapping) or not isinstance(name := table.get("name"), str):
+            return given
+        short = parse(name)
+        if short["name"] not in METRICS:
+            raise ValueError(unknown(name))
+        if twice := sorted(key for key in short if key != "name" and table.get(key) not in (None, short[key])):
+            raise ValueError(f"{name!r} says {twice[0]} already; leave out {twice[0]} = {table[twice[0]]!r}")
+        return {**table, **short}
+
+    @model_validator(mode="after")
+    def _has_its_parameters(self) -> MetricConfig:
+        metric = METRICS[self.name]
+        given = [name for name in PARAMETERS if getattr(self, name) is not None]
+        if wrong := [name for name in given if name not in metric.parameters]:
+            takes = ", ".join(metric.parameters) or "no parameters"
+            raise ValueError(f"{self.name} does not take {', '.join(wrong)}; it takes {takes}")
+        if missing := [name for name in metric.required if name not in given]:
+            raise ValueError(f"{self.name} needs {', '.join(missing)}")
+        if self.average and self.of_class is not None:
+            raise ValueError(f"{self.name}: average {self.average!r} and of_class {self.of_class} exclude each other")
+        return self
+
+    @property
+    def key(self) -> str:
+        """What the evaluation names its value, such as "f1_macro", "top_5" or "recall_class_3"."""
+        parts = [f"top_{self.k}" if self.k else self.name]
+        parts += [f"{self.beta:g}"] if self.beta else []
+        parts += [self.average] if self.average else []
+        parts += [f"class_{self.of_class}"] if self.of_class is not None else []
+        return "_".join(parts)
+
+
+def is_library(metric: MetricConfig) -> bool:
+    """Return whether torchmetrics computes the metric."""
+    return bool(METRICS[metric.name].library)
+
+
+def metrics_of(loss: LossConfig, metrics: Sequence[MetricConfig]) -> list[MetricConfig]:
+    """Return the metrics that are measured of one loss."""
+    if not metrics:
+        return [MetricConfig(name=name) for name in DEFAULTS.get(loss.name, ())]
+    task = TASKS.get(loss.name)
+    return [
+        each for each in metrics if each.output == loss.output or (not each.output and task in METRICS[each.name].tasks)
+    ]
+
+
+def evaluation_names(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]) -> list[str]:
+    """Return what the evaluations of a run measure: "evaluation/loss", "evaluation/accuracy", ...
+
+    Of several losses the metrics are named after their outputs: "evaluation/boxes/loss".
+    """
+    found = [("", ["loss", *(each.key for each in metrics_of(losses[0], metrics))])]
+    if len(losses) > 1:
+        keys = [["loss", *(each.key for each in metrics_of(loss, metrics))] for loss in losses]
+        found = [("", ["loss"]), *((f"{title}/", own) for title, own in zip(titles(losses), keys, strict=True))]
+    return [f"evaluation/{title}{name}" for title, own in found for name in own]
+
+
+def metric_problems(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]) -> Iterable[str]:
+    """Yield a sentence for each metric that fits none of the losses, or not the one that it names."""
+    outputs = [output for loss in losses for output in loss.outputs]
+    for each in metrics:
+        tasks = METRICS[each.name].tasks
+        if each.output and each.output not in outputs:
+            read = ", ".join(repr(output) if output else "the first output" for output in outputs)
+            yield f"metrics: {each.key} is of the output {each.output!r}, which no loss reads; they read {read}"
+            continue
+        measured = [loss for loss in losses if each.output in ("", *loss.outputs)]
+        if not any(TASKS.get(loss.name) in tasks for loss in measured):
+            of = " and ".join(dict.fromkeys(f"{loss.name!r}" for loss in measured))
+            fitting = [name for name, metric in METRICS.items() if _fits(metric.tasks, measured)]
+            yield (
+                f"metrics: {each.key} needs {' or '.join(_NEEDS[task] for task in tasks)}, and the loss {of} has none; "
+                f"{'these fit: ' + ', '.join(fitting) if fitting else 'no metric fits it'}"
+            )
+        elif each.average == "micro" and each.name in ("auroc", "average_precision"):
+            yield f"metrics: {each.key}: curves of classes have no micro average; use macro or weighted"
+    keys = [(each.key, each.output) for each in metrics]
+    for key, output in dict.fromkeys(pair for pair in keys if keys.count(pair) > 1):
+        yield f"metrics: {key} is named twice{f' for the output {output!r}' if output else ''}"
+
+
+_NEEDS: Mapping[Task, str] = {
+    "classes": "scores of classes (cross_entropy, dice)",
+    "labels": "scores of yes-or-no labels (bce_with_logits, focal)",
+    "values": "numbers (mse, l1, huber)",
+    "sequences": "sequences (ctc)",
+}
+
+
+def _fits(tasks: Sequence[Task], losses: Iterable[LossConfig]) -> bool:
+    return any(TASKS.get(loss.name) in tasks for loss in losses)
 
 
 class StopConfig(Section):

@@ -5,6 +5,8 @@ The command line runs these checks before it starts anything, and so does the co
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +19,7 @@ from onward.trainer.config.losses import key_of, with_outputs
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
+from onward.trainer.config.sections_metrics import is_library
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.chosen_columns import with_columns
 from onward.trainer.data.computations import open_fitted
@@ -24,6 +27,7 @@ from onward.trainer.data.fetching import fetch
 from onward.trainer.data.input_columns import computed_columns, data_problems
 from onward.trainer.data.sharding import infer_schema, try_first_rows
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.sources import locate
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import locations
@@ -47,7 +51,7 @@ def check_local_files(sections: Sections) -> list[str]:
     model, data = sections.get("model"), sections.get("data")
     model_problems = _model(model) if model else []
     source_problems = _data(data) if data else []
-    problems = [*model_problems, *source_problems, *_paths(sections)]
+    problems = [*model_problems, *source_problems, *_paths(sections), *_metrics(sections)]
     absent = [setting for setting, _ in urls_in(sections) if setting.startswith(("model.", "data."))]
     if model and data and "loss" in sections and not absent and not model_problems and not source_problems:
         try:
@@ -64,6 +68,23 @@ def check_local_files(sections: Sections) -> list[str]:
             problems += misfits
         except Refused as error:
             problems += error.problems
+    return problems
+
+
+def _metrics(sections: Sections) -> list[str]:
+    """Return which metrics cannot be computed here, or from this data."""
+    problems, metrics, data = [], sections.get("metrics", ()), sections.get("data")
+    library = [each.key for each in metrics if is_library(each)]
+    if library and importlib.util.find_spec("torchmetrics") is None:
+        problems.append(f"metrics: {', '.join(library)} need torchmetrics: pip install 'onward[metrics]'")
+    unknown = [each for each in metrics if each.name == "bits_per_byte" and not each.bytes_per_target]
+    if unknown and isinstance(data, DataConfig):
+        with contextlib.suppress(Refused):  # of a source that is absent, which is reported elsewhere
+            if locate(data.source, data).format != "text":
+                problems.append(
+                    "metrics: bits_per_byte needs bytes_per_target, the bytes of text that one target (token) stands "
+                    "for on average: only where data.format is 'text' each target is a byte"
+                )
     return problems
 
 

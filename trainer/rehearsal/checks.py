@@ -67,6 +67,7 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
         trainable.module,
         Losses(config.losses, trainable.module.output_names, trainable.module.output_shapes),
         autocast=partial(autocast, arithmetic, CPU),
+        metrics=config.metrics,
     )
     if rows.counts is None and (config.train.num_epochs or rows.num_rows > 1):
         findings.not_rehearsed.append(
@@ -91,7 +92,7 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
     file_rows = FileRows(rows, config, signature) if signature.computed else None
 
     def metrics(output_names: Sequence[str]) -> EvaluationMetrics:
-        return EvaluationMetrics(graph.losses, device=CPU)
+        return EvaluationMetrics(graph.losses, config.metrics, device=CPU)
 
     data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows)
     return [

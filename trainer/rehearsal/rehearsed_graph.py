@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onward.trainer.config.sections_metrics import MetricConfig
 from onward.trainer.data.batches import Batch
 from onward.trainer.errors import ConfigError, OnwardError, Refused
 from onward.trainer.model.loss import Loss, Losses
+from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.rehearsal.failing_node import failing_node
 from onward.trainer.rehearsal.sizes import Kind
@@ -29,6 +31,8 @@ class RehearsedGraph:
     losses: Losses
     autocast: Callable[[], contextlib.AbstractContextManager[object]]
     """Makes the context of a forward pass."""
+    metrics: tuple[MetricConfig, ...] = ()
+    """The metrics that are configured, which are computed in evaluation."""
 
     def run(self, kind: Kind, batch: Batch, call: Callable[..., Any] | None = None) -> RehearsedBatch:
         """Run a micro-batch; gradients stay with the weights. Running statistics are left as they were.
@@ -47,6 +51,8 @@ class RehearsedGraph:
             loss = self.losses.weighted(
                 [value / (count or 1) for value, count in zip(sums, batch.num_targets, strict=True)]
             )
+            if kind == "evaluation" and self.metrics:
+                self._measure(outputs, batch)
             if loss.requires_grad:  # not in evaluation, and not if it depends on no weight
                 loss.backward()  # type: ignore[no-untyped-call]
         mean = float(loss.detach()) if any(batch.num_targets) else math.nan
@@ -65,6 +71,19 @@ class RehearsedGraph:
                 f"the loss {loss.name!r} cannot be computed: for {batch.size} rows, output {self._name(loss)!r} "
                 f"is {list(outputs[loss.index].shape)}{labels} ({str(error).splitlines()[0]}); name the output "
                 "with the scores of each row in model.output, or another model.loss"
+            ) from error
+
+    def _measure(self, outputs: Sequence[Tensor], batch: Batch) -> None:
+        """Compute the metrics. Raises ConfigError if one does not fit the output and the labels."""
+        totals = EvaluationMetrics(self.losses, self.metrics, device=torch.device("cpu"))
+        try:
+            totals.update(outputs, batch.labels, batch.size)
+            totals.compute()
+        except (RuntimeError, ValueError, IndexError) as error:
+            names = ", ".join(metric.key for metric in self.metrics)
+            raise ConfigError(
+                f"metrics ({names}) cannot be computed for {self.loss_outputs} of {batch.size} rows: "
+                f"{str(error).splitlines()[0]}"
             ) from error
 
     @property

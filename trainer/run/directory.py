@@ -25,6 +25,7 @@ it.
         checkpoints/announced.json    CheckpointInfo of each verified checkpoint     checkpoint
         train.json              TrainResult                    train
         metrics.json            MetricsSummary                 monitor
+        classes/                classes.json, classes.csv, confusion.csv: the classes in the last evaluation    monitor
         cursor.json             how much of the event log is in MLflow          monitor
         tensorboard/            a view of the event log        monitor
         export/                 the trained ONNX file, model.json (ExportedModel), example.npz, export.log; or
@@ -134,6 +135,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.json"
+
+    @property
+    def classes(self) -> Path:
+        return self.root / "classes"
 
     @property
     def cursor(self) -> Path:

@@ -1,0 +1,145 @@
+"""The table of classes of the last evaluation: precision, recall, F1 and targets of each, and the confusion matrix.
+
+    event "confusion" --ClassTable--> RUN_DIR/classes/classes.json    for programs
+                                      RUN_DIR/classes/classes.csv     one row for each class
+                                      RUN_DIR/classes/confusion.csv   targets by class (rows) and prediction (columns)
+
+Of several losses the files are named after their outputs: boxes-classes.json.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from onward.trainer.config.losses import titles
+from onward.trainer.data.shards import ShardManifest
+from onward.trainer.events import Event
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.durable_files import write_durably
+from onward.trainer.run.records import Record, read_record
+
+
+class ClassRow(Record):
+    """How well one class is recognised."""
+
+    name: str
+    """The name of the class, or its number."""
+    precision: float | None
+    """Share of its predictions that are right; None if it is never predicted."""
+    recall: float | None
+    """Share of its targets that are found; None without targets."""
+    f1: float | None
+    """2 x found / (targets + predictions); None if there are neither."""
+    targets: int
+    predictions: int
+
+
+class ClassTable(Record):
+    """The classes of one loss in one evaluation."""
+
+    step: int
+    loss: str
+    """The output that the loss reads, if there are several; else ""."""
+    classes: tuple[ClassRow, ...]
+    confusion: tuple[tuple[int, ...], ...]
+    """Number of targets by [class][predicted class]."""
+
+    @property
+    def worst(self) -> list[ClassRow]:
+        """The classes with targets, the one with the least F1 first."""
+        known = [row for row in self.classes if row.targets and row.f1 is not None]
+        return sorted(known, key=lambda row: row.f1 or 0.0)
+
+    def files(self) -> dict[str, str]:
+        """Return file name -> content."""
+        names = [row.name for row in self.classes]
+        columns = [name for name in ClassRow.model_fields if name != "name"]
+        rows = [[row.name, *(getattr(row, name) for name in columns)] for row in self.classes]
+        counts = [[name, *row] for name, row in zip(names, self.confusion, strict=True)]
+        prefix = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.loss)}-" if self.loss else ""
+        return {
+            f"{prefix}classes.json": self.model_dump_json(indent=2),
+            f"{prefix}classes.csv": _csv([["class", *columns], *rows]),
+            f"{prefix}confusion.csv": _csv([["target \\ predicted", *names], *counts]),
+        }
+
+    def markdown(self) -> str:
+        """Return both tables as Markdown."""
+        shares = [[_share(row.precision), _share(row.recall), _share(row.f1)] for row in self.classes]
+        rows = [[row.name, *share, str(row.targets)] for row, share in zip(self.classes, shares, strict=True)]
+        counts = [[row.name, *map(str, own)] for row, own in zip(self.classes, self.confusion, strict=True)]
+        names = [row.name for row in self.classes]
+        return "\n".join(
+            [
+                f"Evaluation at step {self.step}{f', loss of {self.loss}' if self.loss else ''}",
+                "",
+                *_markdown(["class", "precision", "recall", "F1", "targets"], rows),
+                "",
+                "Targets by class (rows) and predicted class (columns):",
+                "",
+                *_markdown(["", *names], counts),
+            ]
+        )
+
+
+def class_table(event: Event, run: RunDir) -> ClassTable:
+    """Return the table of an event "confusion"."""
+    counts: list[list[int]] = event.fields["counts"]
+    names = class_names(run, event.fields["loss"])
+    names = names if len(names) == len(counts) else [str(number) for number in range(len(counts))]
+    predicted = [sum(column) for column in zip(*counts, strict=True)]
+    rows = []
+    for number, (name, own) in enumerate(zip(names, counts, strict=True)):
+        found, targets, predictions = own[number], sum(own), predicted[number]
+        rows.append(
+            ClassRow(
+                name=name,
+                precision=found / predictions if predictions else None,
+                recall=found / targets if targets else None,
+                f1=2 * found / (targets + predictions) if targets + predictions else None,
+                targets=targets,
+                predictions=predictions,
+            )
+        )
+    confusion = tuple(map(tuple, counts))
+    return ClassTable(step=event.step, loss=event.fields["loss"], classes=tuple(rows), confusion=confusion)
+
+
+def class_names(run: RunDir, title: str) -> Sequence[str]:
+    """Return the names of the classes of a loss, as the shards have them; [] if the data has numbers only."""
+    losses = read_config(run).losses
+    found = [loss for loss, name in zip(losses, titles(losses), strict=True) if title in ("", name)]
+    if not found or len(found[0].columns) != 1:
+        return []
+    fitted = read_record(run.shards / "manifest.json", ShardManifest).fitted.get(found[0].columns[0])
+    return fitted.classes if fitted else []
+
+
+def write_tables(run: RunDir, tables: Iterable[ClassTable]) -> list[Path]:
+    """Write the files of each table into the run directory; return their paths."""
+    found = []
+    for table in tables:
+        for name, content in table.files().items():
+            run.classes.mkdir(exist_ok=True)
+            write_durably(run.classes / name, content.encode())
+            found.append(run.classes / name)
+    return found
+
+
+def _csv(rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    cells = [heads, ["---"] * len(heads), *rows]
+    return [f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in cells]
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

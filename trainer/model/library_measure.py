@@ -1,0 +1,142 @@
+"""Metrics of torchmetrics, computed from the states of all ranks.
+
+torchmetrics sees one process. Its `update` reads the batches of this rank, its `compute` the states of all ranks, which
+`EvaluationMetrics` has added up or concatenated; it synchronises nothing itself. Floating-point states are fp64, so
+that sums do not depend on how the data was divided.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.trainer.config.metric_names import METRICS, Task
+from onward.trainer.config.sections_metrics import MetricConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.model.measures import Measured
+from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+
+log = logging.getLogger(__name__)
+
+OF_SCORES = ("auroc", "average_precision", "calibration_error")
+"""Metrics of classes that need the scores; all others need the predicted class."""
+
+
+class LibraryMeasure:
+    """A metric whose states are sums or lists of tensors."""
+
+    sized = True
+
+    def __init__(self, metric: MetricConfig, task: Task, device: torch.device, *, ignore_index: int) -> None:
+        self.key = metric.key
+        self._metric, self._task, self._device, self._ignore_index = metric, task, device, ignore_index
+        self._library = import_torchmetrics()
+        self._made: Any = None
+
+    def update(self, batch: Measured) -> None:
+        made = self._made = self._made or self._make(batch.size)
+        predictions, targets = self._read(batch)
+        if len(targets):
+            # the class's own method: that of the object also counts calls and synchronises
+            type(made).update(made, predictions, targets)
+
+    def sums(self, size: int) -> list[Tensor]:
+        self._made = self._made or self._make(size)
+        return [value for value in self._made.metric_state.values() if isinstance(value, Tensor)]
+
+    def lists(self) -> list[Tensor]:
+        states = self._made.metric_state.values()
+        return [
+            torch.cat(value) if value else torch.empty(0, device=self._device)
+            for value in states
+            if not isinstance(value, Tensor)
+        ]
+
+    def value(self, sums: Sequence[list[float]], lists: Sequence[Tensor], size: int) -> float:
+        if any(each.is_floating_point() and each.isnan().any() for each in lists):
+            return math.nan  # torchmetrics would sort it among the numbers
+        sum_of, list_of = iter(sums), iter(lists)
+        for name, value in self._made.metric_state.items():
+            if isinstance(value, Tensor):
+                setattr(self._made, name, value.new_tensor(next(sum_of)).view_as(value))
+            else:
+                setattr(self._made, name, [next(list_of)])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            result = type(self._made).compute(self._made)
+        for each in warned:
+            log.warning("%s: %s", self.key, each.message)
+        return float(result if self._metric.of_class is None else result[self._metric.of_class])
+
+    def _read(self, batch: Measured) -> tuple[Tensor, Tensor] | tuple[list[str], list[str]]:
+        """Return predictions and targets as the metric takes them."""
+        if self._task == "sequences":
+            found, labels = batch.sequences
+            return [self._text(row) for row in found], [self._text(row) for row in labels]
+        if self._metric.name == "ssim":
+            return batch.images
+        if self._task == "values":
+            return batch.scores.flatten().double(), batch.targets.flatten().double()
+        if self._task == "labels":
+            alone = batch.size == 1
+            return (batch.probabilities[:, 0], batch.targets[:, 0]) if alone else (batch.probabilities, batch.targets)
+        predictions = batch.probabilities if self._metric.name in OF_SCORES else batch.predicted
+        return predictions[batch.counted], batch.targets[batch.counted]
+
+    def _text(self, symbols: Sequence[int]) -> str:
+        """Return words with spaces between them, each its symbols."""
+        separator = self._metric.separator
+        if separator is None:
+            return " ".join(map(str, symbols))
+        groups = itertools.groupby(symbols, lambda symbol: symbol == separator)
+        return " ".join("-".join(map(str, word)) for is_separator, word in groups if not is_separator)
+
+    def _make(self, size: int) -> Any:
+        """Return the torchmetrics object for so many classes or labels."""
+        metric, library = self._metric, METRICS[self._metric.name].library
+        parameters: dict[str, Any] = {"sync_on_compute": False}
+        if self._task == "sequences":
+            module = self._library.text
+        elif self._task == "values":
+            module = self._library.image if metric.name == "ssim" else self._library.regression
+            parameters |= {"data_range": metric.data_range} if metric.data_range else {}
+        else:
+            module = self._library.classification
+            if metric.of_class is not None and size and (metric.of_class >= size or size == 1):
+                raise ConfigError(f"metrics: {self.key}: the output has {size} classes or labels, 0..{size - 1}")
+            parameters |= {"validate_args": False}  # else it searches each batch for labels that are no classes
+            parameters |= {name: given for name in ("beta", "thresholds") if (given := getattr(metric, name))}
+            if self._task == "labels" and size == 1:
+                library = f"Binary{library}"
+            else:
+                is_classes = self._task == "classes"
+                library = f"{'Multiclass' if is_classes else 'Multilabel'}{library}"
+                parameters["num_classes" if is_classes else "num_labels"] = max(size, 2)
+                if is_classes and 0 <= self._ignore_index < size:
+                    parameters["ignore_index"] = self._ignore_index  # a class that an average leaves out
+                if "average" in METRICS[metric.name].parameters:
+                    parameters["average"] = "none" if metric.of_class is not None else metric.average or "macro"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it keeps all scores
+            return getattr(module, library)(**parameters).to(self._device).set_dtype(torch.float64)
+
+
+def import_torchmetrics() -> Any:
+    """Import torchmetrics, which takes 2 s. Raises ConfigError with the command that installs it."""
+    import_torchvision()
+    try:
+        import torchmetrics
+        import torchmetrics.classification
+        import torchmetrics.image
+        import torchmetrics.regression
+        import torchmetrics.text
+    except ImportError as error:
+        raise ConfigError(f"torchmetrics cannot be imported ({error}): pip install 'onward[metrics]'") from error
+    return torchmetrics

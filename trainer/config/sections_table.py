@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -49,6 +49,11 @@ class TableConfig(Section):
     vocabularies: dict[str, tuple[str, ...]] = {}
     """Column of categories -> its texts in the order of the ids, from 0 on, for a model that has an order already.
     The entry "" is the id of unknown texts; without it they are bad rows."""
+
+    def reading_settings(self) -> dict[str, Any]:
+        """Return the settings that decide what rows are read from a file, as far as they are not the defaults."""
+        names = {"separator", "decimal", "thousands", "quote", "encoding", "header"}
+        return self.model_dump(mode="json", include=names, exclude_defaults=True)
 
     @field_validator("encoding")
     @classmethod

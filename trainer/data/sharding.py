@@ -216,6 +216,8 @@ def _cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[
     files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
     content = [SHARD_VERSION, settings, files, [column.model_dump() for column in columns]]
     content += [each.digest for each in computers]
+    if reading := data.table.reading_settings():
+        content.append(reading)
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
     # files in folders are those of the source, and what is in tar files; masks in folders of their own are not

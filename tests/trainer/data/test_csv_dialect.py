@@ -14,9 +14,10 @@ from pydantic import ValidationError
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.config.sections_table import TableConfig
 from onward.trainer.data import tables
-from onward.trainer.data.columns import BLOCK_BYTES
+from onward.trainer.data.columns import BLOCK_BYTES, ColumnType
 from onward.trainer.data.csv_dialect import dialect_of
-from onward.trainer.data.sharding import infer_schema
+from onward.trainer.data.sharding import infer_schema, make_shards
+from onward.trainer.data.shards import open_shards
 from onward.trainer.data.sources import locate, read
 from onward.trainer.errors import DataError
 
@@ -127,6 +128,20 @@ def test_a_separator_is_only_taken_where_it_is_certain(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'1,5' may be a decimal number .* set data\.table\.decimal = ','"):
         separator("a;b\n1,5;2\n")
     assert separator("a;b\n1,5;2\n", decimal=".") == ";"
+
+
+def test_files_that_are_read_in_another_way_get_other_shards(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"a;b\n" + b"1.250;2\n" * 20)
+    means = {}
+    for settings in ({}, {"thousands": ".", "decimal": ","}, {"header": False, "separator": ";"}):
+        data = DataConfig(source=str(tmp_path / "a.csv"), table=TableConfig(**settings))  # type: ignore[arg-type]
+        names = None if settings.get("header", True) else {"c1": ColumnType("float64")}
+        if names:
+            data = data.model_copy(update={"bad_rows": "skip"})
+        directory, *_ = make_shards(data, names, tmp_path / "cache")
+        rows = open_shards(directory, "train")
+        means[directory] = float(np.mean(next(iter(rows.read(np.arange(rows.num_rows)).values()))))
+    assert list(means.values()) == [1.25, 1250.0, 2.0]
 
 
 def test_damaged_and_wrongly_named_files_are_refused(tmp_path: Path) -> None:

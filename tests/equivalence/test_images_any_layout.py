@@ -15,7 +15,14 @@ from tests.support.runs import final_tensors, make_run, train_run, train_until
 
 pytestmark = pytest.mark.mpi
 
-AUGMENT = {"random_resized_crop": 0.3, "flip": 0.5, "color_jitter": 0.3, "rand_augment": 5, "erasing": 0.3}
+AUGMENT = {
+    "random_resized_crop": 0.3,
+    "flip": 0.5,
+    "color_jitter": 0.3,
+    "rand_augment": 5,
+    "erasing": 0.3,
+    "mixup": 0.3,
+}
 
 
 def image_run(folder: Path, augment: dict[str, Any], **parallel: Any) -> RunDir:

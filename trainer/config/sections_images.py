@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from onward.trainer.config.section import Decay, Fraction, Section
 
@@ -38,6 +38,16 @@ class AugmentConfig(Section):
     of the colour circle); 0.4 is usual. Grey images keep hue and saturation, which they lack."""
     erasing: Fraction = 0.0
     """Probability that a random rectangle is set to the mean colour; 0.25 is usual."""
+    mixup: NonNegativeFloat = 0.0
+    """Alpha of MixUp: an image and its label are mixed with those of another sample; 0.2 is usual. 0 = none. With
+    `cutmix` too, one of the two is drawn."""
+    cutmix: NonNegativeFloat = 0.0
+    """Alpha of CutMix: a random rectangle is taken from another sample; 1.0 is usual. 0 = none."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether samples are mixed, which makes labels probabilities."""
+        return self.mixup > 0 or self.cutmix > 0
 
 
 class ImageConfig(Section):

@@ -8,7 +8,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batch_transforms import BatchTransform
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images.image_batches import ImageBatches
-from onward.trainer.data.images.image_inputs import image_inputs, masks
+from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.text.masking import open_masking
 
@@ -26,4 +26,10 @@ def open_image_batches(config: RunConfig, signature: Signature) -> ImageBatches 
     images = image_inputs(config, signature)
     if not images or config.data.image is None:
         return None
-    return ImageBatches(config.data.image, images, seed=config.train.seed, masks=masks(config, signature))
+    return ImageBatches(
+        config.data.image,
+        images,
+        seed=config.train.seed,
+        masks=masks(config, signature),
+        mixed=mixed_labels(config, signature),
+    )

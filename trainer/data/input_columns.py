@@ -32,7 +32,7 @@ from onward.trainer.data.class_names import class_problems
 from onward.trainer.data.columns import BYTES, TEXT, Column, ColumnType, Schema
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images.decoding import MASK_TYPE
-from onward.trainer.data.images.image_inputs import ImageInput, image_inputs, masks
+from onward.trainer.data.images.image_inputs import ImageInput, image_inputs, masks, mixed_labels
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
@@ -219,7 +219,9 @@ def data_problems(
     except ConfigError as error:  # the graph does not allow the surgery, so its inputs and outputs are unknown
         return list(error.problems)
     try:
-        masks(config, signature) or image_inputs(config, signature)
+        masks(config, signature)
+        image_inputs(config, signature)
+        mixed_labels(config, signature)
     except ConfigError as error:  # which columns are read depends on it
         return list(error.problems)
     problems = [*_unknown_names(config, signature)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.config.sections_images import AugmentConfig, ImageConfig
 from onward.trainer.data.columns import Array
 from onward.trainer.data.images.geometry import Size
 from onward.trainer.data.permutation import hash_key, keyed_hash
@@ -117,3 +117,23 @@ def _color_jitter(strength: float) -> Any:
     from torchvision.transforms import v2
 
     return v2.ColorJitter(strength, strength, strength, strength / 4)
+
+
+class Mixing:
+    """MixUp and CutMix of two samples, as torchvision mixes a batch of two. num_classes: C."""
+
+    def __init__(self, config: AugmentConfig, num_classes: int) -> None:
+        import_torchvision()
+        from torchvision.transforms import v2
+
+        kinds = [
+            *([v2.MixUp(alpha=config.mixup, num_classes=num_classes)] if config.mixup else []),
+            *([v2.CutMix(alpha=config.cutmix, num_classes=num_classes)] if config.cutmix else []),
+        ]
+        self.mix = kinds[0] if len(kinds) == 1 else v2.RandomChoice(kinds)
+
+    def __call__(self, images: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Return mixed images [2, ...] and probabilities [2, C] of images and int64 labels [2]."""
+        with OwnGenerator(torch.Generator().manual_seed(seed)):
+            mixed: tuple[Tensor, Tensor] = self.mix(images, labels)
+        return mixed

@@ -1,7 +1,10 @@
-"""Make the tensors of a micro-batch from stored images: decode, augment, normalise.
+"""Make the tensors of a micro-batch from stored images: decode, augment, normalise, mix.
 
     stored            in threads, one sample each                  of all samples together
-    bytes or pixels   decode, resize; random crop, flip, colour    float, mean, std; erasing
+    bytes or pixels   decode, resize; random crop, flip, colour    float, mean, std; erasing; MixUp with p XOR 1
+
+    position p of the stream     0   1   2   3   4   5            MixUp and CutMix: partners are those of
+    mixed with                   1   0   3   2   5   4            consecutive positions, in other micro-batches too
 
 Evaluation has no positions, and is never augmented.
 """
@@ -18,11 +21,11 @@ from torch import Tensor
 from onward.trainer.config.sections_images import ImageConfig
 from onward.trainer.data.batch_transforms import Samples
 from onward.trainer.data.columns import Array, Values
-from onward.trainer.data.images.augmentation import Augmentation, seeds
+from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
 from onward.trainer.data.images.decoding import decode_image, decode_mask
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_computer import pixels_of
-from onward.trainer.data.images.image_inputs import ImageInput, Mask
+from onward.trainer.data.images.image_inputs import ImageInput, Mask, MixedLabels
 from onward.trainer.data.images.image_threads import in_threads
 from onward.trainer.errors import DataError
 
@@ -30,7 +33,7 @@ from onward.trainer.errors import DataError
 class ImageBatches:
     """A BatchTransform: the tensors of image columns, and the class numbers of masks.
 
-    masks: those of the first image, whose geometry they go through.
+    masks: those of the first image, whose geometry they go through. mixed: with MixUp or CutMix, the labels.
     """
 
     def __init__(
@@ -40,16 +43,21 @@ class ImageBatches:
         *,
         seed: int,
         masks: Sequence[Mask] = (),
+        mixed: MixedLabels | None = None,
     ) -> None:
         self._config, self._seed = config, seed
         self._images = {each.column: each for each in images}
         self._masks = {each.column: each for each in masks}
+        self._mixed = mixed
         # made when the first batch is augmented: torchvision takes seconds to import, and evaluation does without
         self._augmentations: dict[str, Augmentation] = {}
+        self._mixing: Mixing | None = None
 
     def __call__(self, values: Mapping[str, Values], samples: Samples) -> dict[str, Values]:
         """Return the columns, with float32 [B, ...] for images and int64 [B, height, width] for masks."""
-        return {**values, **self._computed(values, samples.positions)}
+        if samples.positions is None or self._mixed is None:
+            return {**values, **self._computed(values, samples.positions)}
+        return self._mix(values, samples)
 
     def _computed(self, values: Mapping[str, Values], positions: Array | None) -> dict[str, Array]:
         """Return the tensors of image columns and masks, not mixed."""
@@ -127,6 +135,47 @@ class ImageBatches:
         if info.bgr:
             tensor = tensor.flip(1)
         return tensor.permute(0, 2, 3, 1).contiguous() if info.nhwc else tensor
+
+    def _mix(self, values: Mapping[str, Values], samples: Samples) -> dict[str, Values]:
+        """Return the columns, each sample mixed with its partner, and the labels as probabilities [B, C]."""
+        assert samples.positions is not None
+        assert self._mixed is not None
+        ((name, info),) = self._images.items()
+        label, num_classes = self._mixed.column, self._mixed.num_classes
+        self._mixing = self._mixing or Mixing(self._config.augment, num_classes)
+        pairs = np.unique(samples.positions >> 1)
+        positions = np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()
+        read = self._read(values, samples, positions, (name, label))
+        labels = torch.from_numpy(np.asarray(read[label]).astype(np.int64))
+        if ((labels < 0) | (labels >= num_classes)).any():
+            raise DataError(
+                f"label {labels[(labels < 0) | (labels >= num_classes)][0]} in column {label!r} cannot be mixed: the "
+                f"classes are 0..{num_classes - 1}; leave such rows out, or MixUp and CutMix"
+            )
+        images = torch.from_numpy(self._computed({name: read[name]}, positions)[name])
+        images = images.permute(0, 3, 1, 2) if info.nhwc else images
+        soft = torch.empty(len(positions), num_classes)
+        for number, seed in enumerate(seeds(pairs, seed=self._seed, purpose="image mixing")):
+            pair = slice(2 * number, 2 * number + 2)
+            images[pair], soft[pair] = self._mixing(images[pair].contiguous(), labels[pair], seed)
+        images = images.permute(0, 2, 3, 1) if info.nhwc else images
+        chosen = np.searchsorted(positions, samples.positions)
+        return {**values, name: images.numpy()[chosen], label: soft.numpy()[chosen]}
+
+    @staticmethod
+    def _read(values: Mapping[str, Values], samples: Samples, positions: Array, names: Sequence[str]) -> dict[str, Any]:
+        """Return columns at `positions`, int64 [n]: those of the micro-batch, and others of the stream."""
+        assert samples.positions is not None
+        assert samples.read is not None
+        others = np.setdiff1d(positions, samples.positions)
+        more = samples.read(others) if len(others) else {}
+        known = np.concatenate([samples.positions, others])
+        order = np.argsort(known, kind="stable")
+        places = order[np.searchsorted(known[order], positions)]
+        return {
+            name: np.concatenate([np.asarray(part[name]) for part in (values, more) if name in part])[places]
+            for name in names
+        }
 
 
 def image_of(pixels: Array) -> Any:

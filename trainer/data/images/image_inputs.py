@@ -232,3 +232,45 @@ def masks(config: RunConfig, signature: Signature) -> list[Mask]:
     if problems:
         raise ConfigError(problems)
     return list(found.values())
+
+
+@dataclass(frozen=True)
+class MixedLabels:
+    """The labels that MixUp and CutMix mix together with images."""
+
+    column: str
+    num_classes: int
+
+
+def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
+    """Return the labels that are mixed, None without MixUp and CutMix. Raises ConfigError where they cannot be."""
+    image = config.data.image
+    if image is None or not image.augment.mixes:
+        return None
+    what = "data.image.augment.mixup and cutmix make labels probabilities of classes"
+    problems = []
+    if len(config.losses) > 1 or not config.losses[0].has_class_axis or config.losses[0].name != "cross_entropy":
+        names = ", ".join(each.name for each in config.losses)
+        problems.append(f"{what}, which one cross-entropy on class numbers takes, not {names}")
+    loss = config.losses[0]
+    if loss.class_weights:
+        problems.append(f"{what}, for which loss.class_weights have no meaning; leave one of the two out")
+    if config.parallel.tensor > 1:
+        problems.append(f"{what}, but with parallel.tensor {config.parallel.tensor} no rank has all classes; use 1")
+    inputs = image_inputs(config, signature)
+    if len(inputs) > 1 or any(each.takes_integers for each in inputs):
+        names = ", ".join(each.name for each in inputs)
+        problems.append(f"MixUp and CutMix mix one input of floating-point numbers, but the images are {names}")
+    output = signature.output(loss.outputs[0])
+    shape = output.shape if output else None
+    if shape is None or len(shape) != 2 or shape[1] is None or not isinstance(loss.label, str):
+        name = output.name if output else loss.outputs[0]
+        problems.append(
+            f"{what}, so that the output must be [batch, classes] and the label one column, but output {name} is "
+            f"{_shape(shape)} and data.label {loss.label!r}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    assert shape is not None
+    assert isinstance(loss.label, str)
+    return MixedLabels(loss.label, shape[1] or 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onward.trainer.config.sections_images import AugmentConfig, ImageConfig
-from onward.trainer.data.images.augmentation import Augmentation, seeds
+from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from tests.support.images import picture
 
@@ -80,6 +80,22 @@ def test_masks_follow_their_images_and_the_borders_of_crops_are_ignored() -> Non
         changed += not np.array_equal(found, mask)
         assert augmentation.change_image(Image.fromarray(pixels), [mask], generator)[1][0].shape == (24, 24)
     assert changed
+
+
+@pytest.mark.parametrize("settings", [{"mixup": 0.2}, {"cutmix": 1.0}, {"mixup": 0.2, "cutmix": 1.0}])
+def test_mixed_pairs_are_torchvisions(settings: dict[str, float]) -> None:
+    mixing = Mixing(AugmentConfig(**settings), num_classes=5)
+    images, labels = torch.rand(2, 3, 8, 8), torch.tensor([1, 3])
+    before = torch.get_rng_state()
+    found = [mixing(images, labels, seed) for seed in range(30)]
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng():
+        for seed, (pixels, soft) in enumerate(found):
+            torch.manual_seed(seed)
+            expected = mixing.mix(images, labels)
+            assert torch.equal(pixels, expected[0])
+            assert torch.equal(soft, expected[1])
+            assert soft.sum(1).allclose(torch.ones(2))
 
 
 def test_seeds_depend_on_the_seed_and_the_position_alone() -> None:

@@ -14,16 +14,18 @@ import torch
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.config.sections_images import AugmentConfig, ImageConfig
 from onward.trainer.data.batch_transforms import Samples
 from onward.trainer.data.batches import Batches, evaluation_batches
-from onward.trainer.data.images.augmentation import Augmentation, seeds
+from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
 from onward.trainer.data.images.decoding import decode_image
 from onward.trainer.data.images.image_batches import ImageBatches
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.sharding import make_training_shards
 from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
+from onward.trainer.diagnostics.config_check import check_files_and_data
+from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from tests.support import graphs
 from tests.support.images import encoded, picture
@@ -39,6 +41,9 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {
     "rand_augment": {"rand_augment": 9},
     "color_jitter": {"color_jitter": 0.4},
     "erasing": {"erasing": 0.5},
+    "mixup": {"mixup": 0.4},
+    "cutmix": {"cutmix": 1.0},
+    "mixup and cutmix": {"mixup": 0.4, "cutmix": 1.0, "random_resized_crop": 0.3, "flip": 0.5},
     "all": {"crop_padding": 2, "flip": 0.5, "rand_augment": 9, "color_jitter": 0.2, "erasing": 0.5},
 }
 
@@ -75,12 +80,15 @@ class Stored:
         return Batches(shards, config, signature, replica=replica, num_replicas=num_replicas, device=CPU)
 
     def stream(self, steps: Sequence[int], num_replicas: int = 1) -> dict[int, list[torch.Tensor]]:
-        """Step -> the tensors of its samples, in the order of the stream."""
+        """Step -> image and label of each of its samples, as one tensor, in the order of the stream."""
         ranks = [self.batches(replica, num_replicas) for replica in range(num_replicas)]
         found = {}
         for step in steps:
             taken = [batch for rank in ranks for batch in rank.take(step * 12, 12)]
-            found[step] = [row for batch in taken for row in batch.inputs[0]]
+            found[step] = []
+            for batch in taken:
+                pairs = zip(batch.inputs[0], batch.labels[0], strict=True)  # type: ignore[arg-type]
+                found[step] += [torch.cat([row.flatten(), label.flatten().float()]) for row, label in pairs]
         for rank in ranks:
             rank.close()
         return found
@@ -141,6 +149,45 @@ def test_samples_are_those_of_a_composition_of_torchvision(name: str, tmp_path: 
                 torch.manual_seed(seed)
                 assert torch.equal(expected(decode_image(content_of_row, grey=False)), found)
     batches.close()
+
+
+def test_mixed_pairs_are_torchvisions_and_their_labels_probabilities(tmp_path: Path) -> None:
+    plain, mixed = Stored(tmp_path), Stored(tmp_path, augment={"mixup": 0.4, "cutmix": 1.0})
+    mixing = Mixing(AugmentConfig(mixup=0.4, cutmix=1.0), 4)
+    one, other = plain.batches(), mixed.batches()
+    with torch.random.fork_rng():
+        for step in range(3):
+            for at, (before, after) in enumerate(zip(one.take(step * 12, 12), other.take(step * 12, 12), strict=True)):
+                images, labels = after.inputs[0], after.labels[0]
+                assert labels is not None
+                assert (labels.dtype, labels.shape) == (torch.float32, (6, 4))
+                for pair in range(3):
+                    rows = slice(2 * pair, 2 * pair + 2)
+                    number = (step * 12 + at * 6) // 2 + pair
+                    torch.manual_seed(seeds(np.array([number]), seed=0, purpose="image mixing")[0])
+                    expected = mixing.mix(before.inputs[0][rows], before.labels[0][rows])  # type: ignore[index]
+                    assert torch.equal(images[rows], expected[0])
+                    assert torch.equal(labels[rows], expected[1])
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"loss": "mse"}}, "which one cross-entropy on class numbers takes, not mse"),
+        ({"loss": {"class_weights": [1, 1, 1, 1]}}, "for which loss.class_weights have no meaning"),
+        ({"parallel": {"tensor": 2}}, "with parallel.tensor 2 no rank has all classes"),
+    ],
+)
+def test_labels_that_cannot_be_mixed_are_refused(sections: Any, message: str, tmp_path: Path) -> None:
+    config = Stored(tmp_path, augment={"mixup": 0.4}).config
+    settings = config.model_dump(mode="json")
+    for name, section in sections.items():
+        settings[name] = (settings.get(name) or {}) | section
+    with pytest.raises(ConfigError) as refused:
+        build_config(settings, check=check_files_and_data)
+    assert message in str(refused.value)
 
 
 def test_evaluation_and_the_example_batch_are_never_augmented(tmp_path: Path) -> None:

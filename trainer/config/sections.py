@@ -16,7 +16,9 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -217,6 +219,14 @@ class DataConfig(Section):
         if settings.get("source") not in (None, "", first):
             raise ValueError("source and sources exclude each other; put the source among the sources")
         return {**settings, "source": first} if first else settings
+
+    @model_serializer(mode="wrap")
+    def _without_a_derived_source(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `source` where it was derived, so that what was saved can be loaded with other `sources`."""
+        saved: dict[str, Any] = serialize(self)
+        if self.sources:
+            saved.pop("source", None)
+        return saved
 
     @property
     def mixture(self) -> tuple[SourceConfig, ...]:

@@ -113,6 +113,8 @@ def test_sources_are_sharded_one_after_the_other_with_their_own_held_out_rows(tm
         (str(tmp_path / "b.csv"), 1.0),
     ]
     assert RunConfig.model_validate_json(mixed.model_dump_json()) == mixed
+    changed = load_config(mixed, {"data.sources": [{"source": str(tmp_path / "b.csv")}]}.items())
+    assert changed.data.source == str(tmp_path / "b.csv")
     columns = {"x": ColumnType("int64", ()), "label": ColumnType("int64", ())}
     directory, manifest, _ = make_shards(mixed.data, columns, tmp_path / "cache")
     assert manifest.sizes == (36, 18)

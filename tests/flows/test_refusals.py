@@ -99,7 +99,8 @@ def test_an_impossible_setting_is_reported_with_its_name(workshop: Path, overrid
 
 def test_data_of_another_dtype_is_reported(workshop: Path) -> None:
     np.savez(workshop / "data.npz", image=np.full((20, 3, 8, 8), "x"), label=np.zeros(20, np.int64))
-    assert "input image takes float32, but column 'image' holds text" in refused(workshop)
+    hint = "; a table [data.image] makes Onward decode images"
+    assert f"input image takes float32, but column 'image' holds text{hint}" in refused(workshop)
 
 
 def test_data_of_another_shape_is_reported_with_both_shapes(workshop: Path) -> None:

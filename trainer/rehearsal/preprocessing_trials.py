@@ -1,0 +1,253 @@
+"""Try the plausible preprocessings of a model on labelled data, and rank them by the model's own accuracy.
+
+An ONNX file does not say what its inputs were scaled to. But a trained model knows: under the preprocessing that it was
+trained with its accuracy is high, under others it is lower, often near to guessing.
+
+    candidates   a b c d e f g h        all on 32 rows
+                 b d e                  the better third on 96
+                 d b                    ... and so on, the last ones on all rows
+
+Only settings change from trial to trial ([data.image], [data.text], [data.table]), and rows are read as training reads
+them. So the settings of the best trial are lines of a configuration.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from onward.trainer.config.loading import load_config
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.batches import one_batch
+from onward.trainer.data.columns import Array
+from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.first_rows import FirstRows, read_first_rows
+from onward.trainer.data.sharding import infer_schema
+from onward.trainer.data.signature import Signature, read_training_signature
+from onward.trainer.errors import ConfigError, Refused
+from onward.trainer.export.export import trained_part
+from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.model.loss import Loss, Losses
+from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.rehearsal.preprocessing_candidates import Settings, candidates
+from onward.trainer.run.records import PreprocessingTrial, PreprocessingTrials
+
+FIRST_ROWS, KEPT = 32, 1 / 3
+"""Rows of the first round; each round keeps this share of the candidates and takes the inverse more rows."""
+ROWS_AT_ONCE = 32
+MANY_CLASSES = 1000
+"""With more classes in the data their order is not examined."""
+SURE = 3.0
+"""Standard errors by which an accuracy must be above another one to count as better."""
+
+
+def try_preprocessings(config: RunConfig, rows: int) -> PreprocessingTrials:
+    """Run the file of `config` on `rows` rows of its data under each plausible preprocessing.
+
+    Raises ConfigError when the loss takes no labels or the data does not fit the model, DataError for unreadable data.
+    """
+    signature = read_training_signature(config.model)
+    if len(config.losses) != 1 or not config.losses[0].takes_labels:
+        raise ConfigError("accuracies need one loss with labels; set model.loss and data.label")
+    if config.model.num_classes:
+        raise ConfigError("model.num_classes makes a new head, which no preprocessing can fit; leave it out")
+    with tempfile.TemporaryDirectory(prefix="onward-trials-") as folder:
+        file = ModelFile.read(config.model.path)
+        runner = OnnxRunner(trained_part(file.proto, file.path, Path(folder), config.model), _no_data(config))
+        experiment = _Experiment(config, signature, runner, rows)
+        ranked = experiment.ranked([_Trial(settings) for settings in candidates(config, signature)])
+    return experiment.record(ranked)
+
+
+def _no_data(config: RunConfig) -> EvaluationData:
+    def new_metrics(names: Sequence[str]) -> EvaluationMetrics:
+        return EvaluationMetrics(Losses(config.losses, names), device=torch.device("cpu"))
+
+    return EvaluationData(batches=list, new_metrics=new_metrics)
+
+
+@dataclass
+class _Trial:
+    """One preprocessing, and the results of the rows so far."""
+
+    settings: Settings
+    scores: list[Array] = field(default_factory=list)
+    """For each batch, by target: whether it is right, for classes; the squared error, for numbers."""
+    pairs: list[Array] = field(default_factory=list)
+    """For each batch, [n, 2]: the label and the prediction."""
+    losses: list[float] = field(default_factory=list)
+    """For each batch the sum of the loss over its targets."""
+    num_rows: int = 0
+    refused: str = ""
+
+    @property
+    def labels_and_predictions(self) -> Array:
+        return np.concatenate(self.pairs)
+
+
+class _Experiment:
+    """The rows of the data under each preprocessing, read once for all that only differ in what is done in a batch."""
+
+    def __init__(self, config: RunConfig, signature: Signature, runner: OnnxRunner, rows: int) -> None:
+        self._config, self._signature, self._runner = config, signature, runner
+        self._loss = Losses(config.losses, runner.outputs).each[0]
+        self._most = rows
+        self._read: dict[str, FirstRows] = {}
+        self._num_rows = rows
+
+    def ranked(self, trials: list[_Trial]) -> list[_Trial]:
+        """Return all trials, the best first; those that were given up behind those with more rows."""
+        given_up: list[_Trial] = []
+        rows = FIRST_ROWS if len(trials) > 2 else self._most
+        while True:
+            for trial in trials:
+                self._extend(trial, min(rows, self._most))
+            trials.sort(key=self._rank, reverse=True)
+            if rows >= self._most:
+                return [*trials, *given_up]
+            kept = max(2, math.ceil(len(trials) * KEPT))
+            given_up, trials = [*trials[kept:], *given_up], trials[:kept]
+            rows = round(rows / KEPT) if len(trials) > 2 else self._most
+
+    def _extend(self, trial: _Trial, rows: int) -> None:
+        """Run more rows, up to `rows` in all."""
+        if trial.refused:
+            return
+        try:
+            config = load_config(self._config, list(trial.settings.items()))
+            first = self._rows(config)
+            self._num_rows = min(self._num_rows, first.num_rows)
+            for start in range(trial.num_rows, min(rows, first.num_rows), ROWS_AT_ONCE):
+                numbers = np.arange(start, min(start + ROWS_AT_ONCE, rows, first.num_rows))
+                self._run(trial, config, first, numbers)
+        except Refused as error:
+            trial.refused = "; ".join(error.problems)
+
+    def _rows(self, config: RunConfig) -> FirstRows:
+        _, computers = read_and_computed(config, self._signature, infer_schema(config.data))
+        # a digest is of all that decides what a computer makes of a row
+        key = repr([each.digest for each in computers])
+        if key not in self._read:
+            self._read[key] = read_first_rows(config, self._signature, self._most, spread=True)
+        return self._read[key]
+
+    def _run(self, trial: _Trial, config: RunConfig, rows: FirstRows, numbers: Array) -> None:
+        batch = one_batch(rows, config, self._signature, numbers)
+        outputs = [torch.from_numpy(np.array(each)) for each in self._runner.run(batch.inputs)]
+        labels = batch.labels[0]
+        assert labels is not None
+        self._loss.check_labels(batch, outputs)
+        trial.losses.append(float(self._loss(outputs, labels, batch.size)))
+        pairs = _labels_and_predictions(self._loss, outputs, labels)
+        trial.pairs.append(pairs)
+        trial.num_rows += len(numbers)
+
+    # -- what the results say
+
+    def _rank(self, trial: _Trial) -> tuple[float, float]:
+        """Return what trials are sorted by: accuracy, also under another order of classes; then the loss."""
+        if trial.refused or not trial.pairs:
+            return -math.inf, -math.inf
+        _, reordered = self._other_order(trial)
+        return max(self._score(trial), reordered), -sum(trial.losses)
+
+    def _score(self, trial: _Trial) -> float:
+        """Return the accuracy, or of numbers the share of the variance that is explained (R squared)."""
+        labels, predicted = trial.labels_and_predictions.T
+        if self._has_classes:
+            return float((labels == predicted).mean())
+        variance = float(np.square(labels - labels.mean()).sum())
+        return 1 - float(np.square(labels - predicted).sum()) / variance if variance else math.nan
+
+    @property
+    def _has_classes(self) -> bool:
+        return self._loss.name in ("cross_entropy", "bce_with_logits")
+
+    def _other_order(self, trial: _Trial) -> tuple[dict[int, int], float]:
+        """Return (label -> class of the model under the best order of classes, accuracy with it).
+
+        The order is found on one half of the targets, and the accuracy is that of the other half.
+        """
+        pairs = trial.labels_and_predictions.astype(np.int64) if self._loss.name == "cross_entropy" else np.empty(0)
+        if len(pairs) < 2 or len(np.unique(pairs[:, 0])) > MANY_CLASSES:
+            return {}, -math.inf
+        order = best_order(pairs[::2])
+        hits = [order.get(label, -1) == predicted for label, predicted in pairs[1::2].tolist()]
+        return order, float(np.mean(hits))
+
+    @property
+    def _chance(self) -> float:
+        """Return the accuracy of naming the most frequent class; 0 for numbers, whose mean explains no variance."""
+        return 0.0
+
+    def record(self, trials: Sequence[_Trial]) -> PreprocessingTrials:
+        """Return the results as a record."""
+        done = [trial for trial in trials if not trial.refused]
+        if not done:
+            raise ConfigError(list(dict.fromkeys(trial.refused for trial in trials)))
+        best = done[0]
+        chance = _chance(best.labels_and_predictions[:, 0]) if self._has_classes else 0.0
+        accuracy, targets = self._score(best), len(best.labels_and_predictions)
+        order, reordered = self._other_order(best)
+        above = SURE * math.sqrt(max(chance * (1 - chance), 1 / targets) / targets)
+        # of the order that half of the targets decides, the other half
+        other = SURE * math.sqrt(max(accuracy * (1 - accuracy), 1 / targets) / (targets / 2))
+        return PreprocessingTrials(
+            measure="accuracy" if self._has_classes else "r2",
+            chance=chance,
+            better_than_chance=accuracy > chance + above,
+            other_order=order if reordered > max(accuracy + other, chance + above) else {},
+            other_order_accuracy=max(reordered, 0.0),
+            trials=tuple(
+                PreprocessingTrial(
+                    settings=trial.settings,
+                    rows=trial.num_rows,
+                    accuracy=math.nan if trial.refused else self._score(trial),
+                    loss=math.nan if trial.refused else sum(trial.losses) / max(len(trial.labels_and_predictions), 1),
+                    refused=trial.refused,
+                )
+                for trial in trials
+            ),
+        )
+
+
+def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels: torch.Tensor) -> Array:
+    """Return [n, 2]: the label and the prediction of each target."""
+    if loss.name == "cross_entropy":
+        flat, predicted = labels.flatten(), loss.predicted(outputs).flatten()
+        counted = flat != loss.ignore_index
+        return torch.stack([flat[counted], predicted[counted]], dim=1).numpy()
+    output = loss.output(outputs)
+    target = labels.reshape(output.shape)
+    if loss.name == "bce_with_logits":
+        output, target = (output > 0).float(), (target > 0.5).float()
+    return torch.stack([target.flatten().double(), output.flatten().double()], dim=1).numpy()
+
+
+def _chance(labels: Array) -> float:
+    """Return the share of the most frequent label."""
+    _, counts = np.unique(labels, return_counts=True)
+    return float(counts.max() / counts.sum())
+
+
+def best_order(pairs: Array) -> dict[int, int]:
+    """Return label -> class, one to one, with the most agreement among pairs [n, 2] of a label and a prediction."""
+    from scipy.optimize import linear_sum_assignment
+
+    classes = np.unique(pairs)
+    places = np.searchsorted(classes, pairs)
+    counts = np.zeros((len(classes), len(classes)), np.int64)
+    np.add.at(counts, (places[:, 0], places[:, 1]), 1)
+    # of equally good orders the one that leaves most classes where they are
+    preferred = counts * (len(classes) + 1) + np.eye(len(classes), dtype=np.int64)
+    rows, columns = linear_sum_assignment(preferred, maximize=True)
+    return {int(classes[row]): int(classes[column]) for row, column in zip(rows, columns, strict=True)}

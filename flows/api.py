@@ -235,16 +235,43 @@ def export(source: AnyPath, output: AnyPath, *, variants: Sequence[str] = (), tr
     return export_file(found, checkpoint, Path(output), extras=extras)
 
 
-def doctor(model: AnyPath, *, converters: Sequence[AnyPath] = ()) -> Diagnosis:
+def doctor(
+    model: AnyPath,
+    data: AnyPath | None = None,
+    overrides: Overrides = (),
+    /,
+    *,
+    label: str = "",
+    rows: int = 300,
+    converters: Sequence[AnyPath] = (),
+) -> Diagnosis:
     """Return which tensors of an ONNX file are trained and why, how each operator is imported, and known problems.
 
+    With `data`, or with a configuration in place of the file, the model is also run on `rows` rows of the data under
+    each plausible preprocessing: `trials` of the record. `overrides` are settings; `label` is short for `data.label`.
     `converters`: Python files that add operators, as in `model.converters`. Raises ConfigError or UnsupportedModel when
-    the file cannot be read; an operator that cannot be imported is in the record.
+    the file cannot be read or the data does not fit it; an operator that cannot be imported is in the record.
     """
     from onward.trainer.data.fetching import local_file, local_model
     from onward.trainer.diagnostics.doctor import diagnose
 
-    return diagnose(local_model(Path(model)), converters=[local_file(Path(file)) for file in converters])
+    files = [local_file(Path(file)) for file in converters]
+    changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    changes += [("data.label", label)] if label else []
+    if Path(model).suffix == ".onnx":
+        path = local_model(Path(model))
+        if data is None and not changes:
+            return diagnose(path, converters=files)
+        from onward.trainer.rehearsal.data_of_model import settings_for
+
+        tried = settings_for(path, "" if data is None else os.fspath(data), changes)
+    else:
+        changes = ([] if data is None else [("data.source", os.fspath(data))]) + changes
+        tried = checked_config(model, changes)
+    from onward.trainer.rehearsal.preprocessing_trials import try_preprocessings
+
+    found = diagnose(tried.model.path, converters=[*tried.model.converters, *files])
+    return found.model_copy(update={"trials": try_preprocessings(tried, rows)})
 
 
 def diff(a: AnyPath, b: AnyPath) -> Difference:

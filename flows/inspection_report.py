@@ -5,14 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from onward.flows.report import table
+from onward.flows.report import as_toml, table
 
 if TYPE_CHECKING:
     from onward.trainer.diagnostics.diff import Difference, TensorChange
     from onward.trainer.diagnostics.doctor import Diagnosis, Operator, Unsupported, Weight
     from onward.trainer.parallel.plan_record import Plan
+    from onward.trainer.run.records import PreprocessingTrial, PreprocessingTrials
 
 MAX_ROWS = 12
 """Rows of one table that are shown without --all."""
@@ -50,6 +51,58 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
             print(_wrapped(what, "  - "))
             if remedy:
                 print(_wrapped(remedy, "    -> "))
+    if found.trials:
+        show_trials(found.trials, everything=everything)
+
+
+def show_trials(found: PreprocessingTrials, *, everything: bool) -> None:
+    """Print the preprocessings that were tried, best first, and the settings of the best."""
+    _title("preprocessings, tried on labelled rows")
+    rows = [(f"{trial.accuracy:.3f}", f"{trial.loss:.3g}", str(trial.rows), _settings(trial)) for trial in found.trials]
+    _some(rows, (found.measure, "loss", "rows", "settings"), everything=everything)
+    best = found.trials[0]
+    if found.other_order:
+        print(_wrapped(_other_order(found), "  - "))
+    elif not found.better_than_chance:
+        guess = "always naming the most frequent class" if found.measure == "accuracy" else "always naming the mean"
+        print(
+            _wrapped(
+                f"none is better than chance: {guess} gives {found.chance:.3f}. The head is not trained for these "
+                "labels, the labels are in another column or order, or the preprocessing is none of these",
+                "  - ",
+            )
+        )
+        return
+    _title("settings of the best" if best.settings else "the best is the configuration as it is")
+    for key, value in best.settings.items():
+        print(f"{key} = {as_toml(value)}")
+
+
+def _settings(trial: PreprocessingTrial) -> str:
+    if trial.refused:
+        return f"refused: {trial.refused}"
+    # the last part of a key says enough in a table
+    shown = [f"{key.rpartition('.')[2]} {as_toml(_rounded(value))}" for key, value in trial.settings.items()]
+    return ", ".join(shown) or "as configured"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _other_order(found: PreprocessingTrials) -> str:
+    best, moved = found.trials[0], {label: to for label, to in found.other_order.items() if label != to}
+    few = ", ".join(f"{label} -> {to}" for label, to in list(moved.items())[:MAX_ROWS])
+    text = (
+        f"the order of the classes is another one: accuracy {best.accuracy:.3f} as they are, "
+        f"{found.other_order_accuracy:.3f} with labels {few}"
+    )
+    names = {to: found.classes[label] for label, to in found.other_order.items() if label < len(found.classes)}
+    if found.classes and sorted(names) == list(range(len(found.classes))):
+        return f"{text}; set data.classes = {as_toml([names[place] for place in sorted(names)])}"
+    return f"{text}; renumber the labels"
 
 
 def _importable(found: Diagnosis) -> str:

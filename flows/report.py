@@ -69,10 +69,10 @@ def variant_rows(exported: ExportedModel | RunOutcome) -> list[tuple[str, str]]:
 
 def config_lines(config: RunConfig) -> Iterable[str]:
     """Yield a resolved configuration as TOML that can be loaded again, with the meaning above each setting."""
-    yield f"name = {_toml(config.name)}"
+    yield f"name = {as_toml(config.name)}"
     entries = [each.model_dump(mode="json", exclude_defaults=True) for each in config.metrics]
     yield from (f"# {line}" for line in (RunConfig.model_fields["metrics"].description or "").splitlines())
-    yield f"metrics = {_toml(entries)}"
+    yield f"metrics = {as_toml(entries)}"
     yield from ([] if config.loss else ["# The short form in [model] and [data] says which loss.", "loss = []"])
     for name, section in config:
         if isinstance(section, Section):
@@ -91,7 +91,7 @@ def _table_lines(name: str, title: str, section: Section) -> Iterable[str]:
     for key, field in type(section).model_fields.items():
         if key not in inner:
             yield from (f"# {line}" for line in (field.description or "").splitlines())
-            yield f"{key} = {_toml(values[key])}" if key in values else f"# {key} is not set"
+            yield f"{key} = {as_toml(values[key])}" if key in values else f"# {key} is not set"
     for key, table in inner.items():
         yield from _table_lines(f"{name}.{key}", f"[{name}.{key}]", table)
 
@@ -111,12 +111,12 @@ def _meanings(section: type[Section], name: str) -> dict[str, str]:
     return found
 
 
-def _toml(value: Any) -> str:
+def as_toml(value: Any) -> str:
     # JSON's strings, numbers and booleans are valid TOML; only tables and arrays are written differently.
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{json.dumps(key)} = {as_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(as_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +13,25 @@ from onward.flows.commands.common import (
     All,
     ConfigFile,
     Json,
-    ModelFile,
     Overrides,
     print_json,
 )
 
 
 def doctor(
-    model: ModelFile,
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL.onnx|CONFIG", help="The ONNX file, or a run's TOML file.", show_default=False),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DATA", help="Labelled data to try preprocessings on, as data.source.", show_default=False
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    label: Annotated[str, typer.Option(help="The column of labels; short for data.label=NAME.")] = "",
+    rows: Annotated[int, typer.Option(help="Rows of the data to try preprocessings on.", min=2)] = 300,
     converters: Annotated[
         list[Path] | None,
         typer.Option(help="A Python file with your own operator rules, as in model.converters. Repeatable."),
@@ -32,10 +44,16 @@ def doctor(
     Lists every weight with its role and the reason (trained weight, running statistic, constant), how each operator is
     imported, what is not supported, and what the exporter has lost, with the export that keeps it. Also says whether
     onnxruntime, which verifies the trained file, opens this one.
+
+    With DATA it also runs the model on some labelled rows under the preprocessings that models are usually trained with
+    (scales, means, order of channels and classes, crops, special tokens), and prints the settings of the best.
     """
     from onward.flows.inspection_report import show_diagnosis
 
-    found = api.doctor(model, converters=converters or ())
+    changes = list(overrides or ())
+    if data is not None and re.match(r"\w+(\.\w+)+=", data):  # a setting, after a configuration that names the data
+        changes, data = [data, *changes], None
+    found = api.doctor(model, data, changes, label=label, rows=rows, converters=converters or ())
     if as_json:
         print_json(found.model_dump(mode="json"))
     else:

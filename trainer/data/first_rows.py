@@ -5,8 +5,8 @@ They go through the same reader and the same conversion as sharding, so a batch 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,9 +14,10 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data import sources
 from onward.trainer.data.column_computers import computed_chunks, packer_of, stored_of
-from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Schema, Values, fit_block, in_parts
+from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Block, Column, Schema, Values, fit_block, in_parts
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted
+from onward.trainer.data.permutation import permutation
 from onward.trainer.data.sharding import fit_to_source, infer_schema, stored_columns
 from onward.trainer.data.signature import Signature
 from onward.trainer.errors import DataError
@@ -53,8 +54,11 @@ class FirstRows:
         }
 
 
-def read_first_rows(config: RunConfig, signature: Signature, most: int) -> FirstRows:
+def read_first_rows(config: RunConfig, signature: Signature, most: int, *, spread: bool = False) -> FirstRows:
     """Read the first `most` training rows, fewer if they are large. Bad rows are left out: sharding reports them.
+
+    spread: read rows from all over the source, which is counted for it, in place of the first ones: a source may be
+    sorted by class.
 
     Raises DataError when the source cannot be read or holds no row to train on, and the errors of `open_computers`.
     """
@@ -68,12 +72,14 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
     # a small table may name many large files
     is_table = not {each.format for each in sources.all_sources(data)} & {"images", "webdataset", "audio"}
     names_files = is_table and any(column.dtype == BYTES for column in stored)
-    is_counted = _source_bytes(data) <= COUNTED_BYTES and packer is None and not names_files
-    fit_to_source(computers, data, stored, most_blocks=None if is_counted else FITTED_BLOCKS)
+    is_counted = not spread and _source_bytes(data) <= COUNTED_BYTES and packer is None and not names_files
+    fit_to_source(computers, data, stored, most_blocks=None if is_counted or spread else FITTED_BLOCKS)
     parts: list[dict[str, Values]] = []
     num_kept, counts, reasons = 0, [0, 0], list[str]()
     texts = [column.name for column in stored if column.dtype in (TEXT, WORDS)]
     blocks = sources.read(data, [column.name for column in stored], texts)
+    if spread:
+        blocks = _spread(blocks, _count_rows(data, stored), most)
     for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
         values, good, bad = fit_block(block, stored)
         training = good & ~held_out
@@ -104,6 +110,29 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int) -> First
     pad_values = {name: value for each in computers for name, value in each.pad_values.items()}
     found = (counts[0], counts[1]) if is_counted else None
     return FirstRows(schema, pad_values, joined, num_kept, found, all_fitted(computers))
+
+
+def _count_rows(data: DataConfig, stored: Sequence[Column]) -> int:
+    """Return the number of training rows, bad ones included."""
+    # content is large, and a source that only lists its files does not read them for their labels
+    name = next((column.name for column in stored if column.dtype != BYTES), stored[0].name)
+    return sum(int((~held_out).sum()) for _, held_out in sources.read(data, [name], [name]))
+
+
+def _spread(blocks: Iterable[tuple[Block, Array]], num_rows: int, most: int) -> Iterator[tuple[Block, Array]]:
+    """Yield `most` of the training rows, which are drawn from all of them, in blocks in the order of the source."""
+    drawn = permutation(np.arange(min(most, num_rows)), max(num_rows, 1), seed=0, epoch="spread")
+    seen = 0
+    for block, held_out in blocks:
+        places = np.flatnonzero(~held_out)
+        chosen = places[np.isin(np.arange(seen, seen + len(places)), drawn)]
+        seen += len(places)
+        cells = {
+            name: column[chosen] if isinstance(column, np.ndarray) else [column[at] for at in chosen]
+            for name, column in block.cells.items()
+        }
+        if len(chosen):
+            yield replace(block, index=block.index[chosen], cells=cells, bad={}), held_out[chosen]
 
 
 def _source_bytes(data: DataConfig) -> int:

@@ -34,7 +34,7 @@ from onward.trainer.onnx_import.quantized_weights import with_dequantized
 from onward.trainer.onnx_import.roles import find_roles
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
-from onward.trainer.run.records import ExporterWarning, Record
+from onward.trainer.run.records import ExporterWarning, PreprocessingTrials, Record
 
 IN_FRONT = "onnxruntime, in front"
 """How the nodes of the pre-processing are imported."""
@@ -109,6 +109,8 @@ class Diagnosis(Record):
     operators: tuple[Operator, ...]
     unsupported: tuple[Unsupported, ...]
     warnings: tuple[ExporterWarning, ...]
+    trials: PreprocessingTrials | None = None
+    """How well the file does on data under the plausible preprocessings, if data was given."""
 
 
 def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:

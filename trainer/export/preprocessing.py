@@ -117,13 +117,12 @@ def _column(name: str, manifest: ShardManifest) -> TableColumn:
 
 def _token_inputs(text: TextColumns, config: RunConfig, manifest: ShardManifest) -> dict[str, TokenInput]:
     pads = {**manifest.pad_values, **config.data.pad_values}
-    return {
-        info.name: TokenInput(
-            role=role, pad_value=pads.get(info.name, 0.0), length=text.fixed_length or None, dtype=info.dtype
-        )
-        for role, info in text.inputs.items()
-        if role != "labels"
-    }
+    found = {}
+    for role, info in text.inputs.items():
+        if role != "labels":
+            length, pad = text.fixed_length or None, pads.get(info.name, 0.0)
+            found[info.name] = TokenInput(role=role, pad_value=pad, length=length, dtype=info.dtype)
+    return found
 
 
 def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:

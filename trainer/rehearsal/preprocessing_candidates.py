@@ -1,8 +1,8 @@
 """The preprocessings that published models were trained with, as settings of a configuration.
 
-    images   0..255 or 0..1; no mean, 0.5, ImageNet's, Caffe's; RGB or BGR; the centre or all of the image, stretched
-    texts    with or without special tokens
-    tables   as they are, or standardised
+images   pixels of 0..1 or 0..255; mean and std of ImageNet, 0.5, none; RGB or BGR; centre, whole image, stretched
+texts    with or without special tokens
+tables   as they are, standardised, or scaled to 0..1
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections_images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD
+from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.input_columns import file_feeds
 from onward.trainer.data.signature import Signature
 
@@ -20,10 +23,55 @@ Settings = Mapping[str, Any]
 
 
 def candidates(config: RunConfig, signature: Signature) -> list[Settings]:
-    """Return the preprocessings to try, each as the settings that differ from `config`; first `config` itself: {}."""
-    choices = [list(each) for each in (_texts(config), _tables(config, signature)) if each]
+    """Return the preprocessings to try, each as settings that are changed in `config`; first `config` itself: {}."""
+    choices = [each for each in (_images(config, signature), _texts(config), _tables(config, signature)) if each]
     found: list[Settings] = [{}]
     for chosen in itertools.product(*choices):
-        settings = {key: value for each in chosen for key, value in each.items()}
-        found.append(settings)
-    return [settings for place, settings in enumerate(found) if settings not in found[:place]]
+        found.append({key: value for each in chosen for key, value in each.items()})
+    same: dict[str, Settings] = {}
+    for settings in found:
+        same.setdefault(load_config(config, list(settings.items())).data.model_dump_json(), settings)
+    return list(same.values())
+
+
+def _images(config: RunConfig, signature: Signature) -> list[Settings]:
+    inputs = image_inputs(config, signature)
+    if not inputs:
+        return []
+    channels = inputs[0].channels
+    sizes = [{"resize": "crop", "crop_ratio": 0.875}, {"resize": "crop", "crop_ratio": 1.0}, {"resize": "stretch"}]
+    orders = [{"color": "rgb"}, {"color": "bgr"}] if channels == 3 else [{}]
+    values = [{}] if any(each.takes_integers for each in inputs) else list(_pixel_values(channels))
+    return [
+        {f"data.image.{key}": value for each in chosen for key, value in each.items()}
+        for chosen in itertools.product(sizes, orders, values)
+    ]
+
+
+def _pixel_values(channels: int) -> Iterator[dict[str, Any]]:
+    """Yield scale, mean and std: of torchvision, Keras, TensorFlow, and Caffe."""
+    mean, std = (RGB_MEAN, RGB_STD) if channels == 3 else (GREY_MEAN, GREY_STD)
+    none, one, half = [0.0] * channels, [1.0] * channels, [0.5] * channels
+    yield {"scale": 1 / 255, "mean": list(mean), "std": list(std)}
+    yield {"scale": 1 / 255, "mean": none, "std": one}
+    yield {"scale": 1 / 255, "mean": half, "std": half}
+    yield {"scale": 1.0, "mean": none, "std": one}
+    yield {"scale": 1.0, "mean": [round(255 * each, 3) for each in mean], "std": one}
+
+
+def _texts(config: RunConfig) -> list[Settings]:
+    if config.data.text is None:
+        return []
+    return [{"data.text.special_tokens": value} for value in (True, False)]
+
+
+def _tables(config: RunConfig, signature: Signature) -> list[Settings]:
+    """Return the scales of columns of numbers; none where no input of floats reads single numbers or vectors."""
+    images = {each.name for each in image_inputs(config, signature)}
+    scaled = [
+        name
+        for name, feed in file_feeds(config, signature).items()
+        if "float" in feed.dtype and name not in images and len(feed.sample_shape or (1,)) <= 1
+    ]
+    kinds = ("none", "standard", "min_max") if scaled else ()
+    return [{"data.table.standardise": kind} for kind in kinds]

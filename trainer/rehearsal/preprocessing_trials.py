@@ -13,13 +13,11 @@ them. So the settings of the best trial are lines of a configuration.
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -153,12 +151,13 @@ class _Experiment:
 
     # -- what the results say
 
-    def _rank(self, trial: _Trial) -> tuple[float, float]:
-        """Return what trials are sorted by: accuracy, also under another order of classes; then the loss."""
+    def _rank(self, trial: _Trial) -> tuple[float, float, float]:
+        """Return what trials are sorted by: accuracy, also of another order where it is surely better; then loss."""
         if trial.refused or not trial.pairs:
-            return -math.inf, -math.inf
-        _, reordered = self._other_order(trial)
-        return max(self._score(trial), reordered), -sum(trial.losses)
+            return -math.inf, -math.inf, -math.inf
+        accuracy = self._score(trial)
+        _, surely = self._other_order(trial)
+        return max(accuracy, surely), accuracy, -sum(trial.losses)
 
     def _score(self, trial: _Trial) -> float:
         """Return the accuracy, or of numbers the share of the variance that is explained (R squared)."""
@@ -173,21 +172,21 @@ class _Experiment:
         return self._loss.name in ("cross_entropy", "bce_with_logits")
 
     def _other_order(self, trial: _Trial) -> tuple[dict[int, int], float]:
-        """Return (label -> class of the model under the best order of classes, accuracy with it).
+        """Return (label -> class of the model under the best order of classes, the accuracy that it surely has).
 
-        The order is found on one half of the targets, and the accuracy is that of the other half.
+        The order is found on one half of the targets; the accuracy is that of the other half, less its greatest error.
         """
         pairs = trial.labels_and_predictions.astype(np.int64) if self._loss.name == "cross_entropy" else np.empty(0)
         if len(pairs) < 2 or len(np.unique(pairs[:, 0])) > MANY_CLASSES:
             return {}, -math.inf
         order = best_order(pairs[::2])
-        hits = [order.get(label, -1) == predicted for label, predicted in pairs[1::2].tolist()]
-        return order, float(np.mean(hits))
+        others = pairs[1::2]
+        return order, agreement(others, order) - SURE * _standard_error(0.5, len(others))
 
-    @property
-    def _chance(self) -> float:
-        """Return the accuracy of naming the most frequent class; 0 for numbers, whose mean explains no variance."""
-        return 0.0
+    def _class_names(self) -> tuple[str, ...]:
+        labels = self._config.losses[0].columns
+        found = [rows.fitted[name] for rows in self._read.values() for name in labels if name in rows.fitted]
+        return found[0].classes if found else ()
 
     def record(self, trials: Sequence[_Trial]) -> PreprocessingTrials:
         """Return the results as a record."""
@@ -197,19 +196,18 @@ class _Experiment:
         best = done[0]
         chance = _chance(best.labels_and_predictions[:, 0]) if self._has_classes else 0.0
         accuracy, targets = self._score(best), len(best.labels_and_predictions)
-        order, reordered = self._other_order(best)
-        above = SURE * math.sqrt(max(chance * (1 - chance), 1 / targets) / targets)
-        # of the order that half of the targets decides, the other half
-        other = SURE * math.sqrt(max(accuracy * (1 - accuracy), 1 / targets) / (targets / 2))
+        least = chance + SURE * _standard_error(chance, targets)
+        order, surely = self._other_order(best)
         return PreprocessingTrials(
             measure="accuracy" if self._has_classes else "r2",
             chance=chance,
-            better_than_chance=accuracy > chance + above,
-            other_order=order if reordered > max(accuracy + other, chance + above) else {},
-            other_order_accuracy=max(reordered, 0.0),
+            better_than_chance=accuracy > least,
+            other_order=order if surely > max(accuracy, least) else {},
+            other_order_accuracy=agreement(best.labels_and_predictions, order) if order else 0.0,
+            classes=self._class_names(),
             trials=tuple(
                 PreprocessingTrial(
-                    settings=trial.settings,
+                    settings=dict(trial.settings),
                     rows=trial.num_rows,
                     accuracy=math.nan if trial.refused else self._score(trial),
                     loss=math.nan if trial.refused else sum(trial.losses) / max(len(trial.labels_and_predictions), 1),
@@ -237,6 +235,16 @@ def _chance(labels: Array) -> float:
     """Return the share of the most frequent label."""
     _, counts = np.unique(labels, return_counts=True)
     return float(counts.max() / counts.sum())
+
+
+def _standard_error(share: float, count: int) -> float:
+    """Return the standard error of a share of `count` targets, at least that of one target."""
+    return math.sqrt(max(share * (1 - share), 1 / count) / count)
+
+
+def agreement(pairs: Array, order: Mapping[int, int]) -> float:
+    """Return the share of pairs [n, 2] of a label and a prediction that agree under an order of classes."""
+    return float(np.mean([order.get(int(label), -1) == predicted for label, predicted in pairs.tolist()]))
 
 
 def best_order(pairs: Array) -> dict[int, int]:

@@ -221,7 +221,7 @@ class _Experiment:
 def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels: torch.Tensor) -> Array:
     """Return [n, 2]: the label and the prediction of each target."""
     if loss.name == "cross_entropy":
-        flat, predicted = labels.flatten(), loss.predicted(outputs).flatten()
+        flat, predicted = labels.flatten(), loss.predicted(outputs, labels).flatten()
         counted = flat != loss.ignore_index
         return torch.stack([flat[counted], predicted[counted]], dim=1).numpy()
     output = loss.output(outputs)

@@ -146,8 +146,10 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
     from onward.trainer.export import variants
 
     exported = read_record(folder / "model.json", ExportedModel)
-    tolerance = read_config(run).export.variant_tolerance
-    made = variants.make_variant(kind, exported.path, data=evaluation_data(run), tolerance=tolerance)
+    config, data = read_config(run), evaluation_data(run)
+    losses = [loss.outputs[0] for loss in config.losses if loss.name == "output"]
+    tolerance = config.export.variant_tolerance
+    made = variants.make_variant(kind, exported.path, data=data, tolerance=tolerance, losses=losses)
     write_record(variant_in(folder, kind), made)
     return 0
 

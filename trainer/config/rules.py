@@ -240,6 +240,11 @@ def _losses(
             yield f"{key} 'info_nce' reaches over all replicas, which Adasum does not add up; use 'sum'"
     if export.training:
         yield from export_problems(losses)
+    if "without_loss" in export.variants and "output" not in [each.name for each in losses]:
+        yield (
+            f"export.variants 'without_loss' is for a graph that computes its own loss, but the loss is "
+            f"{losses[0].name}: the exported file has no loss in it; leave the variant out"
+        )
     if model.num_classes == 1 and losses and losses[0].name == "cross_entropy":
         yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
     if len(losses) < 2:

@@ -4,6 +4,7 @@
     fp16, bf16     weights stored in half the bytes; a Cast before their first reader converts them to fp32
     int8_dynamic   weights in 8 bits, activations quantized when the model runs
     int8_static    both in 8 bits, calibrated on evaluation data
+    without_loss   a file that computes its own loss, without it and its labels (without_loss.py)
 
 A refused variant leaves no file, and the exported file does not depend on it. Quantizers can crash their process, so
 each has one of its own: `python -m onward.trainer variant`.
@@ -18,7 +19,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import Array, EvaluationData, OnnxRunner
+from onward.trainer.export.without_loss import write_without_loss
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
@@ -45,8 +47,12 @@ MIN_HALVED_ELEMENTS = 1024
 """Halving a smaller tensor saves less than the Cast node costs."""
 
 
-def make_variant(kind: str, exported: Path, *, data: EvaluationData, tolerance: float) -> Variant:
+def make_variant(
+    kind: str, exported: Path, *, data: EvaluationData, tolerance: float, losses: Sequence[str] = ()
+) -> Variant:
     """Make one variant beside the exported file; return its size, latency and metrics.
+
+    losses: the outputs that are losses of the graph itself; "" = the first.
 
     If it loses more than `tolerance`, or cannot be made, no file is left and the record gives the reason.
     """
@@ -61,20 +67,24 @@ def make_variant(kind: str, exported: Path, *, data: EvaluationData, tolerance: 
         return base.model_copy(update={"refused": f"the file has {size:,} bytes; variants are made up to 2 GB"})
     try:
         with durable_file(target) as partial:
-            MAKERS[kind](file, partial, runner)
-            # without widening: a variant is measured in the precision that it is made for
-            variant = OnnxRunner(ModelFile.read(partial), data, widen=False)
+            if kind == "without_loss":
+                write_without_loss(file, partial, losses, next(runner.feeds()))
+                measured: dict[str, float] = {}  # there is no loss left to measure; the outputs have the same bits
+            else:
+                MAKERS[kind](file, partial, runner)
+                # without widening: a variant is measured in the precision that it is made for
+                measured = OnnxRunner(ModelFile.read(partial), data, widen=False).evaluate()
             found = base.model_copy(
                 update={
                     "path": target,
                     "bytes": partial.stat().st_size,
                     "size_ratio": partial.stat().st_size / size,
-                    "metrics": variant.evaluate(),
+                    "metrics": measured,
                     "latency_ratio": latency_ratio(exported, partial, runner),
                 }
             )
             # inside of durable_file: leaving it by an error removes the partial file
-            if lost := too_much(before, found.metrics, tolerance):
+            if measured and (lost := too_much(before, measured, tolerance)):
                 raise ExportRefused(lost)
     except (ExportRefused, OSError) as error:
         return base.model_copy(update={"refused": str(error)})
@@ -107,7 +117,7 @@ def latency_ratio(exported: Path, variant: Path, runner: OnnxRunner) -> float:
     for _ in range(LATENCY_ROUNDS + 1):
         for session, column in zip(sessions, times, strict=True):  # alternately, so that both meet the same load
             started_at = time.perf_counter()
-            session.run(None, feed)
+            session.run(None, {value.name: feed[value.name] for value in session.get_inputs()})
             column.append(time.perf_counter() - started_at)
     ours, theirs = (statistics.median(column[1:]) for column in times)  # the first run of each warms up
     return theirs / ours

@@ -23,6 +23,7 @@ from onward.trainer.export.variants import make_variant, too_much
 from onward.trainer.model.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.run.records import Variant
 from tests.support import graphs
 from tests.support.losses import metrics_of
 from tests.support.trained_models import model_with_weights
@@ -241,3 +242,25 @@ def test_weights_beyond_the_range_of_fp16_are_refused(digits: tuple[Path, Evalua
 )
 def test_what_is_too_great_a_loss(before: dict[str, float], after: dict[str, float], refused: bool) -> None:
     assert bool(too_much(before, after, 0.02)) == refused
+
+
+def test_a_graph_with_its_own_loss_is_written_without_it_and_without_labels(tmp_path: Path) -> None:
+    model = graphs.tiny_loss_model()
+    rows = [Rows((torch.randn(6, 4), torch.randint(0, 3, (6,))), (None,), 6)]  # type: ignore[arg-type]
+    own = ModelConfig(path=Path("-"), loss="output", output="loss")
+    data = EvaluationData(batches=lambda: rows, new_metrics=lambda names: metrics_of(own, names))
+
+    def without(losses: list[str]) -> Variant:
+        onnx.save(model, tmp_path / "m.onnx")
+        return make_variant("without_loss", tmp_path / "m.onnx", data=data, tolerance=0.1, losses=losses)
+
+    assert "the loss is its only output; nothing would be left" in without(["loss"]).refused
+    scores = model.graph.node[-1].input[0]
+    model.graph.output.append(helper.make_tensor_value_info(scores, TensorProto.FLOAT, ["batch", 3]))
+    assert "has no output with a loss of its own" in without([]).refused
+    found = without(["loss"])
+    assert (found.refused, found.metrics) == ("", {})
+    assert found.path is not None
+    session = onnxruntime.InferenceSession(found.path)
+    assert [value.name for value in session.get_inputs()] == ["features"]
+    assert [value.name for value in session.get_outputs()] == [scores]

@@ -1,0 +1,57 @@
+"""Write a file that computes its own loss without it: for serving, where there are no labels.
+
+features ---- network ---- prediction ---------------- prediction
+                                 `---- loss ---- loss            without: the loss, its nodes, and the labels
+labels ------------------------------'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from onward.trainer.errors import ExportRefused
+from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.onnx_runner import Array
+from onward.trainer.onnx_graph.index import nodes_between
+from onward.trainer.onnx_graph.onnxruntime_session import open_session
+
+
+def write_without_loss(exported: ModelFile, target: Path, losses: Sequence[str], feed: Mapping[str, Array]) -> None:
+    """Write the file without the outputs `losses`, and without the nodes, inputs and weights that only they need.
+
+    feed: inputs, on which the outputs that are left must have the same bits. Raises ExportRefused if they do not, or if
+    nothing is left.
+    """
+    model = exported.with_external_data()
+    graph = model.graph
+    names = [value.name for value in graph.output]
+    lost = {name or names[0] for name in losses} & set(names)
+    kept = [name for name in names if name not in lost]
+    if not lost or not kept:
+        why = (
+            "it has no output with a loss of its own" if kept else "the loss is its only output; nothing would be left"
+        )
+        raise ExportRefused(f"{exported.path.name} cannot be written without its loss: {why}")
+    nodes, needed = nodes_between(graph, kept, set())
+    for field, entries in (
+        ("output", [value for value in graph.output if value.name in kept]),
+        ("node", nodes),
+        ("initializer", [tensor for tensor in graph.initializer if tensor.name in needed]),
+        ("sparse_initializer", [tensor for tensor in graph.sparse_initializer if tensor.values.name in needed]),
+        ("input", [value for value in graph.input if value.name in needed]),
+    ):
+        copies = [type(entry).FromString(entry.SerializeToString()) for entry in entries]
+        graph.ClearField(field)  # invalidates the entries
+        getattr(graph, field).extend(copies)
+    onnx.checker.check_model(model)
+    target.write_bytes(model.SerializeToString())
+    whole, part = open_session(exported.path), open_session(target)
+    wanted = dict(zip(names, whole.run(None, dict(feed)), strict=True))
+    found = part.run(None, {value.name: feed[value.name] for value in part.get_inputs()})
+    for name, value in zip(kept, found, strict=True):
+        if not np.array_equal(value, wanted[name], equal_nan=value.dtype.kind == "f"):
+            raise ExportRefused(f"output {name!r} is not the same without the loss")

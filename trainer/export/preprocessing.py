@@ -13,6 +13,8 @@ import onnx
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections_audio import AudioConfig
 from onward.trainer.data.fitted import Fitted
+from onward.trainer.data.images import image_inputs as images
+from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.input_columns import Feed, file_feeds
 from onward.trainer.data.shards import ShardManifest
 from onward.trainer.data.signature import Signature, read_training_signature
@@ -70,6 +72,8 @@ def describe(
     for name, feed in file_feeds(config, signature).items():
         audio = config.data.audio if config.data.audio and feed.columns == (config.data.audio.column,) else None
         inputs[name] = _audio_input(feed, audio) if audio else _table_input(feed, config, manifest)
+    for each in image_inputs(config, signature):
+        inputs[each.name] = _image_input(each, config, signature)
     if text:
         inputs |= _token_inputs(text, config, manifest)
     return Preprocessing(
@@ -79,6 +83,27 @@ def describe(
         inputs=inputs,
         text=_tokenizer(text, config) if text else None,
         outputs=tuple(_outputs(config, manifest, signature)),
+    )
+
+
+def _image_input(image: images.ImageInput, config: RunConfig, signature: Signature) -> ImageInput:
+    assert config.data.image is not None
+    settings = config.data.image
+    (dtype,) = (info.dtype for info in signature.fed if info.name == image.name)
+    return ImageInput(
+        column=image.column,
+        height=image.size[0],
+        width=image.size[1],
+        resize=settings.resize,
+        crop_ratio=settings.crop_ratio,
+        interpolation=settings.interpolation,
+        antialias=settings.antialias,
+        scale=1.0 if image.takes_integers else image.scale,
+        mean=(0.0,) * image.channels if image.takes_integers else image.mean,
+        std=(1.0,) * image.channels if image.takes_integers else image.std,
+        channels="grey" if image.channels == 1 else "bgr" if image.bgr else "rgb",
+        layout="nhwc" if image.nhwc else "nchw",
+        dtype=dtype,
     )
 
 

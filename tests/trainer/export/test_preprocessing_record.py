@@ -13,6 +13,7 @@ import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.batches import one_batch
@@ -24,6 +25,7 @@ from onward.trainer.export.preprocessing import write_preprocessing
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, write_record
 from tests.support import graphs
+from tests.support.images import encoded, picture
 from tests.support.texts import bert_tokenizer
 from tests.test_docs import blocks
 
@@ -119,6 +121,39 @@ def test_rows_of_varying_length_are_padded_as_configured(tmp_path: Path, table: 
     run = exported_run(tmp_path, proto, data=data | {"pad_values": {"input_ids": 31}})
     recipe = assert_served_alike(run, tmp_path, {"input_ids": ids}, [0, 2, 1])
     assert recipe["inputs"]["input_ids"]["pad_value"] == 31
+
+
+IMAGES: dict[str, dict[str, Any]] = {
+    "as torchvision": {},
+    "stretched, to -1..1": {"resize": "stretch", "mean": [0.5] * 3, "std": [0.5] * 3},
+    "with borders, BGR, 0..255": {"resize": "pad", "color": "bgr", "scale": 1.0, "mean": [104.0] * 3, "std": [1.0] * 3},
+    "all of the centre, bicubic": {"crop_ratio": 1.0, "interpolation": "bicubic", "cache": "encoded"},
+}
+
+
+@pytest.mark.parametrize("settings", IMAGES.values(), ids=IMAGES)
+def test_images_of_every_kind_and_geometry(tmp_path: Path, table: Callable[..., Any], settings: dict[str, Any]) -> None:
+    see_through = picture(3).convert("RGBA")
+    see_through.putalpha(Image.fromarray(np.tile(np.arange(30, dtype=np.uint8) * 8, (24, 1))))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    raw = {
+        "image": [
+            encoded(picture(0)),
+            encoded(picture(1, 40, 33)),
+            encoded(picture(2, 50, 20, grey=True), "PNG"),
+            encoded(see_through, "PNG"),
+            encoded(picture(4), "WEBP", lossless=True),
+            encoded(picture(5, 20, 41), exif=turned),
+            encoded(Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30) * 100), "PNG"),
+            encoded(picture(7).convert("CMYK")),
+        ]
+    }
+    data = table(**raw, label=[0, 1, 2, 3] * 2) | {"image": settings}
+    run = exported_run(tmp_path, graphs.tiny_conv_net(image_size=16), data=data)
+    recipe = assert_served_alike(run, tmp_path, raw, range(8))
+    (how,) = recipe["inputs"].values()
+    assert (how["kind"], how["height"], how["layout"]) == ("image", 16, "nchw")
 
 
 @pytest.mark.parametrize("special_tokens", [True, False])

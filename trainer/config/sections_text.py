@@ -30,10 +30,11 @@ class TextConfig(Section):
     fixed length of the graph's inputs, else the number of its position embeddings, else no limit."""
     special_tokens: bool = True
     """Add the special tokens of the tokenizer, such as [CLS] and [SEP]."""
-    packing: Literal["auto", "none", "joined"] = "auto"
+    packing: Literal["auto", "none", "joined", "separate"] = "auto"
     """Tasks `causal` and `masked`: what a sample is. `none` = one text. `joined` = a window of `max_length` tokens of
-    all texts one after the other, each with the end token behind it. `auto` = joined for `causal`, none for
-    `masked`."""
+    all texts one after the other, each with the end token behind it, which attend to each other. `separate` = whole
+    texts that share a window, each of which attends to itself alone: for models whose mask is [batch, length, length].
+    `auto` = joined for `causal`, none for `masked`."""
     documents: Literal["auto", "file", "line", "paragraph"] = "auto"
     """Of text files: what one text is. Paragraphs end at blank lines. `auto` = the file, or the paragraph if there is
     one file only. Evaluation sets whole texts aside."""

@@ -10,6 +10,7 @@ from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images.image_batches import ImageBatches
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
 from onward.trainer.data.signature import Signature
+from onward.trainer.data.text.block_masks import open_block_masks
 from onward.trainer.data.text.masking import open_masking
 
 
@@ -17,7 +18,11 @@ def open_batch_transforms(
     config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]
 ) -> list[BatchTransform]:
     """Return what computes batches from stored columns, in order. fitted: what was found on the data, by column."""
-    opened = (open_image_batches(config, signature), open_masking(config, signature, fitted))
+    opened = (
+        open_image_batches(config, signature),
+        open_masking(config, signature, fitted),
+        open_block_masks(config, signature),
+    )
     return [transform for transform in opened if transform]
 
 

@@ -225,10 +225,13 @@ def data_problems(
     except ConfigError as error:  # which columns are read depends on it
         return list(error.problems)
     problems = [*_unknown_names(config, signature)]
-    computed = computed_columns(config, signature)
+    computed, text = computed_columns(config, signature), text_columns(config, signature)
+    made_of_text = text.computed if text else frozenset[str]()
     for feed in (*file_feeds(config, signature).values(), *_labels(config, signature)):
-        if computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns):
-            continue  # not computed yet
+        if made_of_text.issuperset(feed.columns) or (
+            computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns)
+        ):
+            continue  # not computed yet, or right because the tokenizer made it for this input
         if set(feed.columns) & set(made):
             continue
         missing = [name for name in feed.columns if name not in schema]

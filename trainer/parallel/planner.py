@@ -24,6 +24,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.sharding import infer_training_schema
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.preflight import free_memory
@@ -73,12 +74,14 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
 def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return inputs, and labels for each loss, of one micro-batch: zeros, as long as the longest of the first rows."""
     signature = read_training_signature(config.model)
-    schema = infer_training_schema(config, signature)
+    schema, text = infer_training_schema(config, signature), text_columns(config, signature)
 
     def zeros(feed: Feed) -> Tensor:
         columns = [schema[name] for name in feed.columns]
         row = (len(columns),) if feed.stacked else (1,) if feed.is_one_column else columns[0].shape
         row = feed.image.sample_shape if feed.image else feed.mask or row
+        if text and text.block_mask and feed.columns == (text.block_mask.name,):
+            row = (*(1,) * (len(text.block_mask.shape or ()) - 3), *row, *row)
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
     tensors, num_inputs = [zeros(feed) for feed in feeds(config, signature)], len(signature.inputs)

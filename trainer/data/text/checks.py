@@ -11,6 +11,7 @@ from onward.trainer.data.columns import TEXT, Schema
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
 from onward.trainer.data.text.packing import PackedTexts
+from onward.trainer.data.text.separate_packing import SeparateTexts
 from onward.trainer.data.text.text_columns import TextColumns, input_problems, text_columns
 from onward.trainer.data.text.tokenized_rows import TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer, open_tokenizer
@@ -29,7 +30,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
     problems = [*input_problems(columns, config, signature), *_column_problems(columns, schema)]
     graph = onnx.load(config.model.path, load_external_data=False).graph
     limit, problem = length_limit(columns, graph)
-    problems += [problem] if problem else []
+    problems += [each for each in (problem, _position_problem(columns, graph)) if each]
     try:
         tokenizer = open_tokenizer(columns.config.tokenizer)
         problems += _vocabulary_problems(columns, tokenizer, graph)
@@ -47,9 +48,10 @@ def open_tokenized_rows(config: RunConfig, signature: Signature) -> TokenizedRow
         return None
     if problems := list(input_problems(columns, config, signature)):
         raise ConfigError(problems)
-    limit, problem = length_limit(columns, onnx.load(config.model.path, load_external_data=False).graph)
-    if problem:
-        raise ConfigError(problem)
+    graph = onnx.load(config.model.path, load_external_data=False).graph
+    limit, problem = length_limit(columns, graph)
+    if found := [each for each in (problem, _position_problem(columns, graph)) if each]:
+        raise ConfigError(found)
     tokenizer = open_tokenizer(columns.config.tokenizer)
     return _open(columns, tokenizer, limit, config)
 
@@ -58,7 +60,19 @@ def _open(columns: TextColumns, tokenizer: OpenTokenizer, limit: int, config: Ru
     exact = config.data.shard_format == "pb"
     if columns.config.task == "tokens":
         return WordLabels(columns, tokenizer, limit, classes=config.data.classes, exact=exact)
-    return (PackedTexts if columns.is_packed else TokenizedRows)(columns, tokenizer, limit, exact=exact)
+    kinds = {"none": TokenizedRows, "joined": PackedTexts, "separate": SeparateTexts}
+    return kinds[columns.packing](columns, tokenizer, limit, exact=exact)
+
+
+def _position_problem(columns: TextColumns, graph: onnx.GraphProto) -> str:
+    """Return why positions do not begin anew in each text of a window, or ""."""
+    table = position_rows(graph) if columns.packing == "separate" and "position_ids" not in columns.inputs else None
+    if table is None:
+        return ""
+    return (
+        f"data.text.packing 'separate': the model counts positions through a window (embedding {table[1]}) and has no "
+        "input position_ids, with which they begin anew in each text; use packing = 'joined' or 'none'"
+    )
 
 
 def length_limit(columns: TextColumns, graph: onnx.GraphProto) -> tuple[int, str]:

@@ -22,7 +22,7 @@ class SpecialTokens:
     added: int
     """How many the tokenizer adds to a sample."""
     pad: int
-    """Pads samples of a batch; unused where all have one length."""
+    """Pads samples of a batch; unused where windows are full."""
     end: int | None
     """Put behind each text; None where nothing is."""
     vocabulary: Vocabulary | None
@@ -51,7 +51,7 @@ def find_special_tokens(columns: TextColumns, tokenizer: OpenTokenizer) -> Speci
         end = find("end_token", config.end_token, END, "token that ends a text", needed=is_causal or not added)
     mask = find("mask_token", config.mask_token, MASK, "mask token", needed=True) if is_masked else None
     pad = 0
-    if not columns.is_packed:
+    if columns.packing != "joined":
         # behind the last token of a text a causal model computes nothing that counts
         own = tokenizer.own_pad_id if not config.pad_token else None
         needed = own is None and not is_causal

@@ -24,7 +24,6 @@ MAKES_LABELS = ("tokens", "causal", "masked")
 """The tasks whose labels have one entry for each token."""
 PACKED = ("causal", "masked")
 """The tasks whose samples may be windows over several texts."""
-AUTO_JOINED = ("auto", "causal")
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,22 @@ class TextColumns:
         return frozenset(info.name for info in self.inputs.values()) | frozenset({self.label} - {""})
 
     @property
+    def packing(self) -> str:
+        """Return how texts are packed: `none`, `joined` or `separate`."""
+        task, packing = self.config.task, self.config.packing
+        if task not in PACKED:
+            return "none"
+        return packing if packing != "auto" else "joined" if task == "causal" else "none"
+
+    @property
     def is_packed(self) -> bool:
         """Return whether samples are windows over several texts."""
-        packing = self.config.packing
-        return self.config.task in PACKED and (packing == "joined" or (packing, self.config.task) == AUTO_JOINED)
+        return self.packing != "none"
+
+    @property
+    def block_mask(self) -> TensorInfo | None:
+        """Return the input [batch, ..., length, length] that keeps the texts of a window apart, or None."""
+        return self.inputs.get("attention_mask") if self.packing == "separate" else None
 
     @property
     def fixed_length(self) -> int:
@@ -103,6 +114,11 @@ def _labelled_loss(config: RunConfig) -> LossConfig | None:
 def input_problems(columns: TextColumns, config: RunConfig, signature: Signature) -> Iterator[str]:
     """Yield what is wrong with the inputs that the tokenizer is to feed."""
     known = [info.name for info in signature.fed]
+    if config.data.shard_format == "pb" and (columns.config.task == "masked" or columns.packing == "separate"):
+        yield (
+            "data.shard_format 'pb' is read as it is by ONNX Runtime's trainer, but masks are made with each batch; "
+            "use 'arrow'"
+        )
     for role, name in columns.config.inputs.items():
         if name not in known:
             yield (
@@ -125,18 +141,23 @@ def input_problems(columns: TextColumns, config: RunConfig, signature: Signature
         )
     if columns.is_packed and (others := set(known) - {info.name for info in columns.inputs.values()}):
         yield (
-            f"data.text.packing 'joined' makes samples of several texts, but input {', '.join(sorted(others))} takes a "
-            "column with one value for each text; set packing = 'none', or name the input in data.text.inputs"
+            f"data.text.packing {columns.packing!r} makes samples of several texts, but input "
+            f"{', '.join(sorted(others))} takes a column with one value for each text; set packing = 'none', or name "
+            "the input in data.text.inputs"
         )
     for role, info in columns.inputs.items():
         shape = info.shape
         if info.dtype not in ("int32", "int64") and role != "attention_mask":
             yield f"input {info.name} takes {info.dtype}, but {role} are integers; is it another input?"
+        if role == "attention_mask" and columns.packing == "separate":
+            continue
         if shape is not None and len(shape) != 2:
             yield (
                 f"input {info.name} has {len(shape)} dimensions, but {role} are [batch, length]; name another input in "
                 "data.text.inputs"
             )
+    if columns.packing == "separate":
+        yield from _mask_problems(columns)
     lengths = {info.name: info.shape[-1] for info in columns.inputs.values() if info.shape and info.shape[-1]}
     if len(set(lengths.values())) > 1:
         yield "the inputs that data.text feeds declare several lengths: " + ", ".join(
@@ -145,3 +166,22 @@ def input_problems(columns: TextColumns, config: RunConfig, signature: Signature
     fixed, most = columns.fixed_length, columns.config.max_length
     if fixed and most > fixed:
         yield f"data.text.max_length {most} is above the length {fixed} of the model's inputs; set it to {fixed}"
+
+
+def _mask_problems(columns: TextColumns) -> Iterator[str]:
+    """Yield why the texts of a window cannot be kept apart."""
+    info, others = columns.block_mask, "use packing = 'joined', where they do, or 'none'"
+    if info is None:
+        yield f"data.text.packing 'separate' needs an input of masks: without one, texts attend to each other; {others}"
+    elif info.shape is None or len(info.shape) not in (3, 4):
+        dims = "unknown" if info.shape is None else f"{len(info.shape)}"
+        yield (
+            "data.text.packing 'separate' needs masks [batch, length, length] or [batch, 1, length, length], but input "
+            f"{info.name} has {dims} dimensions, which cannot say that the texts of a window do not attend to each "
+            f"other; {others}"
+        )
+    elif info.dtype not in ("bool", "int32", "int64"):
+        yield (
+            f"data.text.packing 'separate': input {info.name} takes {info.dtype}, which may be 1 and 0, or 0 and a "
+            f"large negative number that is added; masks of bool or of integers (1 = attended) are fed; {others}"
+        )

@@ -114,8 +114,8 @@ class TokenizedRows(FittedComputer):
     def summary(self) -> str:
         """Return one sentence for people."""
         rate = f" ({self._tokens / self._seconds:,.0f} a second)" if self._seconds else ""
-        length = f"at most {self._max_length}" if self._max_length else "of any number"
-        length = f"windows of {self._max_length}" if self._of.is_packed else f"{length} tokens a row"
+        length = f"at most {self._max_length} tokens" if self._max_length else "any number of tokens"
+        length = f"windows of {self._max_length}" if self._of.is_packed else f"{length} a row"
         truncated = f"; {self._truncated:,} rows were truncated" if self._truncated else ""
         return (
             f"{self._tokenizer.path.name} turns {' and '.join(self._sources)} into "

@@ -5,13 +5,31 @@ from __future__ import annotations
 import codecs
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import PositiveInt, field_validator, model_validator
 
 from onward.trainer.config.section import Section
 
 Scaling = Literal["none", "standard", "min_max", "robust"]
 Missing = Literal["fail", "mean", "median"] | float
 """What a missing number becomes: a bad row, the mean or median of the training rows, or a constant."""
+
+
+class WindowConfig(Section):
+    """Windows over the rows of time series: a past of `length` rows, and a future of `horizon` rows behind it. Column
+    NAME becomes the past, [length], and NAME_ahead the future, [horizon]."""
+
+    length: PositiveInt
+    """Rows of the past."""
+    horizon: PositiveInt = 1
+    """Rows of the future."""
+    stride: PositiveInt = 1
+    """Rows from the beginning of one window to that of the next."""
+    by: str = ""
+    """The column that names the series of a row; empty = all rows are one series."""
+    time: str = ""
+    """The column of times, which must increase in each series; empty = the order of the rows is trusted."""
+    split: Literal["time", "series"] = "time"
+    """What `data.evaluation_fraction` holds out: the end of time (of each series, without `time`), or whole series."""
 
 
 class TableConfig(Section):
@@ -50,9 +68,12 @@ class TableConfig(Section):
     """Column of categories -> its texts in the order of the ids, from 0 on, for a model that has an order already.
     The entry "" is the id of unknown texts; without it they are bad rows."""
 
+    window: WindowConfig | None = None
+    """Windows over time series: `[data.table.window]`."""
+
     def reading_settings(self) -> dict[str, Any]:
         """Return the settings that decide what rows are read from a file, as far as they are not the defaults."""
-        names = {"separator", "decimal", "thousands", "quote", "encoding", "header"}
+        names = {"separator", "decimal", "thousands", "quote", "encoding", "header", "window"}
         return self.model_dump(mode="json", include=names, exclude_defaults=True)
 
     @field_validator("encoding")

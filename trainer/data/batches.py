@@ -389,7 +389,7 @@ class _Collate:
 
     def _tensor(self, feed: Feed, columns: Mapping[str, Values], lengths: Mapping[str, int]) -> Tensor:
         arrays = [_padded(columns[name], self._pad_values[name], lengths.get(name, 0)) for name in feed.columns]
-        array = np.stack(arrays, axis=1) if feed.stacked else arrays[0]
+        array = np.stack(arrays, axis=-1) if feed.stacked else arrays[0]
         if feed.is_one_column:
             array = array.reshape(len(array), 1)
         # transforms may make probabilities of classes: mixed labels (MixUp, CutMix)

@@ -299,12 +299,21 @@ def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds bytes{_image_hint(feed)}"
         elif not _castable(column.dtype, feed.dtype):
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds {column.dtype}"
+        elif feed.stacked and len(feed.sample_shape or ()) == 2 and not column.variable:
+            if column.shape != columns[0].shape:
+                yield f"{feed.target} stacks columns of one length, but column {column.name!r} is {column.kind}"
         elif feed.stacked and (column.shape or column.variable):
             yield f"{feed.target} stacks single numbers, but column {column.name!r} is {column.kind}"
     shape = feed.sample_shape
     if feed.stacked:
-        if shape is not None and (len(shape) != 1 or shape[0] not in (None, len(columns))):
-            yield f"{feed.target} takes shape {_shown(shape)} per sample, but data.inputs stacks {len(columns)} columns"
+        found = (*columns[0].shape, len(columns))  # series are stacked on the last axis: [length, columns]
+        pairs = zip(shape or (), found, strict=False)
+        if shape is not None and (len(shape) != len(found) or any(dim not in (None, size) for dim, size in pairs)):
+            what = f" of {_shown(found[:-1])}" if found[:-1] else ""
+            yield (
+                f"{feed.target} takes shape {_shown(shape)} per sample, but data.inputs stacks {len(columns)} columns"
+                f"{what}"
+            )
     elif columns[0].holds_numbers and (problem := _shape_problem(feed, columns[0])):
         yield problem
 

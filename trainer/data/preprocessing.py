@@ -52,7 +52,7 @@ def _input(feed: Feed, values: Mapping[str, Values]) -> Any:
         least = 1 if rank is None else rank
         return [np.array(row, dtype, ndmin=least) for row in values[feed.columns[0]]]
     arrays = [np.asarray(values[name]) for name in feed.columns]
-    array = (np.stack(arrays, axis=1) if feed.stacked else arrays[0]).astype(dtype)
+    array = (np.stack(arrays, axis=-1) if feed.stacked else arrays[0]).astype(dtype)
     return array.reshape(-1, 1) if array.ndim == 1 and rank == 1 else array
 
 

@@ -31,6 +31,7 @@ from onward.trainer.data.images.image_sources import (
 )
 from onward.trainer.data.permutation import hash_key, keyed_hash
 from onward.trainer.data.saved_datasets import saved_dataset
+from onward.trainer.data.series_windows import source_columns, windowed
 from onward.trainer.data.tables import csv_blocks, json_blocks
 from onward.trainer.data.tensorproto_files import proto_blocks
 from onward.trainer.data.text.documents import text_blocks, unit_of
@@ -184,6 +185,10 @@ def _divided(
         yield from _whole(name, data, names, text, held=False)
         return
     source = locate(name, data)
+    if window := data.table.window:
+        blocks = (block for _, block in _blocks(source, data, source_columns(names, window), text))
+        yield from windowed(blocks, window, names, data.evaluation_fraction)
+        return
     if source.format == "text" and _text_unit(data) in ("", "file"):
         chosen = _held_out_files(source, data.evaluation_fraction)
         parts = [
@@ -205,6 +210,11 @@ def _divided(
 def _whole(
     name: str, data: DataConfig, names: Sequence[str] | None, text: Collection[str], *, held: bool
 ) -> Iterator[tuple[Block, Array]]:
+    if window := data.table.window:
+        blocks = (block for _, block in _blocks(locate(name, data), data, source_columns(names, window), text))
+        for block, _ in windowed(blocks, window, names, None):
+            yield block, np.full(len(block.index), held)
+        return
     for _, block in _blocks(locate(name, data), data, names, text):
         yield block, np.full(len(block.index), held)
 
@@ -218,7 +228,9 @@ def all_sources(data: DataConfig) -> list[Source]:
 def first_blocks(data: DataConfig, text: Collection[str] = (), number: int = 0) -> Iterator[Block]:
     """Return an iterator over the rows of one of the sources, from its beginning; `text` as in `read`."""
     source = locate(data.mixture[number].source, data)
-    return (block for _, block in _blocks(source, data, None, text))
+    blocks = (block for _, block in _blocks(source, data, None, text))
+    window = data.table.window
+    return (block for block, _ in windowed(blocks, window, None, None)) if window else blocks
 
 
 def _blocks(

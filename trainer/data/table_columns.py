@@ -27,6 +27,7 @@ from onward.trainer.errors import ConfigError, DataError
 
 INDICATOR = "_missing"
 """Behind the name of a column: the column that says where it is missing."""
+NOTHING: Array = np.empty(0)
 MAX_CATEGORIES = 1_000_000
 """More different texts than this are no categories."""
 
@@ -78,7 +79,7 @@ def open_table_columns(config: RunConfig, signature: Signature, schema: Schema) 
             problems.append(f"data.table changes column {name!r}, which is {schema[name].kind}, not numbers or vectors")
     if problems:
         raise ConfigError(problems)
-    return [*categories, *([NumberColumns(plans)] if plans else [])]
+    return [*categories, *([NumberColumns(plans, whole=table.window is not None)] if plans else [])]
 
 
 def _pattern_problems(config: RunConfig, inputs: Sequence[str], labels: set[str]) -> list[str]:
@@ -116,13 +117,17 @@ def _plan(config: RunConfig, name: str, inputs: Sequence[str]) -> Plan:
 
 
 class NumberColumns(FittedComputer):
-    """Computes columns of numbers: missing ones filled, logarithms, scales, and indicators of missing ones."""
+    """Computes columns of numbers: missing ones filled, logarithms, scales, and indicators of missing ones.
+
+    whole: whether all elements of a row have one mean and scale, because they are one value at several times.
+    """
 
     file_only: frozenset[str] = frozenset()
     pad_values: Mapping[str, float] = {}
 
-    def __init__(self, plans: Mapping[str, Plan]) -> None:
-        self._plans = plans
+    def __init__(self, plans: Mapping[str, Plan], *, whole: bool = False) -> None:
+        self._plans, self._whole = plans, whole
+        self._sizes: dict[str, int] = {}
         self.reads = {
             name: ColumnType("float64", gaps=plan.missing != "fail" or plan.indicator) for name, plan in plans.items()
         }
@@ -163,8 +168,9 @@ class NumberColumns(FittedComputer):
         """Add the training rows to the statistics."""
         wrong = self._without_logarithm(rows)
         for name, statistics in self._statistics.items():
-            values = _flat(rows[name])
-            statistics.add(values[[at for at in np.flatnonzero(training).tolist() if at not in wrong]])
+            values = _flat(rows[name])[[at for at in np.flatnonzero(training).tolist() if at not in wrong]]
+            self._sizes[name] = values.shape[1]
+            statistics.add(values.reshape(-1, 1) if self._whole else values)
 
     def finish(self) -> None:
         """Compute fills and scales. Raises DataError for a column without any value to fit."""
@@ -180,8 +186,12 @@ class NumberColumns(FittedComputer):
                 fill = statistics.median()
             elif not isinstance(plan.missing, str):
                 fill = np.full_like(statistics.plain.mean, plan.missing)
-            center, scale = statistics.scale(plan.scaling, fill) if plan.scaling != "none" else (np.empty(0),) * 2
+            center, scale = statistics.scale(plan.scaling, fill) if plan.scaling != "none" else (NOTHING, NOTHING)
             self._missing[name] = statistics.missing
+            if self._whole:  # the elements of a window have one mean
+                size = self._sizes[name]
+                fill = None if fill is None else fill.repeat(size)
+                center, scale = center.repeat(size), scale.repeat(size)
             found[name] = Fitted(
                 fill=() if fill is None else tuple(fill.tolist()),
                 log1p=plan.log1p,

@@ -78,7 +78,7 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
 
     def zeros(feed: Feed) -> Tensor:
         columns = [schema[name] for name in feed.columns]
-        row = (len(columns),) if feed.stacked else (1,) if feed.is_one_column else columns[0].shape
+        row = (*columns[0].shape, len(columns)) if feed.stacked else (1,) if feed.is_one_column else columns[0].shape
         row = feed.image.sample_shape if feed.image else feed.mask or row
         if text and text.block_mask and feed.columns == (text.block_mask.name,):
             row = (*(1,) * (len(text.block_mask.shape or ()) - 3), *row, *row)

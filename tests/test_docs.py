@@ -41,6 +41,7 @@ PAGES = [name for name in TOP_PAGES if (ROOT / name).exists()] + [
 EXECUTED = (
     "docs/getting-started.md",
     "docs/how-to/own-data.md",
+    "docs/how-to/train-on-images.md",
     "docs/how-to/train-on-tables.md",
     "docs/how-to/audio.md",
     "docs/how-to/own-loss.md",

@@ -28,6 +28,7 @@ from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence.layouts import TOLERANCE, differences, gradients
 from tests.support.ranks import run_ranks
 from tests.support.runs import Array, events, losses, make_run
+from tests.trainer.model.test_loss_formulas import CASES as FORMULAS
 from tests.trainer.model.test_loss_formulas import dice_by_hand
 
 ROWS, BATCH, MICRO_BATCHES = 60, 20, 4
@@ -151,6 +152,41 @@ CASES |= {
         {"a": columns()["features"], "b": columns()["features"][:, ::-1].copy()},
         {"name": "info_nce", "output": ["query", "key"], "temperature": 0.2},
         lambda outputs, labels: clip(outputs[0], outputs[1]),
+    ),
+}
+
+
+def more_columns() -> dict[str, Array]:
+    random = np.random.default_rng(2)
+    yes = (random.random((ROWS, 3)) < 0.3).astype(np.float32)
+    soft = random.dirichlet(np.ones(3), ROWS).astype(np.float32)
+    numbers = random.standard_normal((ROWS, 3)).astype(np.float32)
+    return {**columns(), "yes": yes, "soft": soft, "numbers": numbers}
+
+
+def of_kinds(label: str, formula: Callable[[Tensor, Tensor], Tensor], **settings: Any) -> Case:
+    """A loss of the output `kinds` [B, 3]."""
+    loss = {"output": "kinds", "label": label, **settings}
+    return Case(two_heads, more_columns(), loss, lambda outputs, labels: formula(outputs[0], labels[0]))
+
+
+ALIKE = np.where(np.arange(ROWS) % 3, 1, -1).astype(np.float32)
+CASES |= {
+    "probabilities": of_kinds("soft", F.cross_entropy, soft_labels=True),
+    "positive weights": of_kinds(
+        "yes",
+        lambda o, t: F.binary_cross_entropy_with_logits(o, t, pos_weight=torch.tensor(WEIGHTS)),
+        name="bce_with_logits",
+        positive_weights=WEIGHTS,
+    ),
+    "huber": of_kinds("numbers", lambda o, t: F.huber_loss(o, t, delta=0.5), name="huber", delta=0.5),
+    "focal": of_kinds("yes", FORMULAS["focal"].formula, name="focal", alpha=0.3, gamma=1.5),
+    "quantile": of_kinds("level", FORMULAS["quantile"].formula, name="quantile", quantiles=(0.1, 0.5, 0.9)),
+    "cosine": Case(
+        two_towers,
+        {"a": columns()["features"], "b": columns()["features"][:, ::-1].copy(), "alike": ALIKE},
+        {"name": "cosine", "output": ["query", "key"], "label": "alike", "margin": 0.1},
+        lambda outputs, labels: F.cosine_embedding_loss(*outputs, labels[0], margin=0.1),
     ),
 }
 

@@ -95,13 +95,16 @@ def metrics_of(loss: LossConfig, metrics: Sequence[MetricConfig]) -> list[Metric
 def evaluation_names(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]) -> list[str]:
     """Return what the evaluations of a run measure: "evaluation/loss", "evaluation/accuracy", ...
 
-    Of several losses the metrics are named after their outputs: "evaluation/boxes/loss".
+    Of several losses the metrics are named after their outputs: "evaluation/boxes/loss". Those of a loss that reads the
+    first output without naming it are left out, because only the graph knows that name.
     """
-    found = [("", ["loss", *(each.key for each in metrics_of(losses[0], metrics))])]
-    if len(losses) > 1:
-        keys = [["loss", *(each.key for each in metrics_of(loss, metrics))] for loss in losses]
-        found = [("", ["loss"]), *((f"{title}/", own) for title, own in zip(titles(losses), keys, strict=True))]
-    return [f"evaluation/{title}{name}" for title, own in found for name in own]
+    keys = [["loss", *(each.key for each in metrics_of(loss, metrics))] for loss in losses]
+    if len(losses) == 1:
+        return [f"evaluation/{name}" for name in keys[0]]
+    named = [
+        (title, own) for title, own, loss in zip(titles(losses), keys, losses, strict=True) if "" not in loss.outputs
+    ]
+    return ["evaluation/loss", *(f"evaluation/{title}/{name}" for title, own in named for name in own)]
 
 
 def metric_problems(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]) -> Iterable[str]:

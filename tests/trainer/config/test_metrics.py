@@ -11,7 +11,7 @@ import pytest
 
 from onward.flows.report import config_lines
 from onward.trainer.config.loading import build_config, load_config
-from onward.trainer.config.metric_names import METRICS, is_greatest
+from onward.trainer.config.metric_names import ALIASES, METRICS, is_greatest
 from onward.trainer.config.sections_metrics import MetricConfig, evaluation_names
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import ConfigError
@@ -53,12 +53,24 @@ def test_of_several_losses_each_has_the_metrics_that_fit_it() -> None:
     assert names([{"name": "rmse", "output": "size"}], loss=SEVERAL)[1:] == ["kind/loss", "size/loss", "size/rmse"]
 
 
+def test_a_loss_of_several_can_be_followed_only_if_it_names_its_output() -> None:
+    unnamed = [{"name": "cross_entropy", "label": "k"}, SEVERAL[1]]
+    assert names([], loss=unnamed) == ["loss", "size/loss", "size/mae", "size/mse"]
+    with pytest.raises(ConfigError, match=r"best_metric: no evaluation measures 'evaluation/first/loss'"):
+        names([], loss=unnamed, checkpoint={"best_metric": "evaluation/first/loss"})
+
+
 def test_a_saved_or_printed_configuration_gives_the_same_metrics(tmp_path: Path) -> None:
     config = build_config(BASE | {"metrics": ["f1_macro", "top_5", {"name": "auroc", "thresholds": 50}]})
     assert type(config).model_validate_json(config.model_dump_json()) == config
     (tmp_path / "c.toml").write_text("\n".join(config_lines(config)))
     assert load_config(tmp_path / "c.toml").metrics == config.metrics
     assert load_config(tmp_path / "c.toml", ['metrics=["top_3"]']).metrics == (MetricConfig(name="top_k", k=3),)
+
+
+def test_the_page_has_every_metric() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "choose-metrics.md").read_text()
+    assert [name for name in [*METRICS, *ALIASES] if f"`{name}`" not in page] == []
 
 
 def test_the_direction_of_every_metric_is_known_under_every_name() -> None:

@@ -18,6 +18,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -149,7 +150,12 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
     config, data = read_config(run), evaluation_data(run)
     losses = [loss.outputs[0] for loss in config.losses if loss.name == "output"]
     tolerance = config.export.variant_tolerance
-    made = variants.make_variant(kind, exported.path, data=data, tolerance=tolerance, losses=losses)
+    if kind == "with_preprocessing":
+        from onward.trainer.export.with_preprocessing import write_with_preprocessing
+
+        made = variants.kept_if_written(kind, exported.path, partial(write_with_preprocessing, run, exported))
+    else:
+        made = variants.make_variant(kind, exported.path, data=data, tolerance=tolerance, losses=losses)
     write_record(variant_in(folder, kind), made)
     return 0
 

@@ -14,6 +14,7 @@ from tests.support.ranks import ROOT, run_ranks
 
 SMALLEST: dict[str, tuple[str, ...]] = {
     "checkpoint_stall": (),
+    "data_loading": ("--images", "40", "--steps", "3", "--rows", "2000", "--rounds", "1"),
     "imported_graph": ("--models", "gpt2", "squeezenet", "--rounds", "1"),
     "layouts": ("--turns", "2", "--layouts", "dp2, MPI"),
     "memory_prediction": ("SqueezeNet 96: micro-batches 1", "SqueezeNet 96: pipeline"),

@@ -4,6 +4,7 @@
     fp16, bf16     weights stored in half the bytes; a Cast before their first reader converts them to fp32
     int8_dynamic   weights in 8 bits, activations quantized when the model runs
     int8_static    both in 8 bits, calibrated on evaluation data
+    with_preprocessing   the file behind nodes that compute its inputs of raw data (with_preprocessing.py)
     without_loss   a file that computes its own loss, without it and its labels (without_loss.py)
 
 A refused variant leaves no file, and the exported file does not depend on it. Quantizers can crash their process, so
@@ -19,8 +20,9 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -80,7 +82,7 @@ def make_variant(
                     "bytes": partial.stat().st_size,
                     "size_ratio": partial.stat().st_size / size,
                     "metrics": measured,
-                    "latency_ratio": latency_ratio(exported, partial, runner),
+                    "latency_ratio": _latency_on_evaluation(exported, partial, runner),
                 }
             )
             # inside of durable_file: leaving it by an error removes the partial file
@@ -91,6 +93,25 @@ def make_variant(
     except Exception as error:  # errors of quantizers and of onnxruntime have no common base class
         return base.model_copy(update={"refused": f"{type(error).__name__}: {error}"})
     return found
+
+
+def kept_if_written(kind: str, exported: Path, write: Callable[[Path], tuple[float, float]]) -> Variant:
+    """Make a variant that has other inputs and the same outputs, so that it has no metrics of its own.
+
+    write: writes it to a path and verifies it; returns (its difference, its latency ratio), or raises ExportRefused,
+    and then no file is left.
+    """
+    target = exported.with_name(f"{exported.stem}.{kind}.onnx")
+    made = Variant(kind=kind, path=target, bytes=0, size_ratio=0, latency_ratio=0, metrics={})
+    try:
+        with durable_file(target) as partial:
+            _, latency = write(partial)
+            size = partial.stat().st_size
+    except Exception as error:  # errors of onnx.checker and of onnxruntime have no common base class
+        why = str(error) if isinstance(error, ExportRefused) else f"{type(error).__name__}: {error}"
+        return made.model_copy(update={"path": None, "refused": why})
+    ratio = size / exported.stat().st_size
+    return made.model_copy(update={"bytes": size, "size_ratio": ratio, "latency_ratio": latency})
 
 
 def too_much(before: dict[str, float], after: dict[str, float], tolerance: float) -> str:
@@ -109,15 +130,19 @@ def too_much(before: dict[str, float], after: dict[str, float], tolerance: float
     )
 
 
-def latency_ratio(exported: Path, variant: Path, runner: OnnxRunner) -> float:
+def _latency_on_evaluation(exported: Path, variant: Path, runner: OnnxRunner) -> float:
     """Return the variant's time for one evaluation batch over the exported file's."""
-    feed = next(runner.feeds())
-    sessions = [open_session(path) for path in (exported, variant)]
+    feed, sessions = next(runner.feeds()), [open_session(path) for path in (exported, variant)]
+    return latency_ratio(sessions, [{value.name: feed[value.name] for value in s.get_inputs()} for s in sessions])
+
+
+def latency_ratio(sessions: Sequence[Any], feeds: Sequence[Mapping[str, Any]]) -> float:
+    """Return the time of the second of two sessions over that of the first, each with its inputs."""
     times: list[list[float]] = [[], []]
     for _ in range(LATENCY_ROUNDS + 1):
-        for session, column in zip(sessions, times, strict=True):  # alternately, so that both meet the same load
+        for session, feed, column in zip(sessions, feeds, times, strict=True):  # alternately: both meet the same load
             started_at = time.perf_counter()
-            session.run(None, {value.name: feed[value.name] for value in session.get_inputs()})
+            session.run(None, dict(feed))
             column.append(time.perf_counter() - started_at)
     ours, theirs = (statistics.median(column[1:]) for column in times)  # the first run of each warms up
     return theirs / ours

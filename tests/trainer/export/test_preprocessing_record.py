@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +23,7 @@ from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import model_digest, read_training_signature
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.preprocessing import write_preprocessing
+from onward.trainer.export.with_preprocessing import write_with_preprocessing
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, write_record
 from tests.support import graphs
@@ -224,3 +226,56 @@ def test_a_tokenizer_that_is_gone_is_named_and_nothing_is_written(tmp_path: Path
     with pytest.raises(ExportRefused, match=r"tokenizer\.json cannot be read"):
         write(run, tmp_path)
     assert not list((tmp_path / "served").iterdir())
+
+
+# -- as nodes in the file
+
+
+def with_preprocessing(run: RunDir, folder: Path) -> onnxruntime.InferenceSession:
+    path = folder / "model.onnx"
+    exported = ExportedModel(path=path, sha256=model_digest(path), step=1, parity=0, before={}, after={}, changed=0)
+    parity, latency = write_with_preprocessing(run, exported, folder / "with.onnx")
+    assert parity < 1e-6
+    assert latency > 0
+    return onnxruntime.InferenceSession(folder / "with.onnx")
+
+
+@pytest.mark.parametrize("settings", IMAGES.values(), ids=IMAGES)
+def test_the_file_with_preprocessing_takes_pixels_and_gives_the_outputs_of_the_trained_file(
+    tmp_path: Path, table: Callable[..., Any], settings: dict[str, Any]
+) -> None:
+    raw = [encoded(picture(at, 30 + at, 40 - at)) for at in range(8)]
+    data = table(image=raw, label=[0, 1, 2, 3] * 2) | {"image": settings}
+    run = exported_run(tmp_path, graphs.tiny_conv_net(image_size=16), data=data)
+    (taken,) = with_preprocessing(run, tmp_path).get_inputs()
+    assert (taken.type, taken.shape[1:]) == ("tensor(uint8)", [16, 16, 3])
+
+
+def test_the_file_with_preprocessing_takes_raw_columns_with_gaps(tmp_path: Path, table: Callable[..., Any]) -> None:
+    raw: dict[str, Any] = {name: (np.arange(40.0) * (place + 1) % 17).tolist() for place, name in enumerate("abc")}
+    for place in range(0, 40, 7):
+        raw["a"][place] = None
+    columns = {"standardise": "standard", "missing": {"a": "mean"}, "log1p": ["c"], "indicators": ["a"]}
+    data = table(**raw, label=np.arange(40.0)) | {"table": columns, "inputs": {"features": [*"abc", "a_missing"]}}
+    model = {"path": tmp_path / "model.onnx", "loss": "mse"}
+    session = with_preprocessing(exported_run(tmp_path, graphs.tiny_mlp(), model=model, data=data), tmp_path)
+    assert [(value.name, value.type) for value in session.get_inputs()] == [(name, "tensor(double)") for name in "abc"]
+    row = {"a": np.array([np.nan]), "b": np.array([3.0]), "c": np.array([2.0])}
+    assert np.isfinite(session.run(None, row)[0]).all()
+
+
+def test_a_tokenizer_is_no_node_of_onnx(tmp_path: Path, table: Callable[..., Any]) -> None:
+    bert_tokenizer(tmp_path / "tokenizer.json")
+    text = {"tokenizer": tmp_path / "tokenizer.json", "columns": "one"}
+    proto = graphs.tiny_bert(vocab_size=400, positions=64, num_types=2, num_classes=3)
+    run = exported_run(tmp_path, proto, data=table(one=["a good film"] * 8, label=[0] * 8) | {"text": text})
+    with pytest.raises(ExportRefused, match="onnxruntime-extensions"):
+        with_preprocessing(run, tmp_path)
+    assert not (tmp_path / "with.onnx").exists()
+
+
+def test_a_file_without_preprocessing_gets_none(tmp_path: Path, table: Callable[..., Any]) -> None:
+    data = table(**{name: np.arange(8.0) for name in "abcd"}, label=np.zeros(8)) | {"inputs": {"features": [*"abcd"]}}
+    run = exported_run(tmp_path, graphs.tiny_mlp(), model={"path": tmp_path / "model.onnx", "loss": "mse"}, data=data)
+    with pytest.raises(ExportRefused, match="no input has any preprocessing"):
+        with_preprocessing(run, tmp_path)

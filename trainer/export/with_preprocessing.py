@@ -69,8 +69,8 @@ def write_with_preprocessing(run: RunDir, exported: ExportedModel, target: Path)
     parity = max(relative_difference(ours, theirs)[0] for ours, theirs in zip(*results, strict=True))
     if not parity <= config.export.tolerance:
         raise ExportRefused(
-            f"with its preprocessing the file differs by {parity:.3g} from the one without on {len(numbers)} rows, above "
-            f"export.tolerance {config.export.tolerance:g}"
+            f"with its preprocessing the file differs by {parity:.3g} from the one without on {len(numbers)} rows, "
+            f"above export.tolerance {config.export.tolerance:g}"
         )
     return parity, latency_ratio(sessions, feeds)
 
@@ -218,7 +218,7 @@ def _raw_values(
         cells = held_out.read(numbers)[column]
         if held_out.columns[column].dtype != "uint8":
             assert config.data.image is not None
-            decoded = [decode_image(cell, grey=each.channels == 1) for cell in cells]
+            decoded = [decode_image(bytes(cell), grey=each.channels == 1) for cell in cells]
             cells = [pixels_of(fitted_image(image, each.size, config.data.image)) for image in decoded]
         yield names[column], np.stack(list(cells))
     if tables := [name for name in names if name not in images]:

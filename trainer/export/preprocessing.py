@@ -81,6 +81,7 @@ def describe(
         sha256=exported.sha256,
         begins_at=config.model.start,
         inputs=inputs,
+        window_length=config.data.table.window.length if config.data.table.window else None,
         text=_tokenizer(text, config) if text else None,
         outputs=tuple(_outputs(config, manifest, signature)),
     )

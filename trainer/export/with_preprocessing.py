@@ -172,7 +172,8 @@ def _columns(
     for column in how.columns:
         if column.categories:
             raise ExportRefused(f"column {column.name!r} holds categories; serve it with preprocessing.json")
-        if how.pad_value is not None or max(len(column.fill), len(column.center)) > 1:
+        single = len(how.shape or ()) == 1 if how.stacked else how.shape in ((), (1,))
+        if how.pad_value is not None or not single:
             raise ExportRefused(f"column {column.name!r} holds lists, not numbers; serve it with preprocessing.json")
         if column.name not in names:
             names[column.name] = extender.free(column.name)

@@ -79,8 +79,8 @@ class TableInput(Record):
     kind: Literal["columns"] = "columns"
     columns: tuple[TableColumn, ...]
     stacked: bool
-    """Whether the columns are single numbers that are stacked into a vector [B, number of columns]; otherwise there is
-    one column, whose cells are the samples."""
+    """Whether the columns are stacked behind each other, [B, ..., number of columns]; otherwise there is one column,
+    whose cells are the samples."""
     shape: tuple[int | None, ...] | None
     """Of one sample as the graph declares it; a None in it is a dynamic dimension, None alone is an unknown shape."""
     dtype: str
@@ -168,6 +168,8 @@ class Preprocessing(Record):
     """Where only a part of the file was trained (`model.start`): `inputs` are these tensors inside of it; else ()."""
     inputs: dict[str, Annotated[ImageInput | TableInput | TokenInput | AudioInput, Field(discriminator="kind")]]
     """Input of the model -> how it is computed."""
+    window_length: int | None = None
+    """Of windows over time series: so many successive values of a column, the oldest first, are one cell; else None."""
     text: Tokenizer | None = None
     """The tokenizer, if an input takes tokens."""
     outputs: tuple[OutputMeaning, ...]

@@ -14,6 +14,7 @@ import onnxruntime
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from onward.trainer.config.loading import build_config
@@ -207,6 +208,27 @@ def test_gaps_logarithms_scales_and_indicators_fitted_on_training_rows(
     columns = {name: [float("nan") if cell is None else cell for cell in cells] for name, cells in raw.items()}
     recipe = assert_served_alike(run, tmp_path, columns, range(40))
     assert [column["indicates_missing"] for column in recipe["inputs"]["features"]["columns"]] == [False] * 3 + [True]
+
+
+def test_windows_over_a_time_series(tmp_path: Path, table: Callable[..., Any]) -> None:
+    series = {name: (np.arange(40.0) * factor).tolist() for name, factor in (("load", 3), ("heat", -2))}
+    data = table(**series) | {
+        "inputs": {"past": ["load", "heat"]},
+        "label": ["load_ahead"],
+        "table": {"window": {"length": 5, "horizon": 1}, "standardise": "standard"},
+    }
+    x = helper.make_tensor_value_info("past", TensorProto.FLOAT, ["batch", 5, 2])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 1])
+    weights = {"w": np.ones((10, 1), np.float32), "b": np.zeros(1, np.float32)}
+    nodes = [helper.make_node("Flatten", ["past"], ["flat"]), helper.make_node("Gemm", ["flat", "w", "b"], ["y"])]
+    stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    proto = helper.make_model(
+        helper.make_graph(nodes, "g", [x], [y], stored), opset_imports=[helper.make_opsetid("", 17)]
+    )
+    run = exported_run(tmp_path, proto, model={"path": tmp_path / "model.onnx", "loss": "mse"}, data=data)
+    cells = {name: [values[at : at + 5] for at in range(35)] for name, values in series.items()}
+    recipe = assert_served_alike(run, tmp_path, cells, range(35))
+    assert recipe["window_length"] == 5
 
 
 def test_the_names_of_the_classes_are_in_the_order_of_the_logits(tmp_path: Path, table: Callable[..., Any]) -> None:

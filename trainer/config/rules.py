@@ -313,6 +313,16 @@ def _balance(data: DataConfig, train: TrainConfig) -> Iterable[str]:
         yield "data.balance 'length' reorders the shuffled samples, but train.shuffle is false; set one of the two"
 
 
+def _bytes_of_a_token(data: DataConfig, metrics: Sequence[MetricConfig]) -> Iterable[str]:
+    for each in metrics if data.text else ():
+        if each.name == "bits_per_byte" and each.bytes_per_target is None:
+            yield (
+                "metrics: bits_per_byte counts each target as one byte, but with [data.text] a target is a token; set "
+                "{ name = 'bits_per_byte', bytes_per_target = ... }: the log of sharding says how many bytes of text a "
+                "token has"
+            )
+
+
 CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _world_size,
     _accumulation,
@@ -328,6 +338,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _timeouts,
     _weights,
     _metrics,
+    _bytes_of_a_token,
     _surgery,
     _losses,
     _adapters,

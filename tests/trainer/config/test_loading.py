@@ -23,6 +23,13 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"parallel": {"data": 4}, "launch": {"num_ranks": 3}},
         ["data 4 x tensor 1 x pipeline 1", "is 3"],
     ),
+    "bytes of a token": (
+        {
+            "metrics": ["bits_per_byte"],
+            "data": {"source": "a.txt", "text": {"tokenizer": "tokenizer.json", "task": "causal"}},
+        },
+        ["bits_per_byte counts each target as one byte", "bytes_per_target"],
+    ),
     "ranks for auto": ({"parallel": "auto"}, ["parallel = 'auto'", "launch.num_ranks is 0; set launch.num_ranks"]),
     "a loss set twice": (
         {"model": {"path": "m.onnx", "loss": "mse"}, "loss": [{"name": "l1", "output": "z"}]},

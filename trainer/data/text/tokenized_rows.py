@@ -72,7 +72,7 @@ class TokenizedRows(FittedComputer):
         if self._special.vocabulary:
             self.fitted = {columns.inputs["input_ids"].name: Fitted(token_vocabulary=self._special.vocabulary)}
         self.pad_values = {name: float(self._pad.get(role, 0)) for role, name, _ in results}
-        self._tokens = self._rows = self._truncated = 0
+        self._tokens = self._rows = self._truncated = self._bytes = 0
         self._seconds = 0.0
         self._prepare()
 
@@ -120,8 +120,14 @@ class TokenizedRows(FittedComputer):
         return (
             f"{self._tokenizer.path.name} turns {' and '.join(self._sources)} into "
             f"{', '.join(info.name for info in self._of.inputs.values())}, {length}: {self._tokens:,} tokens "
-            f"in {self._rows:,} rows{rate}{truncated}"
+            f"in {self._rows:,} rows{rate}{self._text_of_a_token}{truncated}"
         )
+
+    @property
+    def _text_of_a_token(self) -> str:
+        """Return how much text a token stands for, in words: what the metric bits_per_byte needs."""
+        counts = self._config.task == "causal" and self._tokens and not self._truncated
+        return f", {self._bytes / self._tokens:.4g} bytes of text a token" if counts else ""
 
     def _results(self) -> Iterator[tuple[TextRole, str, str]]:
         """Yield (what, the name of its column, numpy's name of its type) of each result."""
@@ -153,6 +159,9 @@ class TokenizedRows(FittedComputer):
         self._seconds += time.monotonic() - started_at
         ids = [self._ended(encoding.ids) for encoding in encodings]
         self._rows += count - len(failed)
+        if self._config.task == "causal":
+            texts = rows[self._sources[0]]
+            self._bytes += sum(len(str(text).encode()) for at, text in enumerate(texts) if at not in failed)
         self._tokens += sum(len(row) for at, row in enumerate(ids) if at not in failed)
         if self._config.task != "causal" and self._max_length and not self._of.is_packed:
             self._truncated += sum(bool(encoding.overflowing) for encoding in encodings)

@@ -65,6 +65,8 @@ def test_a_folder_of_files_becomes_windows_over_all_of_them_split_by_file(tmp_pa
     assert flat["train"] == wanted[: len(flat["train"])]
     assert len(wanted) - len(flat["train"]) <= 20
     assert "windows of 20" in manifest.preprocessing
+    size = sum(len(text.encode()) for text in texts.values()) / sum(map(len, whole.values()))
+    assert f"{size:.4g} bytes of text a token" in manifest.preprocessing
 
 
 def contains(stream: list[int], part: list[int]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from onward.flows.run_status import held_out_text
 from onward.tasks.shard_data import shard_data
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir
@@ -62,6 +63,11 @@ def test_two_ranks_mask_what_one_rank_masks(tmp_path: Path) -> None:
     both = text_run(tmp_path / "both", "masked", parallel={"data": 2})
     train_run(both)
     assert_close(final_tensors(both), final_tensors(alone), 2e-5)
+
+
+def test_tokens_are_no_bytes_of_text_that_a_report_could_compress(tmp_path: Path) -> None:
+    assert held_out_text(text_run(tmp_path / "run", "masked")) == b""
+    assert held_out_text(text_run(tmp_path / "other", "causal")) == b""
 
 
 def test_another_tokenizer_is_noticed_when_a_run_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""The table of docs/how-to/train-on-tables.md goes through a whole run, and is served from preprocessing.json."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pandas as pd
+import pytest
+
+from onward.trainer.data.shards import open_shards
+from onward.trainer.run.directory import RunDir, read_config
+from tests.support.ranks import ROOT
+from tests.support.workshop import Workshop
+
+pytestmark = [pytest.mark.usefixtures("only_servers"), pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PAGE = Path(ROOT) / "docs" / "how-to" / "train-on-tables.md"
+SERVING = Path(ROOT) / "docs" / "how-to" / "serve-with-the-same-preprocessing.md"
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    workshop = Workshop(tmp_path_factory.mktemp("workshop"))
+    yield workshop
+    workshop.close()
+
+
+def test_a_table_with_names_gaps_and_decimal_commas_is_trained_and_served(workshop: Workshop) -> None:
+    text = PAGE.read_text()
+    for opening, name in ((r"python", "make.py"), (r'toml title="churn.toml"', "churn.toml")):
+        found = re.search(rf"```{opening}\n(.*?)```", text, re.S)
+        assert found
+        (workshop.root / name).write_text(found[1])
+    subprocess.run([sys.executable, "make.py"], cwd=workshop.root, check=True)
+    facts = workshop.onward("run", str(workshop.root / "churn.toml"))
+    assert facts["after"]["evaluation/accuracy"] > 0.9
+    assert "classes of stays: 0 = no, 1 = yes" in facts["data"]
+    assert "missing = median: age (" in facts["data"]
+    run = RunDir(Path(facts["directory"]))
+    assert read_config(run).data.inputs["numbers"] == ("f_income", "f_visits", "age", "age_missing")
+
+    # the page on serving computes the inputs from the raw table, without Onward
+    serving: dict[str, object] = {}
+    code = re.search(r"```python title=serve.py\n(.*?)```", SERVING.read_text(), re.S)
+    assert code
+    exec(code[1], serving)
+    exported = Path(facts["model"])
+    recipe = json.loads((run.root / "export" / "preprocessing.json").read_text())
+    table = pd.read_csv(workshop.root / "customers.csv", sep=";", decimal=",", encoding="latin-1")
+    inputs = serving["model_inputs"](recipe, {name: table[name].tolist() for name in table}, exported.parent)  # type: ignore[operator]
+    logits = onnxruntime.InferenceSession(exported).run(["logits"], inputs)[0]
+    names = np.array(recipe["outputs"][0]["classes"])[logits.argmax(axis=1)]
+    assert (names == table["stays"]).mean() > 0.9
+    # and these are the inputs that training read, bit for bit
+    shards = open_shards(run.shards, "evaluation")
+    rows = shards.read(np.arange(shards.num_rows))
+    served = {tuple(row) for row in np.asarray(inputs["numbers"]).tolist()}
+    stored = np.stack([np.asarray(rows[name]) for name in ("f_income", "f_visits", "age", "age_missing")], axis=-1)
+    assert {tuple(row) for row in stored.tolist()} <= served

@@ -313,6 +313,18 @@ def _balance(data: DataConfig, train: TrainConfig) -> Iterable[str]:
         yield "data.balance 'length' reorders the shuffled samples, but train.shuffle is false; set one of the two"
 
 
+def _text(data: DataConfig) -> Iterable[str]:
+    text = data.text
+    if text is None:
+        return
+    if text.packing not in ("auto", "none") and text.task not in ("causal", "masked"):
+        yield f"data.text.packing {text.packing!r} is for the tasks causal and masked, not {text.task}"
+    for name in ("mask_token", "mask_probability", "whole_words"):
+        value = getattr(text, name)
+        if text.task != "masked" and value != type(text).model_fields[name].default:
+            yield f"data.text.{name} {value!r} is for the task masked, not {text.task}"
+
+
 def _bytes_of_a_token(data: DataConfig, metrics: Sequence[MetricConfig]) -> Iterable[str]:
     for each in metrics if data.text else ():
         if each.name == "bits_per_byte" and each.bytes_per_target is None:
@@ -338,6 +350,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _timeouts,
     _weights,
     _metrics,
+    _text,
     _bytes_of_a_token,
     _surgery,
     _losses,

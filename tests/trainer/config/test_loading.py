@@ -23,6 +23,14 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"parallel": {"data": 4}, "launch": {"num_ranks": 3}},
         ["data 4 x tensor 1 x pipeline 1", "is 3"],
     ),
+    "packed classes": (
+        {"data": {"source": "a.csv", "text": {"tokenizer": "t.json", "packing": "joined"}}},
+        ["data.text.packing 'joined' is for the tasks causal and masked, not classification"],
+    ),
+    "masked classes": (
+        {"data": {"source": "a.csv", "text": {"tokenizer": "t.json", "whole_words": True}}},
+        ["data.text.whole_words True is for the task masked, not classification"],
+    ),
     "bytes of a token": (
         {
             "metrics": ["bits_per_byte"],

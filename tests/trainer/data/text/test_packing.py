@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 from tokenizers import Tokenizer
 
 from onward.trainer.config.run_config import RunConfig
@@ -17,6 +18,7 @@ from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.shards import Split, open_shards
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.errors import DataError
+from onward.trainer.onnx_graph.builder import GraphWriter
 from tests.support.graphs import tiny_transformer
 from tests.support.texts import END, bert_tokenizer, gpt2_tokenizer, sentences
 from tests.trainer.data.text.test_tokenized_rows import configured, problems, sharded
@@ -131,6 +133,31 @@ def test_unpacked_texts_are_padded_and_the_last_token_has_no_label(tmp_path: Pat
     ):
         assert tuple(ids[: len(stored)]) in wanted
         assert label == [*ids[1 : len(stored)], *[-100] * (14 - len(stored) + 1)][: len(label)]
+
+
+@pytest.mark.parametrize("packing", ["joined", "none"])
+def test_a_graph_that_computes_its_own_loss_gets_the_ids_as_labels_unshifted(tmp_path: Path, packing: str) -> None:
+    gpt2_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "data.txt").write_text("\n".join(sentences(20)))
+    g = GraphWriter("own_loss", seed=0)
+    ids, labels = (g.input(name, ("batch", "length"), TensorProto.INT64) for name in ("input_ids", "labels"))
+    scores = g.op("ReduceMean", g.op("Gather", g.weight("words", g.normal(0.5, 400, 8)), ids), keepdims=0)
+    mean = g.op("ReduceMean", g.op("Cast", labels, to=TensorProto.FLOAT), keepdims=0)
+    g.op("Mul", scores, mean, outputs="loss")
+    g.output("loss", ())
+    text = {"task": "causal", "packing": packing, "documents": "line", "max_length": 64}
+    data = {"source": str(tmp_path / "data.txt"), "text": text}
+    config = configured(tmp_path, g.model(), data, model={"loss": "output"})
+    assert problems(config) == []
+    shards = open_shards(sharded(config, tmp_path)[0], "train")
+    assert sorted(shards.columns) == ["input_ids", "labels"]
+    batch = one_batch(shards, config, read_training_signature(config.model), np.arange(shards.num_rows))
+    ids_given, labels_given = batch.inputs
+    end = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id(END)
+    assert ((ids_given == labels_given) | ((labels_given == -100) & (ids_given == end))).all()
+    assert ((labels_given == -100).any()) == (packing == "none")
+    shifted = configured(tmp_path, tiny_transformer(vocab_size=400), {**data, "text": text}, model={"loss": "output"})
+    assert "makes labels, but nothing takes them" in " ".join(problems(shifted))
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:

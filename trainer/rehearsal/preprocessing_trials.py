@@ -28,6 +28,7 @@ from onward.trainer.data.batches import one_batch
 from onward.trainer.data.columns import Array
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.first_rows import FirstRows, read_first_rows
+from onward.trainer.data.permutation import permutation
 from onward.trainer.data.sharding import infer_schema
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.errors import ConfigError, Refused
@@ -125,7 +126,9 @@ class _Experiment:
             first = self._rows(config)
             self._num_rows = min(self._num_rows, first.num_rows)
             for start in range(trial.num_rows, min(rows, first.num_rows), ROWS_AT_ONCE):
-                numbers = np.arange(start, min(start + ROWS_AT_ONCE, rows, first.num_rows))
+                places = np.arange(start, min(start + ROWS_AT_ONCE, rows, first.num_rows))
+                # shuffled: the first rows of a folder of classes are of one class
+                numbers = permutation(places, first.num_rows, seed=0, epoch="trials")
                 self._run(trial, config, first, numbers)
         except Refused as error:
             trial.refused = "; ".join(error.problems)

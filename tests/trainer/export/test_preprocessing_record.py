@@ -17,7 +17,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
+from onward.tasks.export import export_file
 from onward.trainer.config.loading import build_config
+from onward.trainer.config.sections import ExportConfig
 from onward.trainer.data.batches import one_batch
 from onward.trainer.data.sharding import make_training_shards
 from onward.trainer.data.shards import open_shards
@@ -29,6 +31,7 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, write_record
 from tests.support import graphs
 from tests.support.images import encoded, picture
+from tests.support.runs import make_run, train_run
 from tests.support.texts import bert_tokenizer
 from tests.test_docs import blocks
 
@@ -301,3 +304,28 @@ def test_a_file_without_preprocessing_gets_none(tmp_path: Path, table: Callable[
     run = exported_run(tmp_path, graphs.tiny_mlp(), model={"path": tmp_path / "model.onnx", "loss": "mse"}, data=data)
     with pytest.raises(ExportRefused, match="no input has any preprocessing"):
         with_preprocessing(run, tmp_path)
+
+
+@pytest.mark.mpi
+def test_a_trained_run_is_exported_with_its_preprocessing_beside_and_inside(tmp_path: Path) -> None:
+    columns = {name: np.random.default_rng(place).normal(100, 9, 60) for place, name in enumerate("abcd")}
+    run = make_run(
+        tmp_path,
+        graphs.tiny_mlp(),
+        {**columns, "label": columns["a"].astype(np.float32)},
+        model={"loss": "mse"},
+        data={"inputs": {"features": [*"abcd"]}, "table": {"standardise": "standard"}},
+        train={"global_batch_size": 8, "num_steps": 2},
+    )
+    train_run(run)
+    extras = ExportConfig(variants=("with_preprocessing",))
+    exported = export_file(run, run.checkpoint(2), tmp_path / "out.onnx", extras=extras)
+    assert exported.preprocessing == (tmp_path / "out.preprocessing" / "preprocessing.json",)
+    (variant,) = exported.variants
+    assert (variant.refused, variant.path) == ("", tmp_path / "out.with_preprocessing.onnx")
+    raw = {name: values[:3] for name, values in columns.items()}
+    program, folder = serve(), tmp_path / "out.preprocessing"
+    inputs = program.model_inputs(program.read_recipe(folder), raw, folder)
+    (plain,) = onnxruntime.InferenceSession(exported.path).run(None, inputs)
+    (inside,) = onnxruntime.InferenceSession(variant.path).run(None, raw)
+    np.testing.assert_array_equal(plain, inside)

@@ -17,7 +17,10 @@ from typer.testing import CliRunner
 
 import onward
 from onward.flows.cli import app
+from onward.trainer.data.first_rows import read_first_rows
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.errors import ConfigError
+from onward.trainer.rehearsal.data_of_model import settings_for
 from onward.trainer.rehearsal.preprocessing_trials import best_order
 from tests.support.images import encoded
 
@@ -145,6 +148,18 @@ def test_a_table_is_standardised_if_the_model_was_trained_so(tmp_path: Path, sca
     assert first.settings.get("data.table.standardise", "none") == ("standard" if scaled else "none")
     assert first.accuracy > 0.9 > second.accuracy
     assert first.rows == 300
+
+
+def test_rows_are_drawn_from_all_of_a_sorted_source(tmp_path: Path) -> None:
+    onnx.save(nearest(np.eye(4), images=False), tmp_path / "model.onnx")
+    with (tmp_path / "table.csv").open("w") as file:
+        rows = [(*np.eye(4)[at // 250], at // 250) for at in range(1000)]
+        csv.writer(file).writerows([(*"abcd", "label"), *rows])
+    config = settings_for(tmp_path / "model.onnx", str(tmp_path / "table.csv"), [])
+    found = read_first_rows(config, read_training_signature(config.model), 40, spread=True)
+    assert found.num_rows == 40
+    counts = np.bincount(np.asarray(found.values["label"]).astype(np.int64))
+    assert counts.min() >= 3, "of each class, though the first 250 rows are of one"
 
 
 def test_a_configuration_takes_the_place_of_the_file(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
     )
     if rows.counts is None and (config.train.num_epochs or rows.num_rows > 1):
         findings.not_rehearsed.append(
-            "the smaller micro-batches at the end of the data: the source is too large to count its rows before it is "
-            "sharded"
+            "the smaller micro-batches at the end of the data: its samples are counted only while it is sharded, "
+            "because it is large, or because texts are packed into windows"
         )
 
     if rows.counts:

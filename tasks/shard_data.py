@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.tracking import Tracker, TrackingError
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.input_columns import data_problems
+from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.sample_stream import sample_stream
 from onward.trainer.data.sharding import make_training_shards
 from onward.trainer.data.shards import ShardManifest

@@ -24,7 +24,7 @@ import torch
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.config.loading import build_config
-from onward.trainer.data.input_columns import data_problems
+from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.sharding import make_training_shards
 from onward.trainer.data.signature import model_digest
 from onward.trainer.errors import ConfigError

@@ -34,6 +34,7 @@ from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.sample_stream import sample_stream
 from onward.trainer.data.shards import Shards
 from onward.trainer.data.signature import Signature
+from onward.trainer.data.step_shares import divide, end_of_share
 from onward.trainer.data.targets import NO_LABELS, count_targets, label_range
 from onward.trainer.errors import ConfigError
 
@@ -178,9 +179,9 @@ class Batches:
         positions = np.arange(position, position + count)
         if self._balanced:
             size, num, fill = self._micro_batch_size, self._num_replicas, self._collate.full
-            ends = [_end_of_share(count, size, replica, num, full=fill) for replica in range(num)]
+            ends = [end_of_share(count, size, replica, num, full=fill) for replica in range(num)]
             positions = self._balanced.dealt(positions, np.diff(ends, prepend=0))
-        share = _divide(positions, self._micro_batch_size, self._replica, self._num_replicas, full=self._collate.full)
+        share = divide(positions, self._micro_batch_size, self._replica, self._num_replicas, full=self._collate.full)
         parts = [self._samples(part) for part in share.micro_batches]
         if share.full_everywhere:
             return self._collate.several(parts, same_length=self._same_length)
@@ -209,7 +210,7 @@ def evaluation_batches(
     rows = np.arange(shards.num_rows)
     if config.model.fixed_batch == "joint":
         rows = rows[: len(rows) // config.evaluation_batch_size * config.evaluation_batch_size]
-    share = _divide(rows, config.evaluation_batch_size, replica, num_replicas, full=collate.full)
+    share = divide(rows, config.evaluation_batch_size, replica, num_replicas, full=collate.full)
     num_stages = config.parallel.pipeline
     together = PIPELINED_EVALUATION_BATCHES * num_stages if num_stages > 1 else 1
     num_full = len(share.micro_batches) - (not share.full_everywhere)
@@ -242,49 +243,13 @@ def one_batch(rows: Rows, config: RunConfig, signature: Signature, numbers: Arra
 def micro_batch_sizes(config: RunConfig, num_rows: int, size: int) -> list[tuple[int, bool]]:
     """Return each (rows, whether it is padding) that occurs when `num_rows` rows are divided, the greatest first."""
     full, replicas = config.model.fixed_batch in ("own", "joint"), config.parallel.data
-    shares = [_divide(np.arange(num_rows), size, replica, replicas, full=full) for replica in range(replicas)]
+    shares = [divide(np.arange(num_rows), size, replica, replicas, full=full) for replica in range(replicas)]
     found = {
         (len(part), share.last_is_padding and number == len(share.micro_batches))
         for share in shares
         for number, part in enumerate(share.micro_batches, start=1)
     }
     return sorted(found, reverse=True)
-
-
-@dataclass(frozen=True)
-class _Share:
-    """The samples of one replica, by micro-batch: rows or positions, int64 [B] each."""
-
-    micro_batches: list[Array]
-    last_is_padding: bool
-    """Whether the last is a padding micro-batch: this replica has no samples left for it."""
-    full_everywhere: bool
-    """Whether the last has its full size on every replica; all before it always have."""
-
-
-def _divide(samples: Array, size: int, replica: int, num_replicas: int, *, full: bool = False) -> _Share:
-    """Divide samples among the replicas, and each share into the same number of micro-batches of `size` samples.
-
-    samples: int64 [n], rows or positions. full: let at most one micro-batch of all replicas have fewer samples, for a
-    graph that takes no other number.
-    """
-    first = _end_of_share(len(samples), size, replica - 1, num_replicas, full=full)
-    mine = samples[first : _end_of_share(len(samples), size, replica, num_replicas, full=full)]
-    num = -(-len(samples) // (num_replicas * size))  # what the largest share, of ceil(n / replicas) samples, needs
-    parts = [mine[first : first + size] for first in range(0, num * size, size)]
-    last_is_padding = num > 0 and not len(parts[-1])
-    if last_is_padding:
-        # collectives need a pass of this replica, too, and a pass needs at least one sample
-        parts[-1] = samples[:1]  # any sample has the right shape; its loss does not count
-    return _Share(parts, last_is_padding, len(samples) == num * size * num_replicas)
-
-
-def _end_of_share(count: int, size: int, replica: int, num_replicas: int, *, full: bool) -> int:
-    """Return where the range of a replica's samples ends, and that of the next one begins."""
-    # the sizes differ by one at most, also if there are fewer samples than replicas
-    unit = size if full else 1
-    units = -(-count // unit)
-    return min(units * (replica + 1) // num_replicas * unit, count)
 
 
 def _set_device(device: torch.device) -> None:

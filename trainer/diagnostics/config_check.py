@@ -23,8 +23,9 @@ from onward.trainer.config.sections_metrics import is_library
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.chosen_columns import with_columns
 from onward.trainer.data.computations import open_fitted
+from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.fetching import fetch
-from onward.trainer.data.input_columns import computed_columns, data_problems
+from onward.trainer.data.input_columns import computed_columns
 from onward.trainer.data.sharding import infer_schema, try_first_rows
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.sources import locate

@@ -12,7 +12,8 @@ import pytest
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ModelConfig
 from onward.trainer.data.columns import Column, ColumnType, Schema
-from onward.trainer.data.input_columns import columns_to_read, data_problems
+from onward.trainer.data.data_problems import data_problems
+from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.signature import read_signature
 from onward.trainer.errors import UnsupportedModel
 from tests.support import graphs

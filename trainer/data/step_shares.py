@@ -1,0 +1,43 @@
+"""Divide the samples of a step, or rows to evaluate, among replicas and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onward.trainer.data.columns import Array
+
+
+@dataclass(frozen=True)
+class Share:
+    """The samples of one replica, by micro-batch: rows or positions, int64 [B] each."""
+
+    micro_batches: list[Array]
+    last_is_padding: bool
+    """Whether the last is a padding micro-batch: this replica has no samples left for it."""
+    full_everywhere: bool
+    """Whether the last has its full size on every replica; all before it always have."""
+
+
+def divide(samples: Array, size: int, replica: int, num_replicas: int, *, full: bool = False) -> Share:
+    """Divide samples among the replicas, and each share into the same number of micro-batches of `size` samples.
+
+    samples: int64 [n], rows or positions. full: let at most one micro-batch of all replicas have fewer samples, for a
+    graph that takes no other number.
+    """
+    first = end_of_share(len(samples), size, replica - 1, num_replicas, full=full)
+    mine = samples[first : end_of_share(len(samples), size, replica, num_replicas, full=full)]
+    num = -(-len(samples) // (num_replicas * size))  # what the largest share, of ceil(n / replicas) samples, needs
+    parts = [mine[first : first + size] for first in range(0, num * size, size)]
+    last_is_padding = num > 0 and not len(parts[-1])
+    if last_is_padding:
+        # collectives need a pass of this replica, too, and a pass needs at least one sample
+        parts[-1] = samples[:1]  # any sample has the right shape; its loss does not count
+    return Share(parts, last_is_padding, len(samples) == num * size * num_replicas)
+
+
+def end_of_share(count: int, size: int, replica: int, num_replicas: int, *, full: bool) -> int:
+    """Return where the range of a replica's samples ends, and that of the next one begins."""
+    # the sizes differ by one at most, also if there are fewer samples than replicas
+    unit = size if full else 1
+    units = -(-count // unit)
+    return min(units * (replica + 1) // num_replicas * unit, count)

@@ -43,6 +43,8 @@ from onward.trainer.run.records import PreprocessingTrial, PreprocessingTrials
 FIRST_ROWS, KEPT = 32, 1 / 3
 """Rows of the first round; each round keeps this share of the candidates and takes the inverse more rows."""
 ROWS_AT_ONCE = 32
+MEASURED = ("cross_entropy", "bce_with_logits", "mse", "l1")
+"""The losses whose outputs are compared with labels one by one."""
 MANY_CLASSES = 1000
 """With more classes in the data their order is not examined."""
 SURE = 3.0
@@ -55,8 +57,11 @@ def try_preprocessings(config: RunConfig, rows: int) -> PreprocessingTrials:
     Raises ConfigError when the loss takes no labels or the data does not fit the model, DataError for unreadable data.
     """
     signature = read_training_signature(config.model)
-    if len(config.losses) != 1 or not config.losses[0].takes_labels:
-        raise ConfigError("accuracies need one loss with labels; set model.loss and data.label")
+    if len(config.losses) != 1 or config.losses[0].name not in MEASURED:
+        names = ", ".join(str(each.name) for each in config.losses)
+        raise ConfigError(
+            f"preprocessings are tried with one loss of {', '.join(MEASURED)}, not {names}; set model.loss"
+        )
     if config.model.num_classes:
         raise ConfigError("model.num_classes makes a new head, which no preprocessing can fit; leave it out")
     with tempfile.TemporaryDirectory(prefix="onward-trials-") as folder:
@@ -146,6 +151,8 @@ class _Experiment:
         outputs = [torch.from_numpy(np.array(each)) for each in self._runner.run(batch.inputs)]
         labels = batch.labels[0]
         assert labels is not None
+        if self._loss.name == "cross_entropy" and labels.is_floating_point():
+            raise ConfigError("labels that are probabilities have no accuracy; name a column of classes in data.label")
         self._loss.check_labels(batch, outputs)
         trial.losses.append(float(self._loss(outputs, labels, batch.size)))
         pairs = _labels_and_predictions(self._loss, outputs, labels)

@@ -23,6 +23,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.rehearsal.data_of_model import settings_for
 from onward.trainer.rehearsal.preprocessing_trials import best_order
 from tests.support.images import encoded
+from tests.support.texts import bert_tokenizer, write_csv
 
 Array = np.ndarray[Any, np.dtype[Any]]
 COLOURS = {
@@ -150,6 +151,36 @@ def test_a_table_is_standardised_if_the_model_was_trained_so(tmp_path: Path, sca
     assert first.rows == 300
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_texts_get_special_tokens_if_the_model_was_trained_with_them(tmp_path: Path, special: bool) -> None:
+    tokenizer = bert_tokenizer(tmp_path / "tokenizer.json")
+    words = [word for word in tokenizer.get_vocab() if word.isalpha() and len(word) > 3][:2]
+    weight = np.zeros((400, 2), np.float32)
+    weight[[tokenizer.token_to_id(word) for word in words], 1] = -1, 1
+    weight[tokenizer.token_to_id("[CLS]"), 1] = 20
+    bias = np.array([0, -20 if special else 0], np.float32)
+    nodes = [
+        helper.make_node("Gather", ["w", "input_ids"], ["rows"]),
+        helper.make_node("ReduceSum", ["rows", "axis"], ["sum"], keepdims=0),
+        helper.make_node("Add", ["sum", "b"], ["logits"]),
+    ]
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "length"])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 2])
+    stored = {"w": weight, "b": bias, "axis": np.array([1])}
+    tensors = [numpy_helper.from_array(value, name) for name, value in stored.items()]
+    graph = helper.make_graph(nodes, "words", [ids], [logits], tensors)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "model.onnx"
+    )
+    rows = [(" ".join([words[at % 2]] * (1 + at % 5)), at % 2) for at in range(200)]
+    write_csv(tmp_path / "texts.csv", ("text", "label"), rows)
+    found = onward.doctor(tmp_path / "model.onnx", tmp_path / "texts.csv", rows=100).trials
+    assert found is not None
+    assert found.trials[0].settings.get("data.text.special_tokens", True) is special
+    assert found.trials[0].accuracy == 1.0
+    assert found.trials[1].accuracy < 0.7
+
+
 def test_rows_are_drawn_from_all_of_a_sorted_source(tmp_path: Path) -> None:
     onnx.save(nearest(np.eye(4), images=False), tmp_path / "model.onnx")
     with (tmp_path / "table.csv").open("w") as file:
@@ -176,6 +207,12 @@ def test_labels_that_are_no_classes_of_the_model_are_refused_with_both_numbers(t
     colour_model(tmp_path / "model.onnx", order=(0, 1, 2), **IMAGENET)
     with pytest.raises(ConfigError, match=r"5 class names .* 3 classes"):
         onward.doctor(tmp_path / "model.onnx", pictures(tmp_path / "data", each=3))
+
+
+def test_a_loss_without_labels_is_refused(tmp_path: Path) -> None:
+    colour_model(tmp_path / "model.onnx", **IMAGENET)
+    with pytest.raises(ConfigError, match=r"one loss of cross_entropy.*, not output"):
+        onward.doctor(tmp_path / "model.onnx", pictures(tmp_path / "data", each=3), ["model.loss=output"])
 
 
 def test_the_best_order_agrees_with_the_most_pairs_and_moves_no_class_without_need() -> None:

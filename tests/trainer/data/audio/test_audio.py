@@ -81,6 +81,7 @@ def test_other_rates_are_resampled() -> None:
         (encoded(np.zeros(0, np.float32)), "holds no sample"),
         (encoded(np.array([0, np.nan], np.float32), subtype="FLOAT"), "holds samples that are not finite"),
     ],
+    ids=["text", "cut off", "no sample", "not finite"],  # some contents hold the time at which they were made
 )
 def test_content_that_is_no_audio_is_named(content: bytes, why: str) -> None:
     with pytest.raises(NotAudio, match=why):

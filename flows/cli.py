@@ -67,6 +67,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
         (inspection.diff, notes("onward diff model.onnx trained.onnx", exits=(0, 1, 2))),
     ],
     "Models": [
+        (models.example, notes("onward example", "onward example images", exits=(0, 2, 3))),
         (models.export, notes("onward export last -o digits.onnx --variant fp16", exits=(0, 2, 3, 4, 5))),
     ],
     "Serve": [

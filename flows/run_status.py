@@ -127,7 +127,9 @@ def describe(run: RunDir) -> RunStatus:
 def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOutcome:
     """Return how a run with an exported file ended."""
     trained = read_record(run.train, TrainResult)
-    text = held_out_text(run) if [loss.is_plain for loss in config.losses] == [True] else b""
+    # of text without a tokenizer the targets are its bytes
+    reads_bytes = [loss.is_plain for loss in config.losses] == [True] and not config.data.text
+    text = held_out_text(run) if reads_bytes else b""
     known = dict(describe(run)) | {"step": trained.step, "attempts": trained.attempts}
     return RunOutcome(
         **known,

@@ -1,7 +1,8 @@
-"""Commands that write ONNX files: export, reference."""
+"""Commands that write ONNX files: export, example, reference."""
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,6 +65,32 @@ def export(
         print_json({**facts, "variants": [each.model_dump(mode="json") for each in exported.variants]})
     else:
         print_facts({**facts, **dict(variant_rows(exported))}, as_json=False)
+
+
+def example(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="The example; without it they are listed.", show_default=False),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="FOLDER", help="The folder to make; without it the example's name.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write an example: a folder with a model, data and a configuration that trains it.
+
+    Models and data are made on this machine, and the same each time. Nothing is downloaded.
+    """
+    from onward.flows.examples.folders import FOLDERS, write_example
+    from onward.flows.report import table
+
+    if name is None:
+        described = {each: what for each, (_, what) in FOLDERS.items()}
+        print_json({"examples": described}) if as_json else table(described.items())
+        return
+    config = write_example(name, folder or Path(name))
+    print_facts({"config": str(config), "to_train_it": f"onward run {shlex.quote(str(config))}"}, as_json=as_json)
 
 
 def squeezenet(

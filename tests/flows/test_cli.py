@@ -19,6 +19,7 @@ from typer.core import TyperGroup as Group
 from typer.main import get_command
 
 from onward.flows import cli
+from onward.flows.examples.folders import FOLDERS
 from onward.flows.local_run import prefect_server
 from onward.flows.report import bits_per_byte, config_lines, meanings, outcome, table
 from onward.flows.run_status import describe, held_out_text
@@ -88,8 +89,9 @@ def test_a_printed_configuration_loads_to_the_same_configuration(path: Path, tmp
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_an_example_configuration_begins_with_its_command(path: Path) -> None:
-    opening = path.read_text().split("\n\n[")[0]
-    assert f"onward run flows/configs/{path.name}" in opening
+    opening, name = path.read_text().split("\n\n[")[0], path.stem
+    with_files = f"onward example {name}\n#   onward run {name}/{path.name}"
+    assert (with_files if name in FOLDERS else f"onward run flows/configs/{path.name}") in opening
 
 
 def settings_of(section: type[Section], name: str) -> Iterator[str]:

@@ -92,9 +92,9 @@ class Workshop:
             text=True,
         )
 
-    def onward(self, *words: str, status: int = 0) -> dict[str, Any]:
+    def onward(self, *words: str, status: int = 0, limit_s: float = 300.0) -> dict[str, Any]:
         """`onward WORDS --json`, ended with `status`: the one JSON object on its stdout."""
-        return finished(self.start(*words), status=status)
+        return finished(self.start(*words), status=status, limit_s=limit_s)
 
     def new_run(self, *, limit_s: float = 150.0) -> RunDir:
         """The run that is about to begin: the first one whose directory does not exist yet when this is called."""

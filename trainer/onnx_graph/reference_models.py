@@ -108,16 +108,16 @@ def build_gpt2(
     x = _dropout(g, x, dropout)
     for layer in range(num_layers):
         name, depth = f"transformer.h.{layer}", math.sqrt(2.0 * num_layers)
-        h = _layer_norm(g, x, f"{name}.ln_1", width)
+        h = layer_norm(g, x, f"{name}.ln_1", width)
         h = _attention(g, h, causal, f"{name}.attn", width=width, num_heads=num_heads, dropout=dropout)
-        h = _linear(g, h, f"{name}.attn.c_proj", g.normal(0.02 / depth, width, width))
+        h = linear(g, h, f"{name}.attn.c_proj", g.normal(0.02 / depth, width, width))
         x = g.op("Add", x, _dropout(g, h, dropout))
-        h = _layer_norm(g, x, f"{name}.ln_2", width)
-        h = _linear(g, h, f"{name}.mlp.c_fc", g.normal(0.02, width, 4 * width))
+        h = layer_norm(g, x, f"{name}.ln_2", width)
+        h = linear(g, h, f"{name}.mlp.c_fc", g.normal(0.02, width, 4 * width))
         h = g.op("Gelu", h, approximate="tanh")
-        h = _linear(g, h, f"{name}.mlp.c_proj", g.normal(0.02 / depth, 4 * width, width))
+        h = linear(g, h, f"{name}.mlp.c_proj", g.normal(0.02 / depth, 4 * width, width))
         x = g.op("Add", x, _dropout(g, h, dropout))
-    x = _layer_norm(g, x, "transformer.ln_f", width)
+    x = layer_norm(g, x, "transformer.ln_f", width)
     g.op("MatMul", x, g.op("Transpose", words, perm=[1, 0]), outputs="logits")
     g.output("logits", ("batch", "sequence", vocab_size))
     return g.model()
@@ -126,7 +126,7 @@ def build_gpt2(
 def _attention(g: GraphWriter, x: str, causal: str, name: str, *, width: int, num_heads: int, dropout: float) -> str:
     """Add causal self-attention, [batch, sequence, width] to the same shape, without the output projection."""
     split = [f"{name}.{part}" for part in ("query", "key", "value")]
-    fused = _linear(g, x, f"{name}.c_attn", g.normal(0.02, width, 3 * width))
+    fused = linear(g, x, f"{name}.c_attn", g.normal(0.02, width, 3 * width))
     g.op("Split", fused, outputs=split, axis=-1, num_outputs=3)
     heads = g.weight("split_heads", [0, 0, num_heads, width // num_heads])
     query, key, value = (g.op("Reshape", part, heads) for part in split)  # [batch, sequence, heads, width / heads]
@@ -140,13 +140,14 @@ def _attention(g: GraphWriter, x: str, causal: str, name: str, *, width: int, nu
     return g.op("Reshape", mixed, g.weight("join_heads", [0, 0, width]))
 
 
-def _linear(g: GraphWriter, x: str, name: str, weight: Array) -> str:
+def linear(g: GraphWriter, x: str, name: str, weight: Array) -> str:
     """Add x @ weight + bias, with weight stored as [in, out]."""
     product = g.op("MatMul", x, g.weight(f"{name}.weight", weight))
     return g.op("Add", product, g.weight(f"{name}.bias", np.zeros(weight.shape[1], np.float32)))
 
 
-def _layer_norm(g: GraphWriter, x: str, name: str, width: int) -> str:
+def layer_norm(g: GraphWriter, x: str, name: str, width: int) -> str:
+    """Add a LayerNormalization of the last axis."""
     scale = g.weight(f"{name}.weight", np.ones(width, np.float32))
     bias = g.weight(f"{name}.bias", np.zeros(width, np.float32))
     return g.op("LayerNormalization", x, scale, bias, axis=-1, epsilon=1e-5)

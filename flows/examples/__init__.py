@@ -1,7 +1,9 @@
-"""The example configurations that are installed with Onward, found by name, and the models that they train.
+"""The example configurations that are installed with Onward, and the models and data that they train.
 
-An example's file names a model in the repository's `models/` folder, which `make` fills. By its name an example runs
-in any directory, without the repository: it trains `ONWARD_HOME/models/NAME.onnx`, which is written when it is needed.
+Those of MODELS need no files but a model: their data is built in. An example's file names a model in the repository's
+`models/` folder, which `make` fills. By its name it runs in any directory, without the repository: it trains
+`ONWARD_HOME/models/NAME.onnx`, which is written when it is needed. Those of FOLDERS (folders.py) have data files of
+their own: `onward example NAME` writes a folder with all of them.
 """
 
 from __future__ import annotations
@@ -11,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onward.flows.examples.folders import CONFIGS, FOLDERS
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     import onnx
-
-CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
 def _squeezenet_digits() -> onnx.ModelProto:
@@ -70,6 +71,11 @@ def find_config(text: str) -> Path | Example:
         return Path(text)
     if text in MODELS:
         return Example(text, onward_home() / "models" / f"{text}.onnx")
+    if text in FOLDERS:
+        raise ConfigError(
+            f"the example {text} has files of its own: `onward example {text}` writes them into the folder {text}, and "
+            f"then `onward run {text}/{text}.toml` trains it"
+        )
     raise ConfigError(
         f"no config file {text}; give the path of a TOML file, or the name of an example: {', '.join(MODELS)}"
     )

@@ -1,0 +1,104 @@
+"""Write image files for the examples: handwritten digits, and drawn shapes with their masks or places."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+SHAPES = {"circle": (200, 60, 60), "square": (60, 170, 60), "triangle": (60, 80, 200)}
+"""Name -> its colour, where shapes have one each."""
+EVALUATED = 5
+"""Every fifth image is for evaluation."""
+
+
+def write_digits(folder: Path, *, rows: int = 1797, size: int = 32) -> None:
+    """Write scikit-learn's handwritten digits (8 x 8 pixels, enlarged) as `train/NAME/*.jpg` and `val/NAME/*.jpg`."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    for number, (row, label) in enumerate(zip(pixels[:rows], labels, strict=False)):
+        image = Image.fromarray((row.reshape(8, 8) * (255 / 16)).astype(np.uint8))
+        split = "val" if number % EVALUATED == 0 else "train"
+        path = folder / split / DIGITS[label] / f"{number:04d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.resize((size, size), Image.Resampling.BICUBIC).save(path, quality=90)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """An image of one shape on a noisy ground."""
+
+    image: Image.Image
+    mask: Image.Image
+    """Of the same size: 0 outside of the shape, 1 for a circle, 2 for a square, 3 for a triangle."""
+    kind: str
+    x: float
+    """Where the centre of the shape is, from the left (-1) to the right (1)."""
+    y: float
+    """From the top (-1) to the bottom (1)."""
+
+
+def drawings(rows: int, *, size: int, coloured: bool, seed: int = 0) -> Iterator[Drawing]:
+    """Draw `rows` images of size x size pixels. coloured: on a grey ground, and each
+    shape has a colour of its own, more or less."""
+    random = np.random.default_rng(seed)
+    for _ in range(rows):
+        kind = str(random.choice(list(SHAPES)))
+        ground, colour = _two_colours(random)
+        if coloured:
+            ground = np.full(3, random.uniform(50, 200))
+            colour = (SHAPES[kind] + random.uniform(-40, 40, 3)).clip(0, 255)
+        noise = random.normal(0, 20, (size, size, 3))
+        image = Image.fromarray((ground + noise).clip(0, 255).astype(np.uint8))
+        mask = Image.new("L", (size, size))
+        radius = float(random.uniform(0.15, 0.3)) * size
+        x, y = (float(random.uniform(radius, size - radius)) for _ in range(2))
+        for canvas, fill in ((image, tuple(map(int, colour))), (mask, list(SHAPES).index(kind) + 1)):
+            _draw(ImageDraw.Draw(canvas), kind, x, y, radius, fill)
+        yield Drawing(image, mask, kind, 2 * x / size - 1, 2 * y / size - 1)
+
+
+def _two_colours(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return two colours, [3] each, that differ by at least a third of the range in some channel."""
+    while True:
+        ground, colour = random.uniform(0, 255, (2, 3))
+        if np.abs(ground - colour).max() > 85:
+            return ground, colour
+
+
+def _draw(
+    canvas: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: float, fill: int | tuple[int, ...]
+) -> None:
+    box = (x - radius, y - radius, x + radius, y + radius)
+    if shape == "circle":
+        canvas.ellipse(box, fill=fill)
+    elif shape == "square":
+        canvas.rectangle(box, fill=fill)
+    else:
+        canvas.polygon([(x, box[1]), (box[2], box[3]), (box[0], box[3])], fill=fill)
+
+
+def write_masks(folder: Path, *, rows: int = 500, size: int = 32) -> None:
+    """Write coloured drawings as `images/*.jpg`, and their masks as `masks/*.png`."""
+    for name in ("images", "masks"):
+        (folder / name).mkdir()
+    for number, drawing in enumerate(drawings(rows, size=size, coloured=True)):
+        drawing.image.save(folder / "images" / f"{number:04d}.jpg", quality=90)
+        drawing.mask.save(folder / "masks" / f"{number:04d}.png")
+
+
+def write_places(folder: Path, *, rows: int = 3000, size: int = 32) -> None:
+    """Write drawings as `images/*.jpg`, and `train.csv` with the path, the shape and its place."""
+    table = []
+    (folder / "images").mkdir()
+    for number, drawing in enumerate(drawings(rows, size=size, coloured=False)):
+        table.append((f"images/{number:04d}.jpg", drawing.kind, round(drawing.x, 4), round(drawing.y, 4)))
+        drawing.image.save(folder / str(table[-1][0]), quality=90)
+    with (folder / "train.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("image", "kind", "x", "y"), *table])

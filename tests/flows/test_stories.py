@@ -1,0 +1,153 @@
+"""What newcomers bring: each example is written by `onward example`, trained by `onward run` and reaches its metric."""
+
+from __future__ import annotations
+
+import contextlib
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import psutil
+import pytest
+
+from onward.flows.examples.folders import CONFIGS, FOLDERS
+from onward.trainer.config.loading import load_config
+from onward.trainer.run.directory import RunDir
+from tests.support.workshop import Workshop, ranks_of, reached, until
+
+pytestmark = pytest.mark.usefixtures("only_servers")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What docs/how-to/stories.md promises of an example."""
+
+    metric: str
+    value: float
+    greatest: bool = True
+
+
+GOALS: dict[str, tuple[Goal, ...]] = {
+    "images": (Goal("accuracy", 0.95),),
+    "reviews": (Goal("accuracy", 0.95),),
+    "language": (Goal("perplexity", 70.0, greatest=False),),
+    "masks": (Goal("mean_iou", 0.85),),
+    "table": (Goal("r2", 0.85),),
+    "two-heads": (Goal("kind/accuracy", 0.88), Goal("centre/mse", 0.03, greatest=False)),
+}
+QUICK = "table"
+"""The example that is trained in the normal run of the tests."""
+
+
+def whole(name: str) -> Any:
+    """Mark a whole run, which takes minutes unless it is QUICK."""
+    marks = [pytest.mark.mpi, pytest.mark.timeout(900)]
+    return pytest.param(name, marks=marks if name == QUICK else [*marks, pytest.mark.slow])
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Iterator[Workshop]:
+    workshop = Workshop(tmp_path)
+    yield workshop
+    workshop.close()
+
+
+@pytest.mark.parametrize("name", [whole(name) for name in FOLDERS])
+def test_an_example_reaches_its_metric(name: str, workshop: Workshop) -> None:
+    folder = workshop.root / name
+    written = workshop.onward("example", name, str(folder))
+    assert written["config"] == str(folder / f"{name}.toml")
+    facts = workshop.onward(*written["to_train_it"].split()[1:], limit_s=800)
+    assert (facts["state"], facts["attempts"]) == ("exported", 1)
+    assert facts["parity"] < 1e-3
+    for goal in GOALS[name]:
+        reached_value = facts["after"][f"evaluation/{goal.metric}"]
+        assert (reached_value >= goal.value) if goal.greatest else (reached_value <= goal.value), facts["after"]
+    given, trained = onnx.load(folder / "model.onnx"), onnx.load(facts["model"])
+    assert (trained.graph.input, trained.graph.output) == (given.graph.input, given.graph.output)
+    onnxruntime.InferenceSession(facts["model"], providers=["CPUExecutionProvider"])
+    (run,) = workshop.mlflow_runs(RunDir(Path(facts["directory"])))
+    assert run.info.status == "FINISHED"
+    for goal in GOALS[name]:
+        assert f"evaluation/{goal.metric}" in run.data.metrics
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["images", "reviews"])
+def test_an_example_that_is_killed_and_resumed_ends_with_the_bits_of_one_that_is_not(
+    name: str, workshop: Workshop
+) -> None:
+    folder = workshop.root / name
+    workshop.onward("example", name, str(folder))
+    words = ["run", str(folder / f"{name}.toml"), "train.num_epochs=2", "checkpoint.period=10", "launch.retries=0"]
+    words += ["parallel.data=2", "launch.threads_per_rank=1"]
+    whole = workshop.onward(*words, limit_s=600)
+
+    process = workshop.start(*words)
+    run = workshop.new_run()
+    until(lambda: reached(run, 25), limit_s=300)
+    ranks = ranks_of(run)
+    assert len(ranks) == 2
+    for rank in ranks:
+        kill(rank)
+    process.communicate(timeout=120)
+    assert process.returncode == 70
+    resumed = workshop.onward("resume", run.root.name, limit_s=600)
+    assert (resumed["state"], resumed["attempts"]) == ("exported", 2)
+    assert resumed["sha256"] == whole["sha256"]
+    assert resumed["after"] == whole["after"]
+
+
+def kill(rank: psutil.Process) -> None:
+    """Kill -9, unless the launcher has ended the rank already."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank.kill()
+
+
+# -- the files
+
+
+def test_every_example_has_a_configuration_of_about_fifteen_lines_that_loads_and_a_goal() -> None:
+    assert set(GOALS) == set(FOLDERS)
+    for name in FOLDERS:
+        text = (CONFIGS / f"{name}.toml").read_text()
+        settings = [line for line in text.splitlines() if "=" in line.partition("#")[0]]
+        assert len(settings) <= 15, name
+        assert load_config(CONFIGS / f"{name}.toml").name == name
+        assert tomllib.loads(text)["model"]["path"] == "model.onnx"
+
+
+def test_the_page_of_the_examples_shows_their_configurations() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "stories.md").read_text()
+    for name in FOLDERS:
+        assert f'```toml title="{name}.toml"\n{(CONFIGS / f"{name}.toml").read_text()}```' in page
+        assert f"onward example {name}\nonward run {name}/{name}.toml\n" in page
+
+
+def test_an_example_is_written_whole_and_never_over_other_files(workshop: Workshop) -> None:
+    folder = workshop.root / "here"
+    assert workshop.onward("example")["examples"].keys() == FOLDERS.keys()
+    workshop.onward("example", "table", str(folder))
+    assert {path.name for path in folder.iterdir()} == {"model.onnx", "table.parquet", "table.toml"}
+    again = workshop.onward("example", "table", str(folder), status=2)
+    assert again["problems"] == [f"{folder} exists already; name a folder that does not"]
+    unknown = workshop.onward("example", "tables", status=2)
+    assert unknown["problems"][0].startswith("no example 'tables' has files to write; these have: images, reviews")
+    by_name = workshop.onward("run", "table", status=2)
+    assert "`onward example table` writes them" in by_name["problems"][0]
+    assert [path.name for path in workshop.root.iterdir()] == ["here"]
+
+
+def test_an_example_is_the_same_each_time(tmp_path: Path) -> None:
+    from onward.flows.examples.folders import write_example
+
+    for name in ("reviews", "language", "masks", "table"):
+        folders = [write_example(name, tmp_path / place / name).parent for place in ("a", "b")]
+        first, second = ({p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()} for folder in folders)
+        assert first == second, name

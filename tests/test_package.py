@@ -101,12 +101,13 @@ def declared() -> dict[str, list[Requirement]]:
     return {name: [Requirement(line) for line in lines] for name, lines in groups.items()}
 
 
-def imported(*folders: str) -> set[str]:
+def imported(*folders: str, at_the_top: bool = False) -> set[str]:
     """Return the distributions that the modules of some folders import, at the top or inside a function."""
     modules = set()
     for name in tracked():
         if name.startswith(folders) and name.endswith(".py"):
-            for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            tree = ast.parse((ROOT / name).read_text())
+            for node in tree.body if at_the_top else ast.walk(tree):
                 if isinstance(node, ast.Import):
                     modules |= {alias.name for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -120,17 +121,23 @@ def names(requirements: list[Requirement]) -> set[str]:
     return {canonicalize_name(requirement.name) for requirement in requirements}
 
 
-IMPORTED_BY_OTHERS = {"onnxscript", "fastapi"}
-"""Declared though no module here imports them: torch.onnx needs the first, Prefect a bound on the second."""
+IMPORTED_BY_OTHERS = {"onnxscript", "fastapi", "s3fs"}
+"""Declared though no module here imports them: torch.onnx needs the first, Prefect a bound on the second, fsspec the
+third."""
+DATA_EXTRAS = ("text", "metrics", "audio", "remote")
+"""Extras whose packages are imported only where a configuration needs them."""
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
     groups = declared()
-    assert imported(*PACKAGES) == names(groups[""] + groups["flow"]) - IMPORTED_BY_OTHERS
+    wanted = [each for name in ("", "flow", *DATA_EXTRAS) for each in groups[name]]
+    assert imported(*PACKAGES) == names(wanted) - IMPORTED_BY_OTHERS
 
 
-def test_the_trainer_needs_the_base_installation_alone() -> None:
-    assert imported("trainer/") <= names(declared()[""])
+def test_the_trainer_needs_the_base_installation_and_what_the_data_needs() -> None:
+    groups = declared()
+    assert imported("trainer/", at_the_top=True) <= names(groups[""])
+    assert imported("trainer/") <= names([each for name in ("", *DATA_EXTRAS) for each in groups[name]])
 
 
 def test_every_range_holds_the_version_that_the_constraints_name() -> None:

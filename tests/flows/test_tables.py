@@ -48,7 +48,7 @@ def test_a_table_with_names_gaps_and_decimal_commas_is_trained_and_served(worksh
 
     # the page on serving computes the inputs from the raw table, without Onward
     serving: dict[str, object] = {}
-    code = re.search(r"```python title="serve.py"\n(.*?)```", SERVING.read_text(), re.S)
+    code = re.search(r'```python title="serve.py"\n(.*?)```', SERVING.read_text(), re.S)
     assert code
     exec(code[1], serving)
     exported = Path(facts["model"])

@@ -89,8 +89,8 @@ def _start(home: Path, name: str, *, stop: Callable[[], bool]) -> tuple[psutil.P
             time.sleep(0.1)
         exited = process.poll() is not None
         _stop(process, drain_s=0.0)
-        if not exited or "address already in use" not in log_tail(home, name, LOG_TAIL_BYTES):
-            return None
+        if not exited or "already in use" not in log_tail(home, name, LOG_TAIL_BYTES):
+            return None  # "address already in use" is the operating system's, "Port N is already in use" Prefect's
     return None
 
 

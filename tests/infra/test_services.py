@@ -106,6 +106,25 @@ def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["prefect", "mlflow"])
+def test_a_port_that_another_program_takes_just_before_the_server_is_replaced(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        taken, any_port = stranger.getsockname()[1], supervisor.free_port
+        ports = iter([taken])
+        monkeypatch.setattr(supervisor, "free_port", lambda preferred: next(ports, 0) or any_port(0))
+        started = supervisor._start(tmp_path, name, stop=lambda: False)
+        assert started
+        supervisor._stop(started[0], drain_s=0.0)
+        assert service_state.responds(f"{started[1]}/health") is False
+    assert started[1].startswith("http://127.0.0.1:")
+    assert started[1] != f"http://127.0.0.1:{taken}"
+
+
+@pytest.mark.slow
 def test_the_error_for_a_server_that_cannot_start_contains_the_end_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "prefect").write_text("a file where the server's directory should be")
     with services.lease(tmp_path), pytest.raises(services.ServiceError, match=r"(?s)prefect .*unable to open database"):

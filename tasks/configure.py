@@ -188,22 +188,31 @@ def _log(found: Rehearsal) -> None:
 def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     """Return the run's ids in Prefect and MLflow; create or find its MLflow run.
 
-    Raises ConfigError when the ONNX file has changed since the run began, RuntimeUnavailable when MLflow refuses, or
-    when it cannot be reached and the run is new. A resumed run continues without MLflow; its events are sent later.
+    Raises ConfigError when the ONNX file, a loss file or a converter has changed since the run began,
+    RuntimeUnavailable when MLflow refuses, or when it cannot be reached and the run is new. A resumed run continues
+    without MLflow; its events are sent later.
     """
     # The checkpoints of the run fit only the file that it began with.
-    digest = model_digest(read_config(run).model.path)
+    local = read_config(run)
+    digest, code = model_digest(local.model.path), _code_digests(local)
     known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
     if known and known.model_sha256 != digest:
         raise ConfigError(
             f"{config.model.path} changed since the run began (SHA-256 {known.model_sha256[:12]}, now "
             f"{digest[:12]}); put the file back, or start a new run"
         )
+    if known and (changed := [path for path, before in known.code_sha256.items() if code.get(path) != before]):
+        raise ConfigError(
+            f"{path} changed since the run began, which would continue with another computation; put the file back, or "
+            "start a new run"
+            for path in changed
+        )
     identity = RunIdentity(
         run_id=run.root.name,
         name=config.name,
         created_at=known.created_at if known else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         model_sha256=digest,
+        code_sha256=code,
         prefect_url=_prefect_url(),
         tracking_uri=known.tracking_uri if known else _tracking_uri(config),
     )
@@ -228,6 +237,12 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     except tracking.TrackingError as error:
         raise RuntimeUnavailable(str(error)) from None
     return identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": mlflow_url})
+
+
+def _code_digests(config: RunConfig) -> dict[str, str]:
+    """Return path -> SHA-256 of each loss file (of an ONNX loss with its external data) and of each converter."""
+    paths = [Path(each.file.partition(":")[0]) for each in config.losses if each.file]
+    return {str(path): model_digest(path) for path in (*paths, *config.model.converters)}
 
 
 def _tracking_uri(config: RunConfig) -> str:

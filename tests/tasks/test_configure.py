@@ -12,6 +12,7 @@ from onnx import helper, numpy_helper
 
 from onward.infra.tracking import Tracker, local_store
 from onward.tasks.configure import configure
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections import (
     DataConfig,
     LaunchConfig,
@@ -111,6 +112,21 @@ def test_a_changed_onnx_file_is_refused(sections: dict[str, Section], tmp_path: 
     onnx.save_model(tiny_conv_net(num_classes=4, seed=1), tmp_path / "model.onnx")
     with pytest.raises(ConfigError, match="changed since the run began"):
         begin(sections)
+
+
+@pytest.mark.parametrize("kind", ["loss", "converter"])
+def test_a_changed_file_of_the_users_code_is_refused(sections: dict[str, Section], tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def loss(output, labels):\n    return output.sum()\n")
+    if kind == "loss":
+        given = {**sections, "loss": (LossConfig(name="file", file=f"{file}:loss"),)}
+    else:
+        given = {**sections, "model": ModelConfig(path=tmp_path / "model.onnx", converters=(file,))}
+    run = begin(given)
+    assert begin(given) == run
+    file.write_text("def loss(output, labels):\n    return 2 * output.sum()\n")
+    with pytest.raises(ConfigError, match=r"mine.py changed since the run began.*put the file back"):
+        begin(given)
 
 
 def test_all_problems_are_refused_at_once_and_nothing_is_written(sections: dict[str, Section], home: Path) -> None:

@@ -27,11 +27,17 @@ WINDOW_STEPS = 64
 
 
 class Stream(Protocol):
-    """The rows at positions of a stream of samples."""
+    """The order in which samples are taken: positions of all steps, and of one step over the replicas."""
 
     num_rows: int
 
-    def rows(self, positions: Array) -> Array: ...
+    def rows(self, positions: Array) -> Array:
+        """Return the row numbers at these positions, each int64 [n]."""
+        ...
+
+    def dealt(self, positions: Array, sizes: Array) -> Array:
+        """Return the positions of one step, int64 [n], in the order in which replica r takes the next sizes[r]."""
+        ...
 
 
 class BalancedOrder:

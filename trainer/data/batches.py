@@ -117,11 +117,9 @@ class Batches:
         self._shards, self.num_rows = shards, shards.num_rows
         self._stream: Stream = sample_stream(shards.sizes, config)
         self._collate = _Collate(shards, config, signature, device)
-        self._balanced: BalancedOrder | None = None
         if config.data.balance == "length":
             lengths, train = shards.lengths(self._collate.varying), config.train
-            self._balanced = BalancedOrder(self._stream, lengths, step=train.global_batch_size, seed=train.seed)
-            self._stream = self._balanced
+            self._stream = BalancedOrder(self._stream, lengths, step=train.global_batch_size, seed=train.seed)
         self.one_shape = self._collate.one_shape
         """Whether the inputs of all samples have one shape."""
         self._train = config.train
@@ -176,12 +174,10 @@ class Batches:
             self._next = (position, count), self._worker.submit(self._make, position, count)
 
     def _make(self, position: int, count: int) -> list[Batch]:
-        positions = np.arange(position, position + count)
-        if self._balanced:
-            size, num, fill = self._micro_batch_size, self._num_replicas, self._collate.full
-            ends = [end_of_share(count, size, replica, num, full=fill) for replica in range(num)]
-            positions = self._balanced.dealt(positions, np.diff(ends, prepend=0))
-        share = divide(positions, self._micro_batch_size, self._replica, self._num_replicas, full=self._collate.full)
+        size, num, fill = self._micro_batch_size, self._num_replicas, self._collate.full
+        ends = [end_of_share(count, size, replica, num, full=fill) for replica in range(num)]
+        positions = self._stream.dealt(np.arange(position, position + count), np.diff(ends, prepend=0))
+        share = divide(positions, size, self._replica, num, full=fill)
         parts = [self._samples(part) for part in share.micro_batches]
         if share.full_everywhere:
             return self._collate.several(parts, same_length=self._same_length)

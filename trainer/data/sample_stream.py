@@ -64,6 +64,10 @@ class SampleStream:
             first_row, first_slot = first_row + size, first_slot + share
         return rows
 
+    def dealt(self, positions: Array, sizes: Array) -> Array:
+        """Return the positions of one step in the order in which the replicas take them: as they are."""
+        return positions
+
     def _rows_of(self, number: int, samples: Array) -> Array:
         """Return the rows of one source that its samples 0, 1, 2, ... are, each int64 [n]."""
         size = self._sizes[number]

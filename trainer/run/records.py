@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +31,8 @@ class RunIdentity(Record):
     """ISO 8601, UTC."""
     model_sha256: str
     """SHA-256 of the ONNX file that the run began with; resuming with a changed file is refused."""
+    code_sha256: Mapping[str, str] = {}
+    """Path -> SHA-256 of each file of `loss.file` and `model.converters` that the run began with, likewise."""
     mlflow_run_id: str = ""
     mlflow_url: str = ""
     prefect_url: str = ""

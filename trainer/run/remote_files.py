@@ -123,6 +123,7 @@ def joined_directory(files: Sequence[tuple[RemoteFile, Path]], cache: Path, name
             target.symlink_to(os.path.relpath(local, place.parent / name / PurePosixPath(file.name).parent))
         elif file is files[0][0]:
             shutil.copyfile(local, target)
+            fsync(target)  # the directory that is renamed must not hold a part of the file
         else:
             local.replace(target)
     fsync(partial)

@@ -209,7 +209,7 @@ def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:
     """
     require_flow("onward.plan")
     from onward.tasks.configure import plan as make_plan
-    from onward.trainer.data.fetching import fetch
+    from onward.trainer.data.reading.fetching import fetch
 
     resolved = checked_config(config, overrides, **sections)
     return make_plan(resolved, fetch(resolved)[0])
@@ -253,7 +253,7 @@ def doctor(
     `converters`: Python files that add operators, as in `model.converters`. Raises ConfigError or UnsupportedModel when
     the file cannot be read or the data does not fit it; an operator that cannot be imported is in the record.
     """
-    from onward.trainer.data.fetching import local_file, local_model
+    from onward.trainer.data.reading.fetching import local_file, local_model
     from onward.trainer.diagnostics.doctor import diagnose
 
     files = [local_file(Path(file)) for file in converters]
@@ -277,7 +277,7 @@ def doctor(
 
 def diff(a: AnyPath, b: AnyPath) -> Difference:
     """Return what distinguishes two ONNX files: structure, metadata, and every tensor by how far its values moved."""
-    from onward.trainer.data.fetching import local_model
+    from onward.trainer.data.reading.fetching import local_model
     from onward.trainer.diagnostics.diff import compare
 
     return compare(local_model(Path(a)), local_model(Path(b)))
@@ -309,7 +309,7 @@ def to_module(
     pattern that matches nothing, UnsupportedModel with everything that cannot be imported.
     """
     from onward.trainer.config.sections import ModelConfig
-    from onward.trainer.data.fetching import local_file, local_model
+    from onward.trainer.data.reading.fetching import local_file, local_model
     from onward.trainer.onnx_graph.outputs import readable_output
     from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
     from onward.trainer.onnx_graph.surgery import extract_subgraph

@@ -11,8 +11,8 @@ from onward.flows.report import bits_per_byte
 from onward.flows.runs import is_running
 from onward.tasks.class_tables import class_table
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.shards import ShardManifest, open_shards
-from onward.trainer.data.sources import locate
+from onward.trainer.data.reading.sources import locate
+from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import (

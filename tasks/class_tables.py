@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from onward.trainer.config.losses import titles
-from onward.trainer.data.shards import ShardManifest
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.events import Event
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import write_durably

@@ -27,9 +27,9 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section
-from onward.trainer.data.chosen_columns import with_columns
-from onward.trainer.data.fetching import fetch
+from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.signature import model_digest
+from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan

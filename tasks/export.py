@@ -27,7 +27,7 @@ from onward.tasks.subprocesses import run_module
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import ExportConfig
 from onward.trainer.config.urls import redacted, url_of
-from onward.trainer.data.fetching import restore_copies
+from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.signature import TensorInfo, model_digest, read_signature
 from onward.trainer.diagnostics.config_check import export_conflicts
 from onward.trainer.errors import CheckpointError, ConfigError, DataError, ExportRefused, RuntimeUnavailable

@@ -12,10 +12,10 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.tracking import Tracker, TrackingError
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
-from onward.trainer.data.sample_stream import sample_stream
-from onward.trainer.data.sharding import make_training_shards
-from onward.trainer.data.shards import ShardManifest
+from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record

@@ -77,14 +77,14 @@ def train_rank(run: RunDir) -> int:
 
 def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluation") -> EvaluationData:
     """Return the rows of a split and the metrics of the configured losses, with which exported files are evaluated."""
-    from onward.trainer.data.batches import Batch, evaluation_batches
+    from onward.trainer.data.batches.batches import Batch, evaluation_batches
     from onward.trainer.data.file_rows import FileRows
     from onward.trainer.data.losses_from_data import with_balanced_weights
-    from onward.trainer.data.shards import open_shards
     from onward.trainer.data.signature import read_training_signature
+    from onward.trainer.data.storage.shards import open_shards
     from onward.trainer.export.onnx_runner import EvaluationData
-    from onward.trainer.model.loss import Losses
-    from onward.trainer.model.metrics import EvaluationMetrics
+    from onward.trainer.model.losses.loss import Losses
+    from onward.trainer.model.metrics.metrics import EvaluationMetrics
 
     config, cpu = read_config(run), torch.device("cpu")
     most = config.data.evaluation_rows if split == "evaluation" else 0

@@ -22,17 +22,17 @@ from onward.trainer.checkpoint.consistency import check_copies
 from onward.trainer.checkpoint.load import load, newest_complete, verify_together
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches import Batches, evaluation_batches
+from onward.trainer.data.batches.batches import Batches, evaluation_batches
 from onward.trainer.data.losses_from_data import with_balanced_weights
-from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import Diverged
 from onward.trainer.events import EventWriter, Heartbeat
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.summaries import summarise
 from onward.trainer.model.trainable import open_trainable

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data.columns import ColumnType
-from onward.trainer.data.sharding import make_shards
+from onward.trainer.data.storage.sharding import make_shards
 from tests.support.ranks import ROOT
 
 SIZES_MB = (50, 100, 200)

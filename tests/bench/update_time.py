@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onward.trainer.config.sections import ModelConfig, OptimizerConfig, ParallelConfig
-from onward.trainer.data.batches import Batch
+from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight

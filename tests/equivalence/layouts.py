@@ -28,7 +28,7 @@ from onward.trainer.checkpoint.verification import verify
 from onward.trainer.distributed import collectives
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.export import export
-from onward.trainer.model import vocabulary_loss
+from onward.trainer.model.losses import vocabulary_loss
 from onward.trainer.parallel.planner import plan
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs

@@ -19,7 +19,7 @@ from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.export.verification import Expected, verify
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights

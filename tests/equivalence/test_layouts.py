@@ -15,9 +15,9 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from onward.trainer.data.batches import Batches
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence import layouts

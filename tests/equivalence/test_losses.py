@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onward.trainer.data.batches import Batches
+from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.losses_from_data import with_balanced_weights
-from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.imported_graph import named_weights

@@ -10,9 +10,9 @@ import onnx
 import pytest
 import torch
 
-from onward.trainer.data.batches import Batches
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs
 from tests.support.runs import Array, events, losses, make_run, tiny_images, tiny_text, train_run

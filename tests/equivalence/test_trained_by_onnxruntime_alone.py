@@ -13,9 +13,9 @@ import onnx
 import pytest
 import torch
 
-from onward.trainer.data.batches import Batches
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.export.training.files import write_artifacts
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.run.directory import read_config

@@ -32,7 +32,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
 from onward.trainer.config.sections_metrics import MetricConfig
-from onward.trainer.data.sharding import make_shards
+from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import EventWriter
 from onward.trainer.parallel.plan_record import Plan

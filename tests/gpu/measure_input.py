@@ -11,9 +11,9 @@ from typing import Any
 
 import onnx
 
-from onward.trainer.data.batches import Batches
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.run.directory import read_config
 from tests.bench.memory_prediction import images

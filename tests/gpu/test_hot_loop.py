@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onward.trainer.data.device_copies import DeviceCopies
+from onward.trainer.data.batches.device_copies import DeviceCopies
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
-from onward.trainer.model import chunked_loss
+from onward.trainer.model.losses import chunked_loss
 from onward.trainer.parallel.replicas.norms import local_squares
 from tests.gpu import ranks
 from tests.gpu.device import DEVICE, REASON, REHEARSAL, available

@@ -8,8 +8,8 @@ import torch
 
 from onward.trainer.config.losses import LossConfig, filled
 from onward.trainer.config.sections import DataConfig, ModelConfig
-from onward.trainer.model.loss import Losses
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 
 
 def loss_of(model: ModelConfig) -> LossConfig:

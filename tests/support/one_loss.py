@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from onward.trainer.data.batches import Batch
+from onward.trainer.data.batches.batches import Batch
 
 
 class OneLoss:

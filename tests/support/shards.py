@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from onward.trainer.data.shards import ShardManifest
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import read_record
 

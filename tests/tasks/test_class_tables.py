@@ -12,7 +12,7 @@ from onward.tasks.class_tables import class_table
 from onward.tasks.monitor import monitor
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.fitted import Fitted
-from onward.trainer.data.shards import ShardManifest
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.events import Event, EventWriter
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record, write_record

@@ -17,7 +17,7 @@ from onward.tasks.configure import configure
 from onward.tasks.shard_data import shard_data
 from onward.trainer.config.sections import DataConfig, LaunchConfig, ModelConfig, TrainConfig
 from onward.trainer.config.urls import url_of
-from onward.trainer.data.fetching import fetch
+from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.errors import ConfigError
 from onward.trainer.run import remote_files
 from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config, read_settings

@@ -12,7 +12,7 @@ import pytest
 
 from onward.tasks.shard_data import shard_data
 from onward.trainer.config.loading import build_config
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, write_record

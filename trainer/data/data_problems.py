@@ -12,9 +12,7 @@ import onnx
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data import sources
 from onward.trainer.data.class_axis import find_class_axis
-from onward.trainer.data.class_names import class_problems
 from onward.trainer.data.columns import BYTES, TEXT, Column, Schema
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images.decoding import MASK_TYPE
@@ -28,7 +26,9 @@ from onward.trainer.data.input_columns import (
     file_feeds,
     labels,
 )
+from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Dims, Signature, read_training_signature
+from onward.trainer.data.tables.class_names import class_problems
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError

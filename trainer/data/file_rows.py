@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches import Batch, Rows, one_batch
+from onward.trainer.data.batches.batches import Batch, Rows, one_batch
 from onward.trainer.data.columns import Array
 from onward.trainer.data.input_columns import file_feeds
 from onward.trainer.data.preprocessing import file_inputs

@@ -12,14 +12,14 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
-from onward.trainer.data import sources
 from onward.trainer.data.column_computers import computed_chunks, packer_of, stored_of
 from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Block, Column, Schema, Values, fit_block, in_parts
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted
 from onward.trainer.data.permutation import permutation
-from onward.trainer.data.sharding import fit_to_source, infer_schema, stored_columns
+from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Signature
+from onward.trainer.data.storage.sharding import fit_to_source, infer_schema, stored_columns
 from onward.trainer.errors import DataError
 
 COUNTED_BYTES = 16 << 20

@@ -21,14 +21,14 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ExportConfig, ModelConfig
 from onward.trainer.config.sections_metrics import is_library
 from onward.trainer.config.urls import redacted, url_of
-from onward.trainer.data.chosen_columns import with_columns
 from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.data_problems import data_problems
-from onward.trainer.data.fetching import fetch
 from onward.trainer.data.input_columns import computed_columns
-from onward.trainer.data.sharding import infer_schema, try_first_rows
+from onward.trainer.data.reading.fetching import fetch
+from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.sources import locate
+from onward.trainer.data.storage.sharding import infer_schema, try_first_rows
+from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import locations

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from onward.trainer.config.sections import ModelConfig
 from onward.trainer.data.losses_from_data import with_balanced_weights, with_class_axes
-from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUnavailable
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner

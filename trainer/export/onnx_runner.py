@@ -32,11 +32,11 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from torch import Tensor, nn
 
-from onward.trainer.data.batches import Batch
+from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.index import HALF_TYPES
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 

@@ -16,9 +16,9 @@ from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images import image_inputs as images
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.input_columns import Feed, file_feeds
-from onward.trainer.data.shards import ShardManifest
 from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.table_columns import INDICATOR
+from onward.trainer.data.storage.shards import ShardManifest
+from onward.trainer.data.tables.table_columns import INDICATOR
 from onward.trainer.data.text.checks import length_limit
 from onward.trainer.data.text.text_columns import TextColumns, text_columns
 from onward.trainer.data.text.tokenizer import open_tokenizer

@@ -19,15 +19,15 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data import sources
-from onward.trainer.data.batches import one_batch
+from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.columns import Array
 from onward.trainer.data.images.decoding import decode_image
 from onward.trainer.data.images.geometry import fitted_image
 from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_inputs import image_inputs
-from onward.trainer.data.shards import ShardManifest, Shards, open_shards
+from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Signature, read_training_signature
+from onward.trainer.data.storage.shards import ShardManifest, Shards, open_shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import relative_difference

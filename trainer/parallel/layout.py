@@ -27,7 +27,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.vocabulary_loss import ClassShard
+from onward.trainer.model.losses.vocabulary_loss import ClassShard
 from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
-from onward.trainer.data.sharding import infer_training_schema
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.sharding import infer_training_schema
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.mesh import Coordinate
@@ -31,7 +31,7 @@ from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model import precision
 from onward.trainer.model.fixed_batch import choose_fixed_batch
-from onward.trainer.model.loss import Losses
+from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.device import CONTEXT_BYTES, describe, reserve, typical

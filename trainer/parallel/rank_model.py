@@ -31,7 +31,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, checkpoint_key, slices
 from onward.trainer.model import precision
 from onward.trainer.model.channels_last import use_channels_last
-from onward.trainer.model.loss import Losses
+from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.compile_stages import compile_stages

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import PrecisionConfig
-from onward.trainer.data.batches import Batch, check_last_samples, one_batch
+from onward.trainer.data.batches.batches import Batch, check_last_samples, one_batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.losses_from_data import with_balanced_weights
@@ -26,8 +26,8 @@ from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, ExportRefused
 from onward.trainer.export.onnx_runner import EvaluationData
-from onward.trainer.model.loss import Losses
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers

@@ -12,10 +12,10 @@ from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig, ModelConfig
 from onward.trainer.config.sections_images import ImageConfig
-from onward.trainer.data import sources
 from onward.trainer.data.columns import BYTES, TEXT, Schema
-from onward.trainer.data.sharding import infer_schema
+from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Signature, read_training_signature
+from onward.trainer.data.storage.sharding import infer_schema
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import DataError
 

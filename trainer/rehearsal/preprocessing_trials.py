@@ -24,19 +24,19 @@ import torch
 
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches import one_batch
+from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.columns import Array
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.first_rows import FirstRows, read_first_rows
 from onward.trainer.data.permutation import permutation
-from onward.trainer.data.sharding import infer_schema
 from onward.trainer.data.signature import Signature, read_training_signature
+from onward.trainer.data.storage.sharding import infer_schema
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.export.export import trained_part
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
-from onward.trainer.model.loss import Loss, Losses
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.losses.loss import Loss, Losses
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.rehearsal.preprocessing_candidates import Settings, candidates
 from onward.trainer.run.records import PreprocessingTrial, PreprocessingTrials
 

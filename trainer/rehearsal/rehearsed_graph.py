@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.sections_metrics import MetricConfig
-from onward.trainer.data.batches import Batch
+from onward.trainer.data.batches.batches import Batch
 from onward.trainer.errors import ConfigError, OnwardError, Refused
-from onward.trainer.model.loss import Loss, Losses
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.losses.loss import Loss, Losses
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.rehearsal.failing_node import failing_node
 from onward.trainer.rehearsal.sizes import Kind

@@ -12,8 +12,8 @@ import pytest
 
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data.columns import BYTES, ColumnType
-from onward.trainer.data.sharding import infer_schema, make_shards
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.storage.sharding import infer_schema, make_shards
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import DataError
 
 COLUMNS = {"image": ColumnType(BYTES), "label": ColumnType("int64", ())}

@@ -9,8 +9,8 @@ import pytest
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections import DataConfig
-from onward.trainer.data.chosen_columns import with_columns
-from onward.trainer.data.column_patterns import expanded, matching
+from onward.trainer.data.tables.chosen_columns import with_columns
+from onward.trainer.data.tables.column_patterns import expanded, matching
 from onward.trainer.errors import ConfigError
 
 COLUMNS = ["id", "f10", "f1", "f2", "age", "a*", "paid"]

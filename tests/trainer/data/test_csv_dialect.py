@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.config.sections_table import TableConfig
-from onward.trainer.data import tables
 from onward.trainer.data.columns import BLOCK_BYTES, ColumnType
-from onward.trainer.data.csv_dialect import dialect_of
-from onward.trainer.data.sharding import infer_schema, make_shards
-from onward.trainer.data.shards import open_shards
-from onward.trainer.data.sources import locate, read
+from onward.trainer.data.reading import tables
+from onward.trainer.data.reading.csv_dialect import dialect_of
+from onward.trainer.data.reading.sources import locate, read
+from onward.trainer.data.storage.sharding import infer_schema, make_shards
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import DataError
 
 ROWS = 3000

@@ -12,11 +12,11 @@ import pytest
 
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.batches.sample_stream import SampleStream, shares
 from onward.trainer.data.columns import ColumnType
 from onward.trainer.data.permutation import permutation
-from onward.trainer.data.sample_stream import SampleStream, shares
-from onward.trainer.data.sharding import infer_schema, make_shards
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.storage.sharding import infer_schema, make_shards
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError, DataError
 
 MIXTURES = [((100, 50), (3.0, 1.0)), ((7, 11, 13), (1.0, 1.0, 5.0)), ((5, 200), (1.0, 1.0)), ((40, 40), (1.0, 1.0))]

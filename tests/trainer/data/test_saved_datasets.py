@@ -11,9 +11,9 @@ import pytest
 
 from onward.trainer.config.sections import DataConfig
 from onward.trainer.data.columns import ColumnType
-from onward.trainer.data.sharding import infer_schema, make_shards
-from onward.trainer.data.shards import open_shards
-from onward.trainer.data.sources import first_blocks, read
+from onward.trainer.data.reading.sources import first_blocks, read
+from onward.trainer.data.storage.sharding import infer_schema, make_shards
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import DataError
 
 

@@ -13,11 +13,11 @@ import onnx
 import pytest
 
 from onward.trainer.config.sections import DataConfig
-from onward.trainer.data import sharding
 from onward.trainer.data.columns import Column, ColumnType
-from onward.trainer.data.sharding import make_shards
-from onward.trainer.data.shards import ShardManifest, Shards, open_shards
-from onward.trainer.data.tensorproto_files import ProtoReader, ProtoWriter
+from onward.trainer.data.storage import sharding
+from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.storage.shards import ShardManifest, Shards, open_shards
+from onward.trainer.data.storage.tensorproto_files import ProtoReader, ProtoWriter
 from onward.trainer.errors import DataError
 from tests.support.shards import damaged_files
 

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from onward.trainer.config.sections import DataConfig
-from onward.trainer.data import arrow_files as arrowfile
-from onward.trainer.data import sources, tables
-from onward.trainer.data import tensorproto_files as protofile
 from onward.trainer.data.columns import Column, ColumnType, Values
-from onward.trainer.data.sharding import infer_schema, make_shards
-from onward.trainer.data.shards import ShardManifest, open_shards
+from onward.trainer.data.reading import sources, tables
+from onward.trainer.data.storage import arrow_files as arrowfile
+from onward.trainer.data.storage import tensorproto_files as protofile
+from onward.trainer.data.storage.sharding import infer_schema, make_shards
+from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.errors import DataError
 
 X = np.arange(200, dtype=np.float32).reshape(100, 2) / 4

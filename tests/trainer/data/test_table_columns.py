@@ -17,13 +17,13 @@ from sklearn.preprocessing import FunctionTransformer, MinMaxScaler, RobustScale
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data import columns as columns_module
-from onward.trainer.data import tables
-from onward.trainer.data.chosen_columns import with_columns
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.sharding import make_training_shards
-from onward.trainer.data.shards import ShardManifest, open_shards
+from onward.trainer.data.reading import tables
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 

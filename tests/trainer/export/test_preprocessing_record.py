@@ -20,10 +20,10 @@ from PIL import Image
 from onward.tasks.export import export_file
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections import ExportConfig
-from onward.trainer.data.batches import one_batch
-from onward.trainer.data.sharding import make_training_shards
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.signature import model_digest, read_training_signature
+from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.preprocessing import write_preprocessing
 from onward.trainer.export.with_preprocessing import write_with_preprocessing

@@ -20,7 +20,7 @@ from onward.trainer.export import variants
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData
 from onward.trainer.export.variants import make_variant, too_much
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.run.records import Variant

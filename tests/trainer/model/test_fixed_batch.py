@@ -12,11 +12,11 @@ import torch
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches import check_last_samples, evaluation_batches
+from onward.trainer.data.batches.batches import check_last_samples, evaluation_batches
 from onward.trainer.data.input_columns import columns_to_read
-from onward.trainer.data.sharding import make_shards
-from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.model.trainable import open_trainable

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.data.batches import Batch
+from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.targets import count_targets, label_range
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.model import chunked_loss
-from onward.trainer.model.loss import Loss, Losses
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.losses import chunked_loss
+from onward.trainer.model.losses.loss import Loss, Losses
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.parallel.dry_run import MemoryCounter
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.losses.loss import Loss
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 

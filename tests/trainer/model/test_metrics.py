@@ -18,9 +18,9 @@ from onward.trainer.config.metric_names import METRICS
 from onward.trainer.config.sections_metrics import MetricConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.library_measure import import_torchmetrics
-from onward.trainer.model.loss import Losses
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.metrics.library_measure import import_torchmetrics
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from onward.trainer.config.sections import ModelConfig, ParallelConfig, PrecisionConfig
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.weight_casts import casts_kept, insert_casts, make_casts
 from onward.trainer.onnx_graph.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.sections_images import ImageConfig
-from onward.trainer.data.batch_transforms import Samples
+from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
 from onward.trainer.data.images.decoding import decode_image, decode_mask

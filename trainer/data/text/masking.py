@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batch_transforms import Samples
+from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.fitted import Fitted, Vocabulary
 from onward.trainer.data.permutation import hash_key, keyed_hash

@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onward.trainer.data.class_names import describe_classes
 from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.fitted import Fitted
+from onward.trainer.data.tables.class_names import describe_classes
 from onward.trainer.data.text.text_columns import TextColumns
 from onward.trainer.data.text.tokenized_rows import TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer

@@ -31,7 +31,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.export.training.decompositions import DECOMPOSITIONS, DecomposedCalls
 from onward.trainer.export.training.loss_graph import LossNames
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.losses.loss import Loss
 from onward.trainer.onnx_graph.element_types import torch_dtype
 from onward.trainer.onnx_graph.index import subgraphs
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
@@ -204,7 +204,7 @@ class _Recorder:
         if labels is None:
             return self._loss(outputs, None, 1)
         counted = labels != self._ignored if self._loss.name == "cross_entropy" else torch.ones_like(labels)
-        # the losses of Onward are sums over targets (model/loss.py); a step without torch needs the mean
+        # the losses of Onward are sums over targets (model/losses/loss.py); a step without torch needs the mean
         count = self._loss.count(labels, 1) if self._loss.config.class_weights else counted.sum().clamp(min=1)
         return self._loss(outputs, labels, 1) / count
 

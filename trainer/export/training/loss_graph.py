@@ -1,7 +1,7 @@
 """Append the configured loss to a graph as ONNX nodes: model_with_loss.onnx and eval.onnx.
 
-It computes the same numbers as trainer/model/loss.py: the mean over the targets that count. The axis of the classes is
-`loss.class_axis`, which `write_artifacts` has filled in from the data; else the last one.
+It computes the same numbers as trainer/model/losses/loss.py: the mean over the targets that count. The axis of the
+classes is `loss.class_axis`, which `write_artifacts` has filled in from the data; else the last one.
 """
 
 from __future__ import annotations

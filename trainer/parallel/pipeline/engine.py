@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onward.trainer.data.batches import Batch
+from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.mesh import new_group
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.model.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.weight_casts import casts_kept
 from onward.trainer.parallel.pipeline.schedules import (
     Autocast,
@@ -44,7 +44,7 @@ GRADIENT_TOLERANCE = 1e-3
 
 
 class BatchLosses(Protocol):
-    """Losses as sums over targets (trainer/model/loss.py)."""
+    """Losses as sums over targets (trainer/model/losses/loss.py)."""
 
     def __len__(self) -> int: ...
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None: ...

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from onward.trainer.data.batches import Batch
+from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.mesh import message_device
 from onward.trainer.errors import ConfigError
 from onward.trainer.parallel.pipeline.stage import Stage

@@ -26,8 +26,8 @@ from torch import Tensor, fx, nn
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.weights import Interval, Placement, share
-from onward.trainer.model.loss import output_index
-from onward.trainer.model.vocabulary_loss import ClassShard
+from onward.trainer.model.losses.loss import output_index
+from onward.trainer.model.losses.vocabulary_loss import ClassShard
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.gather import gather_rows, non_negative_indices
 from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, is_transpose, stored_tensor

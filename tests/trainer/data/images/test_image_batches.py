@@ -15,15 +15,15 @@ import torch
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections_images import AugmentConfig, ImageConfig
-from onward.trainer.data.batch_transforms import Samples
-from onward.trainer.data.batches import Batches, evaluation_batches
+from onward.trainer.data.batches.batch_transforms import Samples
+from onward.trainer.data.batches.batches import Batches, evaluation_batches
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
 from onward.trainer.data.images.decoding import decode_image
 from onward.trainer.data.images.image_batches import ImageBatches
 from onward.trainer.data.images.image_inputs import image_inputs
-from onward.trainer.data.sharding import make_training_shards
-from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
+from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision

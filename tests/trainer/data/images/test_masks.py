@@ -14,12 +14,12 @@ from PIL import Image
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches import Batch, Batches
+from onward.trainer.data.batches.batches import Batch, Batches
 from onward.trainer.data.images.augmentation import Augmentation, seeds
 from onward.trainer.data.images.decoding import decode_image, decode_mask
-from onward.trainer.data.sharding import make_training_shards
-from onward.trainer.data.shards import open_shards
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_graph.builder import GraphWriter

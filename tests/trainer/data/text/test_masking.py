@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches import Batches, evaluation_batches, one_batch
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.batches.batches import Batches, evaluation_batches, one_batch
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.shards import open_shards
 from tests.support.graphs import tiny_token_classifier
 from tests.support.texts import bert_tokenizer, gpt2_tokenizer, sentences, write_csv
 from tests.trainer.data.text.test_tokenized_rows import configured, problems, sharded

@@ -12,9 +12,9 @@ import pytest
 from onnx import TensorProto
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches import one_batch
-from onward.trainer.data.shards import open_shards
+from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.parallel.planner import example_batch
 from tests.support.texts import bert_tokenizer, gpt2_tokenizer, sentences

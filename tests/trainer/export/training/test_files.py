@@ -24,7 +24,7 @@ from onward.trainer.export.training.files import TrainingArtifacts, write_artifa
 from onward.trainer.export.training.gradients import TrainingModel, gradient_of, training_model, updated
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
 from onward.trainer.export.training.optimizer_graph import UPDATES, optimizer_model
-from onward.trainer.model.loss import Loss
+from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.trainable import load_weights
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.reference_models import build_squeezenet

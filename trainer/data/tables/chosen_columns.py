@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.column_patterns import as_tuple, expanded, is_pattern, matching
-from onward.trainer.data.sharding import infer_schema
-from onward.trainer.data.table_columns import INDICATOR
+from onward.trainer.data.storage.sharding import infer_schema
+from onward.trainer.data.tables.column_patterns import as_tuple, expanded, is_pattern, matching
+from onward.trainer.data.tables.table_columns import INDICATOR
 
 
 def with_columns(config: RunConfig, local: RunConfig | None = None) -> RunConfig:

@@ -17,7 +17,7 @@ import numpy as np
 
 from onward.trainer.config.sections_table import TableConfig
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells
-from onward.trainer.data.csv_dialect import MISSING, Bytes, Dialect, dialect_of, opened
+from onward.trainer.data.reading.csv_dialect import MISSING, Bytes, Dialect, dialect_of, opened
 from onward.trainer.errors import DataError
 
 MAX_ROW_BYTES = 256 << 20

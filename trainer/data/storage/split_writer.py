@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Protocol
 
 from onward.trainer.config.sections import DataConfig
-from onward.trainer.data.arrow_files import ArrowWriter
 from onward.trainer.data.column_computers import RowPacker
 from onward.trainer.data.columns import Column, Values
-from onward.trainer.data.described_columns import extremes, merge
-from onward.trainer.data.shards import ShardFile
-from onward.trainer.data.tensorproto_files import ProtoWriter
+from onward.trainer.data.storage.arrow_files import ArrowWriter
+from onward.trainer.data.storage.described_columns import extremes, merge
+from onward.trainer.data.storage.shards import ShardFile
+from onward.trainer.data.storage.tensorproto_files import ProtoWriter
 from onward.trainer.run.durable_files import fsync, sha256
 
 

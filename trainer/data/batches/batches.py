@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.balanced_order import BalancedOrder, Stream
-from onward.trainer.data.batch_computations import open_batch_transforms
-from onward.trainer.data.batch_transforms import Samples
+from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
+from onward.trainer.data.batches.batch_computations import open_batch_transforms
+from onward.trainer.data.batches.batch_transforms import Samples
+from onward.trainer.data.batches.device_copies import DeviceCopies
+from onward.trainer.data.batches.sample_stream import sample_stream
+from onward.trainer.data.batches.step_shares import divide, end_of_share
 from onward.trainer.data.columns import Array, Schema, Values
-from onward.trainer.data.device_copies import DeviceCopies
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.input_columns import Feed, feeds
-from onward.trainer.data.sample_stream import sample_stream
-from onward.trainer.data.shards import Shards
 from onward.trainer.data.signature import Signature
-from onward.trainer.data.step_shares import divide, end_of_share
+from onward.trainer.data.storage.shards import Shards
 from onward.trainer.data.targets import NO_LABELS, count_targets, label_range
 from onward.trainer.errors import ConfigError
 

@@ -16,10 +16,8 @@ from typing import IO
 import numpy as np
 
 from onward.trainer.config.sections import DataConfig
-from onward.trainer.data.arrow_files import arrow_blocks, parquet_blocks
 from onward.trainer.data.audio.decoding import AUDIO_FORMATS
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block
-from onward.trainer.data.digits import digits_block
 from onward.trainer.data.images.image_sources import (
     COLUMN_OF,
     IMAGE_FORMATS,
@@ -30,10 +28,12 @@ from onward.trainer.data.images.image_sources import (
     tar_blocks,
 )
 from onward.trainer.data.permutation import hash_key, keyed_hash
-from onward.trainer.data.saved_datasets import saved_dataset
-from onward.trainer.data.series_windows import source_columns, windowed
-from onward.trainer.data.tables import csv_blocks, json_blocks
-from onward.trainer.data.tensorproto_files import proto_blocks
+from onward.trainer.data.reading.digits import digits_block
+from onward.trainer.data.reading.saved_datasets import saved_dataset
+from onward.trainer.data.reading.tables import csv_blocks, json_blocks
+from onward.trainer.data.storage.arrow_files import arrow_blocks, parquet_blocks
+from onward.trainer.data.storage.tensorproto_files import proto_blocks
+from onward.trainer.data.tables.series_windows import source_columns, windowed
 from onward.trainer.data.text.documents import text_blocks, unit_of
 from onward.trainer.errors import DataError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batch_transforms import BatchTransform
+from onward.trainer.data.batches.batch_transforms import BatchTransform
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images.image_batches import ImageBatches
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels

@@ -17,11 +17,11 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from onward.trainer.data.arrow_files import ArrowReader
 from onward.trainer.data.columns import Array, Column, Schema, Values
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.permutation import hash_key, keyed_hash
-from onward.trainer.data.tensorproto_files import ProtoReader
+from onward.trainer.data.storage.arrow_files import ArrowReader
+from onward.trainer.data.storage.tensorproto_files import ProtoReader
 from onward.trainer.errors import DataError
 from onward.trainer.run.records import Record, read_record
 

@@ -25,7 +25,6 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections import DataConfig
-from onward.trainer.data import sources
 from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, describe_all, packer_of, stored_of
 from onward.trainer.data.columns import (
     BYTES,
@@ -40,13 +39,14 @@ from onward.trainer.data.columns import (
     select,
 )
 from onward.trainer.data.computations import read_and_computed
-from onward.trainer.data.described_columns import infer, merge, stored_column
-from onward.trainer.data.digits import digits_schema
 from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
 from onward.trainer.data.images.image_sources import COLUMN_OF
-from onward.trainer.data.shards import SHARD_VERSION, ShardManifest
+from onward.trainer.data.reading import sources
+from onward.trainer.data.reading.digits import digits_schema
 from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.split_writer import SplitWriter
+from onward.trainer.data.storage.described_columns import infer, merge, stored_column
+from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest
+from onward.trainer.data.storage.split_writer import SplitWriter
 from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.records import read_record, write_record

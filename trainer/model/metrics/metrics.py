@@ -19,9 +19,9 @@ from torch import Tensor
 from onward.trainer.config.metric_names import TASKS
 from onward.trainer.config.sections_metrics import MetricConfig, metrics_of
 from onward.trainer.distributed.lists import gather_lists
-from onward.trainer.model.library_measure import LibraryMeasure
-from onward.trainer.model.loss import Loss, Losses
-from onward.trainer.model.measures import SUMS, Confusion, Measure, Measured
+from onward.trainer.model.losses.loss import Loss, Losses
+from onward.trainer.model.metrics.library_measure import LibraryMeasure
+from onward.trainer.model.metrics.measures import SUMS, Confusion, Measure, Measured
 
 MOST_CLASSES = 30
 """The most classes for which the confusion matrix is kept."""

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data import sources
 from onward.trainer.data.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
 from onward.trainer.data.fitted import Fitted, FittedComputer
+from onward.trainer.data.reading import sources
 from onward.trainer.data.text.text_columns import MAKES_LABELS
 from onward.trainer.errors import ConfigError, DataError
 

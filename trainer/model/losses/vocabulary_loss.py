@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.distributed.collectives import all_reduce
-from onward.trainer.model.chunked_loss import chunks
+from onward.trainer.model.losses.chunked_loss import chunks
 
 
 @dataclass(frozen=True)

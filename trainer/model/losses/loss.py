@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig, titles
-from onward.trainer.data.batches import Batch
+from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.class_axis import Dims, find_class_axis
 from onward.trainer.data.targets import count_targets, soft_axis
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.model import chunked_loss, loss_formulas
-from onward.trainer.model.gathered_rows import gathered_rows
-from onward.trainer.model.loss_file import load_loss
-from onward.trainer.model.vocabulary_loss import ClassShard
+from onward.trainer.model.losses import chunked_loss, loss_formulas
+from onward.trainer.model.losses.gathered_rows import gathered_rows
+from onward.trainer.model.losses.loss_file import load_loss
+from onward.trainer.model.losses.vocabulary_loss import ClassShard
 
 
 class Losses:

@@ -1,0 +1,1 @@
+"""Make batches of tensors from a position in the sample stream."""

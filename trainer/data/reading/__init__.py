@@ -1,0 +1,1 @@
+"""Read data sources: local files and URLs, CSV, JSON Lines, Parquet, directories of text, saved datasets."""

@@ -1,0 +1,1 @@
+"""Store the data as shards: files of rows with a manifest, once for each content."""

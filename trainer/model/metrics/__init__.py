@@ -1,0 +1,1 @@
+"""The metrics of an evaluation, exact over all ranks."""

@@ -60,8 +60,8 @@ def settings() -> str:
     from onward.trainer.config.losses import LossConfig
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.config.section import table_type
-    from onward.trainer.config.sections import WeightAttributes
-    from onward.trainer.config.sections_metrics import MetricConfig
+    from onward.trainer.config.sections.metrics import MetricConfig
+    from onward.trainer.config.sections.training import WeightAttributes
 
     lines = [
         "# Settings",

@@ -229,7 +229,7 @@ def export(source: AnyPath, output: AnyPath, *, variants: Sequence[str] = (), tr
     require_flow("onward.export")
     from onward.flows.runs import find_checkpoint
     from onward.tasks.export import export_file
-    from onward.trainer.config.sections import ExportConfig
+    from onward.trainer.config.sections.results import ExportConfig
 
     extras = ExportConfig.model_validate({"variants": tuple(variants), "training": training})
     found, checkpoint = find_checkpoint(os.fspath(source))
@@ -308,7 +308,7 @@ def to_module(
     the first output that a loss can read: `module.input_names` are the tensors that it takes. Raises ConfigError for a
     pattern that matches nothing, UnsupportedModel with everything that cannot be imported.
     """
-    from onward.trainer.config.sections import ModelConfig
+    from onward.trainer.config.sections.model import ModelConfig
     from onward.trainer.data.reading.fetching import local_file, local_model
     from onward.trainer.onnx_graph.outputs import readable_output
     from onward.trainer.onnx_graph.preprocessing import begin_at_numbers

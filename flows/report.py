@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
-from onward.trainer.config.sections_metrics import MetricConfig
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.run.records import ExportedModel
 
 if TYPE_CHECKING:

@@ -86,7 +86,7 @@ def train_onnx(
 ) -> ExportedModel | State[Any]:
     """Train an ONNX model on MPI ranks and return the same file with trained weights, verified.
 
-    Prefect's form describes the sections and their settings with the docstrings of trainer/config/sections.py.
+    Prefect's form describes the sections and their settings with the docstrings in trainer/config/sections/.
 
     Args:
         name: The run's name in Prefect, MLflow and the run list.

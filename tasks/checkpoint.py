@@ -26,7 +26,7 @@ from onward.trainer.checkpoint.retention import (
     sweep,
 )
 from onward.trainer.checkpoint.verification import verify
-from onward.trainer.config.sections import CheckpointConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256

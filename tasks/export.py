@@ -25,7 +25,7 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra.tracking import ModelFile, Port, Tracker, TrackingError, TrackingUnavailable
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import ExportConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.signature import TensorInfo, model_digest, read_signature

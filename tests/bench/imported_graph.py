@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onward.trainer.config.sections import GraphConfig
+from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.model.compile import accelerate
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import to_module

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.parallel.replicas import reducer as reduce

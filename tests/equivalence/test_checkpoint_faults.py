@@ -31,7 +31,7 @@ from onward.trainer.checkpoint.retention import announced, list_checkpoints
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import newest_complete, verify
-from onward.trainer.config.sections import CheckpointConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir

@@ -22,7 +22,9 @@ from onward.infra.tracking import Point, Tracker
 from onward.tasks.event_shipping import Shipper, points_of
 from onward.tasks.monitor import monitor
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import DataConfig, ModelConfig, TrainConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.events import EventWriter, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, RunIdentity, write_record

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 
 from onward.tasks.export import copy_to, export_file
-from onward.trainer.config.sections import ExportConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.signature import model_digest
 from onward.trainer.errors import ExportRefused, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir

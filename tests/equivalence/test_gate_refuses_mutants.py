@@ -14,7 +14,8 @@ import torch
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from onward.trainer.config.sections import ExportConfig, ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner

@@ -31,7 +31,7 @@ from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
-from onward.trainer.config.sections_metrics import MetricConfig
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import EventWriter
@@ -360,7 +360,7 @@ def test_the_command_line_accepts_the_variants_of_the_configuration() -> None:
     from typing import get_args
 
     from onward.flows.commands.models import VariantKind
-    from onward.trainer.config.sections import ExportConfig
+    from onward.trainer.config.sections.results import ExportConfig
 
     (kinds, _) = get_args(ExportConfig.model_fields["variants"].annotation)
     assert tuple(VariantKind) == get_args(kinds)

@@ -18,6 +18,7 @@ import itertools
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -121,8 +122,10 @@ def train_until_enough(run: RunDir, mpi: MPIContext, at_step: Callable[[int], No
     heartbeat, attempt = StepStarts(run, at_step), run.current_attempt
     try:
         train(read_config(run), run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=lambda: False)
-    except Enough:
-        pass
+    except Enough:  # a checkpoint may still be written in the background, into a directory that is about to be removed
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
     finally:
         free()
 

@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 
-from onward.trainer.config.sections import TrainConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.run.directory import RunDir
 from tests.equivalence.layouts import MODELS
 from tests.gpu import ranks

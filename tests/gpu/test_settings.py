@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 
 from onward.trainer.__main__ import evaluation_data
-from onward.trainer.config.sections import PrecisionConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.distributed.weights import weights_in
 from onward.trainer.export import export
 from onward.trainer.model.compile import missing_compiler

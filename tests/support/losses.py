@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from onward.trainer.config.losses import LossConfig, filled
-from onward.trainer.config.sections import DataConfig, ModelConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 

@@ -18,7 +18,10 @@ from onward.trainer.checkpoint.retention import announced
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import CheckpointConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement
 from onward.trainer.run.directory import RunDir

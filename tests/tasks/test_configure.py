@@ -13,16 +13,12 @@ from onnx import helper, numpy_helper
 from onward.infra.tracking import Tracker, local_store
 from onward.tasks.configure import configure
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.sections import (
-    DataConfig,
-    LaunchConfig,
-    ModelConfig,
-    ParallelConfig,
-    RecomputeConfig,
-    Section,
-    TrainConfig,
-)
-from onward.trainer.config.sections_metrics import StopConfig
+from onward.trainer.config.section import Section
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.metrics import StopConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record

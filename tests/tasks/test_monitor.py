@@ -20,7 +20,9 @@ from onward.tasks.event_shipping import Cursor, Shipper
 from onward.tasks.monitor import monitor
 from onward.tasks.training_progress import Progress
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import DataConfig, ModelConfig, TrainConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.events import Event, EventWriter
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, MetricsSummary, Record, RunIdentity, read_record, write_record

@@ -15,7 +15,10 @@ from onward.flows import api
 from onward.infra.tracking import Tracker
 from onward.tasks.configure import configure
 from onward.tasks.shard_data import shard_data
-from onward.trainer.config.sections import DataConfig, LaunchConfig, ModelConfig, TrainConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.errors import ConfigError

@@ -16,7 +16,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.rules import Sections, check_cross_section_rules
 from onward.trainer.config.run_config import SECTIONS, RunConfig
 from onward.trainer.config.section import Section, section_at
-from onward.trainer.config.sections_metrics import MetricConfig
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import ConfigError
 

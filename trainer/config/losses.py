@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from onward.trainer.config.section import Section
-from onward.trainer.config.sections import DataConfig, LossName, ModelConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import LossName, ModelConfig
 
 
 class LossConfig(Section):

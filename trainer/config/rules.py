@@ -18,22 +18,12 @@ from onward.trainer.config.losses import (
     key_of,
     setting_problems,
 )
-from onward.trainer.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    ExportConfig,
-    GraphConfig,
-    LaunchConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RecomputeConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
-from onward.trainer.config.sections_metrics import MetricConfig, StopConfig, evaluation_names, metric_problems
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.metrics import MetricConfig, StopConfig, evaluation_names, metric_problems
+from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
+from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
+from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig
 from onward.trainer.config.urls import redacted, url_of
 
 Sections = Mapping[str, Any]

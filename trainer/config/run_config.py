@@ -12,23 +12,12 @@ from onward.trainer.config.losses import LossConfig, filled, with_outputs
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.rules import check_cross_section_rules
 from onward.trainer.config.section import Section
-from onward.trainer.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    ExportConfig,
-    GraphConfig,
-    LaunchConfig,
-    LoraConfig,
-    ModelConfig,
-    MonitorConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RecomputeConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
-from onward.trainer.config.sections_metrics import MetricConfig, StopConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.metrics import MetricConfig, StopConfig
+from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
+from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig, MonitorConfig
+from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig
 
 
 class RunConfig(Section):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.column_computers import computed_chunks, packer_of, stored_of
 from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Block, Column, Schema, Values, fit_block, in_parts
 from onward.trainer.data.computations import read_and_computed

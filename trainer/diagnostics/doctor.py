@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 from onnx import defs, inliner
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import PrecisionConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import UnsupportedModel
 

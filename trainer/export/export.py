@@ -33,7 +33,7 @@ import onnx
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.losses_from_data import with_balanced_weights, with_class_axes
 from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
 from onward.trainer.data.storage.shards import open_shards

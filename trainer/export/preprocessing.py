@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections_audio import AudioConfig
+from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images import image_inputs as images
 from onward.trainer.data.images.image_inputs import image_inputs

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from onward.trainer.config.sections import LoraConfig
+from onward.trainer.config.sections.model import LoraConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.ops.gather import gather_rows

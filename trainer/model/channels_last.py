@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from onward.trainer.config.sections import GraphConfig
+from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.model.weight_casts import half
 
 CONVOLUTIONS = (F.conv2d, F.conv_transpose2d)

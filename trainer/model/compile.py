@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from onward.trainer.config.sections import GraphConfig
+from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.channels_last import use_channels_last
 from onward.trainer.model.repeated_blocks import outline_repeated_blocks

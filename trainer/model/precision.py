@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from onward.trainer.config.sections import PrecisionConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections import MonitorConfig
+from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.events import EventWriter
 
 NUM_BINS = 30

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from onward.trainer.config.sections import PrecisionConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.model.adapters import low_rank, low_rank_conv
 from onward.trainer.model.precision import COMPUTE
 from onward.trainer.onnx_import.imported_graph import ImportedGraph

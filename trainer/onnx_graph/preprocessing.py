@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 import onnx
 from onnx import TensorProto, helper
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.index import (
     FLOAT_TYPES,

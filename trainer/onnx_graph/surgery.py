@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 import onnx
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.index import UNTIED, Index, did_you_mean, known_types, nodes_between
 from onward.trainer.onnx_graph.new_head import replace_head

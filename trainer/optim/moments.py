@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections import OptimizerConfig
+from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Placement, Weight
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections import OptimizerConfig
+from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
 from onward.trainer.optim.moments import Group, Segment, in_fp32, make_moments, segments

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from onward.trainer.config.sections import OptimizerConfig, ScheduleConfig
+from onward.trainer.config.sections.training import OptimizerConfig, ScheduleConfig
 
 DECAY: dict[str, Callable[[float], float]] = {
     "none": lambda p: 1.0,

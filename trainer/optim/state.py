@@ -8,7 +8,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections import OptimizerConfig
+from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Placement, check_fit, optimizer_key, optimizer_state_in
 from onward.trainer.optim.optimizers import Weights, as_weights
 

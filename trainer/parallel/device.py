@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.parallel.plan_record import Reserve
 
 MiB = 2**20

@@ -50,7 +50,8 @@ from typing import assert_never
 from torch import Tensor, fx, nn
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import OptimizerConfig, ParallelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.model.weight_casts import cast_weights
 from onward.trainer.parallel.device import reserve

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import ParallelConfig, RecomputeConfig
+from onward.trainer.config.sections.ranks import ParallelConfig, RecomputeConfig
 from onward.trainer.run.records import Record
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import DataConfig, ModelConfig
-from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.images import ImageConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.columns import BYTES, TEXT, Schema
 from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Signature, read_training_signature

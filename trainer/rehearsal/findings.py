@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from onward.trainer.config.sections import FixedBatch
+from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.rehearsal.sizes import Size
 from onward.trainer.run.records import ExporterWarning, Rehearsal, RehearsedBatch

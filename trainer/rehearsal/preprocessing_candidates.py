@@ -13,7 +13,7 @@ from typing import Any
 
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections_images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD
+from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.input_columns import file_feeds
 from onward.trainer.data.signature import Signature

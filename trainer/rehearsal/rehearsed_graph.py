@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections_metrics import MetricConfig
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.errors import ConfigError, OnwardError, Refused
 from onward.trainer.model.losses.loss import Loss, Losses

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from onward.trainer import errors
-from onward.trainer.config.sections import FixedBatch
+from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.durable_files import write_durably
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from onward.trainer.config import rules
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import ParallelConfig, TrainConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError
 
 GOOD: dict[str, dict[str, Any]] = {"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 5}}

@@ -12,7 +12,7 @@ import pytest
 from onward.flows.report import config_lines
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.metric_names import ALIASES, METRICS, is_greatest
-from onward.trainer.config.sections_metrics import MetricConfig, evaluation_names
+from onward.trainer.config.sections.metrics import MetricConfig, evaluation_names
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import ConfigError
 from tests.support import graphs

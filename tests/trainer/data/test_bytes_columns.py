@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import BYTES, ColumnType
 from onward.trainer.data.storage.sharding import infer_schema, make_shards
 from onward.trainer.data.storage.shards import open_shards

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches import batches as batches_module
 from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.batches.batches import Batches, evaluation_batches

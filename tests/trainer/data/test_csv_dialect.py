@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from pydantic import ValidationError
 
-from onward.trainer.config.sections import DataConfig
-from onward.trainer.config.sections_table import TableConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.data.columns import BLOCK_BYTES, ColumnType
 from onward.trainer.data.reading import tables
 from onward.trainer.data.reading.csv_dialect import dialect_of

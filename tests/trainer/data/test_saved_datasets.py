@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import ColumnType
 from onward.trainer.data.reading.sources import first_blocks, read
 from onward.trainer.data.storage.sharding import infer_schema, make_shards

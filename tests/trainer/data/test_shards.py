@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import Column, ColumnType
 from onward.trainer.data.storage import sharding
 from onward.trainer.data.storage.sharding import make_shards

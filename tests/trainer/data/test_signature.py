@@ -10,7 +10,8 @@ import onnx
 import pytest
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import DataConfig, ModelConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.columns import Column, ColumnType, Schema
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import columns_to_read

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import Column, ColumnType, Values
 from onward.trainer.data.reading import sources, tables
 from onward.trainer.data.storage import arrow_files as arrowfile

@@ -9,7 +9,10 @@ import onnx
 import pytest
 
 from onward.trainer.config.loading import build_config
-from onward.trainer.config.sections import CheckpointConfig, DataConfig, ExportConfig, LaunchConfig, ModelConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
+from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
 from onward.trainer.diagnostics.config_check import check_files_and_data, export_conflicts
 from onward.trainer.errors import ConfigError
 from tests.support import graphs

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from onward.flows.cli import app
 from onward.trainer.config.loading import build_config
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.diagnostics.audit_input import audit_of_run
 from onward.trainer.diagnostics.doctor import Diagnosis, diagnose
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import PrecisionConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.distributed import arithmetic
 from onward.trainer.distributed.arithmetic import named_if_not_deterministic, resolve_precision, set_arithmetic
 from onward.trainer.distributed.processes import MPIContext

@@ -18,7 +18,8 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from onward.trainer.config.loading import build_config
-from onward.trainer.config.sections import ExportConfig, ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.signature import model_digest
 from onward.trainer.errors import CheckpointError, ExportRefused
 from onward.trainer.export import export

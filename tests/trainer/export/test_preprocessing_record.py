@@ -19,7 +19,7 @@ from PIL import Image
 
 from onward.tasks.export import export_file
 from onward.trainer.config.loading import build_config
-from onward.trainer.config.sections import ExportConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.signature import model_digest, read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards

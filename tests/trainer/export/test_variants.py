@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.export import variants
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData

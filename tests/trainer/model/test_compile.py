@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onward.trainer.config.sections import GraphConfig, PrecisionConfig
+from onward.trainer.config.sections.model import GraphConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import compile as accelerate_module
 from onward.trainer.model.compile import accelerate, missing_compiler

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from onward.trainer.config.sections import GraphConfig
+from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.model import compile as compile_module
 from onward.trainer.model.compile import CompileChoice, Compiler, accelerate, keep_compiled_code
 from onward.trainer.onnx_import.driver import to_module

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.metric_names import METRICS
-from onward.trainer.config.sections_metrics import MetricConfig
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss import Losses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onward.trainer.config.sections import PrecisionConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.model.precision import autocast
 
 

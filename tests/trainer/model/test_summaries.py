@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections import MonitorConfig
+from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.events import EventWriter, read_events
 from onward.trainer.model.summaries import NUM_BINS, summarise
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.errors import ConfigError

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from onnx import parser
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.index import Index

@@ -13,7 +13,8 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-from onward.trainer.config.sections import ExportConfig, ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import ModelFile

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.trainer.config.sections import ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.onnxruntime_session import open_session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onward.trainer.config.sections import PrecisionConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.optim.loss_scaler import MOST_SKIPS, LossScaler
 
 

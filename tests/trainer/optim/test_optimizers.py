@@ -20,7 +20,7 @@ from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import verify
-from onward.trainer.config.sections import OptimizerConfig, ScheduleConfig, WeightAttributes
+from onward.trainer.config.sections.training import OptimizerConfig, ScheduleConfig, WeightAttributes
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import CheckpointError, ConfigError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onward.flows.inspection_report import show_plan
-from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.parallel import planner
 from onward.trainer.parallel.device import (

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
-from onward.trainer.config.sections import ModelConfig, ParallelConfig, PrecisionConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.weight_casts import casts_kept, insert_casts, make_casts
 from onward.trainer.onnx_graph.reference_models import build_gpt2

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections_audio import AudioConfig
+from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.data.audio.decoding import NotAudio, decode_audio, fit_length, refuse_missing_package
 from onward.trainer.data.audio.log_mel import log_mel
 from onward.trainer.data.columns import BYTES, Array, Column, ColumnType, Schema, Values

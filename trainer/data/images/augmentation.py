@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from onward.trainer.config.sections_images import AugmentConfig, ImageConfig
+from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.columns import Array
 from onward.trainer.data.images.geometry import Size
 from onward.trainer.data.permutation import hash_key, keyed_hash

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.columns import Array
 
 if TYPE_CHECKING:

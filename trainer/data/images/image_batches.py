@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds

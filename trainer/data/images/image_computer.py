@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.columns import BYTES, Array, Column, Values
 from onward.trainer.data.images.decoding import MASK_TYPE, decode_image, decode_mask
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections_images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD, ImageConfig
+from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD, ImageConfig
 from onward.trainer.data.images.geometry import Size
 from onward.trainer.data.signature import Dims, Signature, TensorInfo
 from onward.trainer.errors import ConfigError

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from onward.trainer.config.sections_table import TableConfig
+from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.errors import DataError
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}

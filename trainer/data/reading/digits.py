@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import Array, Block, Column
 
 DIGITS_MEAN, DIGITS_STD = 0.3053, 0.3760

@@ -15,7 +15,7 @@ from typing import IO
 
 import numpy as np
 
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.audio.decoding import AUDIO_FORMATS
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block
 from onward.trainer.data.images.image_sources import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.config.sections_table import TableConfig
+from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells
 from onward.trainer.data.reading.csv_dialect import MISSING, Bytes, Dialect, dialect_of, opened
 from onward.trainer.errors import DataError

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, describe_all, packer_of, stored_of
 from onward.trainer.data.columns import (
     BYTES,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.column_computers import RowPacker
 from onward.trainer.data.columns import Column, Values
 from onward.trainer.data.storage.arrow_files import ArrowWriter

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from onward.trainer.config.sections import DataConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.errors import ConfigError
 
 Names = str | tuple[str, ...]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from onward.trainer.config.sections_table import WindowConfig
+from onward.trainer.config.sections.tables import WindowConfig
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, numbers
 from onward.trainer.data.permutation import hash_key
 from onward.trainer.errors import DataError

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections_table import Missing, Scaling
+from onward.trainer.config.sections.tables import Missing, Scaling
 from onward.trainer.data.columns import TEXT, Array, Column, ColumnType, Schema, Values
 from onward.trainer.data.fitted import Fitted, FittedComputer
 from onward.trainer.data.input_columns import file_feeds

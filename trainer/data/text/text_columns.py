@@ -15,7 +15,7 @@ from typing import get_args
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections_text import TextConfig, TextRole
+from onward.trainer.config.sections.text import TextConfig, TextRole
 from onward.trainer.data.columns import TEXT, WORDS, ColumnType
 from onward.trainer.data.signature import Signature, TensorInfo
 

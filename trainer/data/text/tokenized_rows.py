@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.config.sections_text import TextRole
+from onward.trainer.config.sections.text import TextRole
 from onward.trainer.data.columns import Array, Column, Values
 from onward.trainer.data.fitted import Fitted, FittedComputer
 from onward.trainer.data.text.masking import WORDS

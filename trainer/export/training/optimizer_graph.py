@@ -9,7 +9,7 @@ import onnx
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from onward.trainer.config.sections import OptimizerConfig
+from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.onnx_graph.builder import GraphExtender
 from onward.trainer.optim.optimizers import build_optimizer
 from onward.trainer.optim.state import optimizer_tensors

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.metric_names import METRICS, Task
-from onward.trainer.config.sections_metrics import MetricConfig
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.metrics.measures import Measured
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision

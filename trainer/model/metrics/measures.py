@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.metric_names import TASKS
-from onward.trainer.config.sections_metrics import MetricConfig
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.losses.loss_formulas import as_rows

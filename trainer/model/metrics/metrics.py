@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onward.trainer.config.metric_names import TASKS
-from onward.trainer.config.sections_metrics import MetricConfig, metrics_of
+from onward.trainer.config.sections.metrics import MetricConfig, metrics_of
 from onward.trainer.distributed.lists import gather_lists
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.library_measure import LibraryMeasure

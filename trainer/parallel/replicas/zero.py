@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.pipeline.stage import Chain, Stage

@@ -18,7 +18,7 @@ from scipy.signal import resample_poly
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections_audio import AudioConfig
+from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.data.audio.audio_clips import AudioClips
 from onward.trainer.data.audio.decoding import NotAudio, decode_audio, fit_length
 from onward.trainer.data.audio.log_mel import log_mel

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from onward.trainer.config.sections_images import AugmentConfig, ImageConfig
+from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from tests.support.images import picture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from onward.trainer.config.sections_images import ImageConfig
+from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from tests.support.images import picture

@@ -14,7 +14,7 @@ import torch
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections_images import AugmentConfig, ImageConfig
+from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.batches.batches import Batches, evaluation_batches
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds

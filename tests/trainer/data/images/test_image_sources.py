@@ -57,7 +57,7 @@ def rows_of(directory: Path, manifest: ShardManifest, split: Split) -> list[tupl
 
 def expected(contents: dict[bytes, int]) -> list[tuple[bytes, int]]:
     """(pixels, label) of encoded images, as torchvision's transforms make them (test_geometry.py)."""
-    from onward.trainer.config.sections_images import ImageConfig
+    from onward.trainer.config.sections.images import ImageConfig
 
     fitted = {content: fitted_image(decode_image(content, grey=False), (16, 16), ImageConfig()) for content in contents}
     return sorted((np.asarray(fitted[content]).tobytes(), label) for content, label in contents.items())

@@ -17,7 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.sections import ModelConfig, OptimizerConfig, WeightAttributes
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.training import OptimizerConfig, WeightAttributes
 from onward.trainer.errors import ConfigError, ExportRefused, UnsupportedModel
 from onward.trainer.export.training import decompositions
 from onward.trainer.export.training.files import TrainingArtifacts, write_artifacts

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.distributed import collectives
 from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.processes import MPIContext

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onward.trainer.config.sections import ParallelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights

@@ -14,7 +14,7 @@ from onnx import TensorProto
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onward.trainer.config.sections import LoraConfig
+from onward.trainer.config.sections.model import LoraConfig
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, slices

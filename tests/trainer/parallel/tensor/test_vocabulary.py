@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from onward.trainer.config.sections import LoraConfig, ModelConfig
+from onward.trainer.config.sections.model import LoraConfig, ModelConfig
 from onward.trainer.distributed.mesh import new_group
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, share, slices

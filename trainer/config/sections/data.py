@@ -1,0 +1,123 @@
+"""The settings of the data: [data]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from onward.trainer.config.section import Section
+from onward.trainer.config.sections.audio import AudioConfig
+from onward.trainer.config.sections.images import ImageConfig
+from onward.trainer.config.sections.tables import TableConfig
+from onward.trainer.config.sections.text import TextConfig
+from onward.trainer.config.urls import Location
+
+
+class SourceConfig(Section):
+    """One of several sources that are mixed."""
+
+    source: Location
+    """A file, a directory or a glob, as in `data.source`."""
+    weight: PositiveFloat = 1.0
+    """How many of the samples are of this source, in proportion to the weights of the others."""
+
+
+class DataConfig(Section):
+    """Where samples come from, and which column feeds which input of the model."""
+
+    source: Location
+    """A file, a directory or a glob, also by URL; or `digits` (scikit-learn's 1,797 images), or `stdlib` (the text of
+    Python's standard library). Relative to the config file; on the command line, to the working directory."""
+    format: Literal[
+        "auto", "csv", "parquet", "jsonl", "npz", "text", "digits", "arrow", "pb", "images", "audio", "webdataset"
+    ] = "auto"
+    """The format of the source; `auto` decides by its name. `images` and `audio` are files in a folder for each class,
+    `webdataset` tar files, `arrow` Onward's own shards, `pb` those of ONNX Runtime's trainer."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sources in place of `source`, each with a weight, mixed anew in each epoch. An epoch has as many samples
+    as all sources together; of a source it has the share of its weight, so that the rows of a source with a large
+    weight and few rows are taken several times."""
+    image: ImageConfig | None = None
+    """How encoded images are read: the table `[data.image]`; without it no column holds encoded images."""
+    audio: AudioConfig | None = None
+    """A column of audio files: `[data.audio]`."""
+    evaluation_source: Location = ""
+    """Samples to evaluate on; empty = set aside `evaluation_fraction` of the source, or of each of several."""
+    evaluation_rows: NonNegativeInt = 0
+    """Evaluate on so many rows only, always the same ones; 0 = on all that are set aside or in `evaluation_source`."""
+    test_source: Location = ""
+    """Samples on which the exported file is evaluated once, at the end. Nothing is chosen by the result."""
+    evaluation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    """The share of rows (of files, for text) set aside for evaluation; which ones depends on the row's
+    place in its file (or on the file's name) alone, so appended rows move none to the other side."""
+    inputs: dict[str, str | tuple[str, ...]] = {}
+    """Graph input -> its column, or several columns stacked into one vector. Inputs not named here read
+    the column of their own name. A glob pattern, such as "f*", stands for the columns that it matches, in the order of
+    the file, and "!f2" leaves columns out; the saved configuration has the columns."""
+    label: str | tuple[str, ...] = "label"
+    """The column (or columns) the loss compares with; unused when the loss is a graph output. Short for
+    `loss.label`."""
+    classes: Literal["auto", "sorted"] | tuple[str, ...] = "auto"
+    """The class names in the model's order, for a cross-entropy on labels that are names: ["cat", "dog"]. `auto` = the
+    names in the data, sorted, where the labels are text; labels that are integers are class ids. `sorted` = integers
+    are names, too, such as 3, 5 and 10 for classes 0, 1 and 2."""
+    balance: Literal["none", "length"] = "none"
+    """`length` = the samples of a step have similar lengths, so that micro-batches need little padding and replicas
+    have equal work. Each sample is still taken once per epoch, at a place that depends on the seed alone."""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What happens at a row that cannot be read: `fail` stops with its file and line, `skip` counts it and goes on."""
+    shard_format: Literal["arrow", "pb"] = "arrow"
+    """The format of the shards: Arrow IPC, or length-prefixed TensorProtos as ONNX Runtime's trainer reads them."""
+    rows_per_shard: PositiveInt = 65536
+    """Rows in one shard file. Sharding needs memory in proportion to it."""
+    pad_values: dict[str, float] = {}
+    """Column of variable length -> the value that pads its shorter rows in a batch; without an entry 0,
+    `model.ignore_index` for labels, and for what is computed from strings the value that the model itself pads with."""
+    image_size: PositiveInt = 32
+    """Digits only: side in pixels the 8x8 images are resized to."""
+    image_channels: PositiveInt = 3
+    """Digits only: the grey image is repeated this many times."""
+    sequence_length: PositiveInt = 128
+    """Text only: bytes in one sample; the label of each byte is the byte that follows it."""
+    text_files: str = "*.py"
+    """Text only: which files of the directory are read."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_source_or_several(cls, settings: Any) -> Any:
+        """Let `source` be the first of `sources`, by which formats and columns are found."""
+        if not isinstance(settings, Mapping) or not settings.get("sources"):
+            return settings
+        first = settings["sources"][0]
+        first = first.source if isinstance(first, SourceConfig) else dict(first).get("source")
+        if settings.get("source") not in (None, "", first):
+            raise ValueError("source and sources exclude each other; put the source among the sources")
+        return {**settings, "source": first} if first else settings
+
+    @model_serializer(mode="wrap")
+    def _without_a_derived_source(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `source` where it was derived, so that what was saved can be loaded with other `sources`."""
+        saved: dict[str, Any] = serialize(self)
+        if self.sources:
+            saved.pop("source", None)
+        return saved
+
+    @property
+    def mixture(self) -> tuple[SourceConfig, ...]:
+        """Return the sources with their weights, also if there is one."""
+        return self.sources or (SourceConfig(source=self.source),)
+
+    text: TextConfig | None = None
+    """Columns of raw text and the model's tokenizer: `[data.text]`."""
+    table: TableConfig = TableConfig()
+    """What is computed of columns of a table: `[data.table]`."""

@@ -1,0 +1,118 @@
+"""The settings of the model: [model], [model.lora] and [graph]."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from onward.trainer.config.section import Decay, Section
+from onward.trainer.config.urls import FilePath
+
+AcceptedWarning = Literal["merged", "separated", "removed"]
+"""The keys of the warnings (diagnostics/exporter_warnings.py) that change what is trained."""
+
+FixedBatch = Literal["auto", "any", "own", "joint"]
+
+# fmt: off
+LossName = Literal[
+    "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
+    "cosine", "triplet", "info_nce", "file",
+]
+# fmt: on
+"""The losses, by name."""
+
+
+class ModelConfig(Section):
+    """The ONNX file to train, which of its weights, and the loss."""
+
+    path: FilePath
+    """The ONNX file to train: a path, relative to the config file (on the command line: to the working directory), or a
+    URL (s3, gs, az, hf, http, https), as everywhere that a path is taken."""
+    loss: LossName = "cross_entropy"
+    """Cross-entropy, mean squared or absolute error, binary cross-entropy on logits, `output` (the graph computes its
+    own scalar loss), or another one of [loss], which has their settings. Short for `loss.name`."""
+    output: str | tuple[str, ...] = ""
+    """The tensor that the loss reads: a graph output, or any tensor inside the graph; empty = the first output. With
+    `loss = "output"` it is the loss itself. A list has the tensor of each `[[loss]]`. Short for `loss.output`."""
+    start: tuple[str, ...] = ()
+    """Tensors inside the graph that become its inputs, each read from the data's column of its name. The nodes before
+    them are neither computed nor trained. Empty = the graph's own inputs; in a file that begins with strings the
+    tensors of numbers behind them, which onnxruntime computes when the data is read."""
+    num_classes: NonNegativeInt = 0
+    """Replace the head: its last layer gets this many outputs, newly initialised; 0 = keep it."""
+    head: str = ""
+    """The weight of the layer that `num_classes` replaces; empty = the last one before the output."""
+    untie: tuple[str, ...] = ()
+    """Glob patterns of initializers that several layers share although they should not (exporters merge equal ones).
+    Each parameter that the file names gets its own copy, or each node where it names none; in the exported file too."""
+    accept: tuple[AcceptedWarning, ...] = ()
+    """Warnings of `onward doctor` that a run accepts although they change what is trained; without, such a run is
+    refused. `merged`: weights that an exporter merged are trained as one weight. `separated`: one weight into whose
+    uses an exporter folded different things is trained as several. `removed`: biases of zeros that an exporter removed
+    stay absent."""
+    tie: bool = True
+    """Train the copies that an exporter made of one weight (such as a transposed embedding) as one weight."""
+    fixed_batch: FixedBatch = "auto"
+    """How a file that declares a fixed batch of B rows is trained: `any` = its shapes are rewritten for micro-batches
+    of any size; `own` = B rows at a time, fewer are filled up with rows that do not count; `joint` = B rows at a time,
+    never filled up, for rows that influence each other. `auto` = the first that running the file proves right."""
+    ignore_index: int = -100
+    """Targets with this label are left out of the loss and of its mean (cross-entropy only). Short for
+    `loss.ignore_index`."""
+    train: tuple[str, ...] = ("*",)
+    """Glob patterns of the initializers to train; all others are frozen."""
+    freeze: tuple[str, ...] = ()
+    """Glob patterns of the initializers to freeze; takes precedence over `train`."""
+    converters: tuple[FilePath, ...] = ()
+    """Python files that define further operators: for training by `onnx2torch.add_converter`, and, where onnxruntime
+    lacks them too, for verification as `onnx.reference.op_run.OpRun`. Relative to the config file; on the command
+    line, to the working directory."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The tensors that the losses read, each once; empty = the first output of the graph."""
+        return tuple(dict.fromkeys((self.output,) if isinstance(self.output, str) else self.output))
+
+    def named_outputs(self, first: str) -> tuple[str, ...]:
+        """Return `outputs` by name, where `first` is the first output of the graph."""
+        return tuple(dict.fromkeys(name or first for name in self.outputs))
+
+
+class GraphConfig(Section):
+    """How the imported graph is computed. The exported file does not depend on these settings."""
+
+    fuse: bool = True
+    """Rewrite attention, normalisation, GELU and linear layers into torch's fused kernels; false = node by node."""
+    compile: bool = False
+    """Compile the graph with torch.compile."""
+    shapes: Literal["auto", "static", "dynamic"] = "auto"
+    """Shapes of compiled code: `static` = those of a full micro-batch, and others run eagerly; `dynamic` = one code for
+    all. `auto` = static if all samples have one shape."""
+    compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune-no-cudagraphs"] = "auto"
+    """Mode of torch.compile. `reduce-overhead` = CUDA graphs: on a GPU, with static shapes, without pipeline and ZeRO.
+    `auto` = these for models so small that launching their kernels takes longer than computing them; else default."""
+    compile_regions: Literal["auto", "whole", "repeated"] = "auto"
+    """What is compiled as one: the `whole` graph, or each kind of `repeated` block (layer) once, which takes less time
+    to compile. `auto` = whole."""
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    """Memory format of images inside the graph; `auto` = channels_last for convolution graphs on a GPU."""
+    dropout: Decay = 0.0
+    """Probability of dropout that is added where exporters remove it: on embeddings, residual branches and attention
+    weights of the fused graph. The exported file never contains it."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA): W + (alpha / rank) B A. Only A and B are trained; export merges them into W."""
+
+    weights: tuple[str, ...] = ()
+    """Glob patterns of the MatMul, Gemm and Conv weights that get an adapter; empty = no adapters."""
+    rank: PositiveInt = 8
+    """Rank of the adapters: rows of A, columns of B."""
+    alpha: PositiveFloat = 16.0
+    """The adapters' scale is alpha / rank."""
+    dropout: Decay = 0.0
+    """Probability of dropout on the adapters' input."""
+    also_train: tuple[str, ...] = ()
+    """Glob patterns of weights that are trained directly, beside the adapters, such as a new head; all other weights
+    are frozen."""

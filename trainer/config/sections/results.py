@@ -1,0 +1,98 @@
+"""The settings of what a run leaves behind: [checkpoint], [monitor] and [export]."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+
+from onward.trainer.config.metric_names import is_greatest
+from onward.trainer.config.section import Section
+from onward.trainer.config.urls import Location
+
+
+class CheckpointConfig(Section):
+    """When to save checkpoints, which to keep, and where to start from."""
+
+    period: NonNegativeInt = 0
+    """Steps between checkpoints; 0 = only after the last step and when the job is asked to stop."""
+    keep_newest: PositiveInt = 3
+    """Newest checkpoints to keep, beside the best one."""
+    background: Literal["auto"] | bool = "auto"
+    """Write checkpoints while training goes on, from a copy in host memory of what a rank writes. `auto` = where the
+    copy takes at most half of the free memory; on a CPU with `parallel.memory_gib` training waits instead."""
+    best_metric: str = "evaluation/loss"
+    """The metric that decides which checkpoint is the best."""
+    best_is: Literal["auto", "least", "greatest"] = "auto"
+    """Whether a smaller or a larger `best_metric` is better; `auto` = what the metric means."""
+    load: Location = ""
+    """A checkpoint directory to start from: weights, optimizer and position; empty = the ONNX file's weights."""
+
+    @property
+    def greatest_is_best(self) -> bool:
+        """Whether a larger `best_metric` is better."""
+        return bool(is_greatest(self.best_metric)) if self.best_is == "auto" else self.best_is == "greatest"
+
+
+class MonitorConfig(Section):
+    """What is recorded, and where."""
+
+    experiment: str = "onward"
+    """The MLflow experiment."""
+    tracking_uri: str = ""
+    """The MLflow store; empty = MLFLOW_TRACKING_URI, else Onward's own under its home directory."""
+    tensorboard: bool = True
+    """Write TensorBoard files from the event log."""
+    histograms: tuple[str, ...] = ()
+    """Glob patterns of weights whose values and gradients are recorded as histograms."""
+    norms: tuple[str, ...] = ()
+    """Glob patterns of weights whose L2 norm and gradient norm are recorded."""
+    summary_period: PositiveInt = 100
+    """Steps between histograms and norms."""
+
+
+class ExportConfig(Section):
+    """Which weights are exported, and which checks the file must pass before it is registered."""
+
+    checkpoint: Literal["best", "last"] = "best"
+    """Which checkpoint's weights are exported."""
+    path: Location = ""
+    """Also copy the exported file here, to a path or a URL; empty = only the run directory keeps it."""
+    tolerance: PositiveFloat = 1e-3
+    """Largest allowed difference between onnxruntime and the trained module, relative to the output's largest value."""
+    parity_batches: PositiveInt = 4
+    """Evaluation batches on which onnxruntime and the trained module are compared."""
+    training: bool = False
+    """Also write the files that continue training with onnxruntime alone, without torch: model_with_loss.onnx,
+    eval.onnx, training.onnx and optimizer.onnx."""
+    variants: tuple[
+        Literal["optimized", "fp16", "bf16", "int8_dynamic", "int8_static", "without_loss", "with_preprocessing"], ...
+    ] = ()
+    """Further files for deployment: onnxruntime's graph optimisation, half-precision weights, 8-bit quantization
+    (static: calibrated on evaluation data). Each is evaluated, and refused by `variant_tolerance`. `without_loss`: of a
+    graph that computes its own loss, the file without the loss and the labels. `with_preprocessing`: the file behind
+    nodes that compute its inputs of raw columns, and of the pixels of images in the final size."""
+    variant_tolerance: PositiveFloat = 0.02
+    """How much worse a variant may be than the exported file: in accuracy, absolute; without an accuracy, in the
+    evaluation loss, relative."""
+    register_as: str = ""
+    """The name in MLflow's model registry; empty = the run's name."""
+    alias: str = "champion"
+    """The alias given to the new version; empty = none."""
+
+    @field_validator("register_as")
+    @classmethod
+    def _is_a_model_name(cls, name: str) -> str:
+        if taken := sorted(set(name) & set("/:'\"")):
+            raise ValueError(f"a name in the model registry must not contain {' '.join(taken)}")
+        return name
+
+    @field_validator("alias")
+    @classmethod
+    def _is_an_alias(cls, alias: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9_-]*", alias):
+            raise ValueError("an alias consists of letters, digits, _ and -")
+        if re.fullmatch(r"latest|v\d+", alias, re.IGNORECASE):
+            raise ValueError("`latest`, v1, v2, ... are reserved by the model registry; choose another alias")
+        return alias

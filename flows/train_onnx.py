@@ -31,9 +31,14 @@ from onward.tasks.monitor import monitor as monitor_training
 from onward.tasks.shard_data import shard_data
 from onward.tasks.train import train as train_model
 from onward.trainer.checkpoint.retention import announced
-from onward.trainer.config import sections, sections_metrics
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.metrics import MetricConfig, StopConfig
+from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
+from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig, MonitorConfig
+from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, TrainResult
@@ -64,23 +69,23 @@ def end_mlflow_run_as(status: Status) -> Any:
     on_cancellation=[end_mlflow_run_as("KILLED")],
 )
 def train_onnx(
-    model: sections.ModelConfig,
-    data: sections.DataConfig,
-    train: sections.TrainConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    train: TrainConfig,
     loss: tuple[LossConfig, ...] = (),
-    metrics: tuple[sections_metrics.MetricConfig, ...] = (),
-    graph: sections.GraphConfig = sections.GraphConfig(),
-    lora: sections.LoraConfig = sections.LoraConfig(),
-    precision: sections.PrecisionConfig = sections.PrecisionConfig(),
-    optimizer: sections.OptimizerConfig = sections.OptimizerConfig(),
-    schedule: sections.ScheduleConfig = sections.ScheduleConfig(),
-    parallel: sections.ParallelConfig = sections.ParallelConfig(),
-    recompute: sections.RecomputeConfig = sections.RecomputeConfig(),
-    launch: sections.LaunchConfig = sections.LaunchConfig(),
-    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig(),
-    stop: sections_metrics.StopConfig = sections_metrics.StopConfig(),
-    monitor: sections.MonitorConfig = sections.MonitorConfig(),
-    export: sections.ExportConfig = sections.ExportConfig(),
+    metrics: tuple[MetricConfig, ...] = (),
+    graph: GraphConfig = GraphConfig(),
+    lora: LoraConfig = LoraConfig(),
+    precision: PrecisionConfig = PrecisionConfig(),
+    optimizer: OptimizerConfig = OptimizerConfig(),
+    schedule: ScheduleConfig = ScheduleConfig(),
+    parallel: ParallelConfig = ParallelConfig(),
+    recompute: RecomputeConfig = RecomputeConfig(),
+    launch: LaunchConfig = LaunchConfig(),
+    checkpoint: CheckpointConfig = CheckpointConfig(),
+    stop: StopConfig = StopConfig(),
+    monitor: MonitorConfig = MonitorConfig(),
+    export: ExportConfig = ExportConfig(),
     name: str = "onward",
     resume: str = "",
 ) -> ExportedModel | State[Any]:

@@ -6,6 +6,7 @@ import contextlib
 import email.utils
 import hashlib
 import http.server
+import importlib.util
 import re
 import select
 import socket
@@ -18,6 +19,14 @@ import boto3
 import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Let a package seem not to be installed."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == package else found(name, *rest)
+    )
 
 
 @contextlib.contextmanager

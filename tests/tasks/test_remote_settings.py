@@ -27,7 +27,7 @@ from onward.trainer.run.directory import RunDir, download_cache, onward_home, re
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.graphs import tiny_conv_net
-from tests.support.remote_servers import object_store, web_server
+from tests.support.remote_servers import object_store, web_server, without
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -131,7 +131,10 @@ def test_changed_external_data_is_another_model(sections: dict[str, Any], bucket
     assert (copies.copies[0].path.parent / "weights/model.bin").read_bytes() == content[::-1]
 
 
-def test_everything_that_cannot_be_fetched_is_said_at_once_and_nothing_is_written(sections: dict[str, Any]) -> None:
+def test_everything_that_cannot_be_fetched_is_said_at_once_and_nothing_is_written(
+    sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, "gcsfs")
     run = RunDir(onward_home() / "runs" / "refused")
     wrong = {
         **sections,

@@ -19,7 +19,7 @@ from onward.trainer.errors import DataError, Refused, RuntimeUnavailable
 from onward.trainer.run import remote_files
 from onward.trainer.run.remote_files import download, joined_directory
 from onward.trainer.run.stores import file_beside, list_files, refuse_unwritable, upload
-from tests.support.remote_servers import WebServer, cutting_proxy, object_store, web_server
+from tests.support.remote_servers import WebServer, cutting_proxy, object_store, web_server, without
 
 CONTENT = os.urandom(3_000_000)
 
@@ -352,6 +352,15 @@ def test_places_that_cannot_be_written_to_are_refused(store: Any) -> None:
         refuse_unwritable("https://example.com/model.onnx")
 
 
-def test_a_missing_package_is_named_with_its_pip_line() -> None:
-    with pytest.raises(RuntimeUnavailable, match="gs:// needs gcsfs, which is not installed: pip install gcsfs"):
-        list_files("gs://bucket/train.csv")
+@pytest.mark.parametrize(
+    ("scheme", "package"),
+    [("s3", "s3fs"), ("gs", "gcsfs"), ("az", "adlfs"), ("hf", "huggingface_hub"), ("https", "aiohttp")],
+)
+def test_a_missing_package_is_named_with_its_pip_line(
+    scheme: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, package)
+    with pytest.raises(
+        RuntimeUnavailable, match=f"^{scheme}:// needs {package}, which is not installed: pip install {package}$"
+    ):
+        list_files(f"{scheme}://bucket/train.csv")

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig, titles
@@ -21,9 +20,9 @@ from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.class_axis import Dims, find_class_axis
 from onward.trainer.data.targets import count_targets, soft_axis
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.model.losses import chunked_loss, loss_formulas
-from onward.trainer.model.losses.gathered_rows import gathered_rows
+from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.loss_file import load_loss
+from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs, as_rows
 from onward.trainer.model.losses.vocabulary_loss import ClassShard
 
 
@@ -99,64 +98,36 @@ class Loss:
         self._output_name = output_names[self.index]
         self._declared = (shapes or {}).get(self._output_name)
         self._replicas = replicas
-        self._file = load_loss(config.file) if config.name == "file" else None
+        self._formula = load_loss(config.file) if config.name == "file" else FORMULAS[config.name]
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
-        """Return the loss summed over the targets that count: a scalar, differentiable."""
-        own, name, config = self._own(outputs), self.name, self.config
-        if name == "cross_entropy" and labels is not None and config.is_plain and not labels.is_floating_point():
+        """Return the loss summed over the targets that count: a scalar, differentiable. size: 0 for padding."""
+        config = self.config
+        if config.is_plain and labels is not None and not labels.is_floating_point():
+            own = self._own(outputs)
             if self.classes:
                 self._last_axis_only(own, labels)
                 return self.classes.cross_entropy(own, labels, self.ignore_index)
             if own.dtype in (torch.float16, torch.bfloat16):
-                rows = loss_formulas.as_rows(own, self.axis(outputs, labels))
+                rows = as_rows(own, self.axis(outputs, labels))
                 return chunked_loss.cross_entropy(rows, labels, self.ignore_index)
-        output = self.output(outputs)
-        if name == "output":
-            return output.mean() * size  # a loss that the graph computes is a mean over its batch
-        if name in ("cosine", "triplet", "info_nce"):
-            several = [outputs[place].float() for place in self.indices]
-            return self._of_several(several, labels, size)
-        if labels is None:
-            return output.mean() * size
-        if self._file is not None:
-            return self._file(output, labels, size)
-        return self._of_one(output, labels)
-
-    def _of_one(self, output: Tensor, labels: Tensor) -> Tensor:
-        name, config = self.name, self.config
-        if name == "cross_entropy":
-            axis = -1 if labels.is_floating_point() else self.axis(output, labels)
-            return loss_formulas.cross_entropy(output, labels, axis, config, self._weights("class_weights", output))
-        if name == "dice":
-            return loss_formulas.dice(output, labels, self.axis(output, labels), config)
-        if name == "ctc":
-            return loss_formulas.ctc(output, labels, config)
-        if name == "quantile":
-            return loss_formulas.quantile(output, labels.to(output.dtype), config)
-        # without the reshape, [B] and [B, 1] would broadcast to [B, B]
-        labels = labels.reshape(output.shape).to(output.dtype)
-        if name == "focal":
-            return loss_formulas.focal(output, labels, config)
-        if name == "giou":
-            return loss_formulas.giou(output, labels)
-        weights, positive = (self._weights(key, output) for key in ("class_weights", "positive_weights"))
-        return loss_formulas.elementwise(name, config, weights, positive)(output, labels)
-
-    def _of_several(self, outputs: Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
-        config = self.config
-        if self.name == "info_nce":
-            queries, keys = (value[:size] for value in outputs)
-            all_queries, all_keys, at = gathered_rows(queries, keys, self._replicas)
-            return loss_formulas.info_nce(queries, keys, config.temperature, all_queries, all_keys, at)
-        if self.name == "triplet":
-            margin = 1.0 if config.margin is None else config.margin
-            anchor, positive, negative = outputs
-            return F.triplet_margin_loss(anchor, positive, negative, margin=margin, reduction="sum")
-        assert labels is not None
-        one, other = outputs
-        return F.cosine_embedding_loss(one, other, labels.flatten(), margin=config.margin or 0.0, reduction="sum")
+        several = len(self.indices) > 1
+        read = [outputs[place].float() for place in self.indices] if several else [self.output(outputs)]
+        axis = -1
+        if labels is not None and self.name in ("cross_entropy", "dice"):
+            axis = self.axis(outputs, labels)
+        inputs = LossInputs(
+            config,
+            read,
+            labels,
+            size,
+            axis=axis,
+            class_weights=self._weights("class_weights", read[0]),
+            positive_weights=self._weights("positive_weights", read[0]),
+            replicas=self._replicas,
+        )
+        return self._formula(inputs)
 
     def count(self, labels: Tensor | None, size: int) -> float | Tensor:
         """Return the number of targets of a micro-batch of `size` samples, without a forward pass (count_targets)."""

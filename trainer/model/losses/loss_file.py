@@ -10,28 +10,25 @@ it is the same over any number of replicas and micro-batches. `output` is fp32, 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from onward.trainer.errors import ConfigError
+from onward.trainer.model.losses.loss_formulas import Formula, LossInputs
 from onward.trainer.onnx_import.driver import load_model, to_module
 
-LossOfFile = Callable[[Tensor, Tensor, int], Tensor]
-"""(output, labels, rows) -> the loss summed over the rows, a scalar."""
 
-
-def load_loss(file: str) -> LossOfFile:
-    """Return the loss that a file holds. Raises ConfigError if there is none, UnsupportedModel for ONNX operators."""
+def load_loss(file: str) -> Formula:
+    """Return the formula of a file. Raises ConfigError if there is none, UnsupportedModel for ONNX operators."""
     name, _, function = file.partition(":")
     if not Path(name).is_file():
         raise ConfigError(f"loss.file: there is no file {name}")
     return _from_onnx(Path(name)) if name.endswith(".onnx") else _from_python(Path(name), function)
 
 
-def _from_python(path: Path, name: str) -> LossOfFile:
+def _from_python(path: Path, name: str) -> Formula:
     if not name:
         raise ConfigError(f"loss.file {str(path)!r} names no function; write {path.name}:my_function")
     spec = importlib.util.spec_from_file_location(f"onward_loss_{path.stem}", path)
@@ -46,7 +43,8 @@ def _from_python(path: Path, name: str) -> LossOfFile:
     if not callable(function):
         raise ConfigError(f"loss.file {path} has no function {name!r}")
 
-    def loss(output: Tensor, labels: Tensor, size: int) -> Tensor:
+    def loss(x: LossInputs) -> Tensor:
+        output, labels = x.output, x.labels
         try:
             value = function(output, labels)
         except Exception as error:
@@ -62,7 +60,7 @@ def _from_python(path: Path, name: str) -> LossOfFile:
     return loss
 
 
-def _from_onnx(path: Path) -> LossOfFile:
+def _from_onnx(path: Path) -> Formula:
     module = to_module(load_model(path), base=path.parent, train=()).eval().requires_grad_(False)
     if len(module.input_names) != 2 or len(module.output_names) != 1:
         raise ConfigError(
@@ -71,14 +69,15 @@ def _from_onnx(path: Path) -> LossOfFile:
         )
     devices = {torch.device("cpu")}
 
-    def loss(output: Tensor, labels: Tensor, size: int) -> Tensor:
+    def loss(x: LossInputs) -> Tensor:
+        output, labels = x.output, x.labels
         if output.device not in devices:
             module.to(output.device)
             devices.clear()
             devices.add(output.device)
         value: Tensor = module(output, labels)
         if value.ndim == 0:
-            return value.float() * size
+            return value.float() * x.size
         if value.shape != (len(output),):
             raise ConfigError(
                 f"loss.file {path} returned {list(value.shape)}, neither a scalar nor a loss for each of "

@@ -1,19 +1,64 @@
-"""The formulas of the losses: each a sum over targets, whose number data/targets.py counts.
+"""The formulas of the losses by name: each a sum over targets, whose number data/targets.py counts.
 
-Outputs are fp32. `tests/trainer/model/test_loss_formulas.py` compares values and gradients with torch's own functions,
-whose means are these sums divided by these counts. Losses by sample (dice, ctc, cosine) are summed over samples.
+Every formula is a function of `LossInputs`. Outputs are fp32. `tests/trainer/model/test_loss_formulas.py` compares
+values and gradients with torch's own functions, whose means are these sums divided by these counts. Losses by sample
+(dice, ctc, cosine, triplet) are summed over samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.data.targets import soft_axis
+from onward.trainer.model.losses.gathered_rows import gathered_rows
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a formula reads of one micro-batch."""
+
+    loss: LossConfig
+    outputs: Sequence[Tensor]
+    """Those that the loss names, in this order, in fp32."""
+    given: Tensor | None
+    """The labels [B, ...] as the batch has them; None if the loss takes none."""
+    size: int
+    """B; 0 for a padding micro-batch."""
+    axis: int = -1
+    """Of cross_entropy and dice: the axis of the classes."""
+    class_weights: Tensor | None = None
+    """fp32 [C]"""
+    positive_weights: Tensor | None = None
+    """fp32 [C] or [1]"""
+    replicas: dist.ProcessGroup | None = None
+    """The group over which info_nce compares samples."""
+
+    @property
+    def output(self) -> Tensor:
+        """The first output, of most losses the only one."""
+        return self.outputs[0]
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels of a loss that takes labels."""
+        assert self.given is not None
+        return self.given
+
+    @property
+    def labels_like_output(self) -> Tensor:
+        """The labels in shape and type of the output."""
+        # without the reshape, [B] and [B, 1] would broadcast to [B, B]
+        return self.labels.reshape(self.output.shape).to(self.output.dtype)
+
+
+Formula = Callable[[LossInputs], Tensor]
+"""Return the loss summed over the targets that count, a scalar."""
 
 
 def as_rows(values: Tensor, axis: int) -> Tensor:
@@ -22,33 +67,53 @@ def as_rows(values: Tensor, axis: int) -> Tensor:
     return values.movedim(axis, -1).reshape(-1, values.shape[axis])
 
 
-def cross_entropy(output: Tensor, labels: Tensor, axis: int, loss: LossConfig, weights: Tensor | None) -> Tensor:
-    """[..., C, ...] and [...], or of labels that are probabilities both of one shape; axis: that of the classes."""
-    smoothing = loss.label_smoothing
-    if labels.is_floating_point():
-        axis = soft_axis(loss, output.ndim)
-        targets = as_rows(labels.reshape(output.shape), axis)
-        return F.cross_entropy(
-            as_rows(output, axis), targets, weight=weights, label_smoothing=smoothing, reduction="sum"
-        )
+def cross_entropy(x: LossInputs) -> Tensor:
+    """[..., C, ...] and [...], or of labels that are probabilities both of one shape."""
+    if x.labels.is_floating_point():
+        targets, ignored = as_rows(x.labels.reshape(x.output.shape), x.axis), -100  # torch's own, which has no effect
+    else:
+        targets, ignored = x.labels.flatten(), x.loss.ignored
     return F.cross_entropy(
-        as_rows(output, axis),
-        labels.flatten(),
-        weight=weights,
-        ignore_index=loss.ignored,
-        label_smoothing=smoothing,
+        as_rows(x.output, x.axis),
+        targets,
+        weight=x.class_weights,
+        ignore_index=ignored,
+        label_smoothing=x.loss.label_smoothing,
         reduction="sum",
     )
 
 
-def dice(output: Tensor, labels: Tensor, axis: int, loss: LossConfig) -> Tensor:
+def mse(x: LossInputs) -> Tensor:
+    """(output - label)^2"""
+    return F.mse_loss(x.output, x.labels_like_output, reduction="sum")
+
+
+def l1(x: LossInputs) -> Tensor:
+    """|output - label|"""
+    return F.l1_loss(x.output, x.labels_like_output, reduction="sum")
+
+
+def huber(x: LossInputs) -> Tensor:
+    """Half the square up to `delta`, from there on linear."""
+    return F.huber_loss(x.output, x.labels_like_output, reduction="sum", delta=x.loss.delta)
+
+
+def bce_with_logits(x: LossInputs) -> Tensor:
+    """Binary cross-entropy of logits, weighted by label and by whether it is positive."""
+    weights, positive = x.class_weights, x.positive_weights
+    return F.binary_cross_entropy_with_logits(
+        x.output, x.labels_like_output, weight=weights, pos_weight=positive, reduction="sum"
+    )
+
+
+def dice(x: LossInputs) -> Tensor:
     """1 - (2 |P and G| + s) / (|P| + |G| + s), averaged over the classes of a sample: [B, C, ...] and [B, ...].
 
     P: probabilities, by softmax; of one class (C = 1) by sigmoid, with labels 0 and 1. G: the labels, one-hot.
     """
-    scores = output.movedim(axis, 1).flatten(2)
-    labels = labels.reshape(len(scores), 1, -1)
-    counted = labels != loss.ignored
+    scores, smooth = x.output.movedim(x.axis, 1).flatten(2), x.loss.smooth
+    labels = x.labels.reshape(len(scores), 1, -1)
+    counted = labels != x.loss.ignored
     if scores.shape[1] == 1:
         predicted, actual = scores.sigmoid(), labels.to(scores.dtype)
     else:
@@ -56,23 +121,24 @@ def dice(output: Tensor, labels: Tensor, axis: int, loss: LossConfig) -> Tensor:
         predicted, actual = scores.softmax(1), (labels == classes).to(scores.dtype)
     predicted, actual = predicted * counted, actual * counted
     overlap, sizes = (predicted * actual).sum(2), (predicted + actual).sum(2)
-    return (1 - (2 * overlap + loss.smooth) / (sizes + loss.smooth)).mean(1).sum()
+    return (1 - (2 * overlap + smooth) / (sizes + smooth)).mean(1).sum()
 
 
-def focal(output: Tensor, labels: Tensor, loss: LossConfig) -> Tensor:
+def focal(x: LossInputs) -> Tensor:
     """(1 - p)^gamma x binary cross-entropy, p being the probability of the right answer (arXiv:1708.02002)."""
+    output, labels, alpha = x.output, x.labels_like_output, x.loss.alpha
     entropy = F.binary_cross_entropy_with_logits(output, labels, reduction="none")
     probability = output.sigmoid()
     right = probability * labels + (1 - probability) * (1 - labels)
-    values = entropy * (1 - right) ** loss.gamma
-    if loss.alpha >= 0:
-        values = values * (loss.alpha * labels + (1 - loss.alpha) * (1 - labels))
+    values = entropy * (1 - right) ** x.loss.gamma
+    if alpha >= 0:
+        values = values * (alpha * labels + (1 - alpha) * (1 - labels))
     return values.sum()
 
 
-def giou(output: Tensor, labels: Tensor) -> Tensor:
+def giou(x: LossInputs) -> Tensor:
     """1 - generalised intersection over union of boxes [..., 4] as x1, y1, x2, y2 (arXiv:1902.09630)."""
-    ours, theirs = output.reshape(-1, 4), labels.reshape(-1, 4)
+    ours, theirs = x.output.reshape(-1, 4), x.labels_like_output.reshape(-1, 4)
 
     def area(boxes: Tensor) -> Tensor:
         return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
@@ -86,49 +152,75 @@ def giou(output: Tensor, labels: Tensor) -> Tensor:
     return (1 - overlap / (union + epsilon) + (area(around) - union) / (area(around) + epsilon)).sum()
 
 
-def quantile(output: Tensor, labels: Tensor, loss: LossConfig) -> Tensor:
+def quantile(x: LossInputs) -> Tensor:
     """max(q d, (q - 1) d) for each quantile q, d = label - output: [..., Q] and [...]."""
-    levels = torch.tensor(loss.quantiles, device=output.device)
+    output, levels = x.output, torch.tensor(x.loss.quantiles, device=x.output.device)
     if output.shape[-1] != len(levels):  # one quantile, without an axis for it
         output = output[..., None]
-    difference = labels.reshape(output.shape[:-1])[..., None] - output
+    difference = x.labels.to(output.dtype).reshape(output.shape[:-1])[..., None] - output
     return torch.max(levels * difference, (levels - 1) * difference).sum()
 
 
-def ctc(output: Tensor, labels: Tensor, loss: LossConfig) -> Tensor:
+def ctc(x: LossInputs) -> Tensor:
     """-log p(labels) / their number, by sample: scores [B, T, C] and labels [B, L], shorter ones padded (`ignored`)."""
+    output, labels = x.output, x.labels
     steps = torch.full((len(output),), output.shape[1], dtype=torch.int64, device=output.device)
-    counted = labels != loss.ignored
+    counted = labels != x.loss.ignored
     lengths = counted.sum(1)
     # torch reads the first `lengths` labels of a row; the others only have to be classes
     targets = torch.where(counted, labels, 0)
-    values = F.ctc_loss(output.log_softmax(-1).movedim(1, 0), targets, steps, lengths, loss.blank, reduction="none")
+    values = F.ctc_loss(output.log_softmax(-1).movedim(1, 0), targets, steps, lengths, x.loss.blank, reduction="none")
     return (values / lengths.clamp(min=1)).sum()
 
 
-def info_nce(
-    queries: Tensor, keys: Tensor, temperature: float, all_queries: Tensor, all_keys: Tensor, at: int
-) -> Tensor:
+def cosine(x: LossInputs) -> Tensor:
+    """1 - cosine of two outputs [B, D] that are alike (label 1), else what the cosine is above `margin`."""
+    one, other = x.outputs
+    return F.cosine_embedding_loss(one, other, x.labels.flatten(), margin=x.loss.margin or 0.0, reduction="sum")
+
+
+def triplet(x: LossInputs) -> Tensor:
+    """max(0, |anchor - positive| - |anchor - negative| + margin) of three outputs [B, D]."""
+    anchor, positive, negative = x.outputs
+    margin = 1.0 if x.loss.margin is None else x.loss.margin
+    return F.triplet_margin_loss(anchor, positive, negative, margin=margin, reduction="sum")
+
+
+def info_nce(x: LossInputs) -> Tensor:
     """Cross-entropy of finding the key of each query, and the query of each key, among those of all replicas; halved.
 
-    queries, keys: of this replica [B, D]; all_queries, all_keys: of all of them, where its own begin at row `at`.
+    Two outputs [B, D], queries and keys. Collective: every rank of the replicas' group.
     """
+    queries, keys = (value[: x.size] for value in x.outputs)
+    all_queries, all_keys, at = gathered_rows(queries, keys, x.replicas)
     own = torch.arange(at, at + len(queries), device=queries.device)
 
     def found(rows: Tensor, among: Tensor) -> Tensor:
-        scores = F.normalize(rows, dim=-1) @ F.normalize(among, dim=-1).T / temperature
+        scores = F.normalize(rows, dim=-1) @ F.normalize(among, dim=-1).T / x.loss.temperature
         return F.cross_entropy(scores, own, reduction="sum")
 
     return (found(queries, all_keys) + found(keys, all_queries)) / 2
 
 
-def elementwise(name: str, loss: LossConfig, weights: Tensor | None, positive: Tensor | None) -> Callable[..., Tensor]:
-    """Return torch's function of (output, labels) of one shape."""
-    if name == "huber":
-        return lambda output, labels: F.huber_loss(output, labels, reduction="sum", delta=loss.delta)
-    if name == "bce_with_logits":
-        return lambda output, labels: F.binary_cross_entropy_with_logits(
-            output, labels, weight=weights, pos_weight=positive, reduction="sum"
-        )
-    function = {"mse": F.mse_loss, "l1": F.l1_loss}[name]
-    return lambda output, labels: function(output, labels, reduction="sum")
+def output(x: LossInputs) -> Tensor:
+    """A loss that the graph computes is a mean over its batch."""
+    return x.output.mean() * x.size
+
+
+FORMULAS: Mapping[str, Formula] = {
+    "cross_entropy": cross_entropy,
+    "mse": mse,
+    "l1": l1,
+    "bce_with_logits": bce_with_logits,
+    "output": output,
+    "huber": huber,
+    "quantile": quantile,
+    "focal": focal,
+    "dice": dice,
+    "giou": giou,
+    "ctc": ctc,
+    "cosine": cosine,
+    "triplet": triplet,
+    "info_nce": info_nce,
+}
+"""Loss -> its formula; that of `file` is the user's (loss_file.py)."""

@@ -50,6 +50,9 @@ class Fitted(Record):
     """What is subtracted next, one value for each element of a row; () = nothing."""
     scale: tuple[float, ...] = ()
     """What the difference is divided by."""
+    class_counts: tuple[int, ...] = ()
+    """Of labels whose classes are weighted by their numbers ("balanced"): how often each class, from 0 on, is among the
+    training rows; () = not counted."""
 
 
 class FittedComputer(ABC):

@@ -1,10 +1,14 @@
 """Fill in what only the data says of a loss: class weights that are "balanced", and the axis of the classes.
 
 labels 0 0 0 1   ->   weights 4 / (2 x 3) = 0.67 and 4 / (2 x 1) = 2: every class has the same sum of weights, 2
+
+Sharding counts the classes once and keeps the numbers in the manifest of the shards, so that every rank, every resumed
+attempt and the export read the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +17,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.columns import Array, Schema, Values
+from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.signature import Signature
 from onward.trainer.errors import ConfigError
 
@@ -24,14 +29,17 @@ class LabelledRows(Protocol):
 
     @property
     def num_rows(self) -> int: ...
+    @property
+    def fitted(self) -> Mapping[str, Fitted]: ...
     def read(self, rows: Array) -> dict[str, Values]: ...
 
 
 def with_balanced_weights(config: RunConfig, rows: LabelledRows, signature: Signature) -> RunConfig:
     """Return the configuration with numbers in place of "balanced"; unchanged if no loss asks for it.
 
-    rows: the training data, or its first rows where only the arithmetic is tried. Reads the labels of all of them.
-    Raises ConfigError where there are none.
+    rows: the training data, or its first rows where only the arithmetic is tried. Reads the labels of all of them if
+    they were not counted before: of first rows, and of shards of an earlier version. Raises ConfigError where there are
+    none.
     """
     losses = config.losses
     if not any(loss.class_weights == "balanced" for loss in losses):
@@ -63,16 +71,39 @@ def with_class_axes(config: RunConfig, columns: Schema, signature: Signature) ->
     return config.model_copy(update={"loss": tuple(found)})
 
 
-def _weights(loss: LossConfig, rows: LabelledRows, signature: Signature) -> tuple[float, ...]:
-    counts = np.zeros(0, np.int64)
+def counted_columns(losses: Sequence[LossConfig]) -> tuple[str, ...]:
+    """Return the columns whose classes are counted while the data is sharded."""
+    return tuple(dict.fromkeys(name for loss in losses if loss.class_weights == "balanced" for name in loss.columns))
+
+
+def count_classes(rows: LabelledRows, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Return column -> how often each class, from 0 on, is among the rows; negative labels are not counted."""
+    found = {name: np.zeros(0, np.int64) for name in names}
     for first in range(0, rows.num_rows, ROWS_AT_ONCE):
         values = rows.read(np.arange(first, min(first + ROWS_AT_ONCE, rows.num_rows)))
-        for name in loss.columns:
+        for name in names:
             column = values[name]
             flat = column.ravel() if isinstance(column, np.ndarray) else np.concatenate([*column, np.zeros(0, int)])
-            flat = flat[(flat != loss.ignored) & (flat >= 0)].astype(np.int64)
-            now = np.bincount(flat, minlength=len(counts))
-            counts = now + np.pad(counts, (0, len(now) - len(counts)))
+            found[name] = _sum([found[name], np.bincount(flat[flat >= 0].astype(np.int64))])
+    return {name: tuple(counts.tolist()) for name, counts in found.items()}
+
+
+def _sum(counts: Sequence[Array]) -> Array:
+    """Return the sum of arrays of different lengths."""
+    total = np.zeros(max(map(len, counts), default=0), np.int64)
+    for each in counts:
+        total[: len(each)] += each
+    return total
+
+
+def _weights(loss: LossConfig, rows: LabelledRows, signature: Signature) -> tuple[float, ...]:
+    known = {name: rows.fitted[name].class_counts for name in loss.columns if name in rows.fitted}
+    missing = [name for name in loss.columns if not known.get(name)]
+    known |= count_classes(rows, missing) if missing else {}
+    counts = _sum([np.array(known[name], np.int64) for name in loss.columns])
+    if 0 <= loss.ignored < len(counts):
+        counts[loss.ignored] = 0
+    counts = np.trim_zeros(counts, "b")
     if not counts.sum():
         raise ConfigError("loss.class_weights 'balanced': the training data has no label that counts")
     output = signature.output(loss.outputs[0])

@@ -41,11 +41,12 @@ from onward.trainer.data.columns import (
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
 from onward.trainer.data.images.image_sources import COLUMN_OF
+from onward.trainer.data.losses_from_data import count_classes, counted_columns
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.digits import digits_schema
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.described_columns import infer, merge, stored_column
-from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest
+from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Shards
 from onward.trainer.data.storage.split_writer import SplitWriter
 from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
@@ -66,7 +67,29 @@ def make_training_shards(config: RunConfig, cache: Path) -> tuple[Path, ShardMan
     """
     signature = read_training_signature(config.model)
     columns, computers = read_and_computed(config, signature, infer_schema(config.data))
-    return make_shards(config.data, columns, cache, computers=computers)
+    directory, manifest, cached = make_shards(config.data, columns, cache, computers=computers)
+    return directory, with_class_counts(directory, manifest, counted_columns(config.losses)), cached
+
+
+def with_class_counts(directory: Path, manifest: ShardManifest, names: Sequence[str]) -> ShardManifest:
+    """Return the manifest with the numbers of the classes in these columns, also in the directory.
+
+    Shards without them may have been made for another loss, or by an earlier version. Processes that count the same
+    shards at once write the same manifest.
+    """
+    # labels that transforms make with each batch are not stored
+    own = {column.name: column for column in manifest.columns if column.name in names and column.holds_numbers}
+    missing = [name for name in own if not manifest.fitted.get(name, Fitted()).class_counts]
+    if not missing:
+        return manifest
+    # of no other column a value is read
+    rows = Shards(directory, manifest.model_copy(update={"columns": tuple(own[name] for name in missing)}), "train")
+    fitted = dict(manifest.fitted)
+    for name, counts in count_classes(rows, missing).items():
+        fitted[name] = fitted.get(name, Fitted()).model_copy(update={"class_counts": counts})
+    manifest = manifest.model_copy(update={"fitted": fitted})
+    write_record(directory / "manifest.json", manifest)
+    return manifest
 
 
 def infer_training_schema(config: RunConfig, signature: Signature) -> Schema:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from onnx import numpy_helper
 from onward.tasks import subprocesses
 from onward.tasks.configure import configure
 from onward.trainer.config.run_config import SECTIONS
-from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import Rehearsal, read_record
 from tests.support import rank_server
 from tests.support.graphs import tiny_conv_net
+from tests.support.images import write_classes
 from tests.support.runs import tiny_images
 
 
@@ -99,7 +101,34 @@ def test_a_padding_micro_batch_is_rehearsed(configured: Configured) -> None:
     assert ("padding", 1) in [(each.what, each.rows) for each in found.batches]
 
 
+def test_training_batches_are_rehearsed_augmented_and_mixed_and_evaluation_is_not(
+    configured: Configured, home: Path, tmp_path: Path
+) -> None:
+    source = str(write_classes(tmp_path / "images", ("cat", "dog", "eel"), 8))
+    losses = []
+    for place, augment in enumerate(({}, {"flip": 1.0}, {"mixup": 1.0, "cutmix": 1.0})):
+        image = {"augment": augment, "workers": 1}
+        found = configured(tiny_conv_net(image_size=16), {}, data={"source": source, "image": image})
+        assert (found.not_rehearsed, found.parity < 1e-5) == ((), True), place
+        losses.append({each.what: each.loss for each in found.batches})
+        shutil.rmtree(home)
+    assert len({each["training"] for each in losses}) == 3
+    assert len({each["evaluation"] for each in losses}) == 1
+
+
 # -- what is refused
+
+
+def test_labels_that_cannot_be_mixed_are_refused_before_anything_is_launched(
+    home: Path, configured: Configured, tmp_path: Path
+) -> None:
+    write_classes(tmp_path / "images", ("cat",), 20)
+    rows = [f"images/cat/{at:03d}.jpg,{-100 if at == 3 else at % 3}" for at in range(20)]
+    (tmp_path / "table.csv").write_text("\n".join(["image,label", *rows]))
+    data = {"source": str(tmp_path / "table.csv"), "image": {"augment": {"mixup": 0.2}}}
+    with pytest.raises(DataError, match=r"label -100 in column 'label' cannot be mixed: the classes are 0\.\.3"):
+        configured(tiny_conv_net(image_size=16), {}, data=data)
+    assert not home.exists(), "something was written"
 
 
 def test_a_loss_that_does_not_fit_the_output_is_refused_with_the_shapes(home: Path, configured: Configured) -> None:

@@ -24,7 +24,7 @@ from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refu
 from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory
-from onward.trainer.errors import ConfigError, ExportRefused
+from onward.trainer.errors import ConfigError, ExportRefused, Refused
 from onward.trainer.export.onnx_runner import EvaluationData
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
@@ -37,7 +37,7 @@ from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
-from onward.trainer.rehearsal.sizes import Size, sizes_of_run
+from onward.trainer.rehearsal.sizes import Kind, Size, sizes_of_run
 
 CPU = torch.device("cpu")
 PARITY_ROWS = 8
@@ -81,8 +81,8 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
         except ConfigError as error:
             findings.errors.append(error)
 
-    def batch(number: int) -> Batch:
-        return one_batch(rows, config, signature, np.arange(number))
+    def batch(number: int, kind: Kind = "evaluation") -> Batch:
+        return one_batch(rows, config, signature, np.arange(number), training=kind != "evaluation")
 
     sizes = _sizes_that_fit(graph, sizes_of_run(config, rows.counts), batch, findings)
     first = next(size for size in sizes if size.kind == "training")
@@ -150,9 +150,17 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
 
 
 def _run(
-    graph: RehearsedGraph, size: Size, batch: Callable[[int], Batch], findings: Findings, *, gradients: bool
+    graph: RehearsedGraph, size: Size, batch: Callable[[int, Kind], Batch], findings: Findings, *, gradients: bool
 ) -> None:
-    rows = batch(size.rows)
+    try:
+        rows = batch(size.rows, size.kind)
+    except Refused as error:  # such as labels that cannot be mixed
+        if gradients or not findings.errors:
+            findings.errors.append(error)
+        return
+    except Exception as error:  # torchvision raises errors of many types
+        findings.refuse(f"{size.what} cannot be made of the data: {type(error).__name__}: {error}{_drawn(size)}")
+        return
     try:
         result = graph.run(size.kind, rows)
     except ConfigError as error:  # the loss does not fit, at whatever size
@@ -207,6 +215,10 @@ def _compare(config: RunConfig, trainable: TrainableModel, data: EvaluationData,
     except Exception as error:  # of the module: onnxruntime's own errors are ExportRefused
         if not findings.failures:  # otherwise the reason is known already
             findings.refuse(f"the untrained file: one row of it does not run: {type(error).__name__}: {error}")
+
+
+def _drawn(size: Size) -> str:
+    return "" if size.kind == "evaluation" else "; look at data.image.augment, which evaluation leaves out"
 
 
 def _is_zero(gradient: Tensor | None) -> bool:

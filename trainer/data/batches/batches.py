@@ -231,9 +231,13 @@ def check_last_samples(config: RunConfig, num_rows: int) -> None:
         )
 
 
-def one_batch(rows: Rows, config: RunConfig, signature: Signature, numbers: Array) -> Batch:
-    """Return the rows of these numbers, int64 [B], as one batch on the CPU."""
-    return _Collate(rows, config, signature, torch.device("cpu"))(Samples(numbers))
+def one_batch(rows: Rows, config: RunConfig, signature: Signature, numbers: Array, *, training: bool = False) -> Batch:
+    """Return the rows of these numbers, int64 [B], as one batch on the CPU.
+
+    training: with what is drawn in training (augmentation, mixed labels), as if the rows were taken in their own order.
+    """
+    samples = Samples(numbers, numbers, rows.read) if training else Samples(numbers)
+    return _Collate(rows, config, signature, torch.device("cpu"))(samples)
 
 
 def micro_batch_sizes(config: RunConfig, num_rows: int, size: int) -> list[tuple[int, bool]]:

@@ -120,7 +120,10 @@ def _color_jitter(strength: float) -> Any:
 
 
 class Mixing:
-    """MixUp and CutMix of two samples, as torchvision mixes a batch of two. num_classes: C."""
+    """MixUp and CutMix of two samples, as torchvision mixes a batch of two. num_classes: C.
+
+    Of samples with several images all are mixed alike: by one share, by one rectangle.
+    """
 
     def __init__(self, config: AugmentConfig, num_classes: int) -> None:
         import_torchvision()
@@ -132,8 +135,12 @@ class Mixing:
         ]
         self.mix = kinds[0] if len(kinds) == 1 else v2.RandomChoice(kinds)
 
-    def __call__(self, images: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """Return mixed images [2, ...] and probabilities [2, C] of images and int64 labels [2]."""
+    def __call__(self, images: Sequence[Tensor], labels: Tensor, seed: int) -> tuple[list[Tensor], Tensor]:
+        """Return mixed images, each [2, channels, height, width], and probabilities [2, C] of int64 labels [2]."""
+        from torchvision import tv_tensors
+
+        # of plain tensors torchvision would mix the first one only
+        given = [tv_tensors.Image(each) for each in images]
         with OwnGenerator(torch.Generator().manual_seed(seed)):
-            mixed: tuple[Tensor, Tensor] = self.mix(images, labels)
-        return mixed
+            mixed, soft = self.mix(given, labels)
+        return [each.as_subclass(Tensor) for each in mixed], soft

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections.images import ImageConfig
+from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
@@ -55,9 +55,10 @@ class ImageBatches:
 
     def __call__(self, values: Mapping[str, Values], samples: Samples) -> dict[str, Values]:
         """Return the columns, with float32 [B, ...] for images and int64 [B, height, width] for masks."""
-        if samples.positions is None or self._mixed is None:
-            return {**values, **self._computed(values, samples.positions)}
-        return self._mix(values, samples)
+        if samples.positions is not None and self._mixed is not None:
+            return self._mix(values, samples)
+        is_augmented = self._config.augment != AugmentConfig()
+        return {**values, **self._computed(values, samples.positions if is_augmented else None)}
 
     def _computed(self, values: Mapping[str, Values], positions: Array | None) -> dict[str, Array]:
         """Return the tensors of image columns and masks, not mixed."""
@@ -140,27 +141,29 @@ class ImageBatches:
         """Return the columns, each sample mixed with its partner, and the labels as probabilities [B, C]."""
         assert samples.positions is not None
         assert self._mixed is not None
-        ((name, info),) = self._images.items()
+        names = list(self._images)
         label, num_classes = self._mixed.column, self._mixed.num_classes
         self._mixing = self._mixing or Mixing(self._config.augment, num_classes)
         pairs = np.unique(samples.positions >> 1)
         positions = np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()
-        read = self._read(values, samples, positions, (name, label))
+        read = self._read(values, samples, positions, (*names, label))
         labels = torch.from_numpy(np.asarray(read[label]).astype(np.int64))
         if ((labels < 0) | (labels >= num_classes)).any():
             raise DataError(
                 f"label {labels[(labels < 0) | (labels >= num_classes)][0]} in column {label!r} cannot be mixed: the "
                 f"classes are 0..{num_classes - 1}; leave such rows out, or MixUp and CutMix"
             )
-        images = torch.from_numpy(self._computed({name: read[name]}, positions)[name])
-        images = images.permute(0, 3, 1, 2) if info.nhwc else images
+        computed = self._computed({name: read[name] for name in names}, positions)
+        # views of `computed`, whose samples are replaced by mixed ones
+        images = [_channels_first(torch.from_numpy(computed[name]), info) for name, info in self._images.items()]
         soft = torch.empty(len(positions), num_classes)
         for number, seed in enumerate(seeds(pairs, seed=self._seed, purpose="image mixing")):
             pair = slice(2 * number, 2 * number + 2)
-            images[pair], soft[pair] = self._mixing(images[pair].contiguous(), labels[pair], seed)
-        images = images.permute(0, 2, 3, 1) if info.nhwc else images
+            mixed, soft[pair] = self._mixing([each[pair].contiguous() for each in images], labels[pair], seed)
+            for each, found in zip(images, mixed, strict=True):
+                each[pair] = found
         chosen = np.searchsorted(positions, samples.positions)
-        return {**values, name: images.numpy()[chosen], label: soft.numpy()[chosen]}
+        return {**values, **{name: computed[name][chosen] for name in names}, label: soft.numpy()[chosen]}
 
     @staticmethod
     def _read(values: Mapping[str, Values], samples: Samples, positions: Array, names: Sequence[str]) -> dict[str, Any]:
@@ -176,6 +179,11 @@ class ImageBatches:
             name: np.concatenate([np.asarray(part[name]) for part in (values, more) if name in part])[places]
             for name in names
         }
+
+
+def _channels_first(images: Tensor, info: ImageInput) -> Tensor:
+    """Return a view [B, channels, height, width]."""
+    return images.permute(0, 3, 1, 2) if info.nhwc else images
 
 
 def image_of(pixels: Array) -> Any:

@@ -44,7 +44,7 @@ class ImageComputer:
         settings = config.model_dump(include={"resize", "crop_ratio", "interpolation", "antialias"})
         shapes = {name: each.pixel_shape for name, each in self._images.items()}
         stored = [settings, shapes] if config.stores_pixels else [list(shapes)]
-        labels = [[each.column, each.ignore_index, list(config.mask_values)] for each in masks]
+        labels = [[each.column, each.ignore_index, list(config.mask_values), each.num_classes] for each in masks]
         # another release may decode a JPEG file to other pixels
         self.digest = json.dumps(["images", pillow_version, config.stores_pixels, stored, labels])
 
@@ -108,12 +108,25 @@ class ImageComputer:
                         f"{name} is a mask of {mask.shape[0]} x {mask.shape[1]} pixels, but its image is "
                         f"{size[0]} x {size[1]}"
                     )
+                if label.num_classes and (wrong := _no_classes(mask, label)).size:
+                    return (
+                        f"{name} holds class {wrong[0]}, but the output has {label.num_classes} of them, "
+                        f"0..{label.num_classes - 1}; data.image.mask_values numbers other values, and "
+                        f"model.ignore_index, now {label.ignore_index}, is the one that the loss leaves out"
+                    )
                 stored[name] = cells[name]
                 if self._config.stores_pixels:
                     stored[name] = fitted_mask(mask, label.size, self._config, label.ignore_index)
         except ValueError as error:
             return f"{name} {error}"
         return stored
+
+
+def _no_classes(mask: Array, label: Mask) -> Array:
+    """Return the values of a mask that are neither classes nor the ignored one."""
+    assert label.num_classes
+    found: Array = mask[((mask < 0) | (mask >= label.num_classes)) & (mask != label.ignore_index)]
+    return found
 
 
 def pixels_of(image: Any) -> Array:

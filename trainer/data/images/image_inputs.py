@@ -8,10 +8,12 @@ input x [batch, 3, 3, 3]       ->  refused: set data.image.layout
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD, ImageConfig
+from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.images.geometry import Size
 from onward.trainer.data.signature import Dims, Signature, TensorInfo
 from onward.trainer.errors import ConfigError
@@ -80,10 +82,11 @@ def image_inputs(config: RunConfig, signature: Signature) -> list[ImageInput]:
             problems += error.problems
     for one in found:
         for other in found:
-            if one.column == other.column and one.name < other.name and one.pixel_shape != other.pixel_shape:
+            # the tensor of a column is computed once
+            if one.column == other.column and one.name < other.name and replace(one, name=other.name) != other:
                 problems.append(
-                    f"inputs {one.name} and {other.name} take column {one.column!r} as {list(one.sample_shape)} and "
-                    f"{list(other.sample_shape)}; give them columns of their own in data.inputs"
+                    f"inputs {one.name} and {other.name} take column {one.column!r} differently ({one.summary}; "
+                    f"{other.summary}); give them columns of their own in data.inputs"
                 )
     if problems:
         raise ConfigError(problems)
@@ -199,6 +202,8 @@ class Mask:
     """Height and width."""
     ignore_index: int
     """The class of borders."""
+    num_classes: int | None = None
+    """The classes of the output; None for a loss whose labels are no classes, or where the file leaves it open."""
 
 
 def masks(config: RunConfig, signature: Signature) -> list[Mask]:
@@ -211,7 +216,7 @@ def masks(config: RunConfig, signature: Signature) -> list[Mask]:
     has_borders = image.resize == "pad" or image.augment.crop_padding > 0
     for loss in config.losses:
         for name in set(loss.columns) & set(image.mask_columns):
-            found[name] = Mask(name, images[0].size, loss.ignored)
+            found[name] = Mask(name, images[0].size, loss.ignored, _num_classes(loss, signature, images[0].size))
             if has_borders and not loss.has_classes:
                 problems.append(
                     f"loss {loss.name} ignores no targets, but data.image.resize 'pad' and augment.crop_padding add "
@@ -234,6 +239,19 @@ def masks(config: RunConfig, signature: Signature) -> list[Mask]:
     return list(found.values())
 
 
+def _num_classes(loss: LossConfig, signature: Signature, size: Size) -> int | None:
+    output = signature.output(loss.outputs[0])
+    if not loss.has_class_axis or output is None or output.shape is None:
+        return None
+    try:
+        axis = find_class_axis(output.shape, (None, *size), declared=output.shape, given=loss.class_axis)
+    except ConfigError:  # data_problems.py reports it
+        return None
+    found = output.shape[axis]
+    # of dice one score for each pixel is that of class 1, the other is class 0
+    return max(found, 2) if found and loss.name == "dice" else found
+
+
 @dataclass(frozen=True)
 class MixedLabels:
     """The labels that MixUp and CutMix mix together with images."""
@@ -253,14 +271,18 @@ def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
         names = ", ".join(each.name for each in config.losses)
         problems.append(f"{what}, which one cross-entropy on class numbers takes, not {names}")
     loss = config.losses[0]
-    if loss.class_weights:
-        problems.append(f"{what}, for which loss.class_weights have no meaning; leave one of the two out")
-    if config.parallel.tensor > 1:
-        problems.append(f"{what}, but with parallel.tensor {config.parallel.tensor} no rank has all classes; use 1")
     inputs = image_inputs(config, signature)
-    if len(inputs) > 1 or any(each.takes_integers for each in inputs):
-        names = ", ".join(each.name for each in inputs)
-        problems.append(f"MixUp and CutMix mix one input of floating-point numbers, but the images are {names}")
+    if integers := [each.name for each in inputs if each.takes_integers]:
+        problems.append(
+            f"data.image.augment.mixup and cutmix mix floating-point numbers, but input {', '.join(integers)} takes "
+            "integers, which have no mean of two"
+        )
+    if image.augment.cutmix and len({each.size for each in inputs}) > 1:
+        sizes = ", ".join(f"{each.name} {each.size[0]} x {each.size[1]}" for each in inputs)
+        problems.append(
+            "data.image.augment.cutmix replaces one rectangle in all images of a sample, but they have different sizes "
+            f"({sizes}); use mixup"
+        )
     output = signature.output(loss.outputs[0])
     shape = output.shape if output else None
     if shape is None or len(shape) != 2 or shape[1] is None or not isinstance(loss.label, str):

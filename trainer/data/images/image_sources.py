@@ -38,32 +38,36 @@ MAX_NAMED = 5
 
 
 def folder_blocks(
-    files: Files, names: Sequence[str] | None, column: str = "image", mask_folder: str = ""
+    files: Files, names: Sequence[str] | None, column: str = "image", mask_folder: str = "", *, skips_rows: bool = False
 ) -> Iterator[Block]:
     """Yield the files in blocks, with the columns `column` (the path) and `label` (the class folder's name).
 
     Without class folders there is no column `label`. With a folder of masks (data.image.mask_folder) there is a column
-    `mask` instead. Raises DataError if only some files are in a folder of a class or have a mask.
+    `mask` instead, and images without one are bad rows if such rows are left out (data.bad_rows). Raises DataError if
+    only some files are in a folder of a class, and as `mask_files`.
     """
-    masks = mask_files(files, mask_folder) if mask_folder else []
+    masks = mask_files(files, mask_folder, skips_rows=skips_rows) if mask_folder else []
     classes = set[str]() if masks else _classes(files)
     for first in range(0, len(files), PART_ROWS):
         part = files[first : first + PART_ROWS]
-        cells: dict[str, Cells] = {column: [str(path.absolute()) for _, path in part]}
+        found: Sequence[Path | None] = masks[first : first + PART_ROWS] or [path for _, path in part]
+        good = [at for at, mask in enumerate(found) if mask is not None]
+        cells: dict[str, Cells] = {column: [str(part[at][1].absolute()) for at in good]}
         if masks:
-            cells["mask"] = [str(path) for path in masks[first : first + PART_ROWS]]
+            cells["mask"] = [str(found[at]) for at in good]
         if classes:
             cells["label"] = [PurePosixPath(name).parts[0] for name, _ in part]
-        index = np.arange(first, first + len(part))
-        shown = {int(at): str(path) for at, (_, path) in zip(index, part, strict=True)}
+        bad = {first + at: f"has no mask in {mask_folder}" for at, mask in enumerate(found) if mask is None}
+        shown = {first + at: str(path) for at, (_, path) in enumerate(part)}
         chosen = {name: column for name, column in cells.items() if names is None or name in names}
-        yield Block(column, index, chosen, names=shown)
+        yield Block(column, first + np.array(good, np.int64), chosen, bad, names=shown)
 
 
-def mask_files(files: Files, mask_folder: str) -> list[Path]:
+def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> list[Path | None]:
     """Return the mask of each image: the file of its name, with any suffix, in `mask_folder`, relative to the source.
 
-    Raises DataError for a folder that does not exist, and for images without a mask or with several.
+    skips_rows: None for images without a mask. Raises DataError for a folder that does not exist or has none of the
+    masks, for images with several, and for those without one.
     """
     name, path = files[0]
     folder = (Path(str(path).removesuffix(name)) / mask_folder).resolve()
@@ -77,10 +81,11 @@ def mask_files(files: Files, mask_folder: str) -> list[Path]:
     names = [name for name, _ in files]
     without = [name for name, each in zip(names, masks, strict=True) if not each]
     several = [name for name, each in zip(names, masks, strict=True) if len(each) > 1]
-    for wrong, what in ((without, "no mask"), (several, "several masks")):
+    left_out = skips_rows and len(without) < len(files)
+    for wrong, what in (([] if left_out else without, "no mask"), (several, "several masks")):
         if wrong:
             raise DataError(f"{len(wrong)} of {len(files)} images have {what} in {folder}: {_few(wrong)}")
-    return [each[0] for each in masks]
+    return [each[0] if each else None for each in masks]
 
 
 def held_out_names(block: Block, fraction: float) -> Array:

@@ -249,7 +249,9 @@ def _blocks(
                 yield name, block
     elif source.format in COLUMN_OF:
         mask_folder = data.image.mask_folder if data.image else ""
-        for block in folder_blocks(source.files, names, COLUMN_OF[source.format], mask_folder):
+        for block in folder_blocks(
+            source.files, names, COLUMN_OF[source.format], mask_folder, skips_rows=data.bad_rows == "skip"
+        ):
             yield source.format, block
     else:
         for name, path in source.files:

@@ -104,12 +104,14 @@ class Loss:
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
         """Return the loss summed over the targets that count: a scalar, differentiable. size: 0 for padding."""
         config = self.config
-        if config.is_plain and labels is not None and not labels.is_floating_point():
-            own = self._own(outputs)
+        if config.is_plain and labels is not None:
+            own, is_soft = self._own(outputs), labels.is_floating_point()
+            if self.classes and is_soft:
+                return self.classes.soft_cross_entropy(own, labels)
             if self.classes:
                 self._last_axis_only(own, labels)
                 return self.classes.cross_entropy(own, labels, self.ignore_index)
-            if own.dtype in (torch.float16, torch.bfloat16):
+            if not is_soft and own.dtype in (torch.float16, torch.bfloat16):
                 rows = as_rows(own, self.axis(outputs, labels))
                 return chunked_loss.cross_entropy(rows, labels, self.ignore_index)
         several = len(self.indices) > 1

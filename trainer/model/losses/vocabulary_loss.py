@@ -7,6 +7,8 @@ Megatron-LM (arXiv:1909.08053) calls it vocabulary-parallel cross-entropy. For c
                               exp(z_c - m), and of z_label - m  one all-reduce of two numbers per label
 
     loss = log(sum exp(z_c - m)) - (z_label - m)
+
+With probabilities y_c in place of labels (MixUp, CutMix), the second is the sum of y_c (z_c - m).
 """
 
 from __future__ import annotations
@@ -58,6 +60,13 @@ class ClassShard:
         """
         return _ShardedCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), ignore_index, self)  # type: ignore[no-any-return, no-untyped-call]
 
+    def soft_cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross-entropy of all logits with probabilities [..., total], summed over their rows.
+
+        As `cross_entropy`, collectives included.
+        """
+        return _SoftCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(0, -2), self)  # type: ignore[no-any-return, no-untyped-call]
+
 
 class _ShardedCrossEntropy(torch.autograd.Function):
     """-log(exp(z_label - m) / sum of exp(z - m)) in fp32.
@@ -98,6 +107,30 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             part.scatter_(1, index[rows], part.gather(1, index[rows]) - at_label[rows])
             result[rows] = part
         return result, None, None, None
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """-(sum over classes of y log(exp(z - m) / sum of exp(z - m))) in fp32, for probabilities y.
+
+    Mixed labels (MixUp, CutMix) are those of a few rows, so the rows are not divided into chunks.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, labels: Tensor, classes: ClassShard) -> Tensor:
+        own, mass = labels[:, classes.start : classes.stop].float(), labels.sum(-1)
+        shifted = _shifted(logits, all_reduce(logits.amax(-1).float(), classes.group, "max"))
+        sums = torch.stack([shifted.exp().sum(-1), (shifted * own).sum(-1)])
+        total, target = all_reduce(sums, classes.group, "sum")
+        context.save_for_backward(shifted, total, own, mass)
+        context.dtype = logits.dtype
+        loss: Tensor = (mass * total.log() - target).sum()
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        shifted, total, own, mass = context.saved_tensors
+        return ((shifted.exp() * (mass / total)[:, None] - own) * gradient).to(context.dtype), None, None
 
 
 def _shifted(logits: Tensor, greatest: Tensor) -> Tensor:

@@ -87,15 +87,28 @@ def test_mixed_pairs_are_torchvisions(settings: dict[str, float]) -> None:
     mixing = Mixing(AugmentConfig(**settings), num_classes=5)
     images, labels = torch.rand(2, 3, 8, 8), torch.tensor([1, 3])
     before = torch.get_rng_state()
-    found = [mixing(images, labels, seed) for seed in range(30)]
+    found = [mixing([images], labels, seed) for seed in range(30)]
     assert torch.equal(torch.get_rng_state(), before)
     with torch.random.fork_rng():
-        for seed, (pixels, soft) in enumerate(found):
+        for seed, ((pixels,), soft) in enumerate(found):
             torch.manual_seed(seed)
             expected = mixing.mix(images, labels)
             assert torch.equal(pixels, expected[0])
             assert torch.equal(soft, expected[1])
             assert soft.sum(1).allclose(torch.ones(2))
+
+
+@pytest.mark.parametrize("settings", [{"mixup": 0.2}, {"cutmix": 1.0}])
+def test_several_images_of_a_sample_are_mixed_alike(settings: dict[str, float]) -> None:
+    mixing = Mixing(AugmentConfig(**settings), num_classes=5)
+    left, labels = torch.rand(2, 3, 8, 8), torch.tensor([1, 3])
+    for seed in range(10):
+        (one, other), soft = mixing([left, 1 - left], labels, seed)
+        (alone,), expected = mixing([left], labels, seed)
+        assert torch.equal(one, alone)
+        assert torch.equal(soft, expected)
+        torch.testing.assert_close(other, 1 - one)
+        assert type(other) is torch.Tensor
 
 
 def test_seeds_depend_on_the_seed_and_the_position_alone() -> None:

@@ -20,7 +20,7 @@ from onward.trainer.data.batches.batches import Batches, evaluation_batches
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
 from onward.trainer.data.images.decoding import decode_image
 from onward.trainer.data.images.image_batches import ImageBatches
-from onward.trainer.data.images.image_inputs import image_inputs
+from onward.trainer.data.images.image_inputs import image_inputs, mixed_labels
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import open_shards
@@ -104,7 +104,7 @@ def test_one_rank_two_ranks_a_resume_and_both_caches_read_the_same_bits(name: st
     stored = Stored(tmp_path, augment=augment, cache="encoded", workers=1)
     whole = stored.stream(range(6))
     assert same(stored.stream(range(6), num_replicas=2), whole)
-    assert same(whole, stored.stream([4]))  # killed after step 3
+    assert all(same(whole, stored.stream([step])) for step in range(1, 6))  # killed after the step before
     assert same(Stored(tmp_path, augment=augment, cache="encoded", workers=3).stream(range(6)), whole)
     if "random_resized_crop" not in augment:
         pixels = Stored(tmp_path, augment=augment)
@@ -176,18 +176,67 @@ def test_mixed_pairs_are_torchvisions_and_their_labels_probabilities(tmp_path: P
     ("sections", "message"),
     [
         ({"model": {"loss": "mse"}}, "which one cross-entropy on class numbers takes, not mse"),
-        ({"loss": {"class_weights": [1, 1, 1, 1]}}, "for which loss.class_weights have no meaning"),
-        ({"parallel": {"tensor": 2}}, "with parallel.tensor 2 no rank has all classes"),
+        ({"loss": [{"weight": 0.5}, {}]}, "which one cross-entropy on class numbers takes, not cross_entropy, cross_"),
     ],
 )
 def test_labels_that_cannot_be_mixed_are_refused(sections: Any, message: str, tmp_path: Path) -> None:
     config = Stored(tmp_path, augment={"mixup": 0.4}).config
     settings = config.model_dump(mode="json")
     for name, section in sections.items():
-        settings[name] = (settings.get(name) or {}) | section
+        settings[name] = section if isinstance(section, list) else (settings.get(name) or {}) | section
     with pytest.raises(ConfigError) as refused:
         build_config(settings, check=check_files_and_data)
     assert message in str(refused.value)
+
+
+TWO = Signature(
+    (TensorInfo("left", "float32", (None, 3, 4, 4)), TensorInfo("right", "float32", (None, 4, 4, 3))),
+    (TensorInfo("logits", "float32", (None, 4)),),
+)
+
+
+def two_images(augment: dict[str, float], **sections: Any) -> RunConfig:
+    image = {"inputs": ["left", "right"], "augment": augment}
+    inputs = {"left": "left", "right": "right"}
+    return build_config(
+        {
+            "model": {"path": "m.onnx"},
+            "data": {"source": "x.csv", "image": image, "inputs": inputs},
+            "train": {"num_steps": 1},
+            **sections,
+        }
+    )
+
+
+@pytest.mark.parametrize("augment", [{"mixup": 0.4}, {"cutmix": 1.0}])
+def test_two_images_of_a_sample_are_mixed_alike_whatever_their_layouts(augment: dict[str, float]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 3), dtype=np.uint8)
+    values = {"left": pixels, "right": pixels, "label": np.arange(6) % 4}
+    samples = Samples(np.arange(6), np.arange(6), lambda positions: {n: v[positions] for n, v in values.items()})
+    found = []
+    for config in (two_images(augment), two_images({"flip": 1e-9})):
+        assert config.data.image
+        images, mixed = image_inputs(config, TWO), mixed_labels(config, TWO)
+        found.append(ImageBatches(config.data.image, images, seed=0, mixed=mixed)(values, samples))
+    after, before = found
+    np.testing.assert_array_equal(after["left"], np.asarray(after["right"]).transpose(0, 3, 1, 2))
+    assert not np.array_equal(after["left"], before["left"])
+    mixing = Mixing(AugmentConfig(**augment), 4)
+    for pair in range(3):
+        rows, (seed,) = slice(2 * pair, 2 * pair + 2), seeds(np.array([pair]), seed=0, purpose="image mixing")
+        (image,), soft = mixing([torch.from_numpy(before["left"][rows])], torch.arange(6)[rows] % 4, seed)
+        np.testing.assert_array_equal(after["left"][rows], image)
+        np.testing.assert_array_equal(after["label"][rows], soft)
+
+
+def test_images_that_cannot_be_mixed_are_refused_with_the_reason() -> None:
+    integers = Signature((TensorInfo("left", "uint8", (None, 3, 4, 4)), TWO.inputs[1]), TWO.outputs)
+    with pytest.raises(ConfigError, match="input left takes integers, which have no mean of two"):
+        mixed_labels(two_images({"mixup": 0.2}), integers)
+    sizes = Signature((TensorInfo("left", "float32", (None, 3, 8, 8)), TWO.inputs[1]), TWO.outputs)
+    with pytest.raises(ConfigError, match=r"different sizes \(left 8 x 8, right 4 x 4\); use mixup"):
+        mixed_labels(two_images({"cutmix": 1.0}), sizes)
+    assert mixed_labels(two_images({"mixup": 0.2}), sizes)
 
 
 def test_evaluation_and_the_example_batch_are_never_augmented(tmp_path: Path) -> None:

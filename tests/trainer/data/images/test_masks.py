@@ -151,6 +151,41 @@ def test_masks_of_another_size_than_their_image_are_bad_rows(cache: str, tmp_pat
         batches(tmp_path, tmp_path / "table.csv", masks=["mask"], cache=cache)
 
 
+@pytest.mark.parametrize("cache", ["decoded", "encoded"])
+def test_masks_with_a_value_that_is_no_class_are_bad_rows_unless_the_loss_ignores_it(
+    cache: str, tmp_path: Path
+) -> None:
+    source = write_pairs(tmp_path)
+    mask = mask_of(4, 22, 24)
+    mask[0] = 255
+    Image.fromarray(mask).save(tmp_path / "masks" / "04.png")
+    with pytest.raises(DataError) as refused:
+        batches(tmp_path, source, mask_folder="../masks", cache=cache)
+    assert f"{source}/04.jpg: mask holds class 255, but the output has 3 of them, 0..2" in str(refused.value)
+    assert "1 bad rows" in str(refused.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+    ignoring = batches(tmp_path, source, {"ignore_index": 255}, mask_folder="../masks", cache=cache)
+    assert ignoring.num_rows
+    ignoring.close()
+
+
+def test_images_without_a_mask_are_left_out_on_request_and_none_of_all_is_refused(tmp_path: Path) -> None:
+    source = write_pairs(tmp_path)
+    config = configured(tmp_path, source, mask_folder="../masks")
+    for name in ("04", "07"):
+        (tmp_path / "masks" / f"{name}.png").unlink()
+    skipping = config.model_copy(update={"data": config.data.model_copy(update={"bad_rows": "skip"})})
+    _, manifest, _ = make_training_shards(skipping, tmp_path / "cache")
+    assert manifest.rows("train") + manifest.rows("evaluation") == 28
+    assert [row.partition("images/")[2] for row in manifest.skipped_rows] == [
+        f"{name}.jpg: has no mask in ../masks" for name in ("04", "07")
+    ]
+    for mask in (tmp_path / "masks").iterdir():
+        mask.unlink()
+    with pytest.raises(DataError, match="30 of 30 images have no mask in"):
+        make_training_shards(skipping, tmp_path / "cache")
+
+
 def test_missing_masks_and_folders_and_masks_that_no_loss_reads_are_refused(tmp_path: Path) -> None:
     images = write_pairs(tmp_path)
     (tmp_path / "masks" / "04.png").unlink()

@@ -230,6 +230,7 @@ CASES: dict[str, dict[str, Any]] = {
     "capped": {"after": "capped"},
     "frozen": {"freeze": ("wte",)},
     "table alone": {"head": "own", "loss": "mse"},
+    "probabilities": {"head": "own", "soft": True},
 }
 BATCH, LENGTH, WORDS = 4, 6, 33
 
@@ -285,7 +286,7 @@ def _train_both(case: dict[str, Any], rank: int, size: int, group: str) -> list[
 def _both(
     case: dict[str, Any], rank: int, size: int, group: str
 ) -> tuple[ImportedGraph, ImportedGraph, list[Loss], dict[str, Placement]]:
-    case = dict(case)
+    case = {name: value for name, value in case.items() if name != "soft"}
     fuse, freeze, settings = (
         case.pop("fuse", True),
         case.pop("freeze", ()),
@@ -306,6 +307,8 @@ def _batch(case: dict[str, Any], step: int) -> tuple[Tensor, Tensor]:
     ids = torch.randint(-WORDS, WORDS, (BATCH, LENGTH))
     if case.get("loss") == "mse":
         return ids, torch.randn(BATCH * LENGTH, WORDS)
+    if case.get("soft"):
+        return ids, torch.randn(BATCH * LENGTH, WORDS).softmax(-1)
     labels = torch.randint(0, WORDS, (BATCH, LENGTH))
     return ids, labels.masked_fill(torch.rand(BATCH, LENGTH) < 0.25, -100)
 

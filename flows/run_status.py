@@ -13,6 +13,7 @@ from onward.tasks.class_tables import class_table
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import (
@@ -147,8 +148,10 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
 
 def _data(run: RunDir) -> str:
     """Return what the manifest of the shards says of computed columns; "" as long as there are no shards."""
-    manifest = run.shards / "manifest.json"
-    return read_record(manifest, ShardManifest).preprocessing if manifest.exists() else ""
+    if not (path := run.shards / "manifest.json").exists():
+        return ""
+    manifest = read_record(path, ShardManifest)
+    return "; ".join(filter(None, (manifest.preprocessing, describe_masks(read_config(run), manifest.fitted))))
 
 
 def _state(run: RunDir) -> State:

@@ -16,6 +16,7 @@ from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest
+from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record
@@ -63,6 +64,8 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.info("%d rows are kept for the test of the exported file", manifest.rows("test"))
     if manifest.preprocessing:
         log.info("%s", manifest.preprocessing)
+    if masks := describe_masks(config, manifest.fitted):
+        log.info("%s", masks)
     if manifest.skipped:
         rows = "; ".join(manifest.skipped_rows[:5])
         log.warning("%d bad rows were left out (data.bad_rows = 'skip'): %s", manifest.skipped, rows)

@@ -82,6 +82,7 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     from onward.trainer.data.losses_from_data import with_balanced_weights
     from onward.trainer.data.signature import read_training_signature
     from onward.trainer.data.storage.shards import open_shards
+    from onward.trainer.data.text.byte_counts import with_bytes_of_targets
     from onward.trainer.export.onnx_runner import EvaluationData
     from onward.trainer.model.losses.loss import Losses
     from onward.trainer.model.metrics.metrics import EvaluationMetrics
@@ -91,6 +92,7 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     held_out, signature = open_shards(run.shards, split, most=most), read_training_signature(config.model)
 
     config = with_balanced_weights(config, open_shards(run.shards, "train"), signature)
+    config = with_bytes_of_targets(config, held_out, signature)
     shapes = {output.name: output.shape for output in signature.outputs}
 
     def new_metrics(output_names: Sequence[str]) -> EvaluationMetrics:

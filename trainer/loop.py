@@ -26,6 +26,7 @@ from onward.trainer.data.batches.batches import Batches, evaluation_batches
 from onward.trainer.data.losses_from_data import with_balanced_weights
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.text.byte_counts import with_bytes_of_targets
 from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
@@ -79,6 +80,7 @@ def train(
     config = with_balanced_weights(config, rows, signature)
     batches = Batches(rows, config, signature, **share, device=mpi.device)
     held_out = open_shards(run.shards, "evaluation", most=config.data.evaluation_rows)
+    config = with_bytes_of_targets(config, held_out, signature)
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them

@@ -309,6 +309,20 @@ def _text(data: DataConfig) -> Iterable[str]:
         return
     if text.packing not in ("auto", "none") and text.task not in ("causal", "masked"):
         yield f"data.text.packing {text.packing!r} is for the tasks causal and masked, not {text.task}"
+    if text.stride is not None and text.task == "causal":
+        yield (
+            "data.text.stride: the windows of a causal model follow each other, so that each token is predicted once; "
+            "leave it out"
+        )
+    elif text.stride is not None and text.packing not in ("auto", "none"):
+        yield f"data.text.stride divides texts, which data.text.packing {text.packing!r} joins; set one of the two"
+    if text.stride is not None and not isinstance(text.columns, str) and len(text.columns) > 1:
+        yield (
+            "data.text.stride: each window of one text of a pair would be combined with each window of the other; "
+            "leave it out, so that the longer text is truncated"
+        )
+    if text.pad_side != "auto" and text.packing not in ("auto", "none"):
+        yield f"data.text.pad_side {text.pad_side!r}: windows of data.text.packing {text.packing!r} are not padded so"
     for name in ("mask_token", "mask_probability", "whole_words"):
         value = getattr(text, name)
         if text.task != "masked" and value != type(text).model_fields[name].default:
@@ -316,13 +330,14 @@ def _text(data: DataConfig) -> Iterable[str]:
 
 
 def _bytes_of_a_token(data: DataConfig, metrics: Sequence[MetricConfig]) -> Iterable[str]:
-    for each in metrics if data.text else ():
+    if data.text is None or data.text.task == "causal":  # whose bytes are counted while it is tokenized
+        return
+    why = "a masked model predicts some tokens from those around them, which is no code of the text; use perplexity"
+    if data.text.task != "masked":
+        why = f"the targets of data.text.task {data.text.task!r} are no text"
+    for each in metrics:
         if each.name == "bits_per_byte" and each.bytes_per_target is None:
-            yield (
-                "metrics: bits_per_byte counts each target as one byte, but with [data.text] a target is a token; set "
-                "{ name = 'bits_per_byte', bytes_per_target = ... }: the log of sharding says how many bytes of text a "
-                "token has"
-            )
+            yield f"metrics: bits_per_byte needs bytes of text: {why}, or set bytes_per_target"
 
 
 CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (

@@ -80,6 +80,25 @@ class RowPacker(ABC):
         """Return the rows of a split, possibly none, that are complete because no others come."""
 
 
+class RowDivider(ABC):
+    """A computer, the last of several, that makes several rows of one, such as the windows of a long text.
+
+        rows                      0        1     2
+        results           0.0  0.1  0.2   1.0   2.0  2.1
+        window_column      0    1    2     0     0    1
+
+    The other columns of a row are repeated for each.
+    """
+
+    window_column: str
+    """The result that counts the rows made of one row, from 0; "" where each row gives one."""
+
+
+def divider_of(computers: Sequence[object]) -> RowDivider | None:
+    """Return the computer that divides rows, or None."""
+    return next((each for each in computers if isinstance(each, RowDivider) and each.window_column), None)
+
+
 def packer_of(computers: Sequence[object]) -> RowPacker | None:
     """Return the computer that packs rows, or None."""
     return next((each for each in computers if isinstance(each, RowPacker)), None)
@@ -116,8 +135,12 @@ def computed_chunks(
         for each in computers:
             results, failed = each.compute(part, len(places))
             bad |= {int(index[places[at]]): why for at, why in failed.items()}
-            fine = np.array([at not in failed for at in range(len(places))], bool)
-            part, places = select({**part, **results}, fine), places[fine]
+            of_row = np.arange(len(places))
+            if isinstance(each, RowDivider) and each.window_column:
+                of_row = np.cumsum(np.asarray(results[each.window_column]) == 0) - 1
+                part = {name: taken(values, of_row) for name, values in part.items()}
+            fine = np.array([at not in failed for at in of_row.tolist()], bool)
+            part, places = select({**part, **results}, fine), places[of_row][fine]
             if not len(places):
                 break
         else:
@@ -139,6 +162,11 @@ def describe_all(computers: Sequence[ColumnComputer], rows: Mapping[str, Values]
         part = select({**part, **results}, np.array([at not in failed for at in range(count)], bool))
         if not len(next(iter(part.values()))):
             return
+
+
+def taken(values: Values, rows: Array) -> Values:
+    """Return the rows with these numbers, int64 [m], of which one may occur several times."""
+    return [values[row] for row in rows] if isinstance(values, list) else values[rows]
 
 
 def rows_between(values: Mapping[str, Values], start: int, stop: int) -> dict[str, Values]:

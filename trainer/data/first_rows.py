@@ -12,7 +12,7 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.column_computers import computed_chunks, packer_of, stored_of
+from onward.trainer.data.column_computers import computed_chunks, divider_of, packer_of, stored_of
 from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Block, Column, Schema, Values, fit_block, in_parts
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted
@@ -72,7 +72,8 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int, *, sprea
     # a small table may name many large files
     is_table = not {each.format for each in sources.all_sources(data)} & {"images", "webdataset", "audio"}
     names_files = is_table and any(column.dtype == BYTES for column in stored)
-    is_counted = not spread and _source_bytes(data) <= COUNTED_BYTES and packer is None and not names_files
+    is_small = not spread and _source_bytes(data) <= COUNTED_BYTES
+    is_counted = is_small and packer is None and divider_of(computers) is None and not names_files
     fit_to_source(computers, data, stored, most_blocks=None if is_counted or spread else FITTED_BLOCKS)
     parts: list[dict[str, Values]] = []
     num_kept, counts, reasons = 0, [0, 0], list[str]()

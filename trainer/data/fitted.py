@@ -27,6 +27,8 @@ class Vocabulary(Record):
     """Ids that are neither masked nor drawn."""
     size: int
     """The greatest id, and one."""
+    names: tuple[str, ...] = ()
+    """The tokens of `special_ids`."""
 
 
 class Fitted(Record):
@@ -38,6 +40,8 @@ class Fitted(Record):
     """Whether the order of `classes` is that of the names, because `data.classes` gives none."""
     token_vocabulary: Vocabulary | None = None
     """Of a column of token ids that are masked."""
+    pad_left: bool = False
+    """Of a column of varying length: whether shorter rows of a batch are padded in front."""
     vocabulary: tuple[str, ...] = ()
     """Of a column of categories: the texts, in the order of their ids; "" stands for unknown ones."""
     fill: tuple[float, ...] = ()

@@ -81,7 +81,7 @@ def _metrics(sections: Sections) -> list[str]:
     if library and importlib.util.find_spec("torchmetrics") is None:
         problems.append(f"metrics: {', '.join(library)} need torchmetrics: pip install 'onward[metrics]'")
     unknown = [each for each in metrics if each.name == "bits_per_byte" and not each.bytes_per_target]
-    if unknown and isinstance(data, DataConfig):
+    if unknown and isinstance(data, DataConfig) and data.text is None:  # of tokens they are counted
         with contextlib.suppress(Refused):  # of a source that is absent, which is reported elsewhere
             if locate(data.source, data).format != "text":
                 problems.append(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import onnx
 
@@ -149,7 +150,8 @@ def _token_inputs(text: TextColumns, config: RunConfig, manifest: ShardManifest)
     for role, info in text.inputs.items():
         if role != "labels":
             length, pad = text.fixed_length or None, pads.get(info.name, 0.0)
-            found[info.name] = TokenInput(role=role, pad_value=pad, length=length, dtype=info.dtype)
+            side: Literal["left", "right"] = "left" if manifest.fitted.get(info.name, Fitted()).pad_left else "right"
+            found[info.name] = TokenInput(role=role, pad_value=pad, pad_side=side, length=length, dtype=info.dtype)
     return found
 
 
@@ -165,6 +167,7 @@ def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:
         columns=text.sources,
         special_tokens=text.config.special_tokens,
         max_length=most,
+        stride=text.config.stride,
     )
 
 

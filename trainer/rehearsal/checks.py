@@ -72,7 +72,7 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
     if rows.counts is None and (config.train.num_epochs or rows.num_rows > 1):
         findings.not_rehearsed.append(
             "the smaller micro-batches at the end of the data: its samples are counted only while it is sharded, "
-            "because it is large, or because texts are packed into windows"
+            "because it is large, or because texts are made into windows"
         )
 
     if rows.counts:

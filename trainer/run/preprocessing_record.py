@@ -18,7 +18,7 @@ from pydantic import Field
 
 from onward.trainer.run.records import Record
 
-PREPROCESSING_VERSION = 1
+PREPROCESSING_VERSION = 2
 """Raised when a reader of the former version would compute other inputs."""
 
 
@@ -122,6 +122,8 @@ class TokenInput(Record):
     """`attention_mask` is 1 for each token and `position_ids` counts from 0; the tokenizer gives the others."""
     pad_value: float
     """What pads shorter rows: to the longest of a batch, or to `length`."""
+    pad_side: Literal["left", "right"] = "right"
+    """Where the padding is: in front of a row's values, or behind them. `position_ids` count tokens alone."""
     length: int | None
     """The length that the graph declares; None = any."""
     dtype: str
@@ -140,6 +142,9 @@ class Tokenizer(Record):
     max_length: int
     """Tokens after which a sample is truncated, special tokens included, as the tokenizer's own settings say (by
     default the longest text of a pair first, on the right); 0 = none is."""
+    stride: int | None = None
+    """Longer texts are not truncated but divided into windows of `max_length` tokens that share so many, each a sample
+    of its own: the library's `stride` and `overflowing`. None = they are truncated."""
     padding: Literal["none"] = "none"
     """The library's own padding is off: `TokenInput` says how batches are padded."""
 

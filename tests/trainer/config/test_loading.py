@@ -32,12 +32,37 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"data": {"source": "a.csv", "text": {"tokenizer": "t.json", "whole_words": True}}},
         ["data.text.whole_words True is for the task masked, not classification"],
     ),
-    "bytes of a token": (
+    "bytes of masked tokens": (
         {
             "metrics": ["bits_per_byte"],
-            "data": {"source": "a.txt", "text": {"tokenizer": "tokenizer.json", "task": "causal"}},
+            "data": {"source": "a.txt", "text": {"tokenizer": "tokenizer.json", "task": "masked"}},
         },
-        ["bits_per_byte counts each target as one byte", "bytes_per_target"],
+        ["a masked model predicts some tokens from those around them", "use perplexity", "bytes_per_target"],
+    ),
+    "bytes of classes": (
+        {"metrics": ["bits_per_byte"], "data": {"source": "a.csv", "text": {"tokenizer": "tokenizer.json"}}},
+        ["bits_per_byte", "the targets of data.text.task 'classification' are no text"],
+    ),
+    "windows of a causal model": (
+        {"data": {"source": "a.txt", "text": {"tokenizer": "t.json", "task": "causal", "stride": 4}}},
+        ["data.text.stride: the windows of a causal model follow each other"],
+    ),
+    "windows of joined texts": (
+        {"data": {"source": "a.txt", "text": {"tokenizer": "t", "task": "masked", "packing": "joined", "stride": 0}}},
+        ["data.text.stride divides texts, which data.text.packing 'joined' joins"],
+    ),
+    "windows of pairs": (
+        {"data": {"source": "a.csv", "text": {"tokenizer": "t.json", "columns": ["a", "b"], "stride": 4}}},
+        ["data.text.stride: each window of one text of a pair"],
+    ),
+    "padded windows": (
+        {
+            "data": {
+                "source": "a",
+                "text": {"tokenizer": "t", "task": "causal", "packing": "joined", "pad_side": "left"},
+            }
+        },
+        ["data.text.pad_side 'left': windows of data.text.packing 'joined' are not padded so"],
     ),
     "ranks for auto": ({"parallel": "auto"}, ["parallel = 'auto'", "launch.num_ranks is 0; set launch.num_ranks"]),
     "a loss set twice": (

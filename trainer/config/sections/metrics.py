@@ -34,8 +34,8 @@ class MetricConfig(Section):
     """`auroc`, `average_precision`: compute the curve at so many thresholds, which takes a fixed amount of memory. Not
     set = at every score, which keeps the scores of all evaluation data."""
     bytes_per_target: PositiveFloat | None = None
-    """`bits_per_byte`: the bytes of text that one target stands for on average. Not set = 1, where each target is a
-    byte."""
+    """`bits_per_byte`: the bytes of text that one target stands for on average. Not set = counted where texts are
+    tokenized (`data.text.task = "causal"`), else 1, where each target is a byte."""
     data_range: PositiveFloat | None = None
     """`psnr`, `ssim`: the difference between the greatest and the least possible value."""
     separator: NonNegativeInt | None = None

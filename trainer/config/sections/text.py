@@ -28,6 +28,14 @@ class TextConfig(Section):
     max_length: NonNegativeInt = 0
     """Tokens that a sample has at most, with special tokens; longer ones are truncated as the tokenizer says. 0 = the
     fixed length of the graph's inputs, else the number of its position embeddings, else no limit."""
+    stride: NonNegativeInt | None = None
+    """Divide longer texts into windows of `max_length` tokens, of which successive ones share this many, in place of
+    truncating them. Each window is a row, with the label of its text, or with those of its words. Not for packed texts,
+    `causal` and pairs. Not set = longer texts are truncated."""
+    pad_side: Literal["auto", "left", "right"] = "auto"
+    """Where shorter samples of a batch get their padding. `auto` = as tokenizer.json says, else right; and right where
+    padding in front would change what the model computes: without an input attention_mask of a causal model, and where
+    the model itself counts positions."""
     special_tokens: bool = True
     """Add the special tokens of the tokenizer, such as [CLS] and [SEP]."""
     packing: Literal["auto", "none", "joined", "separate"] = "auto"

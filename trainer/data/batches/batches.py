@@ -291,6 +291,7 @@ class _Collate:
             if loss.has_classes:
                 self._pad_values |= dict.fromkeys(loss.columns, loss.ignored)
         self._pad_values |= {**shards.pad_values, **config.data.pad_values}
+        self._pad_left = {name for name, found in shards.fitted.items() if found.pad_left}
 
     def __call__(self, samples: Samples, *, is_padding: bool = False, group: int = 0) -> Batch:
         filled = samples
@@ -353,7 +354,10 @@ class _Collate:
         )
 
     def _tensor(self, feed: Feed, columns: Mapping[str, Values], lengths: Mapping[str, int]) -> Tensor:
-        arrays = [_padded(columns[name], self._pad_values[name], lengths.get(name, 0)) for name in feed.columns]
+        arrays = [
+            _padded(columns[name], self._pad_values[name], lengths.get(name, 0), left=name in self._pad_left)
+            for name in feed.columns
+        ]
         array = np.stack(arrays, axis=-1) if feed.stacked else arrays[0]
         if feed.is_one_column:
             array = array.reshape(len(array), 1)
@@ -367,12 +371,16 @@ def _longest(values: Values) -> int:
     return 0 if isinstance(values, np.ndarray) else max(map(len, values), default=0)
 
 
-def _padded(values: Values, pad_value: float, least: int) -> Array:
-    """Pad rows of varying length to the longest, and to at least `least`: [B, length]. Arrays are returned as is."""
+def _padded(values: Values, pad_value: float, least: int, *, left: bool) -> Array:
+    """Pad rows of varying length to the longest, and to at least `least`: [B, length]. Arrays are returned as is.
+
+    left: in front of the values, not behind them.
+    """
     if isinstance(values, np.ndarray):
         return values
     longest = max(_longest(values), least)
     padded = np.full((len(values), longest), pad_value, values[0].dtype if values else np.float32)
     for row, value in zip(padded, values, strict=True):
-        row[: len(value)] = value
+        first = longest - len(value) if left else 0
+        row[first : first + len(value)] = value
     return padded

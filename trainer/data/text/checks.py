@@ -7,13 +7,16 @@ from collections.abc import Iterator
 import onnx
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.metrics import metrics_of
 from onward.trainer.data.columns import TEXT, Schema
 from onward.trainer.data.signature import Signature
+from onward.trainer.data.text.byte_counts import counts_bytes
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
 from onward.trainer.data.text.packing import PackedTexts
+from onward.trainer.data.text.padding import pads_left
 from onward.trainer.data.text.separate_packing import SeparateTexts
 from onward.trainer.data.text.text_columns import TextColumns, input_problems, text_columns
-from onward.trainer.data.text.tokenized_rows import TokenizedRows
+from onward.trainer.data.text.tokenized_rows import Storage, TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer, open_tokenizer
 from onward.trainer.data.text.word_labels import WordLabels
 from onward.trainer.errors import ConfigError
@@ -28,6 +31,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
     if columns is None:
         return []
     problems = [*input_problems(columns, config, signature), *_column_problems(columns, schema)]
+    problems += _byte_problems(columns, config)
     graph = onnx.load(config.model.path, load_external_data=False).graph
     limit, problem = length_limit(columns, graph)
     problems += [each for each in (problem, _position_problem(columns, graph)) if each]
@@ -35,7 +39,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
         tokenizer = open_tokenizer(columns.config.tokenizer)
         problems += _vocabulary_problems(columns, tokenizer, graph)
         if "input_ids" in columns.inputs:
-            _open(columns, tokenizer, limit, config)
+            _open(columns, tokenizer, limit, config, graph)
     except ConfigError as error:
         problems += error.problems
     return problems
@@ -53,15 +57,29 @@ def open_tokenized_rows(config: RunConfig, signature: Signature) -> TokenizedRow
     if found := [each for each in (problem, _position_problem(columns, graph)) if each]:
         raise ConfigError(found)
     tokenizer = open_tokenizer(columns.config.tokenizer)
-    return _open(columns, tokenizer, limit, config)
+    return _open(columns, tokenizer, limit, config, graph)
 
 
-def _open(columns: TextColumns, tokenizer: OpenTokenizer, limit: int, config: RunConfig) -> TokenizedRows:
-    exact = config.data.shard_format == "pb"
+def _open(
+    columns: TextColumns, tokenizer: OpenTokenizer, limit: int, config: RunConfig, graph: onnx.GraphProto
+) -> TokenizedRows:
+    left, why_right = pads_left(columns, tokenizer, graph)
+    storage = Storage(config.data.shard_format == "pb", counts_bytes(config), left, why_right)
     if columns.config.task == "tokens":
-        return WordLabels(columns, tokenizer, limit, classes=config.data.classes, exact=exact)
+        return WordLabels(columns, tokenizer, limit, storage, classes=config.data.classes)
     kinds = {"none": TokenizedRows, "joined": PackedTexts, "separate": SeparateTexts}
-    return kinds[columns.packing](columns, tokenizer, limit, exact=exact)
+    return kinds[columns.packing](columns, tokenizer, limit, storage)
+
+
+def _byte_problems(columns: TextColumns, config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with bits_per_byte of losses whose targets are not the next tokens."""
+    for each in config.metrics if counts_bytes(config) else ():
+        measured = [loss for loss in config.losses if each in metrics_of(loss, config.metrics)]
+        if each.name == "bits_per_byte" and any(loss.label != columns.label for loss in measured):
+            yield (
+                f"metrics: {each.key} counts the bytes of the next tokens, but it measures losses of other labels, "
+                "too; name an output, or set bytes_per_target"
+            )
 
 
 def _position_problem(columns: TextColumns, graph: onnx.GraphProto) -> str:

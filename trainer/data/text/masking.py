@@ -97,6 +97,22 @@ def open_masking(config: RunConfig, signature: Signature, fitted: Mapping[str, F
     )
 
 
+def describe_masks(config: RunConfig, fitted: Mapping[str, Fitted]) -> str:
+    """Return which tokens a masked language model predicts, in words; "" for other tasks. fitted: of the shards."""
+    text = config.data.text
+    vocabulary = next((each.token_vocabulary for each in fitted.values() if each.token_vocabulary), None)
+    if text is None or text.task != "masked" or vocabulary is None:
+        return ""
+    names = dict(zip(vocabulary.special_ids, vocabulary.names, strict=False))  # shards of earlier versions have none
+    never = ", ".join(names.get(number, f"id {number}") for number in vocabulary.special_ids)
+    mask = names.get(vocabulary.mask_id, f"id {vocabulary.mask_id}")
+    what = "tokens (whole words)" if text.whole_words else "tokens"
+    return (
+        f"{100 * text.mask_probability:g} % of the {what} are predicted: 8 of 10 of them become {mask}, 1 another "
+        f"token, 1 stays; never {never}"
+    )
+
+
 def _fractions(values: Array, key: np.uint64, purpose: str) -> Array:
     """Return a number in 0..1 for each value, float64 [n]."""
     hashed = keyed_hash(values.astype(np.uint64), key ^ hash_key(purpose))

@@ -16,9 +16,10 @@ import numpy as np
 
 from onward.trainer.data.column_computers import RowPacker
 from onward.trainer.data.columns import Array, Column, Values
+from onward.trainer.data.text.byte_counts import TEXT_BYTES
 from onward.trainer.data.text.masking import WORDS
 from onward.trainer.data.text.text_columns import TextColumns
-from onward.trainer.data.text.tokenized_rows import TokenizedRows
+from onward.trainer.data.text.tokenized_rows import Storage, TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer
 from onward.trainer.errors import ConfigError
 
@@ -31,32 +32,38 @@ class PackedTexts(TokenizedRows, RowPacker):
         columns: TextColumns,
         tokenizer: OpenTokenizer,
         length: int,
-        *,
-        exact: bool = False,
+        storage: Storage,
     ) -> None:
         if not length:
             raise ConfigError(
                 "data.text packs texts into windows of one length, but neither the model nor data.text.max_length "
                 "says how long they are; set data.text.max_length, or data.text.packing = 'none'"
             )
-        super().__init__(columns, tokenizer, length, exact=exact)
+        super().__init__(columns, tokenizer, length, storage)
         self._window, self._ids = length, columns.inputs["input_ids"].name
         self._words = self._ids + WORDS if columns.config.task == "masked" and columns.config.whole_words else ""
         # the label of a window's last token is the first token of the next one
         self._ahead = 1 if columns.config.task == "causal" and columns.label else 0
         types = {info.name: self.types[role] for role, info in columns.inputs.items()}
         types |= {name: kind for name, kind in ((columns.label, types[self._ids]), (self._words, "int32")) if name}
-        self.packed_columns = tuple(Column(name=name, dtype=kind, shape=(length,)) for name, kind in types.items())
+        each = (Column(name=name, dtype=kind, shape=(length,)) for name, kind in types.items())
+        self._text_bytes = self._ids + TEXT_BYTES if storage.counts_bytes else ""
+        counts = (Column(name=self._text_bytes, dtype="int64"),) if self._text_bytes else ()
+        self.packed_columns = (*each, *counts)
         self._waiting: dict[tuple[str, str], list[Array]] = {}
 
     def pack(self, rows: Mapping[str, Values], split: str) -> dict[str, Values]:
         """Return the windows that are full with these rows of a split: column -> [n, length]."""
         ids, words = self._stream(rows, split, self._ids), self._stream(rows, split, self._words)
+        sizes = self._stream(rows, split, self._text_bytes)
         count = max(0, (len(ids) - self._ahead) // self._window)
         used, shape = count * self._window, (count, self._window)
-        self._waiting[split, self._ids], self._waiting[split, self._words] = [ids[used:]], [words[used:]]
-        windows = ids[:used].reshape(shape)
-        found = {self._of.label: ids[self._ahead : used + self._ahead].reshape(shape), self._words: words[:used]}
+        streams = {self._ids: ids, self._words: words, self._text_bytes: sizes}
+        self._waiting |= {(split, name): [stream[used:]] for name, stream in streams.items()}
+        windows, targets = ids[:used].reshape(shape), slice(self._ahead, used + self._ahead)
+        found = {self._of.label: ids[targets].reshape(shape), self._words: words[:used]}
+        if self._text_bytes:
+            found[self._text_bytes] = sizes[targets].reshape(shape).sum(axis=1)
         for role, info in self._of.inputs.items():
             if role == "position_ids":
                 found[info.name] = np.arange(used) % self._window
@@ -64,12 +71,13 @@ class PackedTexts(TokenizedRows, RowPacker):
                 found[info.name] = np.full(used, int(role == "attention_mask"))
             else:
                 found[info.name] = windows
-        return {each.name: found[each.name].reshape(shape).astype(each.dtype) for each in self.packed_columns}
+        columns = self.packed_columns
+        return {each.name: found[each.name].reshape(count, *each.shape).astype(each.dtype) for each in columns}
 
     def rest(self, split: str) -> dict[str, Values]:
         """Return no windows: what waits of a split does not fill one."""
         self._waiting = {key: parts for key, parts in self._waiting.items() if key[0] != split}
-        return {each.name: np.empty((0, self._window), each.dtype) for each in self.packed_columns}
+        return {each.name: np.empty((0, *each.shape), each.dtype) for each in self.packed_columns}
 
     def _stream(self, rows: Mapping[str, Values], split: str, name: str) -> Array:
         """Return what waits of a column, and what is added to it: [n]."""

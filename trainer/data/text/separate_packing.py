@@ -19,17 +19,18 @@ import numpy as np
 from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.text.packing import PackedTexts
 from onward.trainer.data.text.text_columns import TextColumns
+from onward.trainer.data.text.tokenized_rows import Storage
 from onward.trainer.data.text.tokenizer import OpenTokenizer
 
-Piece = tuple[Array, Array]
-"""Ids and numbers of words of a text, or of a part of it that fills a window: [n] each."""
+Piece = tuple[Array, Array, Array]
+"""Ids, numbers of words and bytes of a text, or of a part of it that fills a window: [n] each."""
 
 
 class SeparateTexts(PackedTexts):
     """Tokenizes texts, and puts them into windows in which each is kept apart. Raises ConfigError as PackedTexts."""
 
-    def __init__(self, columns: TextColumns, tokenizer: OpenTokenizer, length: int, *, exact: bool = False) -> None:
-        super().__init__(columns, tokenizer, length, exact=exact)
+    def __init__(self, columns: TextColumns, tokenizer: OpenTokenizer, length: int, storage: Storage) -> None:
+        super().__init__(columns, tokenizer, length, storage)
         self._open: dict[str, list[Piece]] = {}  # the texts of the window that is being filled, by split
         mask = columns.block_mask.name if columns.block_mask else ""
         # there may be more texts in a window than a small type counts
@@ -41,11 +42,13 @@ class SeparateTexts(PackedTexts):
         """Return the windows that are complete with these rows of a split: column -> [n, length]."""
         ids, size = rows[self._ids], self._window
         words = rows[self._words] if self._words else ids
+        sizes = rows[self._text_bytes] if self._text_bytes else ids
         windows, open_window = list[list[Piece]](), self._open.pop(split, [])
-        for text, numbers in zip(ids, words, strict=True):
+        for text, numbers, counts in zip(ids, words, sizes, strict=True):
             for first in range(0, len(text), size):
-                piece = (text[first : first + size], numbers[first : first + size])
-                if sum(len(each) for each, _ in open_window) + len(piece[0]) > size:
+                part = slice(first, first + size)
+                piece = text[part], numbers[part], counts[part]
+                if sum(len(each) for each, *_ in open_window) + len(piece[0]) > size:
                     windows.append(open_window)
                     open_window = []
                 open_window.append(piece)
@@ -63,17 +66,19 @@ class SeparateTexts(PackedTexts):
         ids += self._special.pad
         labels = np.full(shape, self._ignore_index, np.int64)
         is_causal = self._config.task == "causal"
+        sizes = np.zeros(len(windows), np.int64)
         for row, pieces in enumerate(windows):
             first = 0
-            for number, (text, of_words) in enumerate(pieces, start=1):
+            for number, (text, of_words, counts) in enumerate(pieces, start=1):
                 part = slice(first, first + len(text))
                 ids[row, part], texts[row, part], words[row, part] = text, number, of_words
                 places[row, part] = np.arange(len(text))
                 # the next token, but of the last one, or (masked) the token itself
                 known = slice(first, first + len(text) - is_causal)
                 labels[row, known] = text[1:] if is_causal else text
+                sizes[row] += counts[1:].sum()  # the first token is no target
                 first += len(text)
-        found = {self._of.label: labels, self._words: words}
+        found = {self._of.label: labels, self._words: words, self._text_bytes: sizes}
         for role, info in self._of.inputs.items():
             own = np.where(texts > 0, ids, self._ignore_index) if role == "labels" else np.zeros(shape, np.int64)
             known_roles = {"input_ids": ids, "attention_mask": texts, "position_ids": places}

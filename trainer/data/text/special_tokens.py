@@ -62,5 +62,6 @@ def find_special_tokens(columns: TextColumns, tokenizer: OpenTokenizer) -> Speci
     vocabulary = None
     if mask is not None:
         special = tuple(sorted({*tokenizer.special_ids.values(), mask}))
-        vocabulary = Vocabulary(mask_id=mask, special_ids=special, size=tokenizer.greatest_id + 1)
+        names = tuple(str(tokenizer.library.id_to_token(number)) for number in special)
+        vocabulary = Vocabulary(mask_id=mask, special_ids=special, size=tokenizer.greatest_id + 1, names=names)
     return SpecialTokens(added, pad, end, vocabulary)

@@ -5,8 +5,9 @@
                                                   attention_mask   [1, 1, 1, 1, 1]
 
 They are stored in the length of the row and padded when a batch is made, or, where the graph takes one length, padded
-to it here. The ids are those of the library's `encode_batch` with the same truncation and padding. Where texts are
-packed into windows, only ids are computed here, of the whole text with its end token; packing.py does the rest.
+to it here. The ids are those of the library's `encode_batch` with the same truncation and padding. With
+data.text.stride a long text gives several rows, the windows that the library cuts. Where texts are packed into windows,
+only ids are computed here, of the whole text with its end token; packing.py does the rest.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from onward.trainer.config.sections.text import TextRole
+from onward.trainer.data.column_computers import RowDivider
 from onward.trainer.data.columns import Array, Column, Values
 from onward.trainer.data.fitted import Fitted, FittedComputer
+from onward.trainer.data.text.byte_counts import TEXT_BYTES, bytes_of_tokens
 from onward.trainer.data.text.masking import WORDS
 from onward.trainer.data.text.special_tokens import find_special_tokens
 from onward.trainer.data.text.text_columns import TextColumns
@@ -36,43 +40,58 @@ STORED_AS: dict[TextRole, str] = {
 }
 NO_WORD = -1
 """The number of the word of a special token."""
+WINDOWS = "/window"
+"""Behind the name of the input of ids: the column that counts the windows of a text, from 0."""
 
 
-class TokenizedRows(FittedComputer):
+@dataclass(frozen=True)
+class Storage:
+    """How the columns of tokens are stored."""
+
+    exact: bool = False
+    """In the types of the graph's inputs (data.shard_format = "pb")."""
+    counts_bytes: bool = False
+    """Whether the bytes of text that the targets of a row stand for are a column, too."""
+    pads_left: bool = False
+    why_right: str = ""
+    """Why rows are padded behind, although the tokenizer says in front."""
+
+
+class TokenizedRows(FittedComputer, RowDivider):
     """Computes what a tokenizer feeds, row by row: a ColumnComputer. What it is fitted to is the tokenizer alone.
 
-    `max_length`: 0 = no truncation. `exact`: store the types of the graph's inputs (data.shard_format = "pb"). Raises
-    ConfigError for a tokenizer that lacks a token that is needed.
+    `max_length`: 0 = no truncation. Raises ConfigError for a tokenizer that lacks a token that is needed.
     """
 
-    def __init__(
-        self,
-        columns: TextColumns,
-        tokenizer: OpenTokenizer,
-        max_length: int,
-        *,
-        exact: bool = False,
-    ) -> None:
-        self._of, self._sources, self._config = columns, columns.sources, columns.config
+    def __init__(self, columns: TextColumns, tokenizer: OpenTokenizer, max_length: int, storage: Storage) -> None:
+        self._of, self._sources, self._config, self._storage = columns, columns.sources, columns.config, storage
         self._tokenizer, self._max_length, self._ignore_index = tokenizer, max_length, columns.ignore_index
         self._length = 0 if columns.is_packed else columns.fixed_length
-        self.types = {role: info.dtype if exact else STORED_AS[role] for role, info in columns.inputs.items()}
+        self.types = {role: info.dtype if storage.exact else STORED_AS[role] for role, info in columns.inputs.items()}
         """What is fed -> numpy's name of the type that it is stored in."""
         self._special = find_special_tokens(columns, tokenizer)
         self._pad: dict[TextRole, int] = {"input_ids": self._special.pad, "labels": columns.ignore_index}
+        self.window_column = columns.inputs["input_ids"].name + WINDOWS if columns.config.stride is not None else ""
         results = [*self._results()]
         # the file by its content; masking is done when batches are made
-        settings = columns.config.model_dump(mode="json", exclude={"tokenizer", "mask_probability"})
+        without = {"tokenizer", "mask_probability", "stride", "pad_side"}
+        settings = columns.config.model_dump(mode="json", exclude=without)
         decides = (tokenizer.digest, settings, max_length, self._length, columns.ignore_index, columns.label, results)
-        self.digest = json.dumps([*decides, sorted(self.types.items())])
+        # only where they are used, so that other runs keep their shards
+        used = [f"stride {columns.config.stride}"] if self.window_column else []
+        used += [name for name in ("counts_bytes", "pads_left") if getattr(storage, name)]
+        self.digest = json.dumps([*decides, sorted(self.types.items()), *used])
         self.columns: tuple[Column, ...] = ()
         self.file_only = frozenset[str]()
         self.reads, self.makes, self.consumed = columns.read, columns.computed, frozenset(columns.read)
         self.fitted: dict[str, Fitted] = {}
-        if self._special.vocabulary:
-            self.fitted = {columns.inputs["input_ids"].name: Fitted(token_vocabulary=self._special.vocabulary)}
+        if storage.pads_left:
+            self.fitted = {name: Fitted(pad_left=True) for _, name, _ in results}
+        if vocabulary := self._special.vocabulary:
+            ids = columns.inputs["input_ids"].name
+            self.fitted[ids] = Fitted(token_vocabulary=vocabulary, pad_left=storage.pads_left)
         self.pad_values = {name: float(self._pad.get(role, 0)) for role, name, _ in results}
-        self._tokens = self._rows = self._truncated = self._bytes = 0
+        self._tokens = self._rows = self._truncated = self._divided = self._bytes = 0
         self._seconds = 0.0
         self._prepare()
 
@@ -92,6 +111,12 @@ class TokenizedRows(FittedComputer):
         library = self._tokenizer.library
         library.no_padding()
         library.no_truncation()
+        stride = self._config.stride
+        if stride is not None and not self._max_length:
+            raise ConfigError(
+                "data.text.stride divides texts that are longer than data.text.max_length, which is not set and which "
+                "the model does not say; set it"
+            )
         if not self._max_length or self._of.is_packed:
             return
         if self._max_length <= self._special.added:
@@ -99,11 +124,17 @@ class TokenizedRows(FittedComputer):
                 f"data.text.max_length {self._max_length} leaves no token of the text beside "
                 f"{self._special.added} special tokens"
             )
+        if stride is not None and stride >= self._max_length - self._special.added:
+            raise ConfigError(
+                f"data.text.stride {stride}: windows of {self._max_length} tokens, {self._special.added} of them "
+                f"special, would not move on; set it below {self._max_length - self._special.added}"
+            )
         if self._config.task != "causal":  # whose end token counts, too
             own = self._tokenizer.settings.get("truncation") or {}
             names = {"LongestFirst": "longest_first", "OnlyFirst": "only_first", "OnlySecond": "only_second"}
             library.enable_truncation(
                 self._max_length,
+                stride=stride or 0,
                 strategy=names[own.get("strategy", "LongestFirst")],
                 direction=str(own.get("direction", "Right")).lower(),
             )
@@ -117,6 +148,14 @@ class TokenizedRows(FittedComputer):
         length = f"at most {self._max_length} tokens" if self._max_length else "any number of tokens"
         length = f"windows of {self._max_length}" if self._of.is_packed else f"{length} a row"
         truncated = f"; {self._truncated:,} rows were truncated" if self._truncated else ""
+        if self._divided:
+            truncated = (
+                f"; {self._divided:,} longer texts are divided into windows that share {self._config.stride} tokens: "
+                "losses and metrics are over windows, not over texts"
+            )
+        if self._storage.pads_left or self._storage.why_right:
+            why = f", although {self._tokenizer.path.name} says left: {self._storage.why_right}"
+            truncated += "; padded on the left" if self._storage.pads_left else f"; padded on the right{why}"
         return (
             f"{self._tokenizer.path.name} turns {' and '.join(self._sources)} into "
             f"{', '.join(info.name for info in self._of.inputs.values())}, {length}: {self._tokens:,} tokens "
@@ -141,45 +180,85 @@ class TokenizedRows(FittedComputer):
                 yield "labels", self._of.label, self.types["input_ids"]
         if needs_words:
             yield "token_type_ids", ids + WORDS, "int32"
+        if self._of.is_packed and self._storage.counts_bytes:
+            yield "token_type_ids", ids + TEXT_BYTES, "int32"  # of each token; packed they become those of a row
+
+    def _counts(self) -> Iterator[Column]:
+        """Yield the columns with one number for each row."""
+        if self.window_column:
+            yield Column(name=self.window_column, dtype="int32")
+        if self._storage.counts_bytes and not self._of.is_packed:
+            yield Column(name=self._of.inputs["input_ids"].name + TEXT_BYTES, dtype="int64")
 
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find `columns`: of the length of the graph, or of varying length."""
         rows, _ = self._encoded(values)
         longest = max((len(encoding) + 1 for encoding in rows), default=1)
         length = self._length or (longest if self._of.is_packed else self._max_length or longest)
-        self.columns = tuple(
-            Column(name=name, dtype=dtype, shape=(length,), variable=not self._length)
-            for _, name, dtype in self._results()
-        )
+        found = self._results()
+        each = (Column(name=name, dtype=kind, shape=(length,), variable=not self._length) for _, name, kind in found)
+        self.columns = (*each, *self._counts())
 
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
-        """Return the columns of `count` rows, and row -> why it has none."""
+        """Return the columns of `count` rows or of all their windows, and row -> why it has none."""
         started_at = time.monotonic()
-        encodings, failed = self._encoded(rows)
+        texts, failed = self._encoded(rows)
         self._seconds += time.monotonic() - started_at
+        windows = [self._windows(encoding) for encoding in texts]
+        encodings = [window for each in windows for window in each]
         ids = [self._ended(encoding.ids) for encoding in encodings]
-        self._rows += count - len(failed)
+        good = [at not in failed for at, each in enumerate(windows) for _ in each]
+        self._rows += sum(good)
+        self._tokens += sum(len(row) for row, is_good in zip(ids, good, strict=True) if is_good)
         if self._config.task == "causal":
-            texts = rows[self._sources[0]]
-            self._bytes += sum(len(str(text).encode()) for at, text in enumerate(texts) if at not in failed)
-        self._tokens += sum(len(row) for at, row in enumerate(ids) if at not in failed)
-        if self._config.task != "causal" and self._max_length and not self._of.is_packed:
-            self._truncated += sum(bool(encoding.overflowing) for encoding in encodings)
+            given = rows[self._sources[0]]
+            self._bytes += sum(len(str(text).encode()) for at, text in enumerate(given) if at not in failed)
+        if self._max_length and not self._of.is_packed and self._config.task != "causal":
+            cut = sum(bool(encoding.overflowing) for encoding in texts)
+            self._truncated += 0 if self.window_column else cut
+            self._divided += cut if self.window_column else 0
         results: dict[str, Values] = {}
+        if self.window_column:
+            results[self.window_column] = np.concatenate([np.arange(len(each), dtype=np.int32) for each in windows])
         for role, name, dtype in self._results():
             if role == "labels":
-                labels = self._labels(rows, ids, encodings, failed, shifted=name == self._of.label)
+                labels = self._labels(rows, ids, windows, failed, shifted=name == self._of.label)
                 values = [np.array(row, dtype) for row in labels]
+            elif name.endswith(TEXT_BYTES):
+                values = self._bytes_of_tokens(rows, ids, encodings)
             else:
                 values = self._values(role, name, dtype, ids, encodings)
             results[name] = self._padded(role, values, dtype) if self._length else values
+        if self._storage.counts_bytes and not self._of.is_packed:
+            # the first token of a text is no target
+            of_targets = [int(row[1:].sum()) for row in self._bytes_of_tokens(rows, ids, encodings)]
+            results[self._of.inputs["input_ids"].name + TEXT_BYTES] = np.array(of_targets, np.int64)
         return results, failed
+
+    def _windows(self, encoding: Any) -> list[Any]:
+        """Return the windows of a text in its order; without data.text.stride only itself, truncated or not."""
+        if not self.window_column:
+            return [encoding]
+        found = [encoding, *encoding.overflowing]
+        is_left = (self._tokenizer.library.truncation or {}).get("direction") == "left"
+        return found[::-1] if is_left else found
+
+    def _bytes_of_tokens(
+        self, rows: Mapping[str, Values], ids: Sequence[list[int]], encodings: Sequence[Any]
+    ) -> list[Array]:
+        """Return the bytes of text that each token stands for, int32 [tokens] for each row."""
+        found = []
+        for text, encoding, row in zip(rows[self._sources[0]], encodings, ids, strict=True):
+            own = encoding.ids
+            length = len(own) + (own[-1:] != [self._special.end])
+            found.append(bytes_of_tokens(str(text), encoding, length)[: len(row)].astype(np.int32))
+        return found
 
     def _labels(
         self,
         rows: Mapping[str, Values],
         ids: Sequence[list[int]],
-        encodings: Sequence[Any],
+        windows: Sequence[Sequence[Any]],
         failed: dict[int, str],
         *,
         shifted: bool,
@@ -195,7 +274,9 @@ class TokenizedRows(FittedComputer):
         texts = [[str(text) for text in rows[name]] for name in self._sources]
         given: list[Any] = list(zip(*texts, strict=True)) if len(texts) == 2 else texts[0]
         library = self._tokenizer.library
-        encode = library.encode_batch if self._config.whole_words else library.encode_batch_fast
+        # the faster one gives no words and offsets
+        is_exact = self._config.whole_words or self._storage.counts_bytes
+        encode = library.encode_batch if is_exact else library.encode_batch_fast
         encodings = encode(given, add_special_tokens=self._config.special_tokens)
         failed: dict[int, str] = {}
         for at, encoding in enumerate(encodings):
@@ -235,7 +316,8 @@ class TokenizedRows(FittedComputer):
     def _padded(self, role: TextRole, rows: Sequence[Array], dtype: str) -> Array:
         padded: Array = np.full((len(rows), self._length), self._pad.get(role, 0), dtype)
         for row, values in zip(padded, rows, strict=True):
-            row[: len(values)] = values
+            first = self._length - len(values) if self._storage.pads_left else 0
+            row[first : first + len(values)] = values
         return padded
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.tables.class_names import describe_classes
 from onward.trainer.data.text.text_columns import TextColumns
-from onward.trainer.data.text.tokenized_rows import TokenizedRows
+from onward.trainer.data.text.tokenized_rows import Storage, TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer
 from onward.trainer.errors import ConfigError
 
@@ -35,11 +35,11 @@ class WordLabels(TokenizedRows):
         columns: TextColumns,
         tokenizer: OpenTokenizer,
         max_length: int,
+        storage: Storage,
         *,
         classes: str | Sequence[str],
-        exact: bool = False,
     ) -> None:
-        super().__init__(columns, tokenizer, max_length, exact=exact)
+        super().__init__(columns, tokenizer, max_length, storage)
         if _joins_words(tokenizer.settings.get("pre_tokenizer")):
             raise ConfigError(
                 f"{tokenizer.path} puts no space in front of words (add_prefix_space is false), so that the words of a "
@@ -72,13 +72,14 @@ class WordLabels(TokenizedRows):
     def _set(self, names: Sequence[str]) -> None:
         self._classes = {name: number for number, name in enumerate(names)}
         # known by the column that the loss reads
-        name = self._of.label or self._of.inputs["labels"].name
-        self.fitted[name] = Fitted(classes=tuple(names), sorted_by_name=self._is_sorted)
+        name, is_sorted = self._of.label or self._of.inputs["labels"].name, self._is_sorted
+        self.fitted[name] = Fitted(classes=tuple(names), sorted_by_name=is_sorted, pad_left=self._storage.pads_left)
 
     @property
     def summary(self) -> str:
         """Return the tokenizer and the classes in words."""
-        return "; ".join([super().summary, *(describe_classes(self._label, found) for found in self.fitted.values())])
+        found = [each for each in self.fitted.values() if each.classes]
+        return "; ".join([super().summary, *(describe_classes(self._label, each) for each in found)])
 
     def _encoded(self, rows: Mapping[str, Values]) -> tuple[Sequence[Any], dict[int, str]]:
         words = [list(row) for row in rows[self._sources[0]]]
@@ -92,7 +93,7 @@ class WordLabels(TokenizedRows):
         self,
         rows: Mapping[str, Values],
         ids: Sequence[list[int]],
-        encodings: Sequence[Any],
+        windows: Sequence[Sequence[Any]],
         failed: dict[int, str],
         *,
         shifted: bool,
@@ -100,7 +101,7 @@ class WordLabels(TokenizedRows):
         """Return the label of each word at its first token; adds to `failed` rows whose labels do not fit."""
         assert self._classes is not None
         found, words = [], rows[self._sources[0]]
-        for at, (labels, encoding) in enumerate(zip(rows[self._label], encodings, strict=True)):
+        for at, (labels, own) in enumerate(zip(rows[self._label], windows, strict=True)):
             unknown = [label for label in labels if label not in self._classes]
             if len(labels) != len(words[at]):
                 failed.setdefault(at, f"{self._label} has {len(labels)} labels for {len(words[at])} words")
@@ -108,15 +109,26 @@ class WordLabels(TokenizedRows):
                 known = ", ".join(list(self._classes)[:10])
                 failed.setdefault(at, f"{self._label} holds {unknown[0]!r}, which is none of the classes {known}")
             if at in failed:
-                found.append([self._ignore_index] * len(encoding))
+                found += [[self._ignore_index] * len(encoding) for encoding in own]
                 continue
-            before, row = None, []
-            for word in encoding.word_ids:
-                first = word is not None and word != before
-                row.append(self._classes[labels[word]] if first else self._ignore_index)
-                before = word
-            found.append(row)
+            ids_of_words = [self._classes[label] for label in labels]
+            for word_ids in self._first_tokens(own):
+                found.append([self._ignore_index if word is None else ids_of_words[word] for word in word_ids])
         return found
+
+    def _first_tokens(self, windows: Sequence[Any]) -> Iterator[list[int | None]]:
+        """Yield the number of each token's word for each window of a text; None unless the token is its first."""
+        last: int | None = None
+        for window in windows:
+            row: list[int | None] = []
+            before = last
+            for word in window.word_ids:
+                row.append(word if word != before else None)
+                before = before if word is None else word
+            yield row
+            # the token in front of the next window, which begins with the last `stride` tokens of this one
+            words = [word for word in window.word_ids if word is not None]
+            last = words[-1 - (self._config.stride or 0)] if len(words) > (self._config.stride or 0) else None
 
 
 def _joins_words(settings: Any) -> bool:

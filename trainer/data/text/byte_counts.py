@@ -1,0 +1,74 @@
+"""Count the bytes of text that each token stands for, so that bits per byte are those of the original UTF-8 text.
+
+    text      n  a  ï  v  e     x              offsets of the library, in characters
+    bytes     1  1  2  1  1  1  1  1
+    tokens    [na ][ ï ][ve ]   [x ]   END
+    counted     2    2    2       2     1      what no token covers belongs to the next one, the rest to the last
+
+The bytes of a text's tokens add up to those of the text. A row of a batch stands for the bytes of its targets; their
+number is a column of the shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.columns import Array
+from onward.trainer.data.losses_from_data import LabelledRows
+from onward.trainer.data.signature import Signature
+from onward.trainer.data.text.text_columns import text_columns
+from onward.trainer.errors import ConfigError
+
+TEXT_BYTES = "/bytes"
+"""Behind the name of the input of ids: the column with the bytes of text that the targets of a row stand for."""
+ROWS_AT_ONCE = 1024
+
+
+def counts_bytes(config: RunConfig) -> bool:
+    """Return whether a metric needs the bytes of the text that the targets stand for."""
+    text = config.data.text
+    unknown = any(each.name == "bits_per_byte" and each.bytes_per_target is None for each in config.metrics)
+    return unknown and text is not None and text.task == "causal"
+
+
+def bytes_of_tokens(text: str, encoding: Any, length: int) -> Array:
+    """Return the bytes of the text that each token stands for, int64 [length], which add up to all of them.
+
+    length: tokens of the encoding, and possibly one more, which ends the text.
+    """
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    upto = np.concatenate([[0], np.cumsum(sizes)])
+    ends = np.array([end for _, end in encoding.offsets], np.int64)
+    reached = np.full(length, upto[-1])
+    # tokens of one character have the same end; special tokens have none
+    reached[: length - 1] = np.maximum.accumulate(upto[ends])[: length - 1]
+    return np.diff(reached, prepend=0)
+
+
+def with_bytes_of_targets(config: RunConfig, rows: LabelledRows, signature: Signature) -> RunConfig:
+    """Return the configuration with `bytes_per_target` of bits_per_byte as in these rows; unchanged if none needs it.
+
+    rows: those that are evaluated. Reads all of them. So the metric is the exact quotient of the bits of all targets
+    and the bytes of their text, because an evaluation counts each row once.
+    """
+    columns = text_columns(config, signature)
+    if columns is None or not counts_bytes(config):
+        return config
+    name, num_bytes, num_targets = columns.inputs["input_ids"].name + TEXT_BYTES, 0, 0
+    for first in range(0, rows.num_rows, ROWS_AT_ONCE):
+        values = rows.read(np.arange(first, min(first + ROWS_AT_ONCE, rows.num_rows)))
+        num_bytes += int(np.sum(values[name]))
+        num_targets += sum(int((np.asarray(row) != columns.ignore_index).sum()) for row in values[columns.label])
+    if not num_bytes:
+        raise ConfigError("metrics: bits_per_byte: the tokens of the evaluation data stand for no byte of text")
+    found = [
+        each.model_copy(update={"bytes_per_target": num_bytes / num_targets})
+        if each.name == "bits_per_byte" and each.bytes_per_target is None
+        else each
+        for each in config.metrics
+    ]
+    return config.model_copy(update={"metrics": tuple(found)})

@@ -415,3 +415,25 @@ def with_learned_numbers() -> onnx.ModelProto:
     del graph.node[:]
     graph.node.extend(copies)
     return model
+
+
+def tiny_decoder(*, vocab_size: int = 400, width: int = 16, positions: int = 64) -> onnx.ModelProto:
+    """A decoder as exporters write it for generation: `input_ids`, `attention_mask`, `position_ids` -> `logits`.
+
+    One layer of attention, in which a token sees those that the mask shows and whose position is not above its own.
+    """
+    g = GraphWriter("tiny_decoder", seed=0)
+    names = ("input_ids", "attention_mask", "position_ids")
+    ids, mask, places = (g.input(name, ("batch", "length"), TensorProto.INT64) for name in names)
+    x = g.op("Gather", g.weight("words.weight", g.normal(0.5, vocab_size, width)), ids)
+    x = g.op("Add", x, g.op("Gather", g.weight("places.weight", g.normal(0.5, positions, width)), places))
+    rows, columns = (g.op("Unsqueeze", places, g.weight(f"axis_{axis}", [axis])) for axis in (2, 1))
+    shown = g.op("Cast", g.op("Unsqueeze", mask, "axis_1"), to=TensorProto.BOOL)
+    seen = g.op("And", g.op("LessOrEqual", columns, rows), shown)
+    scores = g.op("MatMul", x, g.op("Transpose", x, perm=[0, 2, 1]))
+    scores = g.op("Where", seen, scores, g.weight("low", -1e9))
+    h = g.op("MatMul", g.op("Softmax", scores, axis=-1), x)
+    x = g.op("Add", x, g.op("MatMul", h, g.weight("mix.weight", g.normal(0.2, width, width))))
+    g.op("MatMul", x, g.weight("head.weight", g.normal(0.2, width, vocab_size)), outputs="logits")
+    g.output("logits", ("batch", "length", vocab_size))
+    return g.model()

@@ -185,6 +185,31 @@ def test_texts_by_the_tokenizer_that_is_copied_beside(
     assert (tmp_path / "served" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
 
+def test_padding_on_the_left_and_windows_of_long_texts(tmp_path: Path, table: Callable[..., Any]) -> None:
+    library = bert_tokenizer(tmp_path / "tokenizer.json")
+    raw = {"text": ["a good film", "the plot was awful, the actor was great " * 3, "bad", "unbelievable!"] * 2}
+    text = {"tokenizer": tmp_path / "tokenizer.json", "pad_side": "left", "max_length": 12}
+    proto = graphs.tiny_decoder()
+    data = table(**raw) | {"text": text | {"task": "causal", "packing": "none", "end_token": "[SEP]"}}
+    text_rows = [0, 2, 3]  # training cuts the longer ones behind the end token
+    recipe = assert_served_alike(exported_run(tmp_path, proto, data=data), tmp_path, raw, text_rows)
+    assert {each["pad_side"] for each in recipe["inputs"].values()} == {"left"}
+    (tmp_path / "divided").mkdir()
+    data = table(**raw, label=[0, 1, 2, 0] * 2) | {"text": text | {"pad_side": "auto", "stride": 4}}
+    run = exported_run(tmp_path / "divided", graphs.tiny_bert(vocab_size=400, positions=64), data=data)
+    write(run, tmp_path / "divided")
+    program, served = serve(), tmp_path / "divided" / "served"
+    library.enable_truncation(12, stride=4)
+    windows = sum(1 + len(library.encode(each).overflowing) for each in raw["text"])
+    found, wanted = (
+        program.model_inputs(program.read_recipe(served), raw, served),
+        evaluation_inputs(run, range(windows)),
+    )
+    assert len(wanted["input_ids"]) == windows > 8
+    for name, array in wanted.items():
+        assert found[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
+
+
 def test_gaps_logarithms_scales_and_indicators_fitted_on_training_rows(
     tmp_path: Path, table: Callable[..., Any]
 ) -> None:

@@ -13,6 +13,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches, evaluation_batches, one_batch
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.text.masking import describe_masks
 from tests.support.graphs import tiny_token_classifier
 from tests.support.texts import bert_tokenizer, gpt2_tokenizer, sentences, write_csv
 from tests.trainer.data.text.test_tokenized_rows import configured, problems, sharded
@@ -132,3 +133,20 @@ def test_a_tokenizer_without_a_mask_token_is_refused(tmp_path: Path) -> None:
     config = masked(tmp_path)
     gpt2_tokenizer(tmp_path / "tokenizer.json")
     assert any("has no mask token; name one of its tokens in data.text.mask_token" in each for each in problems(config))
+
+
+def test_the_line_about_the_masks_names_their_share_and_the_tokens_that_are_never_masked(tmp_path: Path) -> None:
+    config = masked(tmp_path)
+    directory, manifest = sharded(config, tmp_path)
+    line = describe_masks(config, manifest.fitted)
+    assert line == (
+        "40 % of the tokens are predicted: 8 of 10 of them become [MASK], 1 another token, 1 stays; "
+        "never [PAD], [UNK], [CLS], [SEP], [MASK]"
+    )
+    # another share needs no other shards, and has its own line
+    other = masked(tmp_path, text={"mask_probability": 0.125, "whole_words": False})
+    assert sharded(other, tmp_path)[0] == directory
+    assert describe_masks(other, manifest.fitted).startswith("12.5 % of the tokens are predicted")
+    whole = masked(tmp_path, text={"whole_words": True})
+    assert describe_masks(whole, manifest.fitted).startswith("40 % of the tokens (whole words) are predicted")
+    assert describe_masks(configured(tmp_path, tiny_token_classifier(), {"text": {}}), manifest.fitted) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.run.directory import RunDir, read_settings
+from tests.support.cloud_stores import AZURE_KEY, HUB_TOKEN, STORES
 from tests.support.remote_servers import object_store, web_server
 from tests.support.workshop import Workshop
 
@@ -95,3 +97,26 @@ def test_model_data_and_export_may_be_urls(workshop: Workshop, monkeypatch: pyte
         web.files.clear()
         status, again, stderr = outcome(workshop, "resume", "last")
         assert (status, again["sha256"]) == (0, ran["sha256"]), stderr
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("scheme", STORES)
+def test_a_run_reads_and_writes_google_azure_and_hugging_face(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    with STORES[scheme](monkeypatch) as store:
+        environment = {key: value for key, value in os.environ.items() if key not in workshop.environment}
+        workshop.environment.update(environment)
+        store.put("models/model.onnx", (workshop.root / "model.onnx").read_bytes())
+        store.put("train/a.npz", (workshop.root / "data.npz").read_bytes())
+        config = workshop.root / "config.toml"
+        text = CONFIG.replace("s3://bucket", store.url).replace('"{url}/data/train.npz"', f'"{store.url}/train"')
+        config.write_text(text.replace("held-out/*.npz", "train/*.npz").replace("num_steps = 40", "num_steps = 4"))
+        status, ran, stderr = outcome(workshop, "run", str(config))
+        assert status == 0, stderr
+        assert store.get("trained/model.onnx") == Path(ran["model"]).read_bytes()
+        secrets = [secret.encode() for secret in (AZURE_KEY, HUB_TOKEN)]
+        for file in workshop.home.rglob("*"):
+            assert not (file.is_file() and any(secret in file.read_bytes() for secret in secrets)), file
+        assert not any(secret.decode() in stderr for secret in secrets)

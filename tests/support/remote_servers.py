@@ -71,11 +71,16 @@ def cutting_proxy(port: int, *, after: int, times: int) -> Iterator[tuple[int, l
                     for end in select.select(ends, [], [], 10)[0]:
                         if not (data := end.recv(65536)):
                             return
-                        (server if end is self.request else self.request).sendall(data)
-                        counts[number] += len(data) * (end is server)
-                    if counts[number] > after and left[0]:
-                        left[0] -= 1
-                        return
+                        if end is self.request:
+                            server.sendall(data)
+                            continue
+                        is_cut = bool(left[0]) and counts[number] + len(data) > after
+                        data = data[: after - counts[number]] if is_cut else data
+                        self.request.sendall(data)
+                        counts[number] += len(data)
+                        if is_cut:
+                            left[0] -= 1
+                            return
 
     class Server(socketserver.ThreadingTCPServer):
         daemon_threads = True

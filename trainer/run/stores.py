@@ -10,6 +10,7 @@ import errno
 import hashlib
 import importlib.util
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -85,7 +86,7 @@ def file_beside(url: str, name: str) -> RemoteFile:
 
 def upload(source: Path, url: str) -> None:
     """Write a local file to a URL, and check its size there. Raises RuntimeUnavailable or DataError."""
-    with explained(url):
+    with explained(url, "written"):
         store, path = open_store(url)
         store.put_file(str(source), path)
         store.invalidate_cache()
@@ -122,14 +123,19 @@ def open_store(url: str) -> tuple[Any, str]:
         # trust_env: read ~/.netrc and the proxy variables. By default aiohttp ends an answer after five minutes
         timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
         options["client_kwargs"] = {"trust_env": True, "timeout": timeout}
+    if package == "gcsfs":  # it logs each error with a traceback, whose text may hold what `explained` leaves out
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     store, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
     store.invalidate_cache()
     return store, path
 
 
 @contextlib.contextmanager
-def explained(url: str) -> Iterator[None]:
-    """Convert the errors of fsspec's libraries, whose texts may hold signed URLs, to sentences without them."""
+def explained(url: str, done: str = "read") -> Iterator[None]:
+    """Convert the errors of fsspec's libraries, whose texts may hold signed URLs, to sentences without them.
+
+    done: what could not be done, "read" or "written".
+    """
     shown = redacted(url)
     try:
         yield
@@ -137,17 +143,34 @@ def explained(url: str) -> Iterator[None]:
         raise
     except Exception as error:
         causes = [error, *filter(None, (error.__cause__, error.__context__))]
-        status = next((each.status for each in causes if hasattr(each, "status")), None)
+        status = next((found for each in causes if (found := _status(each))), None)
         kinds = {kind.__name__ for each in causes for kind in type(each).__mro__}
         if status in (401, 403) or kinds & {"PermissionError", "NoCredentialsError", "ClientAuthenticationError"}:
-            raise DataError(f"{shown} may not be read; credentials: {credentials_hint(url)}") from None
+            raise DataError(f"{shown} may not be {done}; credentials: {credentials_hint(url)}") from None
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            raise RuntimeUnavailable(f"the disk was full while {shown} was copied; make room and start again") from None
+            raise RuntimeUnavailable(f"the disk was full while {shown} was {done}; make room and start again") from None
         is_absent = isinstance(error, FileNotFoundError) and status is None and "ClientConnectionError" not in kinds
         if status == 404 or is_absent:
             raise DataError(f"there is nothing at {shown} (or the store hides it without credentials)") from None
         reason = f"status {status}" if status else type(causes[-1]).__name__
-        raise RuntimeUnavailable(f"{shown} cannot be read: {reason}; is the address right, and the store up?") from None
+        raise RuntimeUnavailable(
+            f"{shown} cannot be {done}: {reason}; is the address right, and the store up?"
+        ) from None
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status that an error of aiohttp, httpx, botocore, gcsfs or Azure's library tells of."""
+    answer = getattr(error, "response", None)  # of botocore a dictionary
+    if isinstance(answer, dict):
+        answer = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if isinstance(answer, int):
+        return answer
+    # `code` last: aiohttp warns about it
+    for holder, name in ((error, "status"), (error, "status_code"), (answer, "status_code"), (error, "code")):
+        found = getattr(holder, name, None)
+        if isinstance(found, int) and 400 <= found < 600:
+            return found
+    return None
 
 
 # -- names and versions

@@ -1,9 +1,10 @@
-"""The table of classes of the last evaluation: precision, recall, F1 and targets of each, and the confusion matrix.
+"""The table of classes or labels of the last evaluation: precision, recall, F1, targets of each; confusion matrices.
 
     event "confusion" --ClassTable--> RUN_DIR/classes/classes.json    for programs
                                       RUN_DIR/classes/classes.csv     one row for each class
                                       RUN_DIR/classes/confusion.csv   targets by class (rows) and prediction (columns)
 
+Each yes-or-no label has a confusion matrix of its own, which is a row of confusion.csv.
 Of several losses the files are named after their outputs: boxes-classes.json.
 """
 
@@ -14,6 +15,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from onward.trainer.config.losses import titles
 from onward.trainer.data.storage.shards import ShardManifest
@@ -24,10 +26,10 @@ from onward.trainer.run.records import Record, read_record
 
 
 class ClassRow(Record):
-    """How well one class is recognised."""
+    """How well one class or label is recognised."""
 
     name: str
-    """The name of the class, or its number."""
+    """The name of the class or label, or its number."""
     precision: float | None
     """Share of its predictions that are right; None if it is never predicted."""
     recall: float | None
@@ -38,15 +40,20 @@ class ClassRow(Record):
     predictions: int
 
 
+CELLS = ("true negatives", "false positives", "false negatives", "true positives")
+"""The confusion matrix of a label."""
+
+
 class ClassTable(Record):
-    """The classes of one loss in one evaluation."""
+    """The classes or labels of one loss in one evaluation."""
 
     step: int
     loss: str
     """The output that the loss reads, if there are several; else ""."""
     classes: tuple[ClassRow, ...]
     confusion: tuple[tuple[int, ...], ...]
-    """Number of targets by [class][predicted class]."""
+    """Number of targets by [class][predicted class]; of labels `CELLS` by [label]."""
+    of: Literal["class", "label"] = "class"
 
     @property
     def worst(self) -> list[ClassRow]:
@@ -63,8 +70,10 @@ class ClassTable(Record):
         prefix = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.loss)}-" if self.loss else ""
         return {
             f"{prefix}classes.json": self.model_dump_json(indent=2),
-            f"{prefix}classes.csv": _csv([["class", *columns], *rows]),
-            f"{prefix}confusion.csv": _csv([["target \\ predicted", *names], *counts]),
+            f"{prefix}classes.csv": _csv([[self.of, *columns], *rows]),
+            f"{prefix}confusion.csv": _csv([["target \\ predicted", *names], *counts])
+            if self.of == "class"
+            else _csv([["label", *CELLS], *counts]),
         }
 
     def markdown(self) -> str:
@@ -72,49 +81,67 @@ class ClassTable(Record):
         shares = [[_share(row.precision), _share(row.recall), _share(row.f1)] for row in self.classes]
         rows = [[row.name, *share, str(row.targets)] for row, share in zip(self.classes, shares, strict=True)]
         counts = [[row.name, *map(str, own)] for row, own in zip(self.classes, self.confusion, strict=True)]
-        names = [row.name for row in self.classes]
+        if self.of == "class":
+            heading = "Targets by class (rows) and predicted class (columns):"
+            columns: Sequence[str] = ["", *(row.name for row in self.classes)]
+        else:
+            heading, columns = "Right and wrong predictions of each label:", ["", *CELLS]
         return "\n".join(
             [
                 f"Evaluation at step {self.step}{f', loss of {self.loss}' if self.loss else ''}",
                 "",
-                *_markdown(["class", "precision", "recall", "F1", "targets"], rows),
+                *_markdown([self.of, "precision", "recall", "F1", "targets"], rows),
                 "",
-                "Targets by class (rows) and predicted class (columns):",
+                heading,
                 "",
-                *_markdown(["", *names], counts),
+                *_markdown(columns, counts),
             ]
         )
 
 
 def class_table(event: Event, run: RunDir) -> ClassTable:
     """Return the table of an event "confusion"."""
-    counts: list[list[int]] = event.fields["counts"]
-    names = class_names(run, event.fields["loss"])
+    counts: list[Any] = event.fields["counts"]
+    is_of_labels = isinstance(counts[0][0], list)
+    names = class_names(run, event.fields["loss"], are_labels=is_of_labels)
     names = names if len(names) == len(counts) else [str(number) for number in range(len(counts))]
-    predicted = [sum(column) for column in zip(*counts, strict=True)]
-    rows = []
-    for number, (name, own) in enumerate(zip(names, counts, strict=True)):
-        found, targets, predictions = own[number], sum(own), predicted[number]
-        rows.append(
-            ClassRow(
-                name=name,
-                precision=found / predictions if predictions else None,
-                recall=found / targets if targets else None,
-                f1=2 * found / (targets + predictions) if targets + predictions else None,
-                targets=targets,
-                predictions=predictions,
-            )
-        )
-    confusion = tuple(map(tuple, counts))
-    return ClassTable(step=event.step, loss=event.fields["loss"], classes=tuple(rows), confusion=confusion)
+    if is_of_labels:  # [label][is][predicted]
+        found = [matrix[1][1] for matrix in counts]
+        targets = [sum(matrix[1]) for matrix in counts]
+        predictions = [matrix[0][1] + matrix[1][1] for matrix in counts]
+        confusion = tuple((*matrix[0], *matrix[1]) for matrix in counts)
+    else:  # [class][predicted class]
+        found = [row[number] for number, row in enumerate(counts)]
+        targets = [sum(row) for row in counts]
+        predictions = [sum(column) for column in zip(*counts, strict=True)]
+        confusion = tuple(map(tuple, counts))
+    rows = tuple(map(_row, names, found, targets, predictions))
+    of: Literal["class", "label"] = "label" if is_of_labels else "class"
+    return ClassTable(step=event.step, loss=event.fields["loss"], classes=rows, confusion=confusion, of=of)
 
 
-def class_names(run: RunDir, title: str) -> Sequence[str]:
-    """Return the names of the classes of a loss, as the shards have them; [] if the data has numbers only."""
+def _row(name: str, found: int, targets: int, predictions: int) -> ClassRow:
+    return ClassRow(
+        name=name,
+        precision=found / predictions if predictions else None,
+        recall=found / targets if targets else None,
+        f1=2 * found / (targets + predictions) if targets + predictions else None,
+        targets=targets,
+        predictions=predictions,
+    )
+
+
+def class_names(run: RunDir, title: str, *, are_labels: bool = False) -> Sequence[str]:
+    """Return the names of the classes of a loss, as the shards have them; [] if the data has numbers only.
+
+    are_labels: the names of its yes-or-no labels, which are those of the columns where each has one.
+    """
     losses = read_config(run).losses
     found = [loss for loss, name in zip(losses, titles(losses), strict=True) if title in ("", name)]
-    if not found or len(found[0].columns) != 1:
+    if not found or (len(found[0].columns) != 1 and not are_labels):
         return []
+    if are_labels:
+        return found[0].columns
     fitted = read_record(run.shards / "manifest.json", ShardManifest).fitted.get(found[0].columns[0])
     return fitted.classes if fitted else []
 

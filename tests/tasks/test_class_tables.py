@@ -93,3 +93,26 @@ def test_a_table_as_markdown_keeps_its_columns_whatever_the_names_are(tmp_path: 
     assert "| a&#124;b | 0.889 | 0.800 | 0.842 | 10 |" in text
     assert "| d |  |  |  | 0 |" in text
     assert "| c | 1 | 1 | 0 |" in text
+
+
+LABELS = [[[5, 1], [2, 4]], [[9, 1], [0, 2]]]
+"""Of 6 rows that are toxic 4 are found and one is found wrongly; both rows that are spam are found."""
+
+
+def test_yes_or_no_labels_have_a_table_with_the_names_of_their_columns(tmp_path: Path) -> None:
+    run = make_run(tmp_path, loss={"name": "bce_with_logits", "label": ["toxic", "spam"]})
+    event = Event(0, 1, 5, "confusion", {"loss": "", "counts": LABELS})
+    table = class_table(event, run)
+    toxic, spam = table.classes
+    assert (toxic.name, toxic.precision, toxic.recall, toxic.f1, toxic.targets) == ("toxic", 0.8, 4 / 6, 8 / 11, 6)
+    assert (spam.name, spam.precision, spam.recall, spam.predictions) == ("spam", 2 / 3, 1.0, 3)
+    files = table.files()
+    assert files["confusion.csv"].splitlines() == [
+        "label,true negatives,false positives,false negatives,true positives",
+        "toxic,5,1,2,4",
+        "spam,9,1,0,2",
+    ]
+    assert files["classes.csv"].startswith("label,precision,")
+    assert "| toxic | 5 | 1 | 2 | 4 |" in table.markdown()
+    numbered = make_run(tmp_path / "numbered", loss={"name": "bce_with_logits", "label": "tags"})
+    assert [row.name for row in class_table(event, numbered).classes] == ["0", "1"]

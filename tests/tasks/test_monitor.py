@@ -313,7 +313,7 @@ def test_the_summary_has_the_median_of_the_waits_for_data() -> None:
 # -- Prefect
 
 
-def test_cancelling_in_prefect_stops_the_job_and_the_artifact_shows_the_progress(
+def test_cancelling_in_prefect_stops_the_job_and_artifacts_show_the_progress_and_the_confusion_matrix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prefect import flow
@@ -328,6 +328,9 @@ def test_cancelling_in_prefect_stops_the_job_and_the_artifact_shows_the_progress
 
     def stop_running(root: Path) -> bool:  # what the supervisor does: the job ends, then its log
         stopped.append(root)
+        log = EventWriter(run.events, attempt=1, rank=0)
+        log.emit("confusion", 5, loss="", counts=[[3, 1], [0, 2]])
+        log.close()
         attempt(run, first=6, last=6, status="stopped")
         run.close_log()
         return True
@@ -346,4 +349,7 @@ def test_cancelling_in_prefect_stops_the_job_and_the_artifact_shows_the_progress
         with get_client(sync_client=True) as prefect:
             artifacts = prefect.read_artifacts()
     assert stopped == [run.root]
-    assert [(artifact.key, artifact.data) for artifact in artifacts] == [("training", 60.0)]
+    found = {artifact.key: artifact.data for artifact in artifacts}
+    assert found.keys() == {"training", "classes"}
+    assert found["training"] == 60.0
+    assert "| 0 | 3 | 1 |" in found["classes"], "the confusion matrix is a page of the run"

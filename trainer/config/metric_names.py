@@ -10,7 +10,12 @@ A metric reads the output and the labels of a loss as the loss does, and which m
     classes    class scores and class numbers: accuracy, f1, auroc, ...
     labels     one score for each yes-or-no label: accuracy, f1, auroc, ...
     values     numbers: mae, rmse, r2, ...
+    quantiles  several predicted quantiles of a number: pinball, coverage
+    boxes      boxes (x1, y1, x2, y2): box_iou
     sequences  scores of symbols at each time step, and shorter sequences of symbols: word_error_rate
+    pairs      two embeddings of each row, alike or not: auroc of their similarity, pair_accuracy
+    triplets   three embeddings of each row: triplet_accuracy
+    matches    two embeddings of each row, which belong together: retrieval_accuracy
 """
 
 from __future__ import annotations
@@ -21,19 +26,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Task = Literal["classes", "labels", "values", "sequences"]
+Task = Literal["classes", "labels", "values", "quantiles", "boxes", "sequences", "pairs", "triplets", "matches"]
 
-TASKS: Mapping[str, Task] = {
-    "cross_entropy": "classes",
-    "bce_with_logits": "labels",
-    "mse": "values",
-    "l1": "values",
-    "huber": "values",
-    "focal": "labels",
-    "dice": "classes",
-    "ctc": "sequences",
+TASKS: Mapping[str, tuple[Task, ...]] = {
+    "cross_entropy": ("classes",),
+    "bce_with_logits": ("labels",),
+    "mse": ("values",),
+    "l1": ("values",),
+    "huber": ("values",),
+    "quantile": ("quantiles",),
+    "focal": ("labels",),
+    "dice": ("classes",),
+    "giou": ("boxes", "values"),
+    "ctc": ("sequences",),
+    "cosine": ("pairs",),
+    "triplet": ("triplets",),
+    "info_nce": ("matches",),
 }
-"""Loss -> what its output and its labels are; a loss that is absent has no metric besides itself."""
+"""Loss -> what its outputs and its labels are; of a loss that is absent (`output`) nothing is known but its value."""
+FILE_TASKS: Mapping[str, tuple[Task, ...]] = {"int64": ("classes",), "float32": ("values", "labels")}
+"""`loss.label_type` of a loss of your own -> the same. Of numbers the name of the metric decides."""
 
 DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": ("accuracy",),
@@ -54,7 +66,8 @@ class Metric:
 
     meaning: str
     tasks: tuple[Task, ...]
-    better: Literal["least", "greatest"]
+    better: Literal["least", "greatest", "nominal"]
+    """`nominal`: neither, it is best near a value of its own, so that no checkpoint can be chosen by it."""
     parameters: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     """Those of the parameters that have no default."""
@@ -110,8 +123,8 @@ METRICS: Mapping[str, Metric] = {
         "intersection over union (Jaccard index)", ("classes", "labels"), "greatest", _AVERAGED, (), "JaccardIndex"
     ),
     "auroc": Metric(
-        "area under the ROC curve, of several classes one against the rest",
-        ("classes", "labels"),
+        "area under the ROC curve, of several classes one against the rest; of pairs that of their cosine similarity",
+        ("classes", "labels", "pairs"),
         "greatest",
         (*_AVERAGED, "thresholds"),
         (),
@@ -119,7 +132,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "average_precision": Metric(
         "area under the precision-recall curve",
-        ("classes", "labels"),
+        ("classes", "labels", "pairs"),
         "greatest",
         (*_AVERAGED, "thresholds"),
         (),
@@ -157,10 +170,43 @@ METRICS: Mapping[str, Metric] = {
         (),
         "WordErrorRate",
     ),
+    "char_error_rate": Metric(
+        "edits between the sequence of the greatest scores and the labels, per label",
+        ("sequences",),
+        "least",
+        (),
+        (),
+        "CharErrorRate",
+    ),
     "spearman": Metric("rank correlation", ("values",), "greatest", (), (), "SpearmanCorrCoef"),
+    "pinball": Metric("mean pinball loss of one quantile, or of all", ("quantiles",), "least", ("quantile",)),
+    "coverage": Metric(
+        "share of the labels that are at most the predicted quantile, or without one between the least and the "
+        "greatest quantile",
+        ("quantiles",),
+        "nominal",
+        ("quantile",),
+    ),
+    "box_iou": Metric("mean over the boxes of the intersection over the union with the label", ("boxes",), "greatest"),
+    "pair_accuracy": Metric(
+        "share of pairs whose cosine similarity is above the middle of loss.margin and 1 where they are alike, and not "
+        "above it where they are not",
+        ("pairs",),
+        "greatest",
+    ),
+    "triplet_accuracy": Metric(
+        "share of rows whose first output is nearer to the second than to the third", ("triplets",), "greatest"
+    ),
+    "retrieval_accuracy": Metric(
+        "share of rows whose second output is among the k most similar ones to the first, of all evaluation data",
+        ("matches",),
+        "greatest",
+        ("k",),
+    ),
 }
 ALIASES: Mapping[str, dict[str, Any]] = {
     "balanced_accuracy": {"name": "recall", "average": "macro"},
+    "cer": {"name": "char_error_rate"},
     "iou": {"name": "mean_iou"},
     "wer": {"name": "word_error_rate"},
     "jaccard": {"name": "mean_iou"},
@@ -175,8 +221,8 @@ def parse(text: str) -> dict[str, Any]:
     """
     if text in ALIASES:
         return dict(ALIASES[text])
-    if found := re.fullmatch(r"top_(\d+)", text):
-        return {"name": "top_k", "k": int(found[1])}
+    if found := re.fullmatch(r"(|retrieval_accuracy_)top_(\d+)", text):
+        return {"name": found[1].rstrip("_") or "top_k", "k": int(found[2])}
     stem, _, average = text.rpartition("_")
     if average in AVERAGES and "average" in METRICS.get(stem, METRICS["accuracy"]).parameters:
         return {"name": stem, "average": average}
@@ -197,13 +243,23 @@ def _averaged_names() -> list[str]:
 
 
 def is_greatest(name: str) -> bool | None:
-    """Return whether a greater value is better, of a metric as evaluations name it; None for one that is not known.
+    """Return whether a greater value is better, of a metric as evaluations name it; None for one that is not known, or
+    of which neither is better.
 
     Examples: `evaluation/loss`, `evaluation/f1_macro`, `evaluation/boxes/rmse`.
     """
-    last = name.rpartition("/")[2]
-    if last == "loss":
+    if name.rpartition("/")[2] == "loss":
         return False
-    plain = re.sub(r"_class_\d+$", "", re.sub(r"^f_beta_[\d.]+", "f_beta", last))
-    metric = METRICS.get(parse(plain)["name"])
-    return None if metric is None else metric.better == "greatest"
+    metric = _measured_as(name)
+    return None if metric is None or metric.better == "nominal" else metric.better == "greatest"
+
+
+def has_no_direction(name: str) -> bool:
+    """Return whether a metric, as evaluations name it, is best near a value of its own."""
+    metric = _measured_as(name)
+    return metric is not None and metric.better == "nominal"
+
+
+def _measured_as(name: str) -> Metric | None:
+    last = re.sub(r"^(f_beta|pinball|coverage)_[\d.e-]+", r"\1", name.rpartition("/")[2])
+    return METRICS.get(parse(re.sub(r"_class_\d+$", "", last))["name"])

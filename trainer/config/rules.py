@@ -18,6 +18,7 @@ from onward.trainer.config.losses import (
     key_of,
     setting_problems,
 )
+from onward.trainer.config.metric_names import has_no_direction
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig, StopConfig, evaluation_names, metric_problems
 from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
@@ -188,6 +189,8 @@ def _metrics(
     for key, name in (("checkpoint.best_metric", checkpoint.best_metric), ("stop.metric", stop.metric)):
         if name and name not in known:
             yield f"{key}: no evaluation measures {name!r}; with these settings they measure {', '.join(known)}"
+        elif has_no_direction(name) and not (key == "checkpoint.best_metric" and checkpoint.best_is != "auto"):
+            yield f"{key}: of {name!r} neither the least nor the greatest value is the best; choose another metric"
     ends = [f"stop.patience {stop.patience}"] if stop.patience else []
     ends += [] if stop.target is None else [f"stop.target {stop.target:g}"]
     if ends and not train.evaluation_period:

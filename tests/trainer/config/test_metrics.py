@@ -21,6 +21,9 @@ BASE: dict[str, Any] = {"model": {"path": "m.onnx"}, "data": {"source": "d"}, "t
 SEVERAL = [{"name": "cross_entropy", "output": "kind", "label": "k"}, {"name": "mse", "output": "size", "label": "s"}]
 
 
+COSINE = {"name": "cosine", "output": ["a", "b"]}
+
+
 def names(metrics: Any, **sections: Any) -> list[str]:
     config = build_config(BASE | {"metrics": metrics} | sections)
     return [name.removeprefix("evaluation/") for name in evaluation_names(config.losses, config.metrics)]
@@ -50,6 +53,9 @@ def test_without_entries_the_metrics_are_those_of_the_loss() -> None:
 def test_of_several_losses_each_has_the_metrics_that_fit_it() -> None:
     found = names(["f1_macro", "rmse"], loss=SEVERAL)
     assert found == ["loss", "kind/loss", "kind/f1_macro", "size/loss", "size/rmse"]
+    of_one_output = [{"name": "l1", "output": "boxes", "label": "b"}, {"name": "giou", "output": "boxes", "label": "b"}]
+    found = names([{"name": "box_iou", "output": "boxes"}], loss=of_one_output)
+    assert found == ["loss", "boxes/l1/loss", "boxes/giou/loss", "boxes/giou/box_iou"], "of the loss of boxes alone"
     assert names([{"name": "rmse", "output": "size"}], loss=SEVERAL)[1:] == ["kind/loss", "size/loss", "size/rmse"]
 
 
@@ -75,11 +81,13 @@ def test_the_page_has_every_metric() -> None:
 
 def test_the_direction_of_every_metric_is_known_under_every_name() -> None:
     for name, metric in METRICS.items():
-        assert is_greatest(f"evaluation/{name}") == (metric.better == "greatest")
+        assert is_greatest(f"evaluation/{name}") == {"least": False, "greatest": True, "nominal": None}[metric.better]
     assert is_greatest("evaluation/kind/recall_class_3")
     assert is_greatest("evaluation/f_beta_0.5_macro")
     assert is_greatest("evaluation/top_5")
     assert is_greatest("evaluation/boxes/rmse") is False
+    assert is_greatest("evaluation/pinball_0.9") is False
+    assert is_greatest("evaluation/retrieval_accuracy_top_5")
     assert is_greatest("evaluation/kind/loss") is False
     assert is_greatest("evaluation/quality") is None
 
@@ -99,6 +107,28 @@ def test_the_direction_of_every_metric_is_known_under_every_name() -> None:
         (
             {"metrics": ["accuracy"], "model": {"path": "m", "loss": "mse"}},
             r"accuracy needs .*these fit: mae, mse, rmse",
+        ),
+        (
+            {"metrics": ["word_error_rate"], "loss": {"name": "file", "file": "l.py:f"}},
+            r"needs sequences .*'file' with loss.label_type 'float32' has none; these fit: accuracy",
+        ),
+        (
+            {"metrics": ["rmse"], "loss": {"name": "file", "file": "l.py:f", "label_type": "int64"}},
+            r"rmse needs numbers .*'file' with loss.label_type 'int64' has none; these fit: accuracy, top_k",
+        ),
+        ({"metrics": ["mae"], "loss": {"name": "info_nce", "output": ["a", "b"]}}, r"these fit: retrieval_accuracy$"),
+        ({"metrics": ["auroc_macro"], "loss": COSINE}, r"auroc_macro: pairs have no classes"),
+        (
+            {"metrics": [{"name": "coverage", "quantile": 0.7}], "loss": {"name": "quantile", "quantiles": [0.1, 0.9]}},
+            r"coverage_0.7: loss.quantiles has no 0.7, but 0.1, 0.9",
+        ),
+        (
+            {
+                "metrics": ["coverage"],
+                "loss": {"name": "quantile"},
+                "checkpoint": {"best_metric": "evaluation/coverage"},
+            },
+            r"best_metric: of 'evaluation/coverage' neither the least nor the greatest value is the best",
         ),
         ({"metrics": ["accuracy"], "model": {"path": "m", "loss": "output"}}, r"no metric fits it"),
         ({"metrics": ["accuracy", "accuracy"]}, r"metrics: accuracy is named twice"),

@@ -8,10 +8,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from onward.trainer.config.losses import LossConfig, titles
-from onward.trainer.config.metric_names import DEFAULTS, METRICS, TASKS, Task, parse, unknown
+from onward.trainer.config.metric_names import DEFAULTS, FILE_TASKS, METRICS, TASKS, Task, parse, unknown
 from onward.trainer.config.section import Section
 
-PARAMETERS = ("average", "of_class", "k", "beta", "thresholds", "bytes_per_target", "data_range", "separator")
+PARAMETERS = (
+    "average",
+    "of_class",
+    "k",
+    "beta",
+    "thresholds",
+    "bytes_per_target",
+    "data_range",
+    "separator",
+    "quantile",
+)
 
 
 class MetricConfig(Section):
@@ -27,7 +37,8 @@ class MetricConfig(Section):
     of_class: NonNegativeInt | None = None
     """The class whose value it is, in place of an average."""
     k: PositiveInt | None = None
-    """`top_k`: how many classes with the greatest scores count."""
+    """`top_k`: how many classes with the greatest scores count. `retrieval_accuracy`: how many of the most similar rows
+    count; not set = 1."""
     beta: PositiveFloat | None = None
     """`f_beta`: how many times as important as precision recall is."""
     thresholds: Annotated[int, Field(ge=2)] | None = None
@@ -40,6 +51,8 @@ class MetricConfig(Section):
     """`psnr`, `ssim`: the difference between the greatest and the least possible value."""
     separator: NonNegativeInt | None = None
     """`word_error_rate`: the label between two words, such as that of a space. Not set = each label is a word."""
+    quantile: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """`pinball`, `coverage`: the one of `loss.quantiles` that is measured. Not set = all of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,8 +83,9 @@ class MetricConfig(Section):
     @property
     def key(self) -> str:
         """What the evaluation names its value, such as "f1_macro", "top_5" or "recall_class_3"."""
-        parts = [f"top_{self.k}" if self.k else self.name]
-        parts += [f"{self.beta:g}"] if self.beta else []
+        parts = [self.name] if self.name != "top_k" else []
+        parts += [f"top_{self.k}"] if self.k else []
+        parts += [f"{number:g}" for number in (self.beta, self.quantile) if number]
         parts += [self.average] if self.average else []
         parts += [f"class_{self.of_class}"] if self.of_class is not None else []
         return "_".join(parts)
@@ -86,10 +100,17 @@ def metrics_of(loss: LossConfig, metrics: Sequence[MetricConfig]) -> list[Metric
     """Return the metrics that are measured of one loss."""
     if not metrics:
         return [MetricConfig(name=name) for name in DEFAULTS.get(loss.name, ())]
-    task = TASKS.get(loss.name)
-    return [
-        each for each in metrics if each.output == loss.output or (not each.output and task in METRICS[each.name].tasks)
-    ]
+    return [each for each in metrics if each.output in ("", *loss.outputs) and task_of(each, loss)]
+
+
+def tasks_of(loss: LossConfig) -> tuple[Task, ...]:
+    """Return what the outputs and labels of a loss are, () if that is not known."""
+    return FILE_TASKS[loss.label_type] if loss.name == "file" else TASKS.get(loss.name, ())
+
+
+def task_of(metric: MetricConfig, loss: LossConfig) -> Task | None:
+    """Return as what a metric reads the outputs and labels of a loss; None if it does not fit the loss."""
+    return next((task for task in tasks_of(loss) if task in METRICS[metric.name].tasks), None)
 
 
 def evaluation_names(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]) -> list[str]:
@@ -111,36 +132,55 @@ def metric_problems(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig
     """Yield a sentence for each metric that fits none of the losses, or not the one that it names."""
     outputs = [output for loss in losses for output in loss.outputs]
     for each in metrics:
-        tasks = METRICS[each.name].tasks
         if each.output and each.output not in outputs:
             read = ", ".join(repr(output) if output else "the first output" for output in outputs)
             yield f"metrics: {each.key} is of the output {each.output!r}, which no loss reads; they read {read}"
             continue
-        measured = [loss for loss in losses if each.output in ("", *loss.outputs)]
-        if not any(TASKS.get(loss.name) in tasks for loss in measured):
-            of = " and ".join(dict.fromkeys(f"{loss.name!r}" for loss in measured))
-            fitting = [name for name, metric in METRICS.items() if _fits(metric.tasks, measured)]
-            yield (
-                f"metrics: {each.key} needs {' or '.join(_NEEDS[task] for task in tasks)}, and the loss {of} has none; "
-                f"{'these fit: ' + ', '.join(fitting) if fitting else 'no metric fits it'}"
-            )
-        elif each.average == "micro" and each.name in ("auroc", "average_precision"):
-            yield f"metrics: {each.key}: curves of classes have no micro average; use macro or weighted"
+        named = [loss for loss in losses if each.output in ("", *loss.outputs)]
+        measured = [loss for loss in named if task_of(each, loss)]
+        yield from _parameter_problems(each, measured) if measured else [_misfit(each, named)]
     keys = [(each.key, each.output) for each in metrics]
     for key, output in dict.fromkeys(pair for pair in keys if keys.count(pair) > 1):
         yield f"metrics: {key} is named twice{f' for the output {output!r}' if output else ''}"
 
 
+def _misfit(metric: MetricConfig, losses: Sequence[LossConfig]) -> str:
+    """Return why a metric fits none of the losses, and which metrics fit them."""
+    of = " and ".join(dict.fromkeys(_described(loss) for loss in losses))
+    needs = " or ".join(_NEEDS[task] for task in METRICS[metric.name].tasks)
+    tasks = {task for loss in losses for task in tasks_of(loss)}
+    fitting = [name for name, known in METRICS.items() if tasks & set(known.tasks)]
+    fit = f"these fit: {', '.join(fitting)}" if fitting else "no metric fits it"
+    return f"metrics: {metric.key} needs {needs}, and the loss {of} has none; {fit}"
+
+
+def _described(loss: LossConfig) -> str:
+    return f"'file' with loss.label_type {loss.label_type!r}" if loss.name == "file" else repr(loss.name)
+
+
+def _parameter_problems(metric: MetricConfig, losses: Sequence[LossConfig]) -> Iterable[str]:
+    """Yield which parameters of a metric do not fit the losses that it measures."""
+    if metric.average == "micro" and metric.name in ("auroc", "average_precision"):
+        yield f"metrics: {metric.key}: curves of classes have no micro average; use macro or weighted"
+    for loss in losses:
+        if metric.quantile and metric.quantile not in loss.quantiles:
+            levels = ", ".join(f"{level:g}" for level in loss.quantiles)
+            yield f"metrics: {metric.key}: loss.quantiles has no {metric.quantile:g}, but {levels}"
+        if task_of(metric, loss) == "pairs" and (metric.average or metric.of_class is not None):
+            yield f"metrics: {metric.key}: pairs have no classes; leave out average and of_class"
+
+
 _NEEDS: Mapping[Task, str] = {
-    "classes": "scores of classes (cross_entropy, dice)",
-    "labels": "scores of yes-or-no labels (bce_with_logits, focal)",
-    "values": "numbers (mse, l1, huber)",
+    "classes": "scores of classes (cross_entropy, dice, file with label_type int64)",
+    "labels": "scores of yes-or-no labels (bce_with_logits, focal, file)",
+    "values": "numbers (mse, l1, huber, giou, file)",
+    "quantiles": "quantiles (quantile)",
+    "boxes": "boxes (giou)",
     "sequences": "sequences (ctc)",
+    "pairs": "pairs (cosine)",
+    "triplets": "triplets (triplet)",
+    "matches": "rows that belong together (info_nce)",
 }
-
-
-def _fits(tasks: Sequence[Task], losses: Iterable[LossConfig]) -> bool:
-    return any(TASKS.get(loss.name) in tasks for loss in losses)
 
 
 class StopConfig(Section):

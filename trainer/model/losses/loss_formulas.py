@@ -136,27 +136,35 @@ def focal(x: LossInputs) -> Tensor:
     return values.sum()
 
 
-def giou(x: LossInputs) -> Tensor:
-    """1 - generalised intersection over union of boxes [..., 4] as x1, y1, x2, y2 (arXiv:1902.09630)."""
-    ours, theirs = x.output.reshape(-1, 4), x.labels_like_output.reshape(-1, 4)
+def _area(boxes: Tensor) -> Tensor:
+    return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
 
-    def area(boxes: Tensor) -> Tensor:
-        return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
 
+def box_overlaps(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return intersection and union of boxes [N, 4] as x1, y1, x2, y2, row by row: both [N]."""
     least, greatest = torch.max(ours[:, :2], theirs[:, :2]), torch.min(ours[:, 2:], theirs[:, 2:])
     sides = (greatest - least).clamp(min=0)
     overlap = sides[:, 0] * sides[:, 1]
-    union = area(ours) + area(theirs) - overlap
-    around = torch.cat([torch.min(ours[:, :2], theirs[:, :2]), torch.max(ours[:, 2:], theirs[:, 2:])], 1)
+    return overlap, _area(ours) + _area(theirs) - overlap
+
+
+def giou(x: LossInputs) -> Tensor:
+    """1 - generalised intersection over union of boxes [..., 4] as x1, y1, x2, y2 (arXiv:1902.09630)."""
+    ours, theirs = x.output.reshape(-1, 4), x.labels_like_output.reshape(-1, 4)
+    overlap, union = box_overlaps(ours, theirs)
+    around = _area(torch.cat([torch.min(ours[:, :2], theirs[:, :2]), torch.max(ours[:, 2:], theirs[:, 2:])], 1))
     epsilon = 1e-7  # as in torchvision
-    return (1 - overlap / (union + epsilon) + (area(around) - union) / (area(around) + epsilon)).sum()
+    return (1 - overlap / (union + epsilon) + (around - union) / (around + epsilon)).sum()
+
+
+def quantile_rows(output: Tensor, loss: LossConfig) -> Tensor:
+    """Return the output with an axis of the quantiles: [..., Q]; one quantile may come without it."""
+    return output if output.shape[-1] == len(loss.quantiles) else output[..., None]
 
 
 def quantile(x: LossInputs) -> Tensor:
     """max(q d, (q - 1) d) for each quantile q, d = label - output: [..., Q] and [...]."""
-    output, levels = x.output, torch.tensor(x.loss.quantiles, device=x.output.device)
-    if output.shape[-1] != len(levels):  # one quantile, without an axis for it
-        output = output[..., None]
+    output, levels = quantile_rows(x.output, x.loss), torch.tensor(x.loss.quantiles, device=x.output.device)
     difference = x.labels.to(output.dtype).reshape(output.shape[:-1])[..., None] - output
     return torch.max(levels * difference, (levels - 1) * difference).sum()
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from onward.trainer.config.metric_names import METRICS, Task
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.metrics.measures import Measured
+from onward.trainer.model.metrics.measured import Measured
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ OF_SCORES = ("auroc", "average_precision", "calibration_error")
 class LibraryMeasure:
     """A metric whose states are sums or lists of tensors."""
 
-    sized = True
+    on_first_rank = True
 
     def __init__(self, metric: MetricConfig, task: Task, device: torch.device, *, ignore_index: int) -> None:
         self.key = metric.key
@@ -84,14 +84,16 @@ class LibraryMeasure:
             return batch.images
         if self._task == "values":
             return batch.scores.flatten().double(), batch.targets.flatten().double()
-        if self._task == "labels":
+        if self._task in ("labels", "pairs"):
             alone = batch.size == 1
             return (batch.probabilities[:, 0], batch.targets[:, 0]) if alone else (batch.probabilities, batch.targets)
         predictions = batch.probabilities if self._metric.name in OF_SCORES else batch.predicted
         return predictions[batch.counted], batch.targets[batch.counted]
 
     def _text(self, symbols: Sequence[int]) -> str:
-        """Return words with spaces between them, each its symbols."""
+        """Return words with spaces between them, each its symbols; of an error rate of characters, one for each."""
+        if self._metric.name == "char_error_rate":
+            return "".join(map(chr, symbols))
         separator = self._metric.separator
         if separator is None:
             return " ".join(map(str, symbols))
@@ -113,7 +115,7 @@ class LibraryMeasure:
                 raise ConfigError(f"metrics: {self.key}: the output has {size} classes or labels, 0..{size - 1}")
             parameters |= {"validate_args": False}  # else it searches each batch for labels that are no classes
             parameters |= {name: given for name in ("beta", "thresholds") if (given := getattr(metric, name))}
-            if self._task == "labels" and size == 1:
+            if self._task in ("labels", "pairs") and size == 1:
                 library = f"Binary{library}"
             else:
                 is_classes = self._task == "classes"

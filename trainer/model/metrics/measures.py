@@ -11,122 +11,30 @@ batches a rank has seen, or whether it has seen any:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onward.trainer.config.metric_names import TASKS
+from onward.trainer.config.metric_names import Task
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.losses.loss import Loss
-from onward.trainer.model.losses.loss_formulas import as_rows
+from onward.trainer.model.losses.loss_formulas import box_overlaps
+from onward.trainer.model.metrics.measured import Measured
 
-
-class Measured:
-    """What metrics read of a batch for one loss; each is computed when it is first needed, and then kept."""
-
-    def __init__(
-        self, loss: Loss, outputs: Tensor | Sequence[Tensor], labels: Tensor, *, loss_sum: Tensor | None = None
-    ) -> None:
-        self._loss, self._outputs, self._labels, self._loss_sum = loss, outputs, labels, loss_sum
-        self.task = TASKS[loss.name]
-
-    @cached_property
-    def size(self) -> int:
-        """The number of classes, of labels in a row, or of values in a row."""
-        if self.task == "classes":
-            return max(self._num_classes, 2)
-        return self._num_classes if self.task == "sequences" else self.scores.shape[1]
-
-    @cached_property
-    def _num_classes(self) -> int:
-        return self._loss.num_classes(self._outputs, self._labels)
-
-    @cached_property
-    def targets(self) -> Tensor:
-        """Of classes int64 [targets], those that are ignored included; else [rows, size], labels as 0 and 1."""
-        if self.task == "classes":
-            is_soft = self._labels.is_floating_point()  # probabilities: the greatest is the class
-            axis = self._loss.axis(self._outputs, self._labels)
-            return (self._labels.argmax(axis) if is_soft else self._labels).flatten()
-        targets = self._labels.reshape(self.scores.shape)
-        return (targets > 0.5).long() if self.task == "labels" else targets
-
-    @cached_property
-    def counted(self) -> Tensor:
-        """Of classes: which targets count, bool [targets]."""
-        # the ignored label may be a class
-        return self.targets != self._loss.ignore_index
-
-    @cached_property
-    def count(self) -> int | Tensor:
-        """The number of targets that count."""
-        return self.counted.sum() if self.task == "classes" else self.targets.numel()
-
-    @cached_property
-    def predicted(self) -> Tensor:
-        """Of classes: the one with the greatest score, int64 [targets]."""
-        if self._num_classes == 1:
-            return self.scores.argmax(-1)
-        return self._loss.predicted(self._outputs, self._labels).flatten()
-
-    @cached_property
-    def scores(self) -> Tensor:
-        """Of classes the logits, fp32 [targets, size]; else the output as [rows, size].
-
-        A mask of one channel has two classes: the logits 0 and z have the softmax 1 - sigmoid(z), sigmoid(z). An output
-        [B, L] has L labels or values in each row. In one with more axes every element is a label alike, and the values
-        are those of the last axis.
-        """
-        output = self._loss.output(self._outputs)
-        if self.task == "classes":
-            rows = as_rows(output, self._loss.axis(self._outputs, self._labels))
-            return torch.cat([torch.zeros_like(rows), rows], -1) if rows.shape[-1] == 1 else rows
-        in_rows = output.ndim == 2 or (output.ndim > 2 and self.task == "values")
-        return output.reshape(-1, output.shape[-1] if in_rows else 1)
-
-    @cached_property
-    def entropy(self) -> Tensor:
-        """Of classes: the sum of -log p(target), without weights and smoothing."""
-        if self._loss_sum is not None and self._loss.config.is_plain and not self._labels.is_floating_point():
-            return self._loss_sum
-        ignored = self._loss.ignore_index
-        return F.cross_entropy(self.scores, self.targets, ignore_index=ignored, reduction="sum")
-
-    @cached_property
-    def sequences(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Of a CTC: the symbols with the greatest scores, without repetitions and blanks, and those of the labels."""
-        found = self._loss.output(self._outputs).argmax(-1).tolist()
-        blank = self._loss.config.blank
-        symbols = [[symbol for symbol, _ in itertools.groupby(row) if symbol != blank] for row in found]
-        labels = self._labels.reshape(len(found), -1).tolist()
-        return symbols, [[symbol for symbol in row if symbol != self._loss.ignore_index] for row in labels]
-
-    @cached_property
-    def images(self) -> tuple[Tensor, Tensor]:
-        """Output and labels in the shape of the output."""
-        output = self._loss.output(self._outputs)
-        return output, self._labels.reshape(output.shape)
-
-    @cached_property
-    def probabilities(self) -> Tensor:
-        """Softmax or sigmoid of the scores, in fp64: in fp32 great scores would become equal."""
-        scores = self.scores.double()
-        return scores.softmax(-1) if self.task == "classes" else scores.sigmoid()
+Counts = list[list[int]] | list[list[list[int]]]
+"""Of classes targets by [class][predicted class], of labels by [label][is][predicted]."""
 
 
 class Measure(Protocol):
     """One metric of one loss over all evaluation batches."""
 
     key: str
-    sized: bool
-    """Whether the shapes of its sums depend on `Measured.size`, which ranks without a batch do not know."""
+    on_first_rank: bool
+    """Whether rank 0 alone computes its value, because it needs the lists or is torchmetrics'."""
 
     def update(self, batch: Measured) -> None:
         """Add a batch."""
@@ -147,7 +55,7 @@ class Measure(Protocol):
 class SumMeasure:
     """A metric that is computed from sums over targets, which are exact in fp64."""
 
-    sized = False
+    on_first_rank = False
 
     def __init__(self, metric: MetricConfig, device: torch.device) -> None:
         self.metric, self.key, self._device = metric, metric.key, device
@@ -236,8 +144,6 @@ class Errors(SumMeasure):
 class R2(SumMeasure):
     """1 - sum (y - f)^2 / sum (y - mean y)^2, the mean over the columns; NaN where a column has one value only."""
 
-    sized = True
-
     def shape(self, size: int) -> tuple[int, ...]:
         return (4, size)
 
@@ -252,10 +158,86 @@ class R2(SumMeasure):
         return float(torch.where(spread > 0, 1 - errors / spread, torch.nan).mean())
 
 
+class Pinball(SumMeasure):
+    def sums_of(self, batch: Measured) -> Tensor:
+        levels = torch.tensor(batch.config.quantiles, device=batch.scores.device)
+        difference = batch.targets[:, None] - batch.scores
+        errors = torch.max(levels * difference, (levels - 1) * difference).double()
+        if self.metric.quantile:
+            errors = errors[:, batch.config.quantiles.index(self.metric.quantile)]
+        return _with_count(errors.sum(), errors.numel())
+
+
+class Coverage(SumMeasure):
+    def sums_of(self, batch: Measured) -> Tensor:
+        levels, labels = batch.config.quantiles, batch.targets
+        covered = labels <= batch.scores[:, levels.index(self.metric.quantile or max(levels))]
+        if not self.metric.quantile and len(levels) > 1:
+            covered &= labels >= batch.scores[:, levels.index(min(levels))]
+        return _with_count(covered.sum(), len(labels))
+
+
+class BoxIou(SumMeasure):
+    def sums_of(self, batch: Measured) -> Tensor:
+        overlap, union = box_overlaps(*batch.boxes)
+        return _with_count(torch.where(union > 0, overlap / union, 0.0).sum(dtype=torch.float64), len(union))
+
+
+class PairAccuracy(SumMeasure):
+    def sums_of(self, batch: Measured) -> Tensor:
+        found_alike = batch.scores > (1 + (batch.config.margin or 0.0)) / 2
+        return _with_count((found_alike == batch.targets.bool()).sum(), len(found_alike))
+
+
+class TripletAccuracy(SumMeasure):
+    def sums_of(self, batch: Measured) -> Tensor:
+        anchor, positive, negative = batch.embeddings
+        is_nearer = F.pairwise_distance(anchor, positive) < F.pairwise_distance(anchor, negative)
+        return _with_count(is_nearer.sum(), len(anchor))
+
+
+class Retrieval:
+    """For each row: is its second output among the k most similar ones to the first, of all rows of all ranks?
+
+    It keeps both outputs of all rows, so that it depends neither on the batches nor on the ranks.
+    """
+
+    on_first_rank = True
+
+    def __init__(self, metric: MetricConfig, device: torch.device) -> None:
+        self.key, self._k, self._device = metric.key, metric.k or 1, device
+        self._rows: list[list[Tensor]] = []
+
+    def update(self, batch: Measured) -> None:
+        self._rows.append(batch.embeddings)
+
+    def sums(self, size: int) -> list[Tensor]:
+        return []
+
+    def lists(self) -> list[Tensor]:
+        empty = torch.empty(0, device=self._device)
+        return [torch.cat(part) for part in zip(*self._rows, strict=True)] if self._rows else [empty, empty]
+
+    def value(self, sums: Sequence[list[float]], lists: Sequence[Tensor], size: int) -> float:
+        queries, keys = (F.normalize(rows.double(), dim=-1) for rows in lists)
+        if queries.isnan().any() or keys.isnan().any():
+            return math.nan
+        found, step = 0, max(1, MOST_SIMILARITIES // len(keys))
+        for start in range(0, len(queries), step):
+            similar = queries[start : start + step] @ keys.T
+            own = similar.diagonal(start)[:, None]
+            # others that are as similar, but for rounding, come first: equal outputs of all rows find nothing
+            others = (similar >= own - 1e-9).sum(1) - 1
+            found += int((others < self._k).sum())
+        return found / len(queries)
+
+
+MOST_SIMILARITIES = 2**24
+"""The most similarities that are computed at once."""
+
+
 class Confusion(SumMeasure):
     """How often each class is predicted for the targets of each class: counts [target, predicted]."""
-
-    sized = True
 
     def shape(self, size: int) -> tuple[int, ...]:
         return (size * size + 1,)
@@ -266,12 +248,33 @@ class Confusion(SumMeasure):
         counts = torch.zeros(self.shape(batch.size), dtype=torch.float64, device=cells.device)
         return counts.index_add_(0, cells, torch.ones_like(cells, dtype=torch.float64))
 
-    def table(self, sums: list[float], size: int) -> list[list[int]]:
+    def table(self, sums: list[float], size: int) -> Counts:
         """Return the counts by [target][predicted]."""
         return [[int(count) for count in sums[row * size : (row + 1) * size]] for row in range(size)]
 
 
-SUMS: dict[str, type[SumMeasure]] = {
+class LabelConfusion(SumMeasure):
+    """The same of each yes-or-no label: counts [label, target, predicted], where 1 = yes."""
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        return (size * 4,)
+
+    def sums_of(self, batch: Measured) -> Tensor:
+        yes, found = batch.targets.bool(), batch.scores > 0
+        cells = [~yes & ~found, ~yes & found, yes & ~found, yes & found]
+        return torch.stack([cell.sum(0) for cell in cells], 1).flatten().double()
+
+    def table(self, sums: list[float], size: int) -> Counts:
+        """Return the counts by [label][target][predicted]."""
+        cells = [int(count) for count in sums[: size * 4]]
+        return [[cells[at : at + 2], cells[at + 2 : at + 4]] for at in range(0, len(cells), 4)]
+
+
+CONFUSIONS: dict[Task, type[Confusion | LabelConfusion]] = {"classes": Confusion, "labels": LabelConfusion}
+"""What is measured -> what counts right and wrong predictions, where there are few classes or labels."""
+
+
+OWN: dict[str, type[SumMeasure | Retrieval]] = {
     "accuracy": Accuracy,
     "top_k": TopK,
     "perplexity": CrossEntropy,
@@ -281,5 +284,11 @@ SUMS: dict[str, type[SumMeasure]] = {
     "rmse": Errors,
     "psnr": Errors,
     "r2": R2,
+    "pinball": Pinball,
+    "coverage": Coverage,
+    "box_iou": BoxIou,
+    "pair_accuracy": PairAccuracy,
+    "triplet_accuracy": TripletAccuracy,
+    "retrieval_accuracy": Retrieval,
 }
-"""Metric -> what computes it from sums; all others are of torchmetrics (library_measure.py)."""
+"""Metric -> what computes it; all others are of torchmetrics (library_measure.py)."""

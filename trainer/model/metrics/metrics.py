@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onward.trainer.config.metric_names import TASKS
-from onward.trainer.config.sections.metrics import MetricConfig, metrics_of
+from onward.trainer.config.metric_names import Task
+from onward.trainer.config.sections.metrics import MetricConfig, metrics_of, task_of
 from onward.trainer.distributed.lists import gather_lists
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.library_measure import LibraryMeasure
-from onward.trainer.model.metrics.measures import SUMS, Confusion, Measure, Measured
+from onward.trainer.model.metrics.measured import Measured
+from onward.trainer.model.metrics.measures import CONFUSIONS, OWN, Confusion, Counts, LabelConfusion, Measure
 
 MOST_CLASSES = 30
-"""The most classes for which the confusion matrix is kept."""
+"""The most classes or labels for which the confusion matrix is kept."""
 
 
 class EvaluationMetrics:
@@ -43,9 +45,9 @@ class EvaluationMetrics:
     ) -> None:
         self._losses, self._device, self._counts, self._configured = losses, device, counts, bool(metrics)
         self._each = [_LossMetrics(loss, metrics, device) for loss in losses.each]
-        self.confusion: dict[str, list[list[int]]] = {}
-        """After `compute`, of each loss with few classes, if metrics are configured: its title, or "" if it is the only
-        one, -> how many targets there are by [class][predicted class]."""
+        self.confusion: dict[str, Counts] = {}
+        """After `compute`, of each loss with few classes or labels, if metrics are configured: its title, or "" if it
+        is the only one, -> how many targets there are by [class][predicted class] or by [label][is][predicted]."""
 
     @torch.no_grad()
     def update(self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int) -> None:
@@ -59,11 +61,13 @@ class EvaluationMetrics:
         """Return the metrics over all batches of all ranks. Collective: every rank of the default group."""
         alone = not dist.is_initialized()
         if self._configured:
-            sizes = torch.tensor([each.size for each in self._each], device=self._device)
+            sizes = torch.tensor([size for each in self._each for size in each.sizes.values()], device=self._device)
             if not alone:
                 dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-            for each, size in zip(self._each, sizes.tolist(), strict=True):
-                each.learn(size)
+            agreed = iter(sizes.tolist())
+            for each in self._each:
+                for task in each.sizes:
+                    each.learn(task, next(agreed))
         states = [state for each in self._each for state in each.sums()]
         totals = torch.cat([state.flatten().double() for state in states])
         if not alone:
@@ -72,12 +76,12 @@ class EvaluationMetrics:
         own = [part if self._counts else part[:0] for each in self._each for part in each.lists()]
         lists = iter(gather_lists(own))
         sums, on_first = _split(totals.tolist(), [state.numel() for state in states]), alone or dist.get_rank() == 0
-        values = [each.values(sums, lists, with_library=on_first) for each in self._each]
+        values = [each.values(sums, lists, on_first_rank=on_first) for each in self._each]
         return self._named(values if alone else self._agreed(values))
 
     def _agreed(self, values: list[list[float]]) -> list[list[float]]:
         """Return what rank 0 has computed, where it alone computes some of the values."""
-        if not any(each.has_library for each in self._each):
+        if not any(each.needs_first_rank for each in self._each):
             return values
         table = torch.tensor([value for own in values for value in own], dtype=torch.float64, device=self._device)
         dist.broadcast(table, src=0)
@@ -98,20 +102,23 @@ class _LossMetrics:
     """One loss and its metrics on this rank."""
 
     def __init__(self, loss: Loss, metrics: Sequence[MetricConfig], device: torch.device) -> None:
-        self._loss, task = loss, TASKS.get(loss.name)
-        self._measures: list[Measure] = [
-            SUMS[metric.name](metric, device)
-            if metric.name in SUMS
-            else LibraryMeasure(metric, task, device, ignore_index=loss.ignore_index)
-            for metric in metrics_of(loss.config, metrics)
-            if task  # else there are none
-        ]
-        self._confusion = Confusion(MetricConfig(name="accuracy"), device) if metrics and task == "classes" else None
-        self.names = ["loss", *(measure.key for measure in self._measures)]
-        self.has_library = any(isinstance(measure, LibraryMeasure) for measure in self._measures)
-        self.size = 0
-        """`Measured.size`; 0 as long as it is not known."""
-        self.table: list[list[int]] = []
+        self._loss = loss
+        self._measures: list[tuple[Task, Measure]] = []
+        for metric in metrics_of(loss.config, metrics):
+            task = task_of(metric, loss.config)
+            assert task
+            library = partial(LibraryMeasure, task=task, ignore_index=loss.ignore_index)
+            self._measures.append((task, OWN.get(metric.name, library)(metric, device=device)))
+        self.sizes: dict[Task, int] = dict.fromkeys((task for task, _ in self._measures), 0)
+        """What is measured -> `Measured.size`; 0 as long as it is not known."""
+        self._confusions: dict[Task, Confusion | LabelConfusion] = {
+            task: CONFUSIONS[task](MetricConfig(name="accuracy"), device)
+            for task in self.sizes
+            if metrics and task in CONFUSIONS
+        }
+        self.names = ["loss", *(measure.key for _, measure in self._measures)]
+        self.needs_first_rank = any(measure.on_first_rank for _, measure in self._measures)
+        self.table: Counts = []
         """The confusion matrix, once `values` was called."""
         # the number of targets (or of their weights), and the loss; fp64 counts exactly, and one NaN makes a sum NaN
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -121,43 +128,43 @@ class _LossMetrics:
         count, loss_sum = self._loss.count(labels, size), self._loss(outputs, labels, size)
         for total, value in zip(self._totals, (count, loss_sum), strict=True):
             total.add_(value)
-        if labels is None or not self._measures:
+        if labels is None and self._loss.config.takes_labels:
             return
-        batch = Measured(self._loss, outputs, labels, loss_sum=loss_sum)
-        self.learn(batch.size)
-        for measure in (*self._measures, *self._own_confusion()):
-            measure.update(batch)
+        batches = {task: Measured(self._loss, outputs, labels, task=task, loss_sum=loss_sum) for task in self.sizes}
+        for task, batch in batches.items():
+            self.learn(task, batch.size)
+        for task, measure in (*self._measures, *self._confusions.items()):
+            measure.update(batches[task])
 
-    def learn(self, size: int) -> None:
+    def learn(self, task: Task, size: int) -> None:
         """Take the number of classes, labels or values from a batch, or from the other ranks."""
-        self.size = size
-        self._confusion = self._confusion if size <= MOST_CLASSES else None
-
-    def _own_confusion(self) -> list[Confusion]:
-        return [self._confusion] if self._confusion else []
+        self.sizes[task] = size
+        if size > MOST_CLASSES:
+            self._confusions.pop(task, None)
 
     def sums(self) -> list[Tensor]:
         """Return what is added up over the ranks."""
-        measures = (*self._measures, *self._own_confusion())
-        return [self._totals, *(state for measure in measures for state in measure.sums(self.size))]
+        measures = (*self._measures, *self._confusions.items())
+        return [self._totals, *(state for task, measure in measures for state in measure.sums(self.sizes[task]))]
 
     def lists(self) -> list[Tensor]:
         """Return what is concatenated over the ranks; after `sums`."""
-        return [part for measure in self._measures for part in measure.lists()]
+        return [part for _, measure in self._measures for part in measure.lists()]
 
-    def values(self, sums: Iterator[list[float]], lists: Iterator[Tensor], *, with_library: bool) -> list[float]:
+    def values(self, sums: Iterator[list[float]], lists: Iterator[Tensor], *, on_first_rank: bool) -> list[float]:
         """Return a value for each of `names`, from the next sums and lists; NaN if there is no target.
 
-        with_library: also those of torchmetrics, which need the lists; else NaN.
+        on_first_rank: also those that only rank 0 computes, because it has the lists; else NaN.
         """
         count, loss = next(sums)
         found = [loss / count if count else math.nan]
-        for measure in self._measures:
-            own_sums, own_lists = [next(sums) for _ in measure.sums(self.size)], [next(lists) for _ in measure.lists()]
-            computed = count and (with_library or not isinstance(measure, LibraryMeasure))
-            found.append(measure.value(own_sums, own_lists, self.size) if computed else math.nan)
-        for confusion in self._own_confusion():
-            self.table = confusion.table(next(sums), self.size)
+        for task, measure in self._measures:
+            size = self.sizes[task]
+            own_sums, own_lists = [next(sums) for _ in measure.sums(size)], [next(lists) for _ in measure.lists()]
+            computed = count and (on_first_rank or not measure.on_first_rank)
+            found.append(measure.value(own_sums, own_lists, size) if computed else math.nan)
+        for task, confusion in self._confusions.items():
+            self.table = confusion.table(next(sums), self.sizes[task])
         return found
 
 

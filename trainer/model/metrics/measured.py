@@ -1,0 +1,158 @@
+"""What the metrics of a loss read of a batch: scores, targets, predictions, ..., each as the loss reads them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onward.trainer.config.metric_names import Task
+from onward.trainer.errors import DataError
+from onward.trainer.model.losses.loss import Loss
+from onward.trainer.model.losses.loss_formulas import as_rows, quantile_rows
+
+
+class Measured:
+    """A batch of one loss. Each value is computed when it is first needed, and then kept.
+
+    task: what outputs and labels are (config/metric_names.py). labels: None of a loss without any (triplet, info_nce).
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        outputs: Tensor | Sequence[Tensor],
+        labels: Tensor | None,
+        *,
+        task: Task,
+        loss_sum: Tensor | None = None,
+    ) -> None:
+        self._loss, self._outputs, self._given, self._loss_sum = loss, outputs, labels, loss_sum
+        self.task, self.config = task, loss.config
+
+    @cached_property
+    def size(self) -> int:
+        """The number of classes, of labels in a row, or of values in a row; else 1."""
+        if self.task == "classes":
+            return max(self._num_classes, 2)
+        return self.scores.shape[1] if self.task in ("labels", "values", "quantiles") else 1
+
+    @cached_property
+    def _labels(self) -> Tensor:
+        assert self._given is not None
+        return self._given
+
+    @cached_property
+    def _num_classes(self) -> int:
+        return self._loss.num_classes(self._outputs, self._labels)
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """Of classes int64 [targets], those that are ignored included; of quantiles [rows]; else [rows, size], labels
+        as 0 and 1."""
+        if self.task == "classes":
+            is_soft = self._labels.is_floating_point()  # probabilities: the greatest is the class
+            axis = self._loss.axis(self._outputs, self._labels)
+            targets = (self._labels.argmax(axis) if is_soft else self._labels).flatten()
+            if self.config.name == "file":
+                self._refuse((targets != self._loss.ignore_index) & ((targets < 0) | (targets >= self.size)), targets)
+            return targets
+        if self.task == "quantiles":
+            return self._labels.reshape(len(self.scores))
+        targets = self._labels.reshape(self.scores.shape)
+        if self.task == "labels" and self.config.name == "file":
+            self._refuse((targets != 0) & (targets != 1), targets)
+        return (targets > 0.5).long() if self.task in ("labels", "pairs") else targets
+
+    def _refuse(self, wrong: Tensor, targets: Tensor) -> None:
+        """Raise DataError for labels of loss.file that metrics cannot read; other losses check theirs."""
+        if wrong.any():
+            found = ", ".join(f"{value:g}" for value in sorted(set(targets[wrong].tolist()))[:5])
+            wanted = f"classes of the output, 0..{self.size - 1}" if self.task == "classes" else "0 or 1, no or yes"
+            raise DataError(f"the metrics read the labels of loss.file as {wanted}, but there are {found}")
+
+    @cached_property
+    def counted(self) -> Tensor:
+        """Of classes: which targets count, bool [targets]."""
+        # the ignored label may be a class
+        return self.targets != self._loss.ignore_index
+
+    @cached_property
+    def count(self) -> int | Tensor:
+        """The number of targets that count."""
+        return self.counted.sum() if self.task == "classes" else self.targets.numel()
+
+    @cached_property
+    def predicted(self) -> Tensor:
+        """Of classes: the one with the greatest score, int64 [targets]."""
+        if self._num_classes == 1:
+            return self.scores.argmax(-1)
+        return self._loss.predicted(self._outputs, self._labels).flatten()
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """Of classes the logits, fp32 [targets, size]; of pairs their cosine similarity [rows, 1]; else the output as
+        [rows, size].
+
+        A mask of one channel has two classes: the logits 0 and z have the softmax 1 - sigmoid(z), sigmoid(z). An output
+        [B, L] has L labels or values in each row. In one with more axes every element is a label alike, and the values
+        are those of the last axis.
+        """
+        if self.task == "pairs":
+            one, other = self.embeddings
+            return F.cosine_similarity(one, other)[:, None]
+        output = self._loss.output(self._outputs)
+        if self.task == "quantiles":
+            return quantile_rows(output, self.config).flatten(0, -2)
+        if self.task == "classes":
+            rows = as_rows(output, self._loss.axis(self._outputs, self._labels))
+            return torch.cat([torch.zeros_like(rows), rows], -1) if rows.shape[-1] == 1 else rows
+        in_rows = output.ndim == 2 or (output.ndim > 2 and self.task == "values")
+        return output.reshape(-1, output.shape[-1] if in_rows else 1)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """Of classes: the sum of -log p(target), without weights and smoothing."""
+        if self._loss_sum is not None and self._loss.config.is_plain and not self._labels.is_floating_point():
+            return self._loss_sum
+        ignored = self._loss.ignore_index
+        return F.cross_entropy(self.scores, self.targets, ignore_index=ignored, reduction="sum")
+
+    @cached_property
+    def sequences(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Of a CTC: the symbols with the greatest scores, without repetitions and blanks, and those of the labels."""
+        found = self._loss.output(self._outputs).argmax(-1).tolist()
+        blank = self._loss.config.blank
+        symbols = [[symbol for symbol, _ in itertools.groupby(row) if symbol != blank] for row in found]
+        labels = self._labels.reshape(len(found), -1).tolist()
+        return symbols, [[symbol for symbol in row if symbol != self._loss.ignore_index] for row in labels]
+
+    @cached_property
+    def embeddings(self) -> list[Tensor]:
+        """Every output that the loss reads, fp32 [rows, D]."""
+        assert not isinstance(self._outputs, Tensor)
+        return [self._outputs[place].float() for place in self._loss.indices]
+
+    @cached_property
+    def boxes(self) -> tuple[Tensor, Tensor]:
+        """Output and labels, [boxes, 4]."""
+        output, labels = self.images
+        return output.reshape(-1, 4), labels.reshape(-1, 4)
+
+    @cached_property
+    def images(self) -> tuple[Tensor, Tensor]:
+        """Output and labels in the shape of the output."""
+        output = self._loss.output(self._outputs)
+        return output, self._labels.reshape(output.shape)
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """Softmax or sigmoid of the scores, in fp64: in fp32 great scores would become equal. Of pairs, 0 .. 1."""
+        scores = self.scores.double()
+        if self.task == "pairs":
+            return ((1 + scores) / 2).clamp(0, 1)
+        return scores.softmax(-1) if self.task == "classes" else scores.sigmoid()

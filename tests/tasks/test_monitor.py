@@ -23,6 +23,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.training import TrainConfig
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.events import Event, EventWriter
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, MetricsSummary, Record, RunIdentity, read_record, write_record
@@ -325,6 +326,9 @@ def test_cancelling_in_prefect_stops_the_job_and_artifacts_show_the_progress_and
     run = make_run(tmp_path, new_run())
     attempt(run, first=1, last=5)
     stopped: list[Path] = []
+    run.shards.mkdir()
+    manifest = ShardManifest(key="", format="arrow", columns=(), train=(), evaluation=())
+    write_record(run.shards / "manifest.json", manifest)
 
     def stop_running(root: Path) -> bool:  # what the supervisor does: the job ends, then its log
         stopped.append(root)

@@ -204,7 +204,7 @@ def test_mixed_labels_have_the_loss_and_the_gradients_of_torchs_cross_entropy_on
         assert labels[0].shape == outputs[0].shape
         return F.cross_entropy(outputs[0], labels[0], weight=torch.tensor(weights) if weights else None)
 
-    sharding = find_vocabulary_sharding(to_module(many_classes()), 2, read_config(runs["one"].root).losses)
+    sharding = find_vocabulary_sharding(to_module(many_classes()), 2, read_config(runs["one"]).losses)
     assert (sharding.head is None) == bool(weights)
     case = Case(many_classes, {}, {}, formula)
     for layout, run in runs.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.batches.batches import Batches, evaluation_batches
-from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
+from onward.trainer.data.images.augmentation import Mixing, seeds
 from onward.trainer.data.images.decoding import decode_image
 from onward.trainer.data.images.image_batches import ImageBatches
 from onward.trainer.data.images.image_inputs import image_inputs, mixed_labels
@@ -116,24 +116,41 @@ def test_one_rank_two_ranks_a_resume_and_both_caches_read_the_same_bits(name: st
     assert (first == second) == (name == "none")
 
 
-@pytest.mark.parametrize("name", ["none", "random_resized_crop", "all"])
+def transforms_of_torchvision(name: str) -> list[Any]:
+    """What the names of AUGMENTATIONS stand for, up to `erasing`, which follows the normalisation."""
+    from torchvision.transforms import v2
+
+    def all_of() -> list[Any]:
+        flip, jitter = v2.RandomHorizontalFlip(0.5), v2.ColorJitter(0.2, 0.2, 0.2, 0.05)
+        return [v2.RandomCrop(SIZE, 2), flip, v2.RandAugment(magnitude=9), jitter]
+
+    known: dict[str, Callable[[], list[Any]]] = {
+        "random_resized_crop": lambda: [v2.RandomResizedCrop(SIZE, scale=(0.2, 1.0))],
+        "crop_padding": lambda: [v2.RandomCrop(SIZE, 3)],
+        "flip": lambda: [v2.RandomHorizontalFlip(0.5)],
+        "vertical_flip": lambda: [v2.RandomVerticalFlip(0.5)],
+        "rand_augment": lambda: [v2.RandAugment(magnitude=9)],
+        "color_jitter": lambda: [v2.ColorJitter(0.4, 0.4, 0.4, 0.1)],
+        "all": all_of,
+    }
+    return known.get(name, list)()
+
+
+@pytest.mark.parametrize("name", [name for name in AUGMENTATIONS if "mix" not in name])
 def test_samples_are_those_of_a_composition_of_torchvision(name: str, tmp_path: Path) -> None:
     import_torchvision()
     from torchvision.transforms import v2
 
     stored = Stored(tmp_path, augment=AUGMENTATIONS[name], crop_ratio=0.8)
-    image = stored.config.data.image
-    assert image is not None
-    augmentation = Augmentation(image, (SIZE, SIZE))
-    resize = [] if "random" in name else [v2.Resize(20), v2.CenterCrop(SIZE)]
+    resize = [] if name == "random_resized_crop" else [v2.Resize(20), v2.CenterCrop(SIZE)]
     expected = v2.Compose(
         [
             *resize,
-            *augmentation.before,
+            *transforms_of_torchvision(name),
             v2.PILToTensor(),
             v2.ToDtype(torch.float32, scale=True),
             v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-            *augmentation.after,
+            *([v2.RandomErasing(0.5)] if "erasing" in AUGMENTATIONS[name] else []),
         ]
     )
     batches = stored.batches()

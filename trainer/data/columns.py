@@ -63,6 +63,10 @@ class Column(Record):
 Schema = Mapping[str, Column]
 
 
+class LeftOut(str):
+    """Why a row is left out that is not bad: the configuration says so."""
+
+
 @dataclass(frozen=True)
 class ColumnType:
     """The type that a column is read as, and the shape of a row (None where it is not known)."""

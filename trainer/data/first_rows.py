@@ -15,7 +15,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.column_computers import computed_chunks, divider_of, packer_of, stored_of
 from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Block, Column, Schema, Values, fit_block, in_parts
 from onward.trainer.data.computations import read_and_computed
-from onward.trainer.data.fitted import Fitted, all_fitted
+from onward.trainer.data.fitted import Fitted, all_fitted, complete_rows
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Signature
@@ -83,6 +83,7 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int, *, sprea
         blocks = _spread(blocks, _count_rows(data, stored), most)
     for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
         values, good, bad = fit_block(block, stored)
+        good &= complete_rows(computers, values, len(good))
         training = good & ~held_out
         # a row that is packed takes any number of those that are read
         wanted = training & ((np.cumsum(training) <= most - num_kept) | (packer is not None))

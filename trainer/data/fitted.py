@@ -68,6 +68,8 @@ class FittedComputer(ABC):
     """The columns of the source that it reads, and what they are read as."""
     makes: frozenset[str]
     """The names of its results, for which no columns are read unless `reads` names them, too."""
+    leaves_out: frozenset[str] = frozenset()
+    """Columns of `reads`: a row where one of them is missing is left out, and no computer is fitted to it."""
 
     @property
     @abstractmethod
@@ -116,6 +118,7 @@ def fit_computers(
     ready = [each for each in ready if each.reads.keys() <= names]
     for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, columns)):
         values, good, _ = fit_block(block, columns)
+        good &= complete_rows(waiting, values, len(good))
         rows, training = select(values, good), ~held_out[good]
         for each in ready:
             _, failed = each.compute(rows, len(training))
@@ -125,6 +128,16 @@ def fit_computers(
             each.observe(rows, training)
     for each in waiting:
         each.finish()
+
+
+def complete_rows(computers: Sequence[object], values: Mapping[str, Values], count: int) -> Array:
+    """Return which of `count` rows are not left out by a computer's `leaves_out`: bool [n]."""
+    complete = np.ones(count, bool)
+    for name in (name for each in computers if isinstance(each, FittedComputer) for name in each.leaves_out):
+        array = np.asarray(values[name])
+        missing = array == "" if array.dtype == object else np.isnan(array)
+        complete &= ~missing.reshape(count, -1).any(axis=1) if count else complete
+    return complete
 
 
 def all_fitted(computers: Sequence[object]) -> dict[str, Fitted]:

@@ -234,3 +234,54 @@ def test_a_column_without_any_value_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, table, table={"missing": "mean", "categories": ["city"]})
     with pytest.raises((DataError, ConfigError), match="constant"):
         sharded(config, tmp_path)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_rows_without_a_value_are_left_out_and_counted(tmp_path: Path, form: str) -> None:
+    table = frame()
+    table.loc[np.arange(0, ROWS, 7), "city"] = None
+    settings = {"standardise": "standard", "missing": {"income": "skip", "year": "median", "city": "skip"}}
+    config = config_of(tmp_path, table, form=form, table={**settings, "categories": ["city"]})  # bad_rows = "fail"
+    assert check_files_and_data(dict(config)) == []
+    manifest, found = sharded(config, tmp_path)
+    stored = sorted(np.concatenate([found["train"]["price"], found["evaluation"]["price"]]).tolist())
+    whole = table[table["income"].notna() & table["city"].notna()]
+    assert stored == sorted(whole["price"].astype(np.float32).tolist())
+    assert (manifest.skipped, manifest.left_out) == (0, ROWS - len(whole))
+    assert f"{ROWS - len(whole)} rows without a value left out (data.table.missing = 'skip')" in manifest.preprocessing
+    # nothing is fitted to rows that are left out
+    train, _ = split_as(table, found)
+    assert manifest.fitted["income"].center == pytest.approx((train["income"].mean(),), rel=1e-12)
+    assert manifest.fitted["year"].fill == pytest.approx((train["year"].astype(float).median(),))
+    assert data_problems(config, manifest.table, fitted=manifest.fitted) == []
+    first = read_first_rows(config, read_training_signature(config.model), 8)
+    assert (first.fitted["city"], first.num_rows) == (manifest.fitted["city"], 8)
+
+
+def test_integers_may_be_missing_where_rows_are_left_out_and_bad_cells_stay_bad(tmp_path: Path) -> None:
+    table = frame(gaps=False)
+    table["city"] = np.arange(ROWS) % 4
+    table["city"] = table["city"].astype("Int64")
+    table.loc[[1, 2, 3], "city"] = pd.NA
+    config = config_of(tmp_path, table, table={"missing": {"city": "skip"}})
+    manifest, found = sharded(config, tmp_path)
+    train, _ = split_as(table, found)
+    assert (manifest.left_out, found["train"]["city"].dtype) == (3, np.int64)
+    assert found["train"]["city"].tolist() == train["city"].tolist()
+    table["city"] = table["city"].astype(float)
+    table.loc[9, "city"] = 1.5
+    with pytest.raises(DataError, match=r"line 11: city holds 1.5, which is not of type int64"):
+        sharded(config_of(tmp_path, table, table={"missing": {"city": "skip"}}), tmp_path)
+    table["city"] = np.nan
+    with pytest.raises((DataError, ConfigError)):
+        sharded(config_of(tmp_path, table, table={"missing": {"city": "skip"}}), tmp_path)
+
+
+def test_a_table_whose_first_rows_are_left_out_is_rehearsed_on_those_behind_them(tmp_path: Path) -> None:
+    table = frame(gaps=False)
+    table.loc[:300, "income"] = np.nan
+    config = config_of(tmp_path, table, table={"missing": "skip", "categories": ["city"]})
+    assert check_files_and_data(dict(config)) == []
+    first = read_first_rows(config, read_training_signature(config.model), 8)
+    assert (first.num_rows, sum(first.counts or ())) == (8, ROWS - 301)

@@ -10,8 +10,8 @@ from pydantic import PositiveInt, field_validator, model_validator
 from onward.trainer.config.section import Section
 
 Scaling = Literal["none", "standard", "min_max", "robust"]
-Missing = Literal["fail", "mean", "median"] | float
-"""What a missing number becomes: a bad row, the mean or median of the training rows, or a constant."""
+Missing = Literal["fail", "skip", "mean", "median"] | float
+"""What becomes of a missing number: a bad row, no row, the mean or median of the training rows, or a constant."""
 
 
 class WindowConfig(Section):
@@ -54,9 +54,9 @@ class TableConfig(Section):
     = median 0, interquartile range 1. A table has it by pattern of columns, such as { "f*" = "standard" }; the last
     pattern that matches decides. Labels are never scaled."""
     missing: Missing | dict[str, Missing] = "fail"
-    """What a missing number becomes: `fail` = a bad row (`data.bad_rows`), `mean` or `median` of the training rows, or
-    a constant such as 0. By pattern as `standardise`. A missing text of `categories` becomes the unknown category,
-    unless this is `fail`."""
+    """What a missing number becomes: `fail` = a bad row (`data.bad_rows`), `skip` = its row is left out and counted,
+    `mean` or `median` of the training rows, or a constant such as 0. By pattern as `standardise`. A missing text of
+    `categories` becomes the unknown category, unless this is `fail` or `skip`."""
     indicators: tuple[str, ...] = ()
     """Patterns of columns of which a further column NAME_missing is computed: 1 where NAME is missing, else 0."""
     log1p: tuple[str, ...] = ()

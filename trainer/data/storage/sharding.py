@@ -32,6 +32,7 @@ from onward.trainer.data.columns import (
     WORDS,
     Column,
     ColumnType,
+    LeftOut,
     Schema,
     fit_block,
     in_parts,
@@ -304,17 +305,19 @@ def _write(
     file_only = frozenset[str]().union(*(each.file_only for each in computers)) - consumed
     own = [column for column in columns if column.name not in consumed]
     kept = [column for column in own if column.name not in file_only]
-    skipped, skipped_rows = 0, list[str]()
+    skipped, left_out, skipped_rows = 0, 0, list[str]()
     ends = []
     for held_split, blocks in sources.read_by_source(data, [column.name for column in columns], texts):
         for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, columns)):
             values, good, bad = fit_block(block, columns)
             for rows, held in computed_chunks(computers, block, values, good, held_out, bad):
-                if skipped + len(bad) and data.bad_rows == "fail":
+                if data.bad_rows == "fail" and (skipped or not all(isinstance(why, LeftOut) for why in bad.values())):
                     continue  # no file will be kept, so the rest is only counted
                 computed = stored_of(computers)
                 splits["train"].add(select(rows, ~held), (*kept, *computed))
                 splits[held_split].add(select(rows, held), (*own, *computed))
+            left_out += sum(isinstance(why, LeftOut) for why in bad.values())
+            bad = {row: why for row, why in bad.items() if not isinstance(why, LeftOut)}
             remaining = MAX_NAMED_ROWS - len(skipped_rows)
             skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
             skipped += len(bad)
@@ -328,6 +331,8 @@ def _write(
             [*skipped_rows, *more, f"{skipped:,} bad rows; mend them, or set data.bad_rows = 'skip' to leave them out"]
         )
     of_tokens = f", each a window of {packer.packed_columns[0].shape[0]} tokens" if packer else ""
+    if left_out:
+        of_tokens += f", and {left_out} without a value (data.table.missing = 'skip')"
     _refuse_empty_split(data, {split: writer.num_rows for split, writer in splits.items()}, skipped, of_tokens)
     sizes = np.diff(ends[: len(data.mixture)], prepend=0).tolist()
     if 0 in sizes:
@@ -347,7 +352,11 @@ def _write(
         sizes=tuple(sizes) if data.sources else (),
         skipped=skipped,
         skipped_rows=tuple(skipped_rows),
-        preprocessing="; ".join(each.summary for each in computers),
+        left_out=left_out,
+        preprocessing="; ".join(
+            [each.summary for each in computers]
+            + [f"{left_out:,} rows without a value left out (data.table.missing = 'skip')"] * bool(left_out)
+        ),
         file_columns=observed([column for column in own if column.name in file_only]),
         pad_values={name: value for each in computers for name, value in each.pad_values.items()},
         fitted=all_fitted(computers),

@@ -57,6 +57,8 @@ class ShardManifest(Record):
     """Number of bad rows left out (data.bad_rows = 'skip')."""
     skipped_rows: tuple[str, ...] = ()
     """The first of them: file, line and reason."""
+    left_out: int = 0
+    """Number of rows left out because they lack a value (data.table.missing = 'skip')."""
     preprocessing: str = ""
     """Where the trained part begins, and what was computed in front of it; empty without pre-processing."""
     file_columns: tuple[Column, ...] = ()

@@ -17,7 +17,7 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.tables import Missing, Scaling
-from onward.trainer.data.columns import TEXT, Array, Column, ColumnType, Schema, Values
+from onward.trainer.data.columns import TEXT, Array, Column, ColumnType, LeftOut, Schema, Values
 from onward.trainer.data.fitted import Fitted, FittedComputer
 from onward.trainer.data.input_columns import file_feeds
 from onward.trainer.data.signature import Signature
@@ -40,6 +40,8 @@ class Plan:
     missing: Missing = "fail"
     log1p: bool = False
     indicator: bool = False
+    is_integer: bool = False
+    """Whether the column feeds an input of integers, so that nothing but `missing = "skip"` is done with it."""
 
 
 def open_table_columns(config: RunConfig, signature: Signature, schema: Schema) -> list[NumberColumns | Categories]:
@@ -75,6 +77,8 @@ def open_table_columns(config: RunConfig, signature: Signature, schema: Schema) 
             problems.append(f"data.table makes floats of column {name!r}, which feeds an input of integers")
         elif name not in integers:
             plans[name] = plan
+        elif plan.missing == "skip":
+            plans[name] = Plan(missing="skip", is_integer=True)
         if schema[name].variable or len(schema[name].shape) > 1:
             problems.append(f"data.table changes column {name!r}, which is {schema[name].kind}, not numbers or vectors")
     if problems:
@@ -131,12 +135,18 @@ class NumberColumns(FittedComputer):
         self.reads = {
             name: ColumnType("float64", gaps=plan.missing != "fail" or plan.indicator) for name, plan in plans.items()
         }
+        self.leaves_out = frozenset(name for name, plan in plans.items() if plan.missing == "skip")
         self.consumed = frozenset(plans)
         self._indicators = [name for name, plan in plans.items() if plan.indicator]
         self.makes = self.consumed | {name + INDICATOR for name in self._indicators}
         self.columns: tuple[Column, ...] = ()
         self.fitted: dict[str, Fitted] = {}
-        self.digest = json.dumps(["table", {name: vars(plan) for name, plan in plans.items()}])
+        # without what is at its default, so that shards of earlier versions are found
+        digests = {
+            name: {key: value for key, value in vars(plan).items() if key != "is_integer" or value}
+            for name, plan in plans.items()
+        }
+        self.digest = json.dumps(["table", digests])
         self._statistics = {
             name: ColumnStatistics(plan.log1p, plan.missing == "median" or plan.scaling == "robust")
             for name, plan in plans.items()
@@ -157,7 +167,9 @@ class NumberColumns(FittedComputer):
                 kinds.setdefault(f"standardised ({plan.scaling})", []).append(name)
             if plan.log1p:
                 kinds.setdefault("log1p", []).append(name)
-            if plan.missing != "fail":
+            if plan.missing == "skip":
+                kinds.setdefault("rows left out where missing", []).append(name)
+            elif plan.missing != "fail":
                 kinds.setdefault(f"missing = {plan.missing}", []).append(f"{name} ({self._missing.get(name, 0):,})")
         few = {kind: names[:10] + ["..."] * (len(names) > 10) for kind, names in kinds.items()}
         return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in few.items()) + "; fitted on training rows"
@@ -206,7 +218,8 @@ class NumberColumns(FittedComputer):
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find the shapes of the columns from the first rows."""
         self.columns = tuple(
-            Column(name=name, dtype="float32", shape=np.shape(values[name])[1:]) for name in self._plans
+            Column(name=name, dtype="int64" if plan.is_integer else "float32", shape=np.shape(values[name])[1:])
+            for name, plan in self._plans.items()
         ) + tuple(Column(name=name + INDICATOR, dtype="float32") for name in self._indicators)
 
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
@@ -221,13 +234,23 @@ class NumberColumns(FittedComputer):
                 results[name + INDICATOR] = np.asarray(missing.any(axis=1), np.float32)
             if found.fill:
                 values = np.where(missing, found.fill, values)
+            elif plan.missing == "skip":
+                why = LeftOut(f"{name} is missing")
+                failed |= {int(at): why for at in np.flatnonzero(missing.any(axis=1)) if int(at) not in failed}
             elif missing.any():  # an indicator, and nothing to put in its place
                 failed |= {int(at): f"{name} is missing" for at in np.flatnonzero(missing.any(axis=1))}
             with np.errstate(invalid="ignore", divide="ignore"):  # rows in `failed`
                 values = np.log1p(values) if plan.log1p else values
             if found.center:
                 values = (values - np.array(found.center)) / np.array(found.scale)
-            results[name] = values.astype(np.float32).reshape(np.shape(rows[name]))
+            if plan.is_integer:
+                # above 2^53 a float64, in which missing numbers are read, is not every integer
+                wrong = ~missing & ((values != np.trunc(values)) | (abs(values) > 2**53))
+                values = np.where(missing | wrong, 0.0, values)
+                for at in np.flatnonzero(wrong.any(axis=1)).tolist():
+                    failed[at] = f"{name} holds {np.ravel(rows[name][at])[wrong[at]][0]:g}, which is not of type int64"
+            stored = np.int64 if plan.is_integer else np.float32
+            results[name] = values.astype(stored).reshape(np.shape(rows[name]))
         return results, failed
 
     def _without_logarithm(self, rows: Mapping[str, Values]) -> dict[int, str]:
@@ -257,13 +280,16 @@ class Categories(FittedComputer):
         if isinstance(chosen, dict):
             kinds = [kind for each, kind in chosen.items() if matching([each], [column.name]) == (column.name,)]
             chosen = kinds[-1] if kinds else "fail"
-        self._gaps = chosen != "fail"
+        self._gaps, self._skips = chosen != "fail", chosen == "skip"
         self._is_text = column.dtype == TEXT
         self.reads = {column.name: ColumnType(TEXT, gaps=self._gaps) if self._is_text else ColumnType("int64", ())}
+        self.leaves_out = frozenset({column.name} if self._skips and self._is_text else ())
         self.makes = self.consumed = frozenset({column.name})
         self.columns = (Column(name=column.name, dtype="int64"),)
         self.fitted: dict[str, Fitted] = {}
-        self.digest = json.dumps(["categories", column.name, vocabulary and list(vocabulary), self._gaps])
+        self.digest = json.dumps(
+            ["categories", column.name, vocabulary and list(vocabulary), self._gaps] + ["skip"] * self._skips
+        )
         self._seen: set[str] = set()
         if vocabulary is not None:
             self._set(vocabulary)
@@ -303,7 +329,9 @@ class Categories(FittedComputer):
         ids, failed, unknown = np.zeros(count, np.int64), {}, self._ids.get("")
         for at, cell in enumerate(rows[self._name]):
             found = self._ids.get(str(cell), unknown)
-            if cell == "" and not self._gaps:
+            if cell == "" and self._skips:
+                failed[at] = LeftOut(f"{self._name} is missing")
+            elif cell == "" and not self._gaps:
                 failed[at] = f"{self._name} is missing"
             elif found is None:
                 failed[at] = f"{self._name} is {str(cell)[:40]!r}, which data.table.vocabularies does not have"

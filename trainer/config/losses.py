@@ -67,6 +67,9 @@ class LossConfig(Section):
     """dice: added to the overlap and to the sizes, so that classes that are absent have no loss."""
     blank: NonNegativeInt = 0
     """ctc: the class that stands for no label."""
+    input_lengths: str = ""
+    """ctc: the column with the number of time steps of the output that each row has, the others being padding; empty =
+    all of them, in every row."""
     margin: NonNegativeFloat | None = None
     """triplet: how much farther the third output must be than the second; not set = 1. cosine: the similarity from
     which unlike rows count; not set = 0."""
@@ -74,6 +77,8 @@ class LossConfig(Section):
     """info_nce: what the similarities are divided by."""
     label_type: Literal["float32", "int64"] = "float32"
     """file: the type of the labels that your loss is given."""
+    count: str = ""
+    """file: the function of your Python file that counts the targets, count(labels, size); empty = one for each row."""
 
     @property
     def ignored(self) -> int:
@@ -122,11 +127,11 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "quantile": ("quantiles",),
     "focal": ("alpha", "gamma"),
     "dice": ("class_axis", "ignore_index", "smooth"),
-    "ctc": ("ignore_index", "blank"),
+    "ctc": ("ignore_index", "blank", "input_lengths"),
     "cosine": ("margin",),
     "triplet": ("margin",),
     "info_nce": ("temperature",),
-    "file": ("file", "label_type"),
+    "file": ("file", "label_type", "count"),
 }
 """Loss -> its own settings; the others have none."""
 EXPORTED = ("cross_entropy", "mse", "l1", "bce_with_logits", "huber", "output")
@@ -165,6 +170,10 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
                 yield f"{key(name)} {getattr(each, name)!r} is for {' and '.join(takers)}, not for {each.name}"
         if each.name == "file" and not each.file:
             yield f"{key('name')} 'file' needs {key('file')}: \"my_loss.py:function\" or an ONNX file"
+        if each.count and each.file.endswith(".onnx"):
+            yield f"{key('count')} names a function of a Python file, but {key('file')} is an ONNX file; remove it"
+        elif each.count and not each.count.isidentifier():
+            yield f"{key('count')} {each.count!r} is not the name of a function of {key('file')}"
         wanted = NUM_OUTPUTS.get(each.name, 1)
         if len(each.outputs) != wanted:
             found = len(each.outputs)

@@ -11,6 +11,7 @@ from onward.trainer.data.images.image_computer import ImageComputer
 from onward.trainer.data.images.image_inputs import image_inputs, masks
 from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.preprocessing import open_preprocessor
+from onward.trainer.data.sequence_lengths import open_sequence_lengths
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.tables.class_names import ClassNames, open_class_names
 from onward.trainer.data.tables.table_columns import Categories, NumberColumns, open_table_columns
@@ -38,7 +39,8 @@ def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> l
         open_preprocessor(config, signature),
         open_tokenized_rows(config, signature),
     )
-    return [*open_fitted(config, signature, schema), *(computer for computer in opened if computer)]
+    checks = open_sequence_lengths(config, signature)
+    return [*open_fitted(config, signature, schema), *checks, *(computer for computer in opened if computer)]
 
 
 def open_images(config: RunConfig, signature: Signature) -> ImageComputer | None:

@@ -77,7 +77,8 @@ class Feed:
 
 
 def feeds(config: RunConfig, signature: Signature) -> list[Feed]:
-    """Return a feed for each input of the trained part in order, then one for the labels of each loss that has any.
+    """Return a feed for each input of the trained part in order, then one for the labels of each loss that has any,
+    and after it one for the input lengths of a CTC.
 
     What pre-processing or a tokenizer computes is stored under the name of the tensor.
     """
@@ -128,6 +129,9 @@ def label_feeds(config: RunConfig, signature: Signature) -> Iterator[Feed]:
         scores = output.shape if output and loss.has_class_axis else None
         shape = _label_shape(loss, shape)
         yield Feed(key, loss.columns, stacked, dtype, shape, is_label=True, scores=scores, class_axis=loss.class_axis)
+        if loss.input_lengths:
+            key = key_of(losses, place, "input_lengths")
+            yield Feed(key, (loss.input_lengths,), False, "int64", (), is_label=True)
 
 
 def _label_shape(loss: LossConfig, output: Dims | None) -> Dims | None:

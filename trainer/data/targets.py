@@ -1,14 +1,72 @@
-"""Count the targets of a micro-batch, and describe labels that are no classes."""
+"""Count the targets of a micro-batch, divide its labels among the losses, and describe labels that are no classes."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.data.python_functions import load_function
 from onward.trainer.errors import ConfigError
 
 NO_LABELS = (0, 0)
+TargetCounter = Callable[[Tensor | None, int], float | Tensor]
+"""(labels [B, ...], B) -> the number of targets that enter the loss of B samples."""
+
+
+def labels_of(losses: Sequence[LossConfig], fed: Iterator[Tensor]) -> list[Tensor | None]:
+    """Return the labels of each loss, None where it takes none, from the tensors of their feeds, in order.
+
+    With `loss.input_lengths` they are [B, 1 + L]: the time steps of each row, and its labels.
+    """
+    found: list[Tensor | None] = []
+    for loss in losses:
+        labels = next(fed) if loss.takes_labels else None
+        if labels is not None and loss.input_lengths:
+            labels = torch.cat([next(fed).reshape(-1, 1), labels.reshape(len(labels), -1)], 1)
+        found.append(labels)
+    return found
+
+
+def without_lengths(labels: Tensor, loss: LossConfig) -> tuple[Tensor, Tensor | None]:
+    """Return labels without the input lengths in front of them, and these lengths [B], None if there are none."""
+    return (labels[:, 1:], labels[:, 0]) if loss.input_lengths else (labels, None)
+
+
+def target_counter(loss: LossConfig) -> TargetCounter:
+    """Return what counts the targets of a loss: `count_targets`, or the user's function that `loss.count` names.
+
+    Raises ConfigError if the file has no such function; so does the counter for what is no number of targets.
+    """
+    if not loss.count:
+        return functools.partial(count_targets, loss=loss)
+    name = f"{loss.file.partition(':')[0]}:{loss.count}"
+    function = load_function(Path(loss.file.partition(":")[0]), loss.count, "loss.count")
+
+    def count(labels: Tensor | None, size: int) -> float:
+        shape = [] if labels is None else list(labels.shape)
+        try:
+            value = function(labels, size)
+        except Exception as error:  # whatever the user's code raises
+            raise ConfigError(f"loss.count {name} failed on labels {shape}: {type(error).__name__}: {error}") from error
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise ConfigError(f"loss.count {name} returned a tensor with a gradient; count the labels, or detach it")
+        if isinstance(value, Tensor | np.generic) and value.ndim == 0:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
+            raise ConfigError(f"loss.count {name} returned {what} for labels {shape}, not a number")
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"loss.count {name} returned {value} for labels {shape}; it must be 0 or more")
+        return float(value)
+
+    return count
 
 
 def count_targets(labels: Tensor | None, size: int, loss: LossConfig) -> float | Tensor:
@@ -49,5 +107,6 @@ def label_range(labels: Tensor | None, loss: LossConfig) -> tuple[int, int]:
     """Return the least and the greatest class among the labels of a loss that has classes, both 0 if there are none."""
     if not loss.has_classes or labels is None or labels.is_floating_point():
         return NO_LABELS
+    labels, _ = without_lengths(labels, loss)
     counted = labels[labels != loss.ignored]
     return (int(counted.min()), int(counted.max())) if counted.numel() else NO_LABELS

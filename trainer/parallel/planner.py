@@ -24,6 +24,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.sharding import infer_training_schema
+from onward.trainer.data.targets import labels_of
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.mesh import Coordinate
@@ -85,8 +86,7 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
     tensors, num_inputs = [zeros(feed) for feed in feeds(config, signature)], len(signature.inputs)
-    labels = iter(tensors[num_inputs:])
-    return tensors[:num_inputs], [next(labels) if loss.takes_labels else None for loss in config.losses]
+    return tensors[:num_inputs], labels_of(config.losses, iter(tensors[num_inputs:]))
 
 
 def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) -> Estimate:

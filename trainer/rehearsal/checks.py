@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -98,6 +99,7 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
     return [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
         *((size.what, partial(_run, graph, size, batch, findings, gradients=size is first)) for size in sizes),
+        ("that targets are counted row by row", lambda: _check_counts(graph.losses, compared, findings)),
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
     ]
 
@@ -201,6 +203,21 @@ def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> 
             f"({_few(list(trained))}). The loss reads {graph.loss_outputs}; name another tensor in model.output, "
             "train other weights (model.train), or look at the data"
         )
+
+
+def _check_counts(losses: Losses, batch: Batch, findings: Findings) -> None:
+    """Refuse a `loss.count` that is no sum over rows: the loss would depend on how they are divided."""
+    for place, loss in enumerate(losses.each):
+        labels = batch.labels[place]
+        if loss.config.count and labels is not None and batch.size > 1:
+            whole, others = batch.num_targets[place], batch.size - 1
+            parts = [float(loss.count(labels[:1], 1)), float(loss.count(labels[1:], others))]
+            if not math.isclose(whole, sum(parts), rel_tol=1e-6):
+                findings.refuse(
+                    f"loss.count {loss.config.count!r} returned {whole:g} for {batch.size} rows, but {parts[0]:g} for "
+                    f"the first of them and {parts[1]:g} for the other {others}; it must be a sum over rows, as they "
+                    "are divided among micro-batches and ranks"
+                )
 
 
 def _compare(config: RunConfig, trainable: TrainableModel, data: EvaluationData, findings: Findings) -> None:

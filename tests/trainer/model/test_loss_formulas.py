@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -14,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.errors import ConfigError
+from onward.trainer.data.batches.batches import Batch
+from onward.trainer.data.targets import label_range
+from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses.loss import Loss
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
@@ -55,9 +58,9 @@ def torchvision_ops(name: str) -> Callable[..., Tensor]:
     return call
 
 
-def torch_ctc(output: Tensor, labels: Tensor) -> Tensor:
+def torch_ctc(output: Tensor, labels: Tensor, steps: Tensor | None = None) -> Tensor:
     lengths = (labels != -100).sum(1)
-    steps = torch.full((3,), 9)
+    steps = torch.full((3,), 9) if steps is None else steps
     return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), labels.clamp(min=0), steps, lengths)
 
 
@@ -126,6 +129,12 @@ CASES: dict[str, Case] = {
         BOXES[:, 0], BOXES[:, 1], lambda o, t: torchvision_ops("generalized_box_iou_loss")(o, t, reduction="mean")
     ),
     "ctc": Case(SEQUENCE, LABELS, torch_ctc),
+    "ctc, input lengths": Case(
+        SEQUENCE,
+        torch.cat([torch.tensor([[9], [1], [4]]), LABELS], 1),  # the time steps in front, as a batch has them
+        lambda o, t: torch_ctc(o, t[:, 1:], t[:, 0]),
+        {"input_lengths": "steps"},
+    ),
     "cosine": Case(ROWS[:2], ALIKE, lambda a, b, t: F.cosine_embedding_loss(a, b, t, margin=0.1), {"margin": 0.1}),
     "triplet": Case(ROWS, None, lambda *rows: F.triplet_margin_loss(*rows, margin=0.7), {"margin": 0.7}),
     "info_nce": Case(ROWS[:2], None, clip, {"temperature": 0.1}),
@@ -198,6 +207,48 @@ def test_an_absent_class_has_no_dice_loss_and_one_class_is_a_sigmoid() -> None:
     assert float(loss(torch.full((1, 1, 2, 2), 40.0), yes, 1)) == pytest.approx(0.0, abs=1e-6)
 
 
+def test_time_steps_beyond_the_input_length_have_no_part_in_a_ctc() -> None:
+    loss = loss_of("ctc, input lengths")
+    labels, other = CASES["ctc, input lengths"].labels, SEQUENCE.clone()
+    other[1, 1:], other[2, 4:] = torch.nan, torch.inf
+    (one, changed), gradients = leaves([SEQUENCE, other]), []
+    for output in (one, changed):
+        value = loss(output, labels, 3)
+        gradients.append(torch.autograd.grad(value, output)[0])
+        assert bool(value.isfinite())
+    assert not gradients[1][1, 1:].nan_to_num(0.0).any()
+    torch.testing.assert_close(gradients[0][0], gradients[1][0], rtol=0, atol=0)
+
+
+def checked(labels: Any, outputs: Tensor, **settings: Any) -> None:
+    config = LossConfig.model_validate({"name": "ctc", "ignore_index": -1, **settings})
+    tensor = torch.tensor(labels)
+    rows = np.arange(10, 10 + len(tensor))
+    batch = Batch((), (tensor,), len(tensor), (1.0,), label_ranges=(label_range(tensor, config),), rows=rows)
+    Loss(config, ["scores"]).check_labels(batch, outputs)
+
+
+def test_labels_that_a_ctc_cannot_reach_are_refused_with_the_numbers() -> None:
+    output, lengths = torch.zeros(2, 5, 4), {"input_lengths": "steps"}
+    with pytest.raises(
+        DataError, match=r"'scores', row 11 of the split: its labels need 4 time steps \(3 labels.*\(steps\) is 3"
+    ):
+        checked([[3, 1, 2, 3], [3, 1, 1, 2]], output, **lengths)
+    with pytest.raises(DataError, match=r"row 10 .*\(steps\) is 6, but must be 1..5, the time steps of the output"):
+        checked([[6, 1, 2, 3], [5, 1, 1, 2]], output, **lengths)
+    with pytest.raises(DataError, match=r"row 10 .* is 0, but must be 1\.\.5(.|\n)*row 11 .* is -2"):
+        checked([[0, 1], [-2, 1]], output, **lengths)
+    with pytest.raises(DataError, match=r"row 10 .* need 6 time steps \(5 labels, of which 1 repeat .* is 5"):
+        checked([[1, 1, 2, 3, 1], [1, 2, 1, 2, 1]], output)
+    with pytest.raises(DataError, match=r"row 11 .*: a label is 0, which is loss.blank"):
+        checked([[1, 2], [1, 0]], output)
+    with pytest.raises(DataError, match=r"row 10 .*: the ignored label -1 is followed by others"):
+        checked([[1, -1, 2], [1, -1, -1]], output)
+    with torch.no_grad():  # an evaluation may report an infinite loss
+        checked([[1, 1, 2, 3, 1], [1, 2, 1, 2, 1]], output)
+    checked([[5, 1, 1, 2], [3, 1, 1, -1]], output, **lengths)
+
+
 # -- losses of files
 
 SOURCE = """
@@ -211,11 +262,21 @@ def rows(output, labels):
 
 def broken(output, labels):
     return output @ labels
+
+def positive(labels, size):
+    return (labels > 0).sum()
+
+def counts(labels, size):
+    return {"number": 3, "less": -1, "nan": float("nan"), "text": "3", "truth": True, "vector": labels[:, 0],
+            "gradient": torch.ones((), requires_grad=True)}[wrong]
+
+def raises(labels, size):
+    return labels.nothing
 """
 
 
-def of_file(file: str) -> Loss:
-    return Loss(LossConfig.model_validate({"name": "file", "file": file, "ignore_index": -100}), ["y"])
+def of_file(file: str, **settings: Any) -> Loss:
+    return Loss(LossConfig.model_validate({"name": "file", "file": file, "ignore_index": -100, **settings}), ["y"])
 
 
 def test_a_python_function_is_a_loss(tmp_path: Path) -> None:
@@ -226,6 +287,38 @@ def test_a_python_function_is_a_loss(tmp_path: Path) -> None:
     torch.testing.assert_close(value, expected)
     value.backward()
     assert output.grad is not None
+
+
+def test_the_function_of_loss_count_counts_the_targets(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    loss = of_file(f"{tmp_path}/mine.py:cubes", count="positive")
+    assert loss.count(YES, 6) == float(YES.sum())
+    assert loss.count(YES[:2], 2) + loss.count(YES[2:], 4) == loss.count(YES, 6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    {
+        "less": r"returned -1 for labels \[6, 5\]; it must be 0 or more",
+        "nan": "returned nan",
+        "text": r"returned str for labels \[6, 5\], not a number",
+        "truth": "returned bool",
+        "vector": r"returned a tensor \[6\]",
+        "gradient": "returned a tensor with a gradient; count the labels, or detach it",
+    }.items(),
+)
+def test_a_count_that_is_no_number_of_targets_is_refused(wrong: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(f"{SOURCE}\nwrong = {wrong!r}\n")
+    with pytest.raises(ConfigError, match=rf"loss.count {tmp_path}/mine.py:counts {message}"):
+        of_file(f"{tmp_path}/mine.py:cubes", count="counts").count(YES, 6)
+
+
+def test_a_count_that_raises_or_is_absent_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    with pytest.raises(ConfigError, match=r"mine.py:raises failed on labels \[6, 5\]: AttributeError"):
+        of_file(f"{tmp_path}/mine.py:cubes", count="raises").count(YES, 6)
+    with pytest.raises(ConfigError, match=r"loss.count .*/mine.py has no function 'absent'"):
+        of_file(f"{tmp_path}/mine.py:cubes", count="absent")
 
 
 def test_what_is_wrong_with_a_loss_file_is_said_with_its_name(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.storage.shards import Shards
-from onward.trainer.data.targets import NO_LABELS, count_targets, label_range
+from onward.trainer.data.targets import NO_LABELS, label_range, labels_of, target_counter
 from onward.trainer.errors import ConfigError
 
 PIPELINED_EVALUATION_BATCHES = 4
@@ -267,6 +267,7 @@ class _Collate:
     def __init__(self, shards: Rows, config: RunConfig, signature: Signature, device: torch.device) -> None:
         self._shards = shards
         self._losses = config.losses
+        self._counters = [target_counter(loss) for loss in config.losses]
         self.full = config.model.fixed_batch in ("own", "joint")
         """Whether the graph takes micro-batches of one size only, so that smaller ones are filled up."""
         self._size = config.micro_batch_size
@@ -335,18 +336,17 @@ class _Collate:
         group: int,
     ) -> Batch:
         tensors = [self._tensor(feed, columns, lengths) for feed in self._feeds]
-        fed = iter(tensors[self._num_inputs :])
-        labels = [next(fed)[: len(rows)] if loss.takes_labels else None for loss in self._losses]
-        pairs = list(zip(labels, self._losses, strict=True))
+        labels = labels_of(self._losses, (tensor[: len(rows)] for tensor in tensors[self._num_inputs :]))
         # here and not on the device, where reading a count would wait for all that was computed before
-        counts = [0.0 if is_padding else float(count_targets(each, len(rows), loss)) for each, loss in pairs]
+        counters = zip(self._counters, labels, strict=True)
+        counts = [0.0 if is_padding else float(counter(each, len(rows))) for counter, each in counters]
         tensors = tensors[: self._num_inputs]
         return Batch(
             inputs=tuple(self._copies.start(tensor) for tensor in tensors),
             labels=tuple(None if each is None else self._copies.start(each) for each in labels),
             size=len(rows),
             num_targets=tuple(counts),
-            label_ranges=tuple(label_range(each, loss) for each, loss in pairs),
+            label_ranges=tuple(map(label_range, labels, self._losses)),
             rows=rows,
             is_padding=is_padding,
             filled_to=len(tensors[0]) if len(tensors[0]) > len(rows) else 0,

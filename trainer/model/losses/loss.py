@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,12 +19,16 @@ from torch import Tensor
 from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.class_axis import Dims, find_class_axis
-from onward.trainer.data.targets import count_targets, soft_axis
+from onward.trainer.data.sequence_lengths import sequence_problems
+from onward.trainer.data.targets import soft_axis, target_counter, without_lengths
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.loss_file import load_loss
 from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs, as_rows
 from onward.trainer.model.losses.vocabulary_loss import ClassShard
+
+MAX_NAMED_ROWS = 5
+"""Rows that a message names."""
 
 
 class Losses:
@@ -99,6 +104,7 @@ class Loss:
         self._declared = (shapes or {}).get(self._output_name)
         self._replicas = replicas
         self._formula = load_loss(config.file) if config.name == "file" else FORMULAS[config.name]
+        self._counter = target_counter(config)
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
@@ -132,11 +138,12 @@ class Loss:
         return self._formula(inputs)
 
     def count(self, labels: Tensor | None, size: int) -> float | Tensor:
-        """Return the number of targets of a micro-batch of `size` samples, without a forward pass (count_targets)."""
-        return count_targets(labels, size, self.config)
+        """Return the number of targets of a micro-batch of `size` samples, without a forward pass (data/targets.py)."""
+        return self._counter(labels, size)
 
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor], place: int = 0) -> None:
-        """Raise DataError if a label that is a class is neither a class of the outputs nor the ignored label.
+        """Raise DataError if a label that is a class is neither a class of the outputs nor the ignored label, and for
+        labels that a CTC cannot reach.
 
         place: which of the batch's labels are this loss's.
         It compares numbers of the host. On a GPU such a label would stop the device, in a later and unrelated call.
@@ -144,6 +151,7 @@ class Loss:
         own = batch.labels[place]
         if not self.config.has_classes or own is None or own.is_floating_point():
             return
+        own, lengths = without_lengths(own, self.config)
         num_classes = self.num_classes(outputs, own)
         if self.name == "dice":
             num_classes = max(num_classes, 2)
@@ -153,8 +161,22 @@ class Loss:
                 f"loss.class_weights has {len(weights)} weights, but output {self._output_name!r} {num_classes} classes"
             )
         least, greatest = batch.label_ranges[place]
-        if least >= 0 and greatest < num_classes:
-            return
+        if least < 0 or greatest >= num_classes:
+            self._refuse_labels(batch, own, num_classes)
+        if self.name == "ctc":
+            self._check_sequences(batch, own, lengths, self._own(outputs).shape[1])
+
+    def _check_sequences(self, batch: Batch, own: Tensor, lengths: Tensor | None, steps: int) -> None:
+        # F.ctc_loss reads these numbers on the host, too
+        labels = own.reshape(batch.size, -1).cpu().numpy()
+        given = None if lengths is None else lengths.cpu().numpy()
+        if given is None and torch.is_grad_enabled():  # an infinite loss of an evaluation is only reported
+            given = np.full(batch.size, steps)
+        if found := sequence_problems(labels, given, self.config, steps=steps):
+            rows = [f"row {batch.rows[row]} of the split: {why}" for row, why in sorted(found.items())]
+            raise DataError([f"loss 'ctc' of output {self._output_name!r}, {row}" for row in rows[:MAX_NAMED_ROWS]])
+
+    def _refuse_labels(self, batch: Batch, own: Tensor, num_classes: int) -> None:
         labels = own.reshape(batch.size, -1).cpu()
         wrong = (labels != self.ignore_index) & ((labels < 0) | (labels >= num_classes))
         values, rows = sorted(set(labels[wrong].tolist())), batch.rows[wrong.any(1).numpy()].tolist()

@@ -3,18 +3,19 @@
     loss.file = "my_loss.py:smooth"     smooth(output, labels) -> the sum over the rows of a micro-batch, a scalar
     loss.file = "my_loss.onnx"          inputs (output, labels) -> [B], a loss for each row, or their mean, a scalar
 
-The mean of a step divides by its rows: a loss file must be a sum over rows (or their mean, times their number), so that
-it is the same over any number of replicas and micro-batches. `output` is fp32, `labels` of `loss.label_type`.
+The mean of a step divides by its rows, or by what `loss.count` returns, another function of the Python file
+(data/targets.py). A loss file must be a sum over rows (or their mean, times their number), so that it is the same over
+any number of replicas and micro-batches. `output` is fp32, `labels` of `loss.label_type`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from onward.trainer.data.python_functions import load_function
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss_formulas import Formula, LossInputs
 from onward.trainer.onnx_import.driver import load_model, to_module
@@ -31,17 +32,7 @@ def load_loss(file: str) -> Formula:
 def _from_python(path: Path, name: str) -> Formula:
     if not name:
         raise ConfigError(f"loss.file {str(path)!r} names no function; write {path.name}:my_function")
-    spec = importlib.util.spec_from_file_location(f"onward_loss_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's code raises
-        raise ConfigError(f"loss.file {path} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"loss.file {path} has no function {name!r}")
+    function = load_function(path, name, "loss.file")
 
     def loss(x: LossInputs) -> Tensor:
         output, labels = x.output, x.labels

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.data.targets import without_lengths
 from onward.trainer.model.losses.gathered_rows import gathered_rows
 
 
@@ -170,9 +171,15 @@ def quantile(x: LossInputs) -> Tensor:
 
 
 def ctc(x: LossInputs) -> Tensor:
-    """-log p(labels) / their number, by sample: scores [B, T, C] and labels [B, L], shorter ones padded (`ignored`)."""
-    output, labels = x.output, x.labels
-    steps = torch.full((len(output),), output.shape[1], dtype=torch.int64, device=output.device)
+    """-log p(labels) / their number, by sample: scores [B, T, C] and labels [B, L], shorter ones padded (`ignored`).
+
+    With input lengths [B] only the first time steps of a sample are read.
+    """
+    output = x.output
+    labels, steps = without_lengths(x.labels, x.loss)
+    labels = labels.reshape(len(output), -1)
+    if steps is None:
+        steps = torch.full((len(output),), output.shape[1], dtype=torch.int64, device=output.device)
     counted = labels != x.loss.ignored
     lengths = counted.sum(1)
     # torch reads the first `lengths` labels of a row; the others only have to be classes

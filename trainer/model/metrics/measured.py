@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.metric_names import Task
+from onward.trainer.data.targets import without_lengths
 from onward.trainer.errors import DataError
 from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.losses.loss_formulas import as_rows, quantile_rows
@@ -126,9 +127,12 @@ class Measured:
     def sequences(self) -> tuple[list[list[int]], list[list[int]]]:
         """Of a CTC: the symbols with the greatest scores, without repetitions and blanks, and those of the labels."""
         found = self._loss.output(self._outputs).argmax(-1).tolist()
+        own, lengths = without_lengths(self._labels, self.config)
+        if lengths is not None:
+            found = [row[:length] for row, length in zip(found, lengths.tolist(), strict=True)]
         blank = self._loss.config.blank
         symbols = [[symbol for symbol, _ in itertools.groupby(row) if symbol != blank] for row in found]
-        labels = self._labels.reshape(len(found), -1).tolist()
+        labels = own.reshape(len(found), -1).tolist()
         return symbols, [[symbol for symbol in row if symbol != self._loss.ignore_index] for row in labels]
 
     @cached_property

@@ -406,6 +406,28 @@ def test_scores_whose_axis_of_classes_is_not_known_are_refused_with_the_axes_tha
     assert "may be on axis 1, 2 or 3; say which: loss.class_axis = 1 or loss.class_axis = 2" in problems[0]
 
 
+COUNTS = {
+    "-len(labels)": "returned -1 for labels [1]; it must be 0 or more",
+    "str(size)": "returned str for labels [1], not a number",
+    "torch.ones(1, requires_grad=True).sum()": "returned a tensor with a gradient; count the labels, or detach it",
+    "1": "'count' returned 1 for 8 rows, but 1 for the first of them and 1 for the other 7; it must be a sum over rows",
+}
+
+
+@pytest.mark.parametrize("returned", COUNTS)
+def test_a_count_of_targets_that_is_none_is_refused(
+    home: Path, configured: Configured, tmp_path: Path, returned: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\nimport torch.nn.functional as F\n\n"
+        "def loss(output, labels):\n    return F.cross_entropy(output, labels, reduction='sum')\n\n"
+        f"def count(labels, size):\n    return {returned}\n"
+    )
+    loss = {"file": f"{tmp_path}/mine.py:loss", "count": "count", "label_type": "int64"}
+    problems = refused(home, configured, tiny_conv_net(), tiny_images(40), loss=loss)
+    assert COUNTS[returned] in problems[0]
+
+
 @pytest.mark.parametrize(("dims", "loss"), [((5, 5, 5), {"class_axis": 1}), ((5, "h", "w"), {})])
 def test_the_axis_of_classes_is_given_or_the_one_length_that_the_file_fixes(
     configured: Configured, dims: tuple[int | str, ...], loss: dict[str, Any]

@@ -96,10 +96,11 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
         return EvaluationMetrics(graph.losses, config.metrics, device=CPU)
 
     data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows)
+    counts = [("that targets are counted row by row", lambda: _check_counts(graph.losses, compared, findings))]
     return [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
         *((size.what, partial(_run, graph, size, batch, findings, gradients=size is first)) for size in sizes),
-        ("that targets are counted row by row", lambda: _check_counts(graph.losses, compared, findings)),
+        *(counts if any(loss.count for loss in config.losses) else ()),
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
     ]
 

@@ -85,6 +85,14 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"loss": {"name": "mse", "label_smoothing": 0.1}},
         ["loss.label_smoothing 0.1 is for cross_entropy, not for mse"],
     ),
+    "a count of an ONNX loss": (
+        {"loss": {"file": "a.onnx", "count": "known"}},
+        ["loss.count names a function of a Python file, but loss.file is an ONNX file; remove it"],
+    ),
+    "a count that is no name": (
+        {"loss": {"file": "a.py:f", "count": "a.py:known"}},
+        ["loss.count 'a.py:known' is not the name of a function of loss.file"],
+    ),
     "a loss of a file without one": ({"loss": {"name": "file"}}, ["loss.name 'file' needs loss.file"]),
     "contrast over micro-batches": (
         {"loss": {"name": "info_nce", "output": ["y", "z"]}, "train": IN_FOUR | {"global_batch_size": 8}},

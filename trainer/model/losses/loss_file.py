@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from onward.trainer.data.python_functions import load_function
 from onward.trainer.errors import ConfigError
@@ -26,7 +27,19 @@ def load_loss(file: str) -> Formula:
     name, _, function = file.partition(":")
     if not Path(name).is_file():
         raise ConfigError(f"loss.file: there is no file {name}")
-    return _from_onnx(Path(name)) if name.endswith(".onnx") else _from_python(Path(name), function)
+    formula = _from_onnx(Path(name)) if name.endswith(".onnx") else _from_python(Path(name), function)
+
+    def loss(x: LossInputs) -> Tensor:
+        try:
+            return formula(x)
+        except Exception:  # whatever the user's code raises
+            # while memory is estimated, tensors have no values to choose elements by, such as output[labels > 0]; real
+            # errors are those of the rehearsal
+            if not is_fake(x.output):
+                raise
+            return x.output.square().sum()
+
+    return loss
 
 
 def _from_python(path: Path, name: str) -> Formula:

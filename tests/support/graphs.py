@@ -246,6 +246,17 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
 }
 
 
+def tiny_cities() -> onnx.ModelProto:
+    """Embeddings of two categories, `places` int64 [batch, 2], and `age` [batch, 1] -> logits of three classes."""
+    g = GraphWriter("tiny_cities")
+    rows = g.op(
+        "Gather", g.weight("embedding", g.normal(1.0, 8, 3)), g.input("places", ("batch", 2), TensorProto.INT64)
+    )
+    x = g.op("Concat", g.op("Flatten", rows), g.input("age", ("batch", 1)), axis=1)
+    g.output(g.op("Gemm", x, g.weight("weight", g.normal(1.0, 7, 3)), outputs="logits"), ("batch", 3))
+    return g.model()
+
+
 def feed(model: onnx.ModelProto, batch: int, seed: int = 0) -> dict[str, Array]:
     """Inputs for one of these models: lengths other than the batch are 7, integers below 3, masks hold both values."""
     random = np.random.default_rng(seed)

@@ -44,6 +44,8 @@ class Fitted(Record):
     """Of a column of varying length: whether shorter rows of a batch are padded in front."""
     vocabulary: tuple[str, ...] = ()
     """Of a column of categories: the texts, in the order of their ids; "" stands for unknown ones."""
+    integers: bool = False
+    """Of a column of categories: whether it holds integers, whose digits are the texts."""
     fill: tuple[float, ...] = ()
     """Of a column of numbers: what replaces missing ones, one value for each element of a row; () = nothing does."""
     log1p: bool = False

@@ -72,7 +72,7 @@ def describe(
     inputs: dict[str, ImageInput | TableInput | TokenInput | AudioInput] = {}
     for name, feed in file_feeds(config, signature).items():
         audio = config.data.audio if config.data.audio and feed.columns == (config.data.audio.column,) else None
-        inputs[name] = _audio_input(feed, audio) if audio else _table_input(feed, config, manifest)
+        inputs[name] = _audio_input(feed, audio, config) if audio else _table_input(feed, config, manifest)
     for each in image_inputs(config, signature):
         inputs[each.name] = _image_input(each, config, signature)
     if text:
@@ -89,6 +89,8 @@ def describe(
 
 
 def _image_input(image: images.ImageInput, config: RunConfig, signature: Signature) -> ImageInput:
+    from PIL import __version__ as pillow_version
+
     assert config.data.image is not None
     settings = config.data.image
     (dtype,) = (info.dtype for info in signature.fed if info.name == image.name)
@@ -100,6 +102,7 @@ def _image_input(image: images.ImageInput, config: RunConfig, signature: Signatu
         crop_ratio=settings.crop_ratio,
         interpolation=settings.interpolation,
         antialias=settings.antialias,
+        pillow=pillow_version,
         scale=1.0 if image.takes_integers else image.scale,
         mean=(0.0,) * image.channels if image.takes_integers else image.mean,
         std=(1.0,) * image.channels if image.takes_integers else image.std,
@@ -109,9 +112,9 @@ def _image_input(image: images.ImageInput, config: RunConfig, signature: Signatu
     )
 
 
-def _audio_input(feed: Feed, audio: AudioConfig) -> AudioInput:
-    settings = audio.model_dump(exclude={"seconds"})
-    return AudioInput(**settings, samples=audio.length, dtype=feed.dtype)
+def _audio_input(feed: Feed, audio: AudioConfig, config: RunConfig) -> AudioInput:
+    settings, pad = audio.model_dump(exclude={"seconds"}), config.data.pad_values.get(audio.column, 0.0)
+    return AudioInput(**settings, samples=audio.length, dtype=feed.dtype, pad_value=pad)
 
 
 def _table_input(feed: Feed, config: RunConfig, manifest: ShardManifest) -> TableInput:
@@ -141,6 +144,7 @@ def _column(name: str, manifest: ShardManifest) -> TableColumn:
         center=found.center,
         scale=found.scale,
         categories=found.vocabulary,
+        integers=found.integers,
     )
 
 
@@ -165,6 +169,7 @@ def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:
         file=TOKENIZER,
         sha256=opened.digest,
         columns=text.sources,
+        words=text.config.task == "tokens",
         special_tokens=text.config.special_tokens,
         max_length=most,
         stride=text.config.stride,

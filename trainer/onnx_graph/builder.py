@@ -100,7 +100,7 @@ class GraphExtender:
     """
 
     def __init__(self, graph: onnx.GraphProto, *, reserved: Iterable[str] = ()) -> None:
-        self._graph = graph
+        self.graph = graph
         self._taken = {*all_names(graph), *reserved}
         self._constants: dict[tuple[str, bytes], str] = {}
 
@@ -116,8 +116,14 @@ class GraphExtender:
     def op(self, kind: str, *inputs: str, output: str = "", **attributes: Any) -> str:
         """Append a node with one output; return the output's name."""
         output = output or self.free(f"onward.{kind}")
-        self._graph.node.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
+        self.graph.node.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
         return output
+
+    def inner(self, name: str) -> GraphExtender:
+        """Return what appends nodes to a new graph, a branch of If or a body of Loop, whose nodes read these values."""
+        found = GraphExtender(onnx.GraphProto(name=name))
+        found._taken = self._taken  # names of inner values must differ from those outside
+        return found
 
     def constant(self, value: float | Sequence[int], kind: type = np.float32) -> str:
         """Return the name of a Constant with a number or a list of numbers (int64); equal ones are stored once."""

@@ -41,7 +41,12 @@ class ImageInput(Record):
     crop_ratio, rounded, but at least height and width. The crop begins at round((resized - wanted) / 2)."""
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box"]
     antialias: bool
-    """Whether a smaller image averages over all pixels, as Pillow's `Image.resize` does; false = OpenCV's way."""
+    """Whether a smaller image averages over all pixels, as Pillow's `Image.resize` does; false = torchvision's `resize`
+    of a tensor of uint8 without antialias."""
+    pillow: str
+    """The release of Pillow that has read the images. Others may decode and resize to pixels that differ by 1 of 255:
+    rows are resized before columns, which is rounded in between, if any rows are lost, and more than
+    twice as many as columns; before release 13 if the old height is above 100 old widths and rows are lost."""
     scale: float
     """What pixels of 0..255 are multiplied with."""
     mean: tuple[float, ...]
@@ -71,6 +76,8 @@ class TableColumn(Record):
     categories: tuple[str, ...] = ()
     """Of a column of categories: the texts; a cell is replaced by its place in this list, from 0 on. Missing and
     unknown texts have the place of ""; without one they are refused. () = the column holds no categories."""
+    integers: bool = False
+    """Of a column of categories: whether cells are integers, whose decimal digits are looked up."""
 
 
 class TableInput(Record):
@@ -112,6 +119,8 @@ class AudioInput(Record):
     channel_axis: bool
     """Whether an axis of one channel is in front."""
     dtype: str
+    pad_value: float = 0.0
+    """What pads clips of their own lengths to the longest of a batch."""
 
 
 class TokenInput(Record):
@@ -137,6 +146,8 @@ class Tokenizer(Record):
     sha256: str
     columns: tuple[str, ...]
     """The columns of texts in the training data; of two the texts are encoded as a pair."""
+    words: bool = False
+    """Whether cells are lists of words, or words with spaces between them: the `is_pretokenized` of the library."""
     special_tokens: bool
     """The `add_special_tokens` of the library."""
     max_length: int

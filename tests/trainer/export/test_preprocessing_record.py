@@ -2,72 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pandas as pd
 import pytest
+import soundfile
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from onward.tasks.export import export_file
 from onward.trainer.config.loading import build_config
-from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.signature import model_digest, read_training_signature
-from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.preprocessing import write_preprocessing
-from onward.trainer.export.with_preprocessing import write_with_preprocessing
+from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.records import ExportedModel, write_record
 from tests.support import graphs
+from tests.support.exported_runs import exported_model, exported_run, serve, two_tables
 from tests.support.images import encoded, picture
-from tests.support.runs import make_run, train_run
 from tests.support.texts import bert_tokenizer
-from tests.test_docs import blocks
-
-PAGE = "docs/how-to/serve-with-the-same-preprocessing.md"
-
-
-def serve() -> SimpleNamespace:
-    """The program of the page."""
-    (text,) = (block.text for block in blocks(PAGE) if block.title == "serve.py")
-    module: dict[str, Any] = {}
-    exec(compile(text, "serve.py", "exec"), module)
-    return SimpleNamespace(**module)
-
-
-def exported_run(folder: Path, proto: onnx.ModelProto, **sections: Any) -> RunDir:
-    """A run whose file is as good as exported; its evaluation rows are those of evaluation_source, in order."""
-    onnx.save(proto, folder / "model.onnx")
-    config = build_config(
-        {
-            "model": {"path": folder / "model.onnx"},
-            "train": {"num_steps": 1, "global_batch_size": 4},
-            **sections,
-        }
-    )
-    run = RunDir(folder / "run")
-    write_record(run.config, config)
-    shards, _, _ = make_training_shards(config, folder / "cache")
-    run.shards.symlink_to(shards, target_is_directory=True)
-    return run
 
 
 def write(run: RunDir, folder: Path) -> tuple[Path, ...]:
-    path = folder / "model.onnx"
-    exported = ExportedModel(path=path, sha256=model_digest(path), step=1, parity=0, before={}, after={}, changed=0)
     folder.joinpath("served").mkdir()
-    return write_preprocessing(run, exported, folder / "served")
+    return write_preprocessing(run, exported_model(folder / "model.onnx"), folder / "served")
 
 
 def evaluation_inputs(run: RunDir, rows: Sequence[int]) -> dict[str, Any]:
@@ -93,15 +59,9 @@ def assert_served_alike(run: RunDir, folder: Path, raw: Mapping[str, Sequence[An
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Callable[..., list[str]]:
-    """Writes a.parquet and b.parquet with these columns; returns the settings of [data] for them."""
-
-    def make(**columns: Any) -> Any:
-        for name in ("a", "b"):
-            pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
-        return {"source": str(tmp_path / "a.parquet"), "evaluation_source": str(tmp_path / "b.parquet")}
-
-    return make
+def table(tmp_path: Path) -> Callable[..., Any]:
+    """Writes two tables with these columns; returns the settings of [data] for them."""
+    return partial(two_tables, tmp_path)
 
 
 def test_columns_of_a_table_in_the_order_of_training(tmp_path: Path, table: Callable[..., Any]) -> None:
@@ -134,10 +94,16 @@ IMAGES: dict[str, dict[str, Any]] = {
     "stretched, to -1..1": {"resize": "stretch", "mean": [0.5] * 3, "std": [0.5] * 3},
     "with borders, BGR, 0..255": {"resize": "pad", "color": "bgr", "scale": 1.0, "mean": [104.0] * 3, "std": [1.0] * 3},
     "all of the centre, bicubic": {"crop_ratio": 1.0, "interpolation": "bicubic", "cache": "encoded"},
+    "without antialias": {"antialias": False, "interpolation": "bicubic"},
 }
 
 
-@pytest.mark.parametrize("settings", IMAGES.values(), ids=IMAGES)
+@pytest.mark.parametrize(
+    "settings",
+    # torchvision takes seconds to import
+    [pytest.param(each, marks=pytest.mark.slow if "antialias" in each else ()) for each in IMAGES.values()],
+    ids=IMAGES,
+)
 def test_images_of_every_kind_and_geometry(tmp_path: Path, table: Callable[..., Any], settings: dict[str, Any]) -> None:
     see_through = picture(3).convert("RGBA")
     see_through.putalpha(Image.fromarray(np.tile(np.arange(30, dtype=np.uint8) * 8, (24, 1))))
@@ -210,6 +176,84 @@ def test_padding_on_the_left_and_windows_of_long_texts(tmp_path: Path, table: Ca
         assert found[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
 
 
+WORDS = [["Anna", "lives", "in", "Berlin", "."], ["unbelievable", "film"], ["in", "New", "York"], ["a"]]
+
+
+@pytest.mark.parametrize("written", ["as lists", "with spaces"])
+def test_lists_of_words_are_tokenized_word_by_word(tmp_path: Path, table: Callable[..., Any], written: str) -> None:
+    bert_tokenizer(tmp_path / "tokenizer.json")
+    tags = [["O"] * len(words) for words in WORDS]
+    words: list[Any] = WORDS
+    if written == "with spaces":
+        words, tags = ([" ".join(row) for row in rows] for rows in (WORDS, tags))
+    settings = {"task": "tokens", "columns": "words", "tokenizer": tmp_path / "tokenizer.json", "max_length": 7}
+    data = table(words=words * 2, tags=tags * 2) | {"label": "tags", "text": settings}
+    run = exported_run(tmp_path, graphs.tiny_token_classifier(vocab_size=400, num_classes=4), data=data)
+    recipe = assert_served_alike(run, tmp_path, {"words": words}, [0, 1, 2, 3])
+    assert recipe["text"]["words"] is True
+
+
+def wave_model(shape: Sequence[int | str]) -> onnx.ModelProto:
+    """A number for each clip [batch, *shape]."""
+    g = GraphWriter("wave")
+    x = g.op(
+        "ReduceMean", g.input("audio", ("batch", *shape)), g.weight("axes", np.arange(1, len(shape) + 1)), keepdims=0
+    )
+    x = g.op(
+        "Mul", g.op("Reshape", x, g.weight("shape", np.array([-1, 1]))), g.weight("w", np.ones((1, 2), np.float32))
+    )
+    g.output(x, ("batch", 2))
+    return g.model()
+
+
+AUDIO: dict[str, tuple[dict[str, Any], Sequence[int | str]]] = {
+    "the middle of a waveform": ({"seconds": 0.05, "channel_axis": True}, (1, 400)),
+    "waveforms of their own lengths": ({}, ("time",)),
+    "a spectrogram": ({"seconds": 0.2, "features": "log_mel", "mel_bins": 8, "window": 256, "hop": 80}, (8, 21)),
+    "frames in time": (
+        {"seconds": 0.1, "features": "log_mel", "mel_bins": 6, "window": 128, "hop": 100, "time_first": True},
+        (9, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "shape"), AUDIO.values(), ids=AUDIO)
+def test_audio_of_other_rates_lengths_and_channels(
+    tmp_path: Path, table: Callable[..., Any], settings: dict[str, Any], shape: Sequence[int | str]
+) -> None:
+    rng = np.random.default_rng(0)
+    raw = []
+    for rate, length, channels in ((8000, 1000, 1), (16000, 900, 2), (11025, 2500, 1), (8000, 300, 2)):
+        content = io.BytesIO()
+        soundfile.write(content, rng.normal(0, 0.2, (length, channels)), rate, format="WAV", subtype="PCM_16")
+        raw.append(content.getvalue())
+    pads = {"pad_values": {"audio": -1.0}} if not settings else {}
+    data = table(audio=raw * 2, label=[0, 1] * 4) | {"audio": {"sample_rate": 8000, **settings}, **pads}
+    run = exported_run(tmp_path, wave_model(shape), data=data)
+    assert_served_alike(run, tmp_path, {"audio": raw}, [0, 1, 2, 3])
+
+
+def test_categories_of_a_csv_file_that_pandas_reads(tmp_path: Path) -> None:
+    lines = ["city;size;age;label", "3;3;1;b", *["Rome;3;31;a", ";40;;b", "Oslo;500;2,5;c", "Rome;40;8;a"] * 5]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text("\n".join([*lines, ""]))
+    data: dict[str, Any] = {"source": str(tmp_path / "a.csv"), "evaluation_source": str(tmp_path / "b.csv")}
+    data["inputs"] = {"places": ["city", "size"], "age": "age"}
+    missing = {"city": "mean", "age": "median"}
+    columns = {"categories": ["city", "size"], "standardise": {"age": "min_max"}, "missing": missing}
+    data["table"] = columns | {"decimal": ","}
+    run = exported_run(tmp_path, graphs.tiny_cities(), data=data)
+    frame = pd.read_csv(tmp_path / "b.csv", sep=";", decimal=",")
+    recipe = assert_served_alike(run, tmp_path, frame, range(21))
+    (city, size) = recipe["inputs"]["places"]["columns"]
+    assert (city["categories"], city["integers"]) == (["", "3", "Oslo", "Rome"], False)
+    assert (size["categories"], size["integers"]) == (["", "3", "40", "500"], True)
+    # what training has not seen, and integers that pandas made floats because some are missing
+    unknown = pd.DataFrame({"city": ["Paris", None, "Rome"], "size": [7, None, 40], "age": [1.0, 2.0, None]})
+    inputs = serve().model_inputs(recipe, unknown, tmp_path)
+    assert inputs["places"].tolist() == [[0, 0], [0, 0], [3, 2]]
+
+
 def test_gaps_logarithms_scales_and_indicators_fitted_on_training_rows(
     tmp_path: Path, table: Callable[..., Any]
 ) -> None:
@@ -276,81 +320,3 @@ def test_a_tokenizer_that_is_gone_is_named_and_nothing_is_written(tmp_path: Path
     with pytest.raises(ExportRefused, match=r"tokenizer\.json cannot be read"):
         write(run, tmp_path)
     assert not list((tmp_path / "served").iterdir())
-
-
-# -- as nodes in the file
-
-
-def with_preprocessing(run: RunDir, folder: Path) -> onnxruntime.InferenceSession:
-    path = folder / "model.onnx"
-    exported = ExportedModel(path=path, sha256=model_digest(path), step=1, parity=0, before={}, after={}, changed=0)
-    parity, latency = write_with_preprocessing(run, exported, folder / "with.onnx")
-    assert parity < 1e-6
-    assert latency > 0
-    return onnxruntime.InferenceSession(folder / "with.onnx")
-
-
-@pytest.mark.parametrize("settings", IMAGES.values(), ids=IMAGES)
-def test_the_file_with_preprocessing_takes_pixels_and_gives_the_outputs_of_the_trained_file(
-    tmp_path: Path, table: Callable[..., Any], settings: dict[str, Any]
-) -> None:
-    raw = [encoded(picture(at, 30 + at, 40 - at)) for at in range(8)]
-    data = table(image=raw, label=[0, 1, 2, 3] * 2) | {"image": settings}
-    run = exported_run(tmp_path, graphs.tiny_conv_net(image_size=16), data=data)
-    (taken,) = with_preprocessing(run, tmp_path).get_inputs()
-    assert (taken.type, taken.shape[1:]) == ("tensor(uint8)", [16, 16, 3])
-
-
-def test_the_file_with_preprocessing_takes_raw_columns_with_gaps(tmp_path: Path, table: Callable[..., Any]) -> None:
-    raw: dict[str, Any] = {name: (np.arange(40.0) * (place + 1) % 17).tolist() for place, name in enumerate("abc")}
-    for place in range(0, 40, 7):
-        raw["a"][place] = None
-    columns = {"standardise": "standard", "missing": {"a": "mean"}, "log1p": ["c"], "indicators": ["a"]}
-    data = table(**raw, label=np.arange(40.0)) | {"table": columns, "inputs": {"features": [*"abc", "a_missing"]}}
-    model = {"path": tmp_path / "model.onnx", "loss": "mse"}
-    session = with_preprocessing(exported_run(tmp_path, graphs.tiny_mlp(), model=model, data=data), tmp_path)
-    assert [(value.name, value.type) for value in session.get_inputs()] == [(name, "tensor(double)") for name in "abc"]
-    row = {"a": np.array([np.nan]), "b": np.array([3.0]), "c": np.array([2.0])}
-    assert np.isfinite(session.run(None, row)[0]).all()
-
-
-def test_a_tokenizer_is_no_node_of_onnx(tmp_path: Path, table: Callable[..., Any]) -> None:
-    bert_tokenizer(tmp_path / "tokenizer.json")
-    text = {"tokenizer": tmp_path / "tokenizer.json", "columns": "one"}
-    proto = graphs.tiny_bert(vocab_size=400, positions=64, num_types=2, num_classes=3)
-    run = exported_run(tmp_path, proto, data=table(one=["a good film"] * 8, label=[0] * 8) | {"text": text})
-    with pytest.raises(ExportRefused, match="onnxruntime-extensions"):
-        with_preprocessing(run, tmp_path)
-    assert not (tmp_path / "with.onnx").exists()
-
-
-def test_a_file_without_preprocessing_gets_none(tmp_path: Path, table: Callable[..., Any]) -> None:
-    data = table(**{name: np.arange(8.0) for name in "abcd"}, label=np.zeros(8)) | {"inputs": {"features": [*"abcd"]}}
-    run = exported_run(tmp_path, graphs.tiny_mlp(), model={"path": tmp_path / "model.onnx", "loss": "mse"}, data=data)
-    with pytest.raises(ExportRefused, match="no input has any preprocessing"):
-        with_preprocessing(run, tmp_path)
-
-
-@pytest.mark.mpi
-def test_a_trained_run_is_exported_with_its_preprocessing_beside_and_inside(tmp_path: Path) -> None:
-    columns = {name: np.random.default_rng(place).normal(100, 9, 60) for place, name in enumerate("abcd")}
-    run = make_run(
-        tmp_path,
-        graphs.tiny_mlp(),
-        {**columns, "label": columns["a"].astype(np.float32)},
-        model={"loss": "mse"},
-        data={"inputs": {"features": [*"abcd"]}, "table": {"standardise": "standard"}},
-        train={"global_batch_size": 8, "num_steps": 2},
-    )
-    train_run(run)
-    extras = ExportConfig(variants=("with_preprocessing",))
-    exported = export_file(run, run.checkpoint(2), tmp_path / "out.onnx", extras=extras)
-    assert exported.preprocessing == (tmp_path / "out.preprocessing" / "preprocessing.json",)
-    (variant,) = exported.variants
-    assert (variant.refused, variant.path) == ("", tmp_path / "out.with_preprocessing.onnx")
-    raw = {name: values[:3] for name, values in columns.items()}
-    program, folder = serve(), tmp_path / "out.preprocessing"
-    inputs = program.model_inputs(program.read_recipe(folder), raw, folder)
-    (plain,) = onnxruntime.InferenceSession(exported.path).run(None, inputs)
-    (inside,) = onnxruntime.InferenceSession(variant.path).run(None, raw)
-    np.testing.assert_array_equal(plain, inside)

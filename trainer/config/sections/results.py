@@ -72,7 +72,7 @@ class ExportConfig(Section):
     """Further files for deployment: onnxruntime's graph optimisation, half-precision weights, 8-bit quantization
     (static: calibrated on evaluation data). Each is evaluated, and refused by `variant_tolerance`. `without_loss`: of a
     graph that computes its own loss, the file without the loss and the labels. `with_preprocessing`: the file behind
-    nodes that compute its inputs of raw columns, and of the pixels of images in the final size."""
+    nodes that compute its inputs of raw columns, and of the pixels of images of any size."""
     variant_tolerance: PositiveFloat = 0.02
     """How much worse a variant may be than the exported file: in accuracy, absolute; without an accuracy, in the
     evaluation loss, relative."""

@@ -318,7 +318,7 @@ class Categories(FittedComputer):
         self._set(["", *texts])
 
     def _set(self, vocabulary: Sequence[str]) -> None:
-        self.fitted = {self._name: Fitted(vocabulary=tuple(vocabulary))}
+        self.fitted = {self._name: Fitted(vocabulary=tuple(vocabulary), integers=not self._is_text)}
         self._ids = {text: number for number, text in enumerate(vocabulary)}
 
     def describe(self, values: Mapping[str, Values]) -> None:

@@ -161,6 +161,14 @@ def test_the_word_error_rate_of_a_ctc_counts_edits_of_the_greatest_scores(
     assert totals.compute()["word_error_rate"] == pytest.approx(expected)
 
 
+def test_the_word_error_rate_reads_no_time_step_beyond_the_input_length() -> None:
+    steps = torch.tensor([[1, 1, 0, 2, 9, 9], [5, 0, 5, 7, 7, 7]])
+    labels = torch.tensor([[4, 1, 2, -100], [3, 5, 5, 6]])  # the lengths in front: found 1 2 and 5 5
+    totals = metrics("ctc", {"name": "word_error_rate"}, input_lengths="steps")
+    totals.update(F.one_hot(steps, 10).float(), [labels], 2)
+    assert totals.compute()["word_error_rate"] == pytest.approx(1 / 5)
+
+
 def test_metrics_follow_the_axis_of_the_classes_and_the_labels_of_the_loss() -> None:
     output, labels = single("cross_entropy")
     wanted = metrics("cross_entropy", "f1", "auroc", "top_2", "perplexity")

@@ -9,19 +9,22 @@ attempt and the export read the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.class_axis import find_class_axis
-from onward.trainer.data.columns import Array, Schema, Values
+from onward.trainer.data.columns import BYTES, Array, Schema, Values
 from onward.trainer.data.fitted import Fitted
+from onward.trainer.data.images.decoding import decode_mask
+from onward.trainer.data.images.geometry import fitted_mask
+from onward.trainer.data.images.image_inputs import Mask, masks
 from onward.trainer.data.signature import Signature
 from onward.trainer.errors import ConfigError
 
-ROWS_AT_ONCE = 65536
+ROWS_AT_ONCE, FILES_AT_ONCE = 65536, 256
 
 
 class LabelledRows(Protocol):
@@ -29,6 +32,8 @@ class LabelledRows(Protocol):
 
     @property
     def num_rows(self) -> int: ...
+    @property
+    def columns(self) -> Schema: ...
     @property
     def fitted(self) -> Mapping[str, Fitted]: ...
     def read(self, rows: Array) -> dict[str, Values]: ...
@@ -45,7 +50,7 @@ def with_balanced_weights(config: RunConfig, rows: LabelledRows, signature: Sign
     if not any(loss.class_weights == "balanced" for loss in losses):
         return config
     found = [
-        loss.model_copy(update={"class_weights": _weights(loss, rows, signature)})
+        loss.model_copy(update={"class_weights": _weights(loss, rows, config, signature)})
         if loss.class_weights == "balanced"
         else loss
         for loss in losses
@@ -76,16 +81,32 @@ def counted_columns(losses: Sequence[LossConfig]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for loss in losses if loss.class_weights == "balanced" for name in loss.columns))
 
 
-def count_classes(rows: LabelledRows, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return column -> how often each class, from 0 on, is among the rows; negative labels are not counted."""
+def count_classes(
+    rows: LabelledRows, names: Sequence[str], config: RunConfig, signature: Signature
+) -> dict[str, tuple[int, ...]]:
+    """Return column -> how often each class, from 0 on, is among the rows; negative labels are not counted.
+
+    Masks that are stored as files are counted as evaluation reads them, before any augmentation.
+    """
+    stored = {name for name in names if rows.columns[name].dtype == BYTES}
+    files = {mask.column: mask for mask in masks(config, signature) if mask.column in stored}
     found = {name: np.zeros(0, np.int64) for name in names}
-    for first in range(0, rows.num_rows, ROWS_AT_ONCE):
-        values = rows.read(np.arange(first, min(first + ROWS_AT_ONCE, rows.num_rows)))
+    most = FILES_AT_ONCE if files else ROWS_AT_ONCE
+    for first in range(0, rows.num_rows, most):
+        values = rows.read(np.arange(first, min(first + most, rows.num_rows)))
         for name in names:
             column = values[name]
+            if name in files:
+                column = [_decoded(content, files[name], config).ravel() for content in column]
             flat = column.ravel() if isinstance(column, np.ndarray) else np.concatenate([*column, np.zeros(0, int)])
             found[name] = _sum([found[name], np.bincount(flat[flat >= 0].astype(np.int64))])
     return {name: tuple(counts.tolist()) for name, counts in found.items()}
+
+
+def _decoded(content: Any, mask: Mask, config: RunConfig) -> Array:
+    image = config.data.image
+    assert image is not None
+    return fitted_mask(decode_mask(content, image.mask_values, mask.ignore_index), mask.size, image, mask.ignore_index)
 
 
 def _sum(counts: Sequence[Array]) -> Array:
@@ -96,10 +117,10 @@ def _sum(counts: Sequence[Array]) -> Array:
     return total
 
 
-def _weights(loss: LossConfig, rows: LabelledRows, signature: Signature) -> tuple[float, ...]:
+def _weights(loss: LossConfig, rows: LabelledRows, config: RunConfig, signature: Signature) -> tuple[float, ...]:
     known = {name: rows.fitted[name].class_counts for name in loss.columns if name in rows.fitted}
     missing = [name for name in loss.columns if not known.get(name)]
-    known |= count_classes(rows, missing) if missing else {}
+    known |= count_classes(rows, missing, config, signature) if missing else {}
     counts = _sum([np.array(known[name], np.int64) for name in loss.columns])
     if 0 <= loss.ignored < len(counts):
         counts[loss.ignored] = 0

@@ -69,24 +69,27 @@ def make_training_shards(config: RunConfig, cache: Path) -> tuple[Path, ShardMan
     signature = read_training_signature(config.model)
     columns, computers = read_and_computed(config, signature, infer_schema(config.data))
     directory, manifest, cached = make_shards(config.data, columns, cache, computers=computers)
-    return directory, with_class_counts(directory, manifest, counted_columns(config.losses)), cached
+    return directory, with_class_counts(directory, manifest, config, signature), cached
 
 
-def with_class_counts(directory: Path, manifest: ShardManifest, names: Sequence[str]) -> ShardManifest:
-    """Return the manifest with the numbers of the classes in these columns, also in the directory.
+def with_class_counts(
+    directory: Path, manifest: ShardManifest, config: RunConfig, signature: Signature
+) -> ShardManifest:
+    """Return the manifest with the numbers of the classes that "balanced" weights need, also in the directory.
 
     Shards without them may have been made for another loss, or by an earlier version. Processes that count the same
     shards at once write the same manifest.
     """
     # labels that transforms make with each batch are not stored
-    own = {column.name: column for column in manifest.columns if column.name in names and column.holds_numbers}
+    names = counted_columns(config.losses)
+    own = {column.name: column for column in manifest.columns if column.name in names}
     missing = [name for name in own if not manifest.fitted.get(name, Fitted()).class_counts]
     if not missing:
         return manifest
     # of no other column a value is read
     rows = Shards(directory, manifest.model_copy(update={"columns": tuple(own[name] for name in missing)}), "train")
     fitted = dict(manifest.fitted)
-    for name, counts in count_classes(rows, missing).items():
+    for name, counts in count_classes(rows, missing, config, signature).items():
         fitted[name] = fitted.get(name, Fitted()).model_copy(update={"class_counts": counts})
     manifest = manifest.model_copy(update={"fitted": fitted})
     write_record(directory / "manifest.json", manifest)

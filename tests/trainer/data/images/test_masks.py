@@ -14,9 +14,10 @@ from PIL import Image
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches.batches import Batch, Batches
+from onward.trainer.data.batches.batches import Batch, Batches, one_batch
 from onward.trainer.data.images.augmentation import Augmentation, seeds
 from onward.trainer.data.images.decoding import decode_image, decode_mask
+from onward.trainer.data.losses_from_data import with_balanced_weights
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import open_shards
@@ -204,3 +205,20 @@ def test_borders_need_a_loss_that_ignores_targets(tmp_path: Path) -> None:
     write_pairs(tmp_path)
     with pytest.raises(ConfigError, match=r"loss mse ignores no targets, but data.image.resize 'pad'"):
         batches(tmp_path, tmp_path / "table.csv", {"loss": "mse"}, masks=["mask"], resize="pad")
+
+
+def test_balanced_weights_are_those_of_the_masks_as_evaluation_reads_them_in_either_cache(tmp_path: Path) -> None:
+    write_pairs(tmp_path)
+    found = []
+    for cache in ("decoded", "encoded"):
+        plain = configured(tmp_path, tmp_path / "table.csv", masks=["mask"], cache=cache)
+        weighted = plain.losses[0].model_copy(update={"class_weights": "balanced"})
+        config = plain.model_copy(update={"loss": (weighted,)})
+        directory, manifest, _ = make_training_shards(config, tmp_path / "cache")
+        rows, signature = open_shards(directory, "train"), read_training_signature(config.model)
+        batch = one_batch(rows, plain, signature, np.arange(rows.num_rows))
+        assert batch.labels[0] is not None
+        expected = torch.bincount(batch.labels[0].flatten()).tolist()
+        assert list(manifest.fitted["mask"].class_counts) == expected
+        found.append(with_balanced_weights(config, rows, signature).losses[0].class_weights)
+    assert found[0] == found[1]

@@ -59,6 +59,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
         (training.resume, notes("onward resume last", exits=(0, 2, 3, 4, 5, 6, 7, 8, 70, 72, 75, 130))),
         (training.status, notes("onward status", "onward status 0de13422", exits=(0, 2))),
         (training.runs, notes("onward runs", exits=(0,))),
+        (training.clean, notes("onward clean", "onward clean --days 7", exits=(0,))),
     ],
     "Inspect": [
         (inspection.doctor, notes("onward doctor model.onnx", exits=(0, 2))),

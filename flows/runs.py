@@ -13,7 +13,9 @@ from onward.infra.tracking import Status, Tracker, TrackingError
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.errors import CheckpointError, ConfigError
-from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
+from onward.trainer.run.download_cleaning import Cleaned, clean
+from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import RunIdentity, read_record
 
 
@@ -63,6 +65,13 @@ def all_runs() -> list[RunDir]:
     """Return the runs under the home directory, newest first."""
     found = [RunDir(path.parent) for path in (onward_home() / "runs").glob("*/identity.json")]
     return sorted(found, key=lambda run: read_record(run.identity, RunIdentity).created_at, reverse=True)
+
+
+def clean_downloads(days: float) -> Cleaned:
+    """Delete the local copies of remote files that were not used for some days; not those of runs that can go on."""
+    records = [run.remote for run in all_runs() if run.remote.exists() and not run.exported.exists()]
+    needed = [copy.path for record in records for copy in read_record(record, LocalCopies).copies]
+    return clean(download_cache(), needed, days)
 
 
 def find_run(text: str) -> RunDir:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from onward.flows import api
-from onward.flows.commands.common import ConfigFile, Json, Overrides, RunName, StopOverrides, print_json
+from onward.flows.commands.common import ConfigFile, Json, Overrides, RunName, StopOverrides, print_facts, print_json
 
 if TYPE_CHECKING:
     from onward.flows.run_status import RunOutcome
@@ -56,6 +58,20 @@ def runs(as_json: Json = False) -> None:
         for each in found
     ]
     table(rows, heads=("run", "name", "state", "step", "created", "directory"))
+
+
+def clean(
+    days: Annotated[float, typer.Option(min=0.0, help="Keep what was used in this many days.")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Delete local copies of remote files, under ONWARD_HOME/downloads, that were not used for some days.
+
+    Copies of a run that has not exported its model stay: `onward resume` reads them. What is deleted and needed again
+    is downloaded again.
+    """
+    from onward.flows.runs import clean_downloads
+
+    print_facts(vars(clean_downloads(days)), as_json=as_json)
 
 
 def _show(outcome: RunOutcome, *, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import onnx
 import pytest
 
 from onward.flows import api
+from onward.flows.runs import clean_downloads
 from onward.infra.tracking import Tracker
 from onward.tasks.configure import configure
 from onward.tasks.shard_data import shard_data
@@ -185,3 +187,30 @@ def test_python_files_and_models_of_commands_come_by_url(bucket: Any, sections: 
         assert api.to_module(f"{web.url}/model.onnx").input_names == ("image",)
         with pytest.raises(ConfigError, match=r"rules.py: ZeroDivisionError"):
             api.doctor(f"{web.url}/model.onnx", converters=[f"{web.url}/rules.py"])
+
+
+def test_cleaning_leaves_what_was_used_lately_and_what_a_run_can_go_on_with(
+    sections: dict[str, Any], bucket: Any, tmp_path: Path
+) -> None:
+    run = begin(sections)
+    with web_server({"other.npz": data(tmp_path, seed=5)}) as web:
+        other = fetch({"data": {"source": f"{web.url}/other.npz"}})[0].copies[0].path
+    (download_cache() / ".0.partial").write_bytes(b"half")
+    assert clean_downloads(30.0).deleted == 0
+    for entry in download_cache().iterdir():  # as if all had been used two months ago
+        os.utime(entry, (0, 0))
+    assert clean_downloads(30.0).deleted >= 2  # what a joined directory was made of goes, too
+    assert not other.exists()
+    assert not (download_cache() / ".0.partial").exists()
+    model, source = read_config(run).model.path, Path(read_config(run).data.source)
+    assert [file.stat().st_size > 0 for file in source.glob("*.npz")] == [True, True]  # through links
+    onnx.load(model)
+    # a copy that is used again is young again
+    os.utime(source.parent, (0, 0))
+    begin(sections)
+    assert source.parent.stat().st_mtime > 1e9
+    # a run that has exported its model needs none
+    run.export.mkdir()
+    run.exported.write_text("{}")
+    assert clean_downloads(0.0).kept == 0
+    assert not [path for path in download_cache().iterdir() if path.suffix != ".lock"]

@@ -15,6 +15,7 @@ from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.errors import ConfigError, DataError, Refused
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.run.directory import RunDir, download_cache
+from onward.trainer.run.download_cleaning import mark_used
 from onward.trainer.run.local_copies import LocalCopies, LocalCopy, urls_in
 from onward.trainer.run.records import read_record
 from onward.trainer.run.remote_files import download, joined_directory, key_of
@@ -63,6 +64,7 @@ def restore_copies(run: RunDir) -> None:
 
 def _kept(copy: LocalCopy) -> LocalCopy:
     if copy.path.exists():
+        mark_used(download_cache(), copy.path)
         return copy
     is_model = copy.path.suffix == ".onnx"
     found = _model(copy.url) if is_model else _several(copy.url)
@@ -116,6 +118,7 @@ def _model(url: str) -> LocalCopy:
 
 
 def _copy(url: str, path: Path, key: str, files: list[RemoteFile]) -> LocalCopy:
+    mark_used(download_cache(), path)
     return LocalCopy(url=url, path=path, key=key, bytes=sum(file.size for file in files))
 
 

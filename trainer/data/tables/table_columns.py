@@ -326,7 +326,8 @@ class Categories(FittedComputer):
 
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
         """Return the ids, and row -> the text that has none."""
-        ids, failed, unknown = np.zeros(count, np.int64), {}, self._ids.get("")
+        ids, unknown = np.zeros(count, np.int64), self._ids.get("")
+        failed: dict[int, str] = {}
         for at, cell in enumerate(rows[self._name]):
             found = self._ids.get(str(cell), unknown)
             if cell == "" and self._skips:

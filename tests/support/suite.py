@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.tensor_protos import tensor_from_array
 from onward.trainer.onnx_import.driver import to_module
+from tests.support.shared_files import made_once
 
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
 
@@ -25,12 +27,17 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 @functools.cache
 def cases() -> list[Any]:
-    """The cases of single operators, and of their definitions ("expanded")."""
-    from onnx.backend.test.loader import load_model_tests
+    """The cases of single operators, and of their definitions ("expanded"); the suite computes for seconds."""
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy, while the suite computes what it expects
-        return load_model_tests(kind="node")
+    def write(path: Path) -> None:
+        from onnx.backend.test.loader import load_model_tests
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy, while the suite computes what it expects
+            path.write_bytes(pickle.dumps(load_model_tests(kind="node")))
+
+    found: list[Any] = pickle.loads(made_once("cases.pickle", write).read_bytes())
+    return found
 
 
 def is_expanded(case: Any) -> bool:

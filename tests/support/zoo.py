@@ -11,11 +11,7 @@ with optimize=False, the older exporter in training mode without constant foldin
 
 from __future__ import annotations
 
-import atexit
 import functools
-import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +24,7 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from tests.support import zoo_buffers, zoo_other, zoo_parameters, zoo_text, zoo_vision
+from tests.support.shared_files import made_once
 
 EXPORTERS = ("dynamo-18", "dynamo-20", "dynamo-23", "legacy-14", "legacy-17")
 LEGACY = EXPORTERS[3:]
@@ -104,16 +101,6 @@ def feed(name: str, batch: int, seed: int = 0) -> dict[str, Tensor]:
     return {key: make(batch) for key, make in entry_of(name).inputs.items()}
 
 
-@functools.cache
-def _folder() -> Path:
-    """The exported files, shared by the processes of one pytest-xdist session."""
-    session = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
-    folder = Path(tempfile.gettempdir()) / f"onward-zoo-{session}"
-    folder.mkdir(exist_ok=True)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # a process that still needs a file makes it again
-    return folder
-
-
 def export(name: str, exporter: str, *, folded: bool, shifted: bool = False) -> onnx.ModelProto:
     """What this exporter writes for this architecture; made once in a session."""
     return onnx.load(exported_file(name, exporter, folded=folded, shifted=shifted))
@@ -121,22 +108,20 @@ def export(name: str, exporter: str, *, folded: bool, shifted: bool = False) -> 
 
 def exported_file(name: str, exporter: str, *, folded: bool, shifted: bool = False) -> Path:
     """Return the file of `export`."""
-    final = _folder() / f"{name}-{exporter}-{folded}{'-shifted' * shifted}.onnx"
-    path = final.with_suffix(f".{os.getpid()}.onnx")
-    if not final.exists():
-        final.parent.mkdir(exist_ok=True)
+
+    def write(path: Path) -> None:
         kind, opset = exporter.split("-")
         with warnings.catch_warnings():
             for opening, category in IGNORED:
                 warnings.filterwarnings("ignore", opening, category)
-            write = _dynamo if kind == "dynamo" else _legacy
-            write(name, build(name, shifted=shifted), path, int(opset), folded)
+            export_with = _dynamo if kind == "dynamo" else _legacy
+            export_with(name, build(name, shifted=shifted), path, int(opset), folded)
         if after := entry_of(name).after:
             model = onnx.load(path)
             after(model)
             onnx.save(model, path)
-        path.rename(final)
-    return final
+
+    return made_once(f"{name}-{exporter}-{folded}{'-shifted' * shifted}.onnx", write)
 
 
 def _dynamo(name: str, module: nn.Module, path: Path, opset: int, folded: bool) -> None:

@@ -15,8 +15,6 @@ from onward.trainer.diagnostics.diff import compare
 from tests.support.foreign_files import FILES, Array, ForeignFile
 from tests.support.workshop import Workshop
 
-pytestmark = [pytest.mark.usefixtures("only_servers"), pytest.mark.mpi, pytest.mark.timeout(900)]
-
 CONFIG = """
 [model]
 path = "{name}.onnx"
@@ -48,7 +46,6 @@ FILE_OF_EACH = {
     "optimum-bert": 2,
 }
 """Committed file -> number of ranks."""
-QUICK = ("jax2onnx-cnn",)
 LOGITS = {"skl2onnx-mlp": "add_result2"}
 """What the loss reads where the first output is not logits: here before Softmax and ArgMax."""
 
@@ -94,9 +91,11 @@ def judged(path: Path, columns: dict[str, Array]) -> tuple[float, float]:
     return float(loss), float((chances.argmax(1) == label).mean())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FILE_OF_EACH]
-)
+@pytest.mark.mpi
+@pytest.mark.slow  # one file of another framework trains and comes back every time: tests/compatibility
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("only_servers")
+@pytest.mark.parametrize("name", FILE_OF_EACH)
 def test_a_run_gives_back_the_file_with_better_weights_and_nothing_else_changed(name: str, workshop: Workshop) -> None:
     file = FILES[name]
     columns = learnable(file)

@@ -26,6 +26,20 @@ def only_servers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start rehearsals, plans, exports and the ranks of `train` as forks of one process that has imported torch.
+
+    Each import takes four seconds. The tests in tests/flows start these processes as users do.
+    """
+    from onward.infra import mpirun
+    from onward.tasks import subprocesses
+    from tests.support import rank_server, ranks
+
+    monkeypatch.setattr(subprocesses, "PYTHON", rank_server.command())
+    monkeypatch.setattr(mpirun, "MpiJob", ranks.JobOfForks)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests with servers first: they run one after the other, so the other worker should not wait for them."""
     items.sort(key=lambda item: "only_servers" not in getattr(item, "fixturenames", ()))

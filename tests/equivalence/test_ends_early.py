@@ -14,7 +14,7 @@ from onward.trainer.run.records import AttemptResult, TrainResult, read_record, 
 from tests.support import graphs
 from tests.support.runs import assert_equal_bits, events, final_tensors, make_run, tiny_images, train_run, train_until
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("forked")]
 SETTINGS: dict[str, Any] = {
     "train": {"global_batch_size": 8, "num_steps": 40, "evaluation_period": 4, "seed": 5},
     "optimizer": {"name": "adamw", "learning_rate": 3e-3},

@@ -40,6 +40,7 @@ def trained(folder: Path) -> tuple[RunDir, Path]:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 def test_a_model_that_keeps_its_weights_elsewhere_is_trained_and_written_with_all_that_goes_with_it(
     tmp_path: Path,
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_model_that_keeps_its_weights_elsewhere_is_trained_and_written_with_al
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 def test_weights_that_changed_under_a_run_stop_its_export(tmp_path: Path) -> None:
     run, last = trained(tmp_path / "model")
     side = tmp_path / "model" / "weights.bin"

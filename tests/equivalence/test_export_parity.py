@@ -40,6 +40,7 @@ def trained(folder: Path, case: str, **sections: Any) -> tuple[RunDir, Path]:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=() if name == "conv net with batch norm" else pytest.mark.slow) for name in CASES],
@@ -66,6 +67,7 @@ def test_the_exported_file_under_onnxruntime_equals_the_trained_module(tmp_path:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 def test_a_weight_that_never_moves_comes_out_byte_for_byte(tmp_path: Path) -> None:
     still = {"optimizer": {"weights": [{"pattern": "*", "learning_rate_scale": 0.0}]}}
     run, last = trained(tmp_path, "conv net with batch norm", **still)
@@ -91,6 +93,7 @@ def in_half_precision(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_a_file_in_half_precision_is_trained_on_columns_in_half_precision(tmp_path: Path, compute: str) -> None:

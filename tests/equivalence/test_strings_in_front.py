@@ -77,6 +77,7 @@ def make_run(folder: Path, name: str, **sections: Any) -> RunDir:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "text-sentences" else pytest.mark.slow) for name in CASES]
 )
@@ -112,6 +113,7 @@ def test_loss_falls_and_the_whole_file_is_proven_on_strings(tmp_path: Path, name
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 @pytest.mark.slow
 def test_killed_and_resumed_ends_with_the_bits_of_a_run_without_interruption(tmp_path: Path) -> None:
     wanted = make_run(tmp_path / "whole", "text-sentences", checkpoint={"period": 20})

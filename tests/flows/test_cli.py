@@ -251,6 +251,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small.toml"
 
 
+@pytest.mark.usefixtures("forked")
 def test_plan_shows_stages_memory_and_messages(capsys: pytest.CaptureFixture[str], small: Path) -> None:
     layout = ("parallel.data=2", "parallel.tensor=2", "parallel.pipeline=2")
     shown = onward(capsys, "plan", str(small), *layout)

@@ -24,7 +24,7 @@ from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.graphs import residual_mlps, tiny_conv_net, tiny_mlp
 
-pytestmark = pytest.mark.usefixtures("home")
+pytestmark = pytest.mark.usefixtures("home", "forked")
 
 
 @pytest.fixture

@@ -59,6 +59,7 @@ def test_every_rank_writes_a_report(run: RunDir) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 def test_a_rank_without_a_gpu_is_refused_by_name(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     write_record(run.config, config(run.root / "model.onnx", device="cuda"))

@@ -21,18 +21,11 @@ from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUn
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import Rehearsal, read_record
-from tests.support import rank_server
 from tests.support.graphs import tiny_conv_net
 from tests.support.images import write_classes
 from tests.support.runs import tiny_images
 
-
-@pytest.fixture(autouse=True)
-def forked(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes of `configure` from one that has imported torch."""
-    monkeypatch.setattr(subprocesses, "PYTHON", rank_server.command())
-
-
+pytestmark = pytest.mark.usefixtures("home", "forked")
 Configured = Callable[..., Rehearsal]
 
 

@@ -31,7 +31,7 @@ from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.graphs import tiny_conv_net
 from tests.support.remote_servers import object_store, web_server, without
 
-pytestmark = pytest.mark.usefixtures("home")
+pytestmark = pytest.mark.usefixtures("home", "forked")
 
 
 @pytest.fixture

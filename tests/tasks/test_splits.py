@@ -15,7 +15,7 @@ from onward.trainer.run.directory import RunDir
 from tests.support.graphs import tiny_mlp
 from tests.support.runs import assert_close, assert_equal_bits, final_tensors, losses, make_run, train_run, train_until
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("forked")]
 
 
 def rows(count: int, seed: int) -> dict[str, np.ndarray]:

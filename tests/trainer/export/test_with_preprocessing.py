@@ -301,6 +301,7 @@ def test_a_file_without_preprocessing_gets_none(tmp_path: Path, table: Callable[
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 def test_a_trained_run_is_exported_with_its_preprocessing_beside_and_inside(tmp_path: Path) -> None:
     columns = {name: np.random.default_rng(place).normal(100, 9, 60) for place, name in enumerate("abcd")}
     run = make_run(

@@ -110,6 +110,7 @@ def head_and_adapters(folder: Path) -> RunDir:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 @pytest.mark.slow
 def test_a_new_head_with_adapters_killed_and_resumed_ends_with_the_same_bits_and_passes_the_gate(
     tmp_path: Path,
@@ -152,6 +153,7 @@ def three_layers() -> onnx.ModelProto:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
 def test_a_run_with_a_new_head_and_adapters_from_inner_tensor_to_inner_tensor_learns_and_passes_the_gate(
     tmp_path: Path,
 ) -> None:

@@ -117,11 +117,12 @@ def tiny_bert(
     num_classes: int = 3,
     positions: int = 16,
     num_types: int = 0,
+    of_tokens: bool = False,
 ) -> onnx.ModelProto:
     """An encoder as opset 14 exporters write it: `input_ids`, `attention_mask` [batch, sequence] -> `logits`.
 
     Layer norm and erf-GELU are spelled out, shapes are computed in the graph, padding is masked by an addition.
-    `num_types`: with an input `token_type_ids` and so many types.
+    `num_types`: with an input `token_type_ids` and so many types. `of_tokens`: logits for each token.
     """
     g = GraphWriter("tiny_bert", seed=0, opset=14)
     ids = g.input("input_ids", ("batch", "sequence"), TensorProto.INT64)
@@ -153,6 +154,10 @@ def tiny_bert(
         )
         h = _linear(g, _erf_gelu(g, _linear(g, x, f"{name}.up", width, 2 * width)), f"{name}.down", 2 * width, width)
         x = _spelled_layer_norm(g, g.op("Add", x, h), f"{name}.ln2", width)
+    if of_tokens:
+        g.op("Identity", _linear(g, x, "head", width, num_classes), outputs="logits")
+        g.output("logits", ("batch", "sequence", num_classes))
+        return g.model()
     first = g.op("Gather", x, g.weight("index_0", np.array(0)), axis=1)
     return _classify(g, g.op("Tanh", _gemm(g, first, "pooler", width, width)), width, num_classes)
 

@@ -174,8 +174,10 @@ def _fit_text(cells: Cells) -> tuple[Array, dict[int, str]]:
     """Return the texts as an array of objects [n]."""
     values, bad = np.full(len(cells), "", object), {}
     for at, cell in enumerate(cells):
-        if isinstance(cell, str):
+        if isinstance(cell, str) and _is_unicode(cell):
             values[at] = str(cell)  # numpy's own strings are other types
+        elif isinstance(cell, str):
+            bad[at] = "holds half of a surrogate pair, which is no character of Unicode"
         else:
             what = "bytes that are not UTF-8" if isinstance(cell, bytes) else f"{str(cell)[:40]}, not text"
             bad[at] = "is missing" if cell is None else f"holds {what}"
@@ -192,7 +194,18 @@ def _fit_words(cells: Cells) -> tuple[Array, dict[int, str]]:
         values[at] = [str(word) for word in found if isinstance(word, str | int | np.integer)]
         if cell is None or len(values[at]) != len(found):
             bad[at] = "is missing" if cell is None else f"holds {str(cell)[:40]}, not a list of words"
+        elif not all(map(_is_unicode, values[at])):
+            bad[at] = "holds half of a surrogate pair, which is no character of Unicode"
     return values, bad
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text can be encoded; JSON may have escapes of one half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _fit_bytes(cells: Cells, folder: Path) -> tuple[Array, dict[int, str]]:

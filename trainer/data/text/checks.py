@@ -8,7 +8,8 @@ import onnx
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import metrics_of
-from onward.trainer.data.columns import TEXT, Schema
+from onward.trainer.data.columns import Schema
+from onward.trainer.data.reading.sources import all_sources
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.text.byte_counts import counts_bytes
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
@@ -30,7 +31,9 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
     columns = text_columns(config, signature)
     if columns is None:
         return []
-    problems = [*input_problems(columns, config, signature), *_column_problems(columns, schema)]
+    # cells of CSV files have no types: a number may be a text there
+    has_types = not any(source.format == "csv" for source in all_sources(config.data))
+    problems = [*input_problems(columns, config, signature), *_column_problems(columns, schema, has_types=has_types)]
     problems += _byte_problems(columns, config)
     graph = onnx.load(config.model.path, load_external_data=False).graph
     limit, problem = length_limit(columns, graph)
@@ -108,7 +111,7 @@ def length_limit(columns: TextColumns, graph: onnx.GraphProto) -> tuple[int, str
     return most or columns.fixed_length or rows, ""
 
 
-def _column_problems(columns: TextColumns, schema: Schema) -> Iterator[str]:
+def _column_problems(columns: TextColumns, schema: Schema, *, has_types: bool) -> Iterator[str]:
     is_tokens, is_pair = columns.config.task == "tokens", len(columns.sources) == 2
     if len(columns.sources) != 1 and (is_tokens or not is_pair or columns.is_packed):
         what = "one column" if is_tokens or columns.is_packed else "one text or a pair"
@@ -118,7 +121,7 @@ def _column_problems(columns: TextColumns, schema: Schema) -> Iterator[str]:
     for name in columns.sources:
         if name not in schema:
             yield f"data.text.columns names {name!r}, which the data does not have; there is {', '.join(schema)}"
-        elif schema[name].dtype != TEXT and not is_tokens and (schema[name].shape or schema[name].variable):
+        elif not is_tokens and (schema[name].shape or (has_types and schema[name].holds_numbers)):
             yield f"data.text.columns names {name!r}, which holds {schema[name].kind}, not text"
 
 

@@ -1,4 +1,4 @@
-"""Commands that train, and that show runs: run, resume, status, runs."""
+"""Commands that train, that show runs, and that clean up after them: run, resume, status, runs, clean."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def clean(
     days: Annotated[float, typer.Option(min=0.0, help="Keep what was used in this many days.")] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Delete local copies of remote files, under ONWARD_HOME/downloads, that were not used for some days.
+    """Delete local copies of remote files that were not used for some days.
 
-    Copies of a run that has not exported its model stay: `onward resume` reads them. What is deleted and needed again
-    is downloaded again.
+    They are under ONWARD_HOME/downloads. Copies of a run that has not exported its model stay: `onward resume` reads
+    them. What is deleted and needed again is downloaded again.
     """
     from onward.flows.runs import clean_downloads
 

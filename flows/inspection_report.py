@@ -61,6 +61,8 @@ def show_trials(found: PreprocessingTrials, *, everything: bool) -> None:
     rows = [(f"{trial.accuracy:.3f}", f"{trial.loss:.3g}", str(trial.rows), _settings(trial)) for trial in found.trials]
     _some(rows, (found.measure, "loss", "rows", "settings"), everything=everything)
     best = found.trials[0]
+    if found.model_classes:
+        print(_wrapped(_labels(found), "  - "))
     if found.other_order:
         print(_wrapped(_other_order(found), "  - "))
     elif not found.better_than_chance:
@@ -90,6 +92,19 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(each) for each in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _labels(found: PreprocessingTrials) -> str:
+    """Return which class each label was taken for, and whether that fits."""
+    few = [f"{number} = {name}" for number, name in enumerate(found.classes[:MAX_ROWS])]
+    more = [f"... {len(found.classes) - MAX_ROWS} more"] if len(found.classes) > MAX_ROWS else []
+    text = f"labels: {', '.join([*few, *more])}" if few else "labels: the numbers in the data"
+    if found.sorted_by_name:
+        text += ", sorted by name, which is assumed (data.classes sets another order)"
+    text += f"; the model has {found.model_classes} classes"
+    if found.other_order or not found.better_than_chance:
+        return f"{text}, which do not fit in this order"
+    return f"{text}, which fit: {found.trials[0].accuracy:.3f} are right, by chance {found.chance:.3f}"
 
 
 def _other_order(found: PreprocessingTrials) -> str:

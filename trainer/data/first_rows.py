@@ -54,17 +54,20 @@ class FirstRows:
         }
 
 
-def read_first_rows(config: RunConfig, signature: Signature, most: int, *, spread: bool = False) -> FirstRows:
+def read_first_rows(
+    config: RunConfig, signature: Signature, most: int, *, spread: bool = False, schema: Schema | None = None
+) -> FirstRows:
     """Read the first `most` training rows, fewer if they are large. Bad rows are left out: sharding reports them.
 
     spread: read rows from all over the source, which is counted for it, in place of the first ones: a source may be
-    sorted by class.
+    sorted by class. schema: the columns of the source, if they are known.
 
     Raises DataError when the source cannot be read or holds no row to train on, and the errors of `open_computers`.
     """
     data = config.data
-    columns, computers = read_and_computed(config, signature, infer_schema(data))
-    stored = stored_columns(data, columns)
+    schema = schema or infer_schema(data)
+    columns, computers = read_and_computed(config, signature, schema)
+    stored = stored_columns(data, columns, schema)
     numbers = [column for column in stored if column.holds_numbers]
     row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in numbers)
     most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
@@ -107,11 +110,11 @@ def read_first_rows(config: RunConfig, signature: Signature, most: int, *, sprea
             [*reasons, f"{data.source} holds no row to train on: all are bad, or held out for evaluation{few}"]
         )
     consumed = frozenset[str]().union(*(each.consumed for each in computers))
-    schema = {column.name: column for column in (*(c for c in stored if c.name not in consumed), *stored_of(computers))}
-    joined = {name: _joined([part[name] for part in parts]) for name in schema}
+    result = {column.name: column for column in (*(c for c in stored if c.name not in consumed), *stored_of(computers))}
+    joined = {name: _joined([part[name] for part in parts]) for name in result}
     pad_values = {name: value for each in computers for name, value in each.pad_values.items()}
     found = (counts[0], counts[1]) if is_counted else None
-    return FirstRows(schema, pad_values, joined, num_kept, found, all_fitted(computers))
+    return FirstRows(result, pad_values, joined, num_kept, found, all_fitted(computers))
 
 
 def _count_rows(data: DataConfig, stored: Sequence[Column]) -> int:

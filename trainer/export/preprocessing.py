@@ -170,6 +170,7 @@ def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:
         sha256=opened.digest,
         columns=text.sources,
         words=text.config.task == "tokens",
+        lowercase=text.config.lowercase,
         special_tokens=text.config.special_tokens,
         max_length=most,
         stride=text.config.stride,

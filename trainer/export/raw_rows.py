@@ -27,8 +27,9 @@ def read_raw_rows(config: RunConfig, signature: Signature, manifest: ShardManife
 
     Raises DataError if the source cannot be read any more.
     """
-    columns, computers = read_and_computed(config, signature, infer_schema(config.data))
-    stored = stored_columns(config.data, columns)
+    schema = infer_schema(config.data)
+    columns, computers = read_and_computed(config, signature, schema)
+    stored = stored_columns(config.data, columns, schema)
     # only what is computed of a row says whether sharding has left it out
     is_checked = manifest.skipped > 0
     if is_checked:

@@ -1,7 +1,7 @@
 """The preprocessings that published models were trained with, as settings of a configuration.
 
 images   pixels of 0..1 or 0..255; mean and std of ImageNet, 0.5, none; RGB or BGR; centre, whole image, stretched
-texts    with or without special tokens
+texts    with or without special tokens; lower-case, where only the vocabulary is
 tables   as they are, standardised, or scaled to 0..1
 """
 
@@ -14,10 +14,14 @@ from typing import Any
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD
+from onward.trainer.config.sections.text import TextConfig
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.input_columns import file_feeds
 from onward.trainer.data.signature import Signature
+from onward.trainer.data.text.tokenizer import open_tokenizer
 
+SPACES = "\u0120\u2581"
+"""What stands for a space in front of a token, in byte-level and SentencePiece vocabularies."""
 Settings = Mapping[str, Any]
 """Setting, such as `data.image.scale` -> its value."""
 
@@ -62,7 +66,20 @@ def _pixel_values(channels: int) -> Iterator[dict[str, Any]]:
 def _texts(config: RunConfig) -> list[Settings]:
     if config.data.text is None:
         return []
-    return [{"data.text.special_tokens": value} for value in (True, False)]
+    cases = [{"data.text.lowercase": value} for value in (False, True)] if _lacks_lowercase(config.data.text) else [{}]
+    return [{"data.text.special_tokens": value, **case} for value in (True, False) for case in cases]
+
+
+def _lacks_lowercase(text: TextConfig) -> bool:
+    """Return whether the vocabulary is lower-case, but the tokenizer does not make texts so."""
+    opened = open_tokenizer(text.tokenizer)
+    normalizer, vocabulary = opened.library.normalizer, opened.library.get_vocab(with_added_tokens=False)
+    if normalizer is not None and normalizer.normalize_str("A") == "a":
+        return False
+    # single letters are there as bytes, and special tokens as they are
+    longer = [token.lstrip(SPACES) for token in vocabulary.keys() - opened.special_ids.keys()]
+    longer = [token for token in longer if sum(map(str.isalpha, token)) > 1]
+    return bool(longer) and all(token == token.lower() for token in longer)
 
 
 def _tables(config: RunConfig, signature: Signature) -> list[Settings]:

@@ -26,8 +26,8 @@ from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.columns import Array
-from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.first_rows import FirstRows, read_first_rows
+from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.sharding import infer_schema
@@ -105,8 +105,10 @@ class _Experiment:
         self._config, self._signature, self._runner = config, signature, runner
         self._loss = Losses(config.losses, runner.outputs).each[0]
         self._most = rows
+        # to infer it takes a walk over the folder, and no trial changes it
+        self._schema = infer_schema(config.data)
         self._read: dict[str, FirstRows] = {}
-        self._num_rows = rows
+        self._num_rows, self._model_classes = rows, 0
 
     def ranked(self, trials: list[_Trial]) -> list[_Trial]:
         """Return all trials, the best first; those that were given up behind those with more rows."""
@@ -139,11 +141,9 @@ class _Experiment:
             trial.refused = "; ".join(error.problems)
 
     def _rows(self, config: RunConfig) -> FirstRows:
-        _, computers = read_and_computed(config, self._signature, infer_schema(config.data))
-        # a digest is of all that decides what a computer makes of a row
-        key = repr([each.digest for each in computers])
+        key = _stored_as(config)
         if key not in self._read:
-            self._read[key] = read_first_rows(config, self._signature, self._most, spread=True)
+            self._read[key] = read_first_rows(config, self._signature, self._most, spread=True, schema=self._schema)
         return self._read[key]
 
     def _run(self, trial: _Trial, config: RunConfig, rows: FirstRows, numbers: Array) -> None:
@@ -154,6 +154,8 @@ class _Experiment:
         if self._loss.name == "cross_entropy" and labels.is_floating_point():
             raise ConfigError("labels that are probabilities have no accuracy; name a column of classes in data.label")
         self._loss.check_labels(batch, outputs)
+        if self._has_classes and self._loss.name == "cross_entropy":
+            self._model_classes = self._loss.num_classes(outputs, labels)
         trial.losses.append(float(self._loss(outputs, labels, batch.size)))
         pairs = _labels_and_predictions(self._loss, outputs, labels)
         trial.pairs.append(pairs)
@@ -193,10 +195,11 @@ class _Experiment:
         others = pairs[1::2]
         return order, agreement(others, order) - SURE * _standard_error(0.5, len(others))
 
-    def _class_names(self) -> tuple[str, ...]:
+    def _classes(self) -> Fitted:
+        """Return what is known of the names of the classes."""
         labels = self._config.losses[0].columns
         found = [rows.fitted[name] for rows in self._read.values() for name in labels if name in rows.fitted]
-        return found[0].classes if found else ()
+        return found[0] if found else Fitted()
 
     def record(self, trials: Sequence[_Trial]) -> PreprocessingTrials:
         """Return the results as a record."""
@@ -214,7 +217,9 @@ class _Experiment:
             better_than_chance=accuracy > least,
             other_order=order if surely > max(accuracy, least) else {},
             other_order_accuracy=agreement(best.labels_and_predictions, order) if order else 0.0,
-            classes=self._class_names(),
+            classes=self._classes().classes,
+            sorted_by_name=self._classes().sorted_by_name,
+            model_classes=self._model_classes,
             trials=tuple(
                 PreprocessingTrial(
                     settings=dict(trial.settings),
@@ -226,6 +231,15 @@ class _Experiment:
                 for trial in trials
             ),
         )
+
+
+def _stored_as(config: RunConfig) -> str:
+    """Return a text of all settings that decide what is read: not of those that are applied to batches."""
+    data, image = config.data, config.data.image
+    if image is not None:
+        same = {"scale": 1.0, "mean": (), "std": (), "color": "auto" if image.color != "grey" else "grey"}
+        data = data.model_copy(update={"image": image.model_copy(update=same)})
+    return data.model_dump_json()
 
 
 def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels: torch.Tensor) -> Array:

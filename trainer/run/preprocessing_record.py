@@ -148,6 +148,8 @@ class Tokenizer(Record):
     """The columns of texts in the training data; of two the texts are encoded as a pair."""
     words: bool = False
     """Whether cells are lists of words, or words with spaces between them: the `is_pretokenized` of the library."""
+    lowercase: bool = False
+    """Whether texts become lower-case before they are tokenized, as `str.lower` of Python does."""
     special_tokens: bool
     """The `add_special_tokens` of the library."""
     max_length: int

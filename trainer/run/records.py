@@ -304,6 +304,10 @@ class PreprocessingTrials(Record):
     """The accuracy under that order."""
     classes: tuple[str, ...] = ()
     """The names of the classes in the order of the labels, as far as the data has names."""
+    sorted_by_name: bool = False
+    """Whether that order is assumed: the names sorted, because `data.classes` gives no order."""
+    model_classes: int = 0
+    """The number of classes that the model tells apart; 0 for numbers."""
     trials: tuple[PreprocessingTrial, ...]
 
 

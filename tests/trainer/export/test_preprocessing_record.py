@@ -143,6 +143,7 @@ def test_texts_by_the_tokenizer_that_is_copied_beside(
         "columns": ["one", "two"] if pairs else "one",
         "max_length": 12,
         "special_tokens": special_tokens,
+        "lowercase": not special_tokens,
     }
     proto = graphs.tiny_bert(vocab_size=400, positions=64, num_types=2, num_classes=3)
     run = exported_run(tmp_path, proto, data=table(**raw, label=[0, 1, 2, 0] * 2) | {"text": text})

@@ -13,6 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 import onward
@@ -94,6 +95,8 @@ def test_the_scale_the_mean_and_the_order_of_channels_of_training_are_first(
     assert chosen["data.image.scale"] == values["scale"]
     assert chosen["data.image.mean"] == pytest.approx(values["mean"], abs=1e-3)
     assert not found.trials.other_order
+    assert found.trials.classes == tuple(COLOURS)
+    assert (found.trials.sorted_by_name, found.trials.model_classes) == (True, 5)
     tried = [(trial.accuracy, default | trial.settings) for trial in found.trials.trials]
     assert max(accuracy for accuracy, settings in tried if settings["data.image.scale"] != values["scale"]) < 0.9
     assert {trial.rows for trial in found.trials.trials} == {32, 96, 100}
@@ -108,7 +111,9 @@ def test_another_order_of_the_classes_is_found_and_named(tmp_path: Path) -> None
     assert found.other_order_accuracy > 0.95
     ended = CliRunner().invoke(app, ["doctor", str(model), str(tmp_path / "data"), "--rows", "120"])
     assert ended.exit_code == 0, ended.output
-    names = list(COLOURS)
+    names, printed = list(COLOURS), " ".join(ended.output.split())
+    assert "labels: 0 = grey, 1 = orange, 2 = pink, 3 = red, 4 = yellow, sorted by name, which is assumed" in printed
+    assert "the model has 5 classes, which do not fit in this order" in printed
     assert f"data.classes = {json.dumps([names[place] for place in order])}" in " ".join(ended.output.split())
 
 
@@ -151,10 +156,8 @@ def test_a_table_is_standardised_if_the_model_was_trained_so(tmp_path: Path, sca
     assert first.rows == 300
 
 
-@pytest.mark.parametrize("special", [True, False])
-def test_texts_get_special_tokens_if_the_model_was_trained_with_them(tmp_path: Path, special: bool) -> None:
-    tokenizer = bert_tokenizer(tmp_path / "tokenizer.json")
-    words = [word for word in tokenizer.get_vocab() if word.isalpha() and len(word) > 3][:2]
+def word_model(tokenizer: Tokenizer, words: Sequence[str], *, special: bool = True) -> onnx.ModelProto:
+    """Class 1 where the second word is more frequent than the first; only with [CLS] in front, if `special`."""
     weight = np.zeros((400, 2), np.float32)
     weight[[tokenizer.token_to_id(word) for word in words], 1] = -1, 1
     weight[tokenizer.token_to_id("[CLS]"), 1] = 20
@@ -169,9 +172,14 @@ def test_texts_get_special_tokens_if_the_model_was_trained_with_them(tmp_path: P
     stored = {"w": weight, "b": bias, "axis": np.array([1])}
     tensors = [numpy_helper.from_array(value, name) for name, value in stored.items()]
     graph = helper.make_graph(nodes, "words", [ids], [logits], tensors)
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "model.onnx"
-    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_texts_get_special_tokens_if_the_model_was_trained_with_them(tmp_path: Path, special: bool) -> None:
+    tokenizer = bert_tokenizer(tmp_path / "tokenizer.json")
+    words = [word for word in tokenizer.get_vocab() if word.isalpha() and len(word) > 3][:2]
+    onnx.save(word_model(tokenizer, words, special=special), tmp_path / "model.onnx")
     rows = [(" ".join([words[at % 2]] * (1 + at % 5)), at % 2) for at in range(200)]
     write_csv(tmp_path / "texts.csv", ("text", "label"), rows)
     found = onward.doctor(tmp_path / "model.onnx", tmp_path / "texts.csv", rows=100).trials
@@ -179,6 +187,29 @@ def test_texts_get_special_tokens_if_the_model_was_trained_with_them(tmp_path: P
     assert found.trials[0].settings.get("data.text.special_tokens", True) is special
     assert found.trials[0].accuracy == 1.0
     assert found.trials[1].accuracy < 0.7
+
+
+@pytest.mark.parametrize("vocabulary", ["lower-case", "of both cases"])
+def test_texts_are_made_lower_case_where_only_the_vocabulary_is(tmp_path: Path, vocabulary: str) -> None:
+    tokenizer = bert_tokenizer(tmp_path / "tokenizer.json")
+    words = [word for word in tokenizer.get_vocab() if word.isalpha() and len(word) > 3][:2]
+    onnx.save(word_model(tokenizer, words), tmp_path / "model.onnx")
+    # a tokenizer.json that was saved without its lower-casing
+    settings = json.loads((tmp_path / "tokenizer.json").read_text()) | {"normalizer": None}
+    if vocabulary == "of both cases":
+        other = next(word for word in settings["model"]["vocab"] if word.isalpha() and word not in words)
+        settings["model"]["vocab"]["Berlin"] = settings["model"]["vocab"].pop(other)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    rows = [(" ".join([words[at % 2].upper()] * (1 + at % 5)), at % 2) for at in range(120)]
+    write_csv(tmp_path / "texts.csv", ("text", "label"), rows)
+    found = onward.doctor(tmp_path / "model.onnx", tmp_path / "texts.csv", rows=60).trials
+    assert found is not None
+    tried = [trial.settings.get("data.text.lowercase", False) for trial in found.trials]
+    if vocabulary == "of both cases":
+        assert not any(tried)
+        return
+    assert (tried[0], found.trials[0].accuracy) == (True, 1.0)
+    assert max(trial.accuracy for trial, lower in zip(found.trials, tried, strict=True) if not lower) < 0.7
 
 
 def test_rows_are_drawn_from_all_of_a_sorted_source(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ class TextConfig(Section):
     the model itself counts positions."""
     special_tokens: bool = True
     """Add the special tokens of the tokenizer, such as [CLS] and [SEP]."""
+    lowercase: bool = False
+    """Make texts lower-case before they are tokenized, for a model that was trained so by a tokenizer.json that does
+    not do it itself."""
     packing: Literal["auto", "none", "joined", "separate"] = "auto"
     """Tasks `causal` and `masked`: what a sample is. `none` = one text. `joined` = a window of `max_length` tokens of
     all texts one after the other, each with the end token behind it, which attend to each other. `separate` = whole

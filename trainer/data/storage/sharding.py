@@ -209,9 +209,14 @@ def fit_to_source(
     fit_computers(computers, islice(blocks, most_blocks), columns)
 
 
-def stored_columns(data: DataConfig, columns: Mapping[str, ColumnType] | None) -> list[Column]:
-    """Return the columns as they are stored. Raises DataError for those that are missing or hold no numbers."""
-    schema = infer_schema(data)
+def stored_columns(
+    data: DataConfig, columns: Mapping[str, ColumnType] | None, schema: Schema | None = None
+) -> list[Column]:
+    """Return the columns as they are stored. Raises DataError for those that are missing or hold no numbers.
+
+    schema: the columns of the source, if they are known.
+    """
+    schema = schema or infer_schema(data)
     types: Mapping[str, ColumnType | None]
     types = {c.name: None for c in schema.values() if c.holds_numbers} if columns is None else columns
     problems = [f"there is no column {name!r}, only {', '.join(schema)}" for name in types if name not in schema]

@@ -271,7 +271,7 @@ class TokenizedRows(FittedComputer, RowDivider):
 
     def _encoded(self, rows: Mapping[str, Values]) -> tuple[Sequence[Any], dict[int, str]]:
         """Return the encoding of each row, and row -> what is wrong with its texts."""
-        texts = [[str(text) for text in rows[name]] for name in self._sources]
+        texts = [[self._cased(str(text)) for text in rows[name]] for name in self._sources]
         given: list[Any] = list(zip(*texts, strict=True)) if len(texts) == 2 else texts[0]
         library = self._tokenizer.library
         # the faster one gives no words and offsets
@@ -287,6 +287,9 @@ class TokenizedRows(FittedComputer, RowDivider):
                 if number not in found:
                     failed.setdefault(at, f"{name} {'is empty' if not texts[number][at] else 'has no token'}")
         return encodings, failed
+
+    def _cased(self, text: str) -> str:
+        return text.lower() if self._config.lowercase else text
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Return the ids of a text with its end token, truncated if it is a sample of its own."""

@@ -82,7 +82,7 @@ class WordLabels(TokenizedRows):
         return "; ".join([super().summary, *(describe_classes(self._label, each) for each in found)])
 
     def _encoded(self, rows: Mapping[str, Values]) -> tuple[Sequence[Any], dict[int, str]]:
-        words = [list(row) for row in rows[self._sources[0]]]
+        words = [[self._cased(word) for word in row] for row in rows[self._sources[0]]]
         encodings = self._tokenizer.library.encode_batch(
             words, is_pretokenized=True, add_special_tokens=self._config.special_tokens
         )

@@ -93,7 +93,7 @@ def write_masks(folder: Path, *, rows: int = 500, size: int = 32) -> None:
         drawing.mask.save(folder / "masks" / f"{number:04d}.png")
 
 
-def write_places(folder: Path, *, rows: int = 3000, size: int = 32) -> None:
+def write_places(folder: Path, *, rows: int = 5000, size: int = 32) -> None:
     """Write drawings as `images/*.jpg`, and `train.csv` with the path, the shape and its place."""
     table = []
     (folder / "images").mkdir()

@@ -65,11 +65,11 @@ def write_reviews(folder: Path, *, rows: int = 3000) -> Tokenizer:
     return tokenizer
 
 
-def documentation(*, largest: int = 40_000) -> Iterable[tuple[str, str]]:
-    """Yield the topics of Python's documentation that `help()` shows, as (name, text), except the few large ones."""
+def documentation() -> Iterable[tuple[str, str]]:
+    """Return the topics of Python's documentation that `help()` shows, as (name, text)."""
     from pydoc_data.topics import topics
 
-    return ((name, text) for name, text in sorted(topics.items()) if len(text) < largest)
+    return sorted(topics.items())
 
 
 def write_documentation(folder: Path, *, vocab_size: int = 1000) -> Tokenizer:

@@ -52,7 +52,8 @@ def workshop(tmp_path: Path) -> Iterator[Workshop]:
 
 def refused(workshop: Workshop) -> list[str]:
     """What `onward run` says before it ends with exit status 2; it leaves no shards."""
-    problems: list[str] = workshop.onward("run", str(workshop.root / "config.toml"), status=2)["problems"]
+    found = workshop.onward("run", str(workshop.root / "config.toml"), status=2, limit_s=600)
+    problems: list[str] = found["problems"]
     cache = workshop.home / "shards"
     assert not cache.exists() or list(cache.iterdir()) == [], "something is cached"
     return problems

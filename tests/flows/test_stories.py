@@ -34,7 +34,7 @@ class Goal:
 GOALS: dict[str, tuple[Goal, ...]] = {
     "images": (Goal("accuracy", 0.95),),
     "reviews": (Goal("accuracy", 0.95),),
-    "language": (Goal("perplexity", 60.0, greatest=False),),
+    "language": (Goal("perplexity", 55.0, greatest=False),),
     "masks": (Goal("mean_iou", 0.85),),
     "table": (Goal("r2", 0.85),),
     "two-heads": (Goal("kind/accuracy", 0.95), Goal("centre/mse", 0.02, greatest=False)),

@@ -91,13 +91,69 @@ def test_out_of_time_a_run_evaluates_saves_and_goes_on_with_the_same_bits_when_t
     assert train.fn(run).step == 1, "without a higher limit there is nothing to do"
     assert run.current_attempt == 1
 
-    config = read_config(run)
-    write_record(run.config, config.model_copy(update={"stop": config.stop.model_copy(update={"max_hours": 1.0})}))
+    set_hours(run, 1.0)
     on = train.fn(run)
     assert isinstance(on, TrainResult)
     assert (on.status, on.attempts, on.step, on.ended_early) == ("done", 2, 40, "")
     assert read_record(run.result(2), AttemptResult).stop.trained_s > state.stop.trained_s, "hours add up"
     assert_equal_bits(final_tensors(run), final_tensors(undisturbed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [[("scalars", 9)], [("evaluation", 8), ("checkpoint", 10)], [("scalars", 11)] * 3])
+def test_a_target_ends_the_run_with_the_same_bits_although_it_was_killed_at_other_steps(
+    kills: list[tuple[str, int]], tmp_path: Path, undisturbed: RunDir
+) -> None:
+    target = min(loss_at(undisturbed, step) for step in (4, 8, 12, 16))
+    first = made(tmp_path / "first", stop={"target": target})
+    result = train_run(first)
+    assert (result.status, result.step) == (
+        "done",
+        next(n for n in (4, 8, 12, 16) if loss_at(undisturbed, n) <= target),
+    )
+    killed = made(tmp_path / "killed", stop={"target": target})
+    for number, (kind, step) in enumerate(kills):
+        if step < result.step:
+            at = (kind, step)
+            train_until(killed, lambda event, at=at: (event.kind, event.step) == at, rank=number % 2)
+    again = train_run(killed)
+    assert again.attempt > 1, "it was killed"
+    assert (again.step, again.ended_early) == (result.step, result.ended_early)
+    assert_equal_bits(final_tensors(killed), final_tensors(first))
+
+
+@pytest.mark.slow
+def test_hours_add_up_over_kills_and_out_of_time_the_run_goes_on_with_the_same_bits(
+    tmp_path: Path, undisturbed: RunDir
+) -> None:
+    """Each attempt that is killed at step 8 has trained 5 steps which count; the limit ends a later one."""
+    run = made(tmp_path, stop={"max_hours": 1.0})
+    train_until(run, lambda event: (event.kind, event.step) == ("scalars", 8))
+    newest = newest_complete(run)
+    assert newest is not None
+    counted_s = newest.manifest.state.stop.trained_s
+    assert counted_s > 0
+
+    set_hours(run, counted_s * 1.001 / 3600)  # one more step takes longer
+    result = train_run(run)
+    assert (result.status, result.step) == ("done", newest.manifest.state.step + 1)
+    assert result.ended_early.startswith("stop.max_hours = ")
+    assert result.stop.trained_s > counted_s
+    last = newest_complete(run)
+    assert last is not None
+    assert (last.manifest.state.step, last.manifest.state.stop) == (result.step, result.stop), "it leaves a checkpoint"
+
+    set_hours(run, 1.0)
+    train_until(run, lambda event: (event.kind, event.step) == ("scalars", 13), rank=0)
+    on = train_run(run)
+    assert (on.step, on.ended_early) == (40, "")
+    assert_equal_bits(final_tensors(run), final_tensors(undisturbed))
+
+
+def set_hours(run: RunDir, hours: float) -> None:
+    """Change `stop.max_hours`, as `onward resume` does."""
+    config = read_config(run)
+    write_record(run.config, config.model_copy(update={"stop": config.stop.model_copy(update={"max_hours": hours})}))
 
 
 def test_another_run_that_starts_from_the_checkpoint_counts_from_there(tmp_path: Path, undisturbed: RunDir) -> None:

@@ -127,3 +127,16 @@ def test_all_problems_are_reported_at_once(workshop: Path) -> None:
         workshop, "launch.num_ranks=3", "train.num_setps=7", "model.path=absent.onnx", "data.source=absent.csv"
     )
     assert len(problems) == 4
+
+
+def test_metrics_that_cannot_be_measured_are_reported_at_once(workshop: Path) -> None:
+    unknown, plain, parameter, missing = refused(
+        workshop, 'metrics=["f1_makro", {name="cohen_kappa", average="macro"}, {name="f1", k=2}, {name="top_k"}]'
+    )
+    assert "there is no metric 'f1_makro'; did you mean f1_macro" in unknown
+    assert "cohen_kappa does not take average; it takes no parameters" in plain
+    assert "f1 does not take k; it takes average, of_class" in parameter
+    assert "top_k needs k" in missing
+    misfit, average = refused(workshop, 'metrics=["rmse", "auroc_micro"]')
+    assert "rmse needs numbers (mse, l1, huber, giou, file), and the loss 'cross_entropy' has none; these fit" in misfit
+    assert "auroc_micro: curves of classes have no micro average" in average

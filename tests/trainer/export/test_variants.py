@@ -147,6 +147,32 @@ def test_a_broken_variant_is_refused_with_its_figures(
     assert not (path.parent / "digits.optimized.onnx").exists()
 
 
+def test_the_metrics_of_a_variant_are_those_of_its_own_weights(
+    digits: tuple[Path, EvaluationData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = digits
+
+    def changed(exported: ModelFile, target: Path, *_: object) -> None:
+        model = exported.with_external_data()
+        bias = next(tensor for tensor in model.graph.initializer if tensor.name == "classifier.bias")
+        values = numpy_helper.to_array(bias) + 4.0 * (np.arange(10) == 3)
+        bias.CopyFrom(numpy_helper.from_array(values.astype(np.float32), bias.name))
+        target.write_bytes(model.SerializeToString())
+
+    as_it_is = make_variant("optimized", path, data=data, tolerance=1.0)
+    monkeypatch.setitem(variants.MAKERS, "optimized", changed)
+    variant = make_variant("optimized", path, data=data, tolerance=1.0)
+    assert variant.path is not None
+    session = onnxruntime.InferenceSession(str(variant.path), providers=["CPUExecutionProvider"])
+    batches = list(data.batches())
+    right = sum(
+        int((session.run(None, {"image": batch.inputs[0].numpy()})[0].argmax(1) == batch.labels[0].numpy()).sum())
+        for batch in batches
+    )
+    assert variant.metrics["evaluation/accuracy"] == pytest.approx(right / sum(batch.size for batch in batches))
+    assert variant.metrics["evaluation/accuracy"] < as_it_is.metrics["evaluation/accuracy"] - 0.1
+
+
 @pytest.mark.parametrize("what", ["a fixed batch", "inputs in half precision"])
 def test_a_variant_is_measured_on_what_the_file_itself_takes(what: str, tmp_path: Path) -> None:
     model = graphs.tiny_conv_net(num_classes=10, channels=1)

@@ -16,7 +16,10 @@ from onnx import numpy_helper
 
 from onward.tasks import subprocesses
 from onward.tasks.configure import configure
+from onward.trainer.config.loading import ENTRIES
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import SECTIONS
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.run.directory import RunDir, onward_home, read_config
@@ -44,10 +47,10 @@ def configured(tmp_path: Path) -> Configured:
         }
         settings = {
             name: SECTIONS[name].model_validate(given.get(name, {}) | sections.get(name, {}))
-            for name in (given.keys() | sections.keys()) - {"loss"}
+            for name in (given.keys() | sections.keys()) - set(ENTRIES)
         }
         run = RunDir(onward_home() / "runs" / "run")
-        configure.fn(run, {"name": "rehearsed", **settings, "loss": sections.get("loss", ())})
+        configure.fn(run, {"name": "rehearsed", **settings, **{name: sections.get(name, ()) for name in ENTRIES}})
         return read_record(run.rehearsal, Rehearsal)
 
     return begin
@@ -198,6 +201,25 @@ def test_a_loss_that_is_not_finite_is_refused(home: Path, configured: Configured
         """, w=normal(4, 3))  # fmt: skip
     problems = refused(home, configured, logarithm, table())
     assert problems[0].startswith("before any training, the loss of the first 8 rows is nan and the gradients of 1 of")
+
+
+def test_metrics_that_would_take_probabilities_for_logits_are_refused_of_a_loss_of_a_file(
+    home: Path, configured: Configured, tmp_path: Path
+) -> None:
+    g = GraphWriter("probabilities", seed=0)
+    scores = g.op("MatMul", g.input("x", ("batch", 4)), g.weight("w", g.normal(0.5, 4, 3)))
+    g.op("Softmax", scores, outputs="p")
+    g.output("p", ("batch", 3))
+    (tmp_path / "own.py").write_text("def brier(p, t):\n    return (p - (t[:, None] == 1).float()).square().sum()\n")
+    loss = {"name": "file", "file": f"{tmp_path / 'own.py'}:brier", "label": "label", "label_type": "int64"}
+    columns = {"x": normal(20, 4, seed=1), "label": np.arange(20) % 3}
+
+    def with_metrics(*names: str) -> dict[str, Any]:
+        return {"loss": (LossConfig.model_validate(loss),), "metrics": tuple(MetricConfig(name=name) for name in names)}
+
+    (problem,) = refused(home, configured, g.model(), columns, **with_metrics("accuracy", "f1", "auroc"))
+    assert problem.startswith("metrics: auroc reads the output of loss.file as logits, but it holds probabilities")
+    assert configured(g.model(), columns, **with_metrics("accuracy", "f1")).batches
 
 
 def test_labels_that_are_no_classes_are_refused(home: Path, configured: Configured) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.metrics import read_as_logits
 from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.data.batches.batches import Batch, check_last_samples, one_batch
 from onward.trainer.data.file_rows import FileRows
@@ -150,6 +151,10 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     findings.warnings = (*exporter_warnings(audit), *outputs)
     for problem in refused_warnings(findings.warnings, config.model.accept):
         findings.refuse(problem)
+    for loss in [each for each in config.losses if each.name == "file"]:
+        found = output_warnings(trainable.model, audit.model.graph, loss.outputs[0])
+        for problem in read_as_logits(loss, config.metrics) if "probabilities" in [w.key for w in found] else ():
+            findings.refuse(problem)
 
 
 def _run(

@@ -144,6 +144,21 @@ def metric_problems(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig
         yield f"metrics: {key} is named twice{f' for the output {output!r}' if output else ''}"
 
 
+def read_as_logits(loss: LossConfig, metrics: Sequence[MetricConfig]) -> Iterable[str]:
+    """Yield why metrics of a loss of the user's own, whose output holds probabilities, would be wrong."""
+    for each in metrics_of(loss, metrics):
+        # the order of the classes, by which the others go, is that of the logits
+        if task_of(each, loss) == "labels" or each.name in OF_LOGITS:
+            yield (
+                f"metrics: {each.key} reads the output of loss.file as logits, but it holds probabilities; let the "
+                "loss read the tensor before them (loss.output), or leave the metric out"
+            )
+
+
+OF_LOGITS = ("perplexity", "bits_per_byte", "auroc", "average_precision", "calibration_error")
+"""Metrics of classes that read more of the scores than their order."""
+
+
 def _misfit(metric: MetricConfig, losses: Sequence[LossConfig]) -> str:
     """Return why a metric fits none of the losses, and which metrics fit them."""
     of = " and ".join(dict.fromkeys(_described(loss) for loss in losses))

@@ -12,6 +12,7 @@ import select
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -109,6 +110,8 @@ class WebServer:
     """Close the connection after this many bytes of an answer; 0 = never."""
     cuts_left: int = 0
     """How many answers are cut; -1 = all."""
+    stall_after: int = 0
+    """Wait after this many bytes of an answer until it is set to 0."""
     ranges: bool = True
     etags: bool = True
     times: bool = True
@@ -172,6 +175,11 @@ def web_server(files: dict[str, bytes]) -> Iterator[WebServer]:
                 body = body[: served.cut_after]
                 self.close_connection = True
             with contextlib.suppress(ConnectionError):
+                if stall := served.stall_after:
+                    self.wfile.write(body[:stall])
+                    while served.stall_after:
+                        time.sleep(0.02)
+                    body = body[stall:]
                 self.wfile.write(body)
             self.close_connection = self.close_connection or not served.sizes
 

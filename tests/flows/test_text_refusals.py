@@ -166,12 +166,12 @@ BAD_ROWS: dict[str, tuple[WRITE, tuple[str, ...], tuple[str, ...]]] = {
         lambda folder: (folder / "data.jsonl").write_text(
             "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in [*reviews(40), (7, 1)])
         ),
-        ("data.source=data.jsonl",),
+        ("data.source=FOLDER/data.jsonl",),
         ("line 41: text holds 7, not text",),
     ),
     "fewer labels than words": (
         lambda folder: tags(folder, [{"text": ["a", "bad", "film"], "label": [0, 1]}]),
-        ("data.source=data.jsonl", "data.text.task=tokens"),
+        ("data.source=FOLDER/data.jsonl", "data.text.task=tokens"),
         ("line 21: label has 2 labels for 3 words",),
     ),
     "a lone surrogate": (
@@ -181,7 +181,7 @@ BAD_ROWS: dict[str, tuple[WRITE, tuple[str, ...], tuple[str, ...]]] = {
                 "".join(json.dumps({"text": text}) + "\n" for text in [*["good film"] * 40, "bad \ud800 film"])
             ),
         ),
-        ("data.source=data.jsonl", "data.text.task=causal", "data.text.packing=none"),
+        ("data.source=FOLDER/data.jsonl", "data.text.task=causal", "data.text.packing=none"),
         ("line 41: text holds half of a surrogate pair, which is no character of Unicode",),
     ),
 }
@@ -190,7 +190,7 @@ BAD_ROWS: dict[str, tuple[WRITE, tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.usefixtures("only_servers")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_bad_rows_are_named_by_their_line_and_no_shards_are_left(workshop: Path, name: str) -> None:
     from tests.support.workshop import Workshop, finished
@@ -199,8 +199,9 @@ def test_bad_rows_are_named_by_their_line_and_no_shards_are_left(workshop: Path,
     write(workshop)
     whole = Workshop(workshop)
     try:
-        process = whole.start("run", str(workshop / "config.toml"), "launch.device=cpu", *overrides)
-        found = json.dumps(finished(process, status=2), ensure_ascii=False)
+        words = [word.replace("FOLDER", str(workshop)) for word in overrides]
+        process = whole.start("run", str(workshop / "config.toml"), "launch.device=cpu", *words)
+        found = json.dumps(finished(process, status=2, limit_s=800), ensure_ascii=False)
         for part in wanted:
             assert part in found
         assert not list((whole.home / "shards").glob("*"))

@@ -1,0 +1,68 @@
+"""Whole runs on raw text, with their final reports: a masked language model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import ExportedModel, read_record
+from tests.support.text_paths import write_text_path
+from tests.support.workshop import Workshop
+
+pytestmark = [pytest.mark.usefixtures("only_servers"), pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    workshop = Workshop(tmp_path_factory.mktemp("workshop"))
+    yield workshop
+    workshop.close()
+
+
+def whole_run(workshop: Workshop, name: str, *overrides: str, **sections: Any) -> tuple[dict[str, Any], RunDir]:
+    """`onward run` on one of the ways in which text becomes samples; return what it prints, and the run."""
+    folder = workshop.root / name
+    path = write_text_path(name, folder, rows=240)
+    onnx.save(path.proto, folder / "model.onnx")
+    settings: dict[str, Any] = {
+        "model": {"path": str(folder / "model.onnx")},
+        "data": path.data,
+        "train": {"global_batch_size": 16, "num_steps": 240, "evaluation_period": 80},
+        "optimizer": {"learning_rate": 1e-2},
+        "parallel": {"data": 2},
+        "launch": {"device": "cpu", "threads_per_rank": 1},
+        **sections,
+    }
+    (folder / "config.toml").write_text("".join(f"{key} = {_toml(value)}\n" for key, value in settings.items()))
+    facts = workshop.onward("run", str(folder / "config.toml"), *overrides, limit_s=600)
+    run = RunDir(Path(facts["directory"]))
+    assert facts["state"] == "exported"
+    assert facts["parity"] < 1e-3
+    assert read_record(run.exported, ExportedModel).after == facts["after"]
+    status = workshop.onward("status", run.root.name)
+    assert status["data"] == facts["data"]
+    return facts, run
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml(each)}' for key, each in value.items())} }}"
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize("name", ["masked"])
+def test_a_masked_language_model_ends_with_its_report(workshop: Workshop, name: str) -> None:
+    facts, _ = whole_run(workshop, name, metrics=["perplexity", "accuracy"])
+    assert facts["after"]["evaluation/perplexity"] < facts["before"]["evaluation/perplexity"] / 10
+    assert facts["bits_per_byte"] == {}
+    words = " (whole words)" if "whole words" in name else ""
+    assert (
+        f"15 % of the tokens{words} are predicted: 8 of 10 of them become [MASK], 1 another token, 1 stays; "
+        "never [PAD], [UNK], [CLS], [SEP], [MASK]"
+    ) in facts["data"]

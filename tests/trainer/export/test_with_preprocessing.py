@@ -324,3 +324,41 @@ def test_a_trained_run_is_exported_with_its_preprocessing_beside_and_inside(tmp_
     (plain,) = onnxruntime.InferenceSession(exported.path).run(None, inputs)
     (inside,) = onnxruntime.InferenceSession(variant.path).run(None, raw)
     np.testing.assert_array_equal(plain, inside)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_run_on_jpeg_files_of_different_sizes_predicts_the_same_from_their_raw_pixels(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for split, each in (("train", 20), ("held", 10)):
+        for name, factor in (("bright", 1.0), ("dark", 0.5)):
+            (tmp_path / split / name).mkdir(parents=True)
+            for at in range(each):
+                height, width = map(int, rng.integers(20, 200, 2))
+                image = picture(at, height, width).point([int(value * factor) for value in range(256)] * 3)
+                (tmp_path / split / name / f"{at:02d}.jpg").write_bytes(encoded(image))
+    run = make_run(
+        tmp_path,
+        graphs.tiny_conv_net(image_size=32, num_classes=2),
+        {"unused": np.zeros(2)},
+        data={"source": str(tmp_path / "train"), "evaluation_source": str(tmp_path / "held"), "image": {}},
+        train={"global_batch_size": 8, "num_steps": 4},
+    )
+    train_run(run)
+    extras = ExportConfig(variants=("with_preprocessing",))
+    exported = export_file(run, run.checkpoint(4), tmp_path / "out.onnx", extras=extras)
+    (variant,) = exported.variants
+    assert variant.refused == ""
+    assert variant.path is not None
+    program, folder = serve(), tmp_path / "out.preprocessing"
+    recipe = program.read_recipe(folder)
+    plain, inside = (onnxruntime.InferenceSession(path) for path in (exported.path, variant.path))
+    (raw,) = inside.get_inputs()
+    right, files = 0, sorted((tmp_path / "held").glob("*/*.jpg"))
+    for file in files:
+        content = file.read_bytes()
+        (logits,) = inside.run(None, {raw.name: pixels_of(decode_image(content, grey=False))[None]})
+        (wanted,) = plain.run(None, program.model_inputs(recipe, {"image": [content]}, folder))
+        np.testing.assert_array_equal(logits, wanted)
+        right += recipe["outputs"][0]["classes"][logits.argmax()] == file.parent.name
+    assert right / len(files) == pytest.approx(exported.after["evaluation/accuracy"], abs=1e-6)

@@ -54,8 +54,8 @@ def test_patience_ends_the_run_at_the_same_step_with_the_same_bits_although_it_w
     assert newest.manifest.state.metrics == result.metrics, "the last checkpoint was evaluated at its own step"
 
     killed = made(tmp_path / "killed", stop=stop)
-    for kind, step in (("scalars", 7), ("evaluation", 8), ("scalars", 11)):
-        train_until(killed, lambda event, kind=kind, step=step: (event.kind, event.step) == (kind, step))
+    for moment in (("scalars", 7), ("evaluation", 8), ("scalars", 11)):
+        train_until(killed, moment)
     again = train_run(killed)
     assert (again.attempt, again.status, again.step, again.stop) == (4, "done", 12, result.stop)
     assert again.ended_early == result.ended_early

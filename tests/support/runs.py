@@ -67,10 +67,11 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
     return run
 
 
-def start_attempt(run: RunDir, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start mpirun on the run's next attempt, as bare as it can be."""
+def start_attempt(run: RunDir, *, pause_at: tuple[str, int] | None = None) -> subprocess.Popen[bytes]:
+    """Start mpirun on the run's next attempt, as bare as it can be; `pause_at`: see tests/support/paused.py."""
     attempt = run.begin_attempt()
-    ranks = [*rank_server.command(), "-m", "onward.trainer", "train", str(run.root), *arguments]
+    pause = ["tests.support.paused", *map(str, pause_at)] if pause_at else []
+    ranks = [*rank_server.command(), "-m", *pause, "onward.trainer", "train", str(run.root)]
     with run.log(attempt).open("wb") as log:
         return subprocess.Popen(
             [f"{sys.prefix}/bin/mpirun", "-n", str(read_config(run).world_size), "--bind-to", "none", *ranks],
@@ -92,15 +93,21 @@ def train_run(run: RunDir, *, timeout_s: float = 120) -> AttemptResult:
     return read_record(run.result(attempt), AttemptResult)
 
 
-def train_until(run: RunDir, reached: Callable[[Event], bool], number: int = signal.SIGKILL, *, rank: int = 1) -> None:
-    """Start an attempt and send one rank a signal as soon as an event of it says so; wait for the job's end."""
+def train_until(
+    run: RunDir, reached: Callable[[Event], bool] | tuple[str, int], number: int = signal.SIGKILL, *, rank: int = 1
+) -> None:
+    """Start an attempt and send one rank a signal as soon as an event of it says so; wait for the job's end.
+
+    reached: which event. Rank 0 waits behind an event that is given by its kind and step: for those near the end of a
+    run, which a slow machine would otherwise see too late.
+    """
     offset = run.events.stat().st_size if run.events.exists() else 0
-    job = start_attempt(run)
+    job = start_attempt(run, pause_at=reached if isinstance(reached, tuple) else None)
     deadline = time.monotonic() + 90
     while job.poll() is None and time.monotonic() < deadline:
         for event, after in read_events(run.events, offset):
             offset = after
-            if reached(event):
+            if (event.kind, event.step) == reached if isinstance(reached, tuple) else reached(event):
                 os.kill(rank_pids(job.pid)[rank], number)
                 job.wait(60)
                 return

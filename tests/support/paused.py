@@ -1,0 +1,28 @@
+"""Run the trainer, but let rank 0 wait behind one event: whoever kills the job at this event is never too late.
+
+python -m tests.support.paused KIND STEP onward.trainer train RUN_DIR
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from typing import Any
+
+from onward.trainer.events import EventWriter
+
+PAUSE_S = 60.0
+
+if __name__ == "__main__":
+    kind, step, module, *arguments = sys.argv[1:]
+    emit = EventWriter.emit
+
+    def emit_and_wait(writer: EventWriter, its_kind: str, its_step: int, **fields: Any) -> None:
+        emit(writer, its_kind, its_step, **fields)
+        if writer._file is not None and (its_kind, its_step) == (kind, int(step)):
+            time.sleep(PAUSE_S)
+
+    EventWriter.emit = emit_and_wait  # type: ignore[method-assign]
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

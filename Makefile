@@ -44,11 +44,12 @@ models/squeezenet-digits.onnx: | .venv/ready
 models/gpt2-stdlib.onnx: | .venv/ready
 	$(BIN)/onward reference gpt2 --vocab-size 256 --sequence-length 256 --num-layers 4 --num-heads 4 --width 128 --dropout 0 -o $@
 
-# One call of pip, so that torch, torchvision and the rest are resolved together.
+# One call of pip, so that torch, torchvision and the rest are resolved together. --no-compile: Python compiles a module
+# when it first imports it, and most of these 20,000 are never imported.
 .venv/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "Onward needs Python 3.11, 3.12 or 3.13: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e ".[flow,mpi,metrics,remote,gcs,azure,huggingface,text,audio,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c .ci/constraints.txt -e ".[flow,mpi,metrics,remote,gcs,azure,huggingface,text,audio,dev]"
 	touch $@
 
 clean:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onward.infra.tracking import Tracker, local_store
+from tests.support.shared_files import made_once
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -24,10 +25,23 @@ if TYPE_CHECKING:
 
 @functools.cache
 def tracking_store() -> str:
-    """The URI of a SQLite store that all tests of this process share; making its tables takes seconds."""
+    """The URI of a SQLite store that all tests of this process share."""
     home = Path(tempfile.mkdtemp(prefix="onward-store-"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    return local_store(home)
+    return new_store(home)
+
+
+def new_store(home: Path) -> str:
+    """Return the URI of a new SQLite store under `home`, a copy of one that MLflow makes in seconds in each session."""
+
+    def write(path: Path) -> None:
+        Tracker(f"sqlite:///{path}")._client.search_experiments(max_results=1)
+
+    uri = local_store(home)
+    database = Path(uri.removeprefix("sqlite:///"))
+    database.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(made_once("mlflow.db", write), database)
+    return uri
 
 
 def new_run(uri: str = "", key: str = "") -> Tracker:

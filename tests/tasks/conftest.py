@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.tracking import local_store
+from tests.support.stores import new_store
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One MLflow store for all tests here: creating its tables takes seconds."""
-    return local_store(tmp_path_factory.mktemp("store"))
+    """One MLflow store for all tests here."""
+    return new_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture

@@ -13,10 +13,13 @@ import onnx
 import pytest
 import torch
 
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
+from onward.trainer.data.losses_from_data import with_balanced_weights, with_class_axes
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
-from onward.trainer.export.training.files import write_artifacts
+from onward.trainer.export.training.files import TrainingArtifacts, write_artifacts
+from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.run.directory import read_config
 from tests.support.graphs import tiny_conv_net_with_batch_norm, tiny_transformer
@@ -70,13 +73,46 @@ np.savez(folder / "trained.npz", **found, **weights, **statistics)
 # Adam's usual epsilon of 1e-8: in torch alone, too, from one machine to the next.
 ADAMW = {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.05, "epsilon": 1e-5}
 SGD = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
-MODELS: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray[Any, Any]]]] = {
-    "conv net": (tiny_conv_net_with_batch_norm(), tiny_images(160)),
-    "transformer": (tiny_transformer(), tiny_text(160)),
+PLAIN = {"name": "cross_entropy"}
+
+
+def pixels_and_boxes() -> onnx.ModelProto:
+    """`image` [batch, 2, h, w] -> `scores` [batch, 3, h, w] and `box` [batch, 4]."""
+    g = GraphWriter("pixels_and_boxes", seed=0)
+    x = g.input("image", ("batch", 2, "h", "w"))
+    x = g.op("Relu", g.op("Conv", x, g.weight("c1", g.normal(0.3, 8, 2, 3, 3)), pads=[1, 1, 1, 1]))
+    g.op("Conv", x, g.weight("c2", g.normal(0.3, 3, 8, 1, 1)), outputs="scores")
+    pooled = g.op("Flatten", g.op("GlobalAveragePool", x))
+    g.op(
+        "Gemm", pooled, g.weight("head", g.normal(0.5, 8, 4)), g.weight("bias", np.float32([0, 0, 1, 1])), outputs="box"
+    )
+    g.output("scores", ("batch", 3, "h", "w"))
+    g.output("box", ("batch", 4))
+    return g.model()
+
+
+def tiny_pixels(number: int) -> dict[str, np.ndarray[Any, Any]]:
+    random = np.random.default_rng(0)
+    image = random.standard_normal((number, 2, 6, 6), dtype=np.float32)
+    mask = (image[:, 0] > 0.3).astype(np.int64) + (image[:, 1] > 0.3)
+    mask[::5, 0] = -100
+    corner = image.mean((1, 2, 3))[:, None]
+    return {"image": image, "mask": mask, "box": np.concatenate([corner - 1, corner, corner + 1, corner + 2], 1)}
+
+
+SEVERAL = [
+    {"name": "cross_entropy", "output": "scores", "label": "mask", "label_smoothing": 0.1, "class_weights": "balanced"},
+    {"name": "giou", "output": "box", "label": "box", "weight": 2.0},
+]
+MODELS: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray[Any, Any]], Any]] = {
+    "conv net": (tiny_conv_net_with_batch_norm(), tiny_images(160), PLAIN),
+    "transformer": (tiny_transformer(), tiny_text(160), PLAIN),
+    "two losses": (pixels_and_boxes(), tiny_pixels(160), SEVERAL),
 }
 
 
 @pytest.mark.mpi
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
@@ -84,23 +120,27 @@ MODELS: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray[Any, Any]]]] = {
         pytest.param("conv net", SGD, marks=pytest.mark.slow),
         pytest.param("transformer", ADAMW, marks=pytest.mark.slow),
         pytest.param("transformer", SGD, marks=pytest.mark.slow),
+        pytest.param("two losses", ADAMW, marks=pytest.mark.slow),
     ],
 )
 def test_twenty_steps_without_torch_land_where_the_loop_lands(
     tmp_path: Path, name: str, optimizer: dict[str, Any]
 ) -> None:
-    model, columns = MODELS[name]
+    model, columns, loss = MODELS[name]
     run = make_run(
         tmp_path,
         model,
         columns,
+        loss=loss,
         train={"num_steps": NUM_STEPS, "global_batch_size": 12, "clip_norm": 0.5},
         optimizer=optimizer,
         schedule={"mode": "cosine", "warmup_ratio": 0.2},
     )
     config, folder = read_config(run), tmp_path / "alone"
+    rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
+    config = with_balanced_weights(with_class_axes(config, rows.columns, signature), rows, signature)
     record = write_artifacts(folder, onnx.load(config.model.path), config, base=tmp_path)
-    np.savez(folder / "batches.npz", **batches_of(run, record.files["training"].inputs[0].name))
+    np.savez(folder / "batches.npz", **batches_of(run, config, record))
 
     train_run(run)
     command = [sys.executable, "-c", ALONE, str(folder)]
@@ -123,9 +163,8 @@ def test_twenty_steps_without_torch_land_where_the_loop_lands(
     assert trained["evaluation loss"] < 0.9 * trained["losses"][0]
 
 
-def batches_of(run: Any, name: str) -> dict[str, np.ndarray[Any, Any]]:
+def batches_of(run: Any, config: RunConfig, record: TrainingArtifacts) -> dict[str, np.ndarray[Any, Any]]:
     """The samples and rates of every step, as the loop takes them."""
-    config = read_config(run)
     stream = Batches(
         open_shards(run.shards, "train"),
         config,
@@ -139,8 +178,9 @@ def batches_of(run: Any, name: str) -> dict[str, np.ndarray[Any, Any]]:
     rates = []
     for step in range(1, NUM_STEPS + 1):
         (batch,) = stream.take((step - 1) * size, size)
-        assert batch.labels[0] is not None
-        arrays |= {f"{step}/{name}": batch.inputs[0].numpy(), f"{step}/labels": batch.labels[0].numpy()}
+        name = record.files["training"].inputs[0].name
+        named = {name: batch.inputs[0], **dict(zip((loss.labels for loss in record.losses), batch.labels, strict=True))}
+        arrays |= {f"{step}/{name}": value.numpy() for name, value in named.items() if value is not None}
         rates.append(learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=NUM_STEPS))
     stream.close()
     return arrays | {"learning_rate": np.array(rates, np.float32)}

@@ -134,27 +134,23 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "file": ("file", "label_type", "count"),
 }
 """Loss -> its own settings; the others have none."""
-EXPORTED = ("cross_entropy", "mse", "l1", "bce_with_logits", "huber", "output")
-"""Losses that `export.training` writes into its files, without the settings below."""
-NOT_EXPORTED = ("label_smoothing", "soft_labels", "positive_weights")
 NUM_OUTPUTS: Mapping[str, int] = {"cosine": 2, "triplet": 3, "info_nce": 2}
 """Losses that read several outputs -> how many."""
 
 
 def export_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
     """Yield why `export.training` cannot write these losses into its files."""
-    if len(losses) > 1:
-        yield f"export.training writes one loss into its files, but there are {len(losses)} [[loss]]; set it to false"
     for place, each in enumerate(losses):
-        if each.name not in EXPORTED:
+        if each.name == "ctc":
             yield (
-                f"export.training has no ONNX form of the loss {each.name!r}, only of {', '.join(EXPORTED)}; set it to "
-                "false"
+                f"export.training has no ONNX form of {key_of(losses, place, 'name')} 'ctc': ONNX has no operator for "
+                "it; set export.training to false"
             )
-        without = [name for name in NOT_EXPORTED if getattr(each, name)]
-        without += ["class_weights"] if each.name == "bce_with_logits" and each.class_weights else []
-        for name in without if each.name in EXPORTED else ():
-            yield f"export.training has no ONNX form of {key_of(losses, place, name)}; set one of the two aside"
+        if each.name == "file" and each.file and not each.file.endswith(".onnx"):
+            yield (
+                f"export.training has no ONNX form of {key_of(losses, place, 'file')} {each.file!r}: it is Python; "
+                "write the loss as an ONNX file, or set export.training to false"
+            )
 
 
 def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:

@@ -28,12 +28,20 @@ from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import computed_columns
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.sources import locate
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.sharding import infer_schema, try_first_rows
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.loss_files import (
+    LEAST_OPSET,
+    label_dims,
+    opset_of,
+    read_loss_file,
+    too_old,
+    unknown_shape,
+)
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
 from onward.trainer.run.stores import refuse_unwritable
@@ -65,12 +73,34 @@ def check_local_files(sections: Sections) -> list[str]:
             own = {name: column for name, column in schema.items() if name not in computed}
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
+            misfits += _training_files(config, signature)
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)
                 misfits = data_problems(config, found, signature, fitted=fitted)
             problems += misfits
         except Refused as error:
             problems += error.problems
+    return problems
+
+
+def _training_files(config: RunConfig, signature: Signature) -> list[str]:
+    """Return why the model or a loss cannot be written into the files of `export.training`."""
+    if not config.export.training:
+        return []
+    opset = opset_of(onnx.load(config.model.path, load_external_data=False))
+    problems = [f"export.training: {too_old(opset)}"] if opset < LEAST_OPSET else []
+    for loss in config.losses:
+        output = signature.output(loss.outputs[0])
+        if not loss.takes_labels or output is None:
+            continue
+        if output.shape is None:
+            problems.append(f"export.training: {unknown_shape(output.name)}")
+        elif loss.name == "file" and not problems:
+            try:
+                read_loss_file(Path(loss.file), opset)
+                label_dims(Path(loss.file), output.shape)
+            except Refused as error:
+                problems += [f"export.training: {problem}" for problem in error.problems]
     return problems
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, compose, helper, numpy_helper
 
 from onward.trainer.onnx_graph.index import all_names
 
@@ -96,11 +97,11 @@ def _without_large_weights(graph: onnx.GraphProto, model: onnx.ModelProto) -> on
 class GraphExtender:
     """Appends nodes to an existing graph. Their outputs get names that begin with "onward." and are free.
 
-    reserved: further names that must not be used.
+    reserved: further names that must not be used. opset: that of the graph.
     """
 
-    def __init__(self, graph: onnx.GraphProto, *, reserved: Iterable[str] = ()) -> None:
-        self.graph = graph
+    def __init__(self, graph: onnx.GraphProto, *, reserved: Iterable[str] = (), opset: int = OPSET) -> None:
+        self.graph, self.opset = graph, opset
         self._taken = {*all_names(graph), *reserved}
         self._constants: dict[tuple[str, bytes], str] = {}
 
@@ -121,9 +122,23 @@ class GraphExtender:
 
     def inner(self, name: str) -> GraphExtender:
         """Return what appends nodes to a new graph, a branch of If or a body of Loop, whose nodes read these values."""
-        found = GraphExtender(onnx.GraphProto(name=name))
+        found = GraphExtender(onnx.GraphProto(name=name), opset=self.opset)
         found._taken = self._taken  # names of inner values must differ from those outside
         return found
+
+    def append(self, other: onnx.GraphProto, *inputs: str) -> str:
+        """Append the nodes and initializers of another graph behind these values; return its first output."""
+        numbers = itertools.count(1)
+        prefixes = (f"onward.graph_{number}." for number in numbers)
+        prefix = next(each for each in prefixes if not any(name.startswith(each) for name in self._taken))
+        renamed = compose.add_prefix_graph(other, prefix)
+        for value, given in zip(renamed.input, inputs, strict=True):
+            self.graph.node.append(helper.make_node("Identity", [given], [value.name], name=value.name))
+        self.graph.node.extend(renamed.node)
+        self.graph.initializer.extend(renamed.initializer)
+        self.graph.sparse_initializer.extend(renamed.sparse_initializer)
+        self._taken.update(all_names(renamed))
+        return str(renamed.output[0].name)
 
     def constant(self, value: float | Sequence[int], kind: type = np.float32) -> str:
         """Return the name of a Constant with a number or a list of numbers (int64); equal ones are stored once."""

@@ -99,8 +99,12 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["loss.name 'info_nce' compares all samples of a step", "train.gradient_accumulation_steps is 4"],
     ),
     "files of a loss without an ONNX form": (
-        {"loss": {"name": "giou"}, "export": {"training": True}},
-        ["export.training has no ONNX form of the loss 'giou', only of cross_entropy, mse"],
+        {"loss": [{"name": "giou"}, {"name": "ctc", "output": "z"}], "export": {"training": True}},
+        ["export.training has no ONNX form of loss.1.name 'ctc': ONNX has no operator for it"],
+    ),
+    "files of a loss in Python": (
+        {"loss": {"file": "my_loss.py:f"}, "export": {"training": True}},
+        ["export.training has no ONNX form of loss.file", "my_loss.py:f': it is Python; write the loss as an ONNX"],
     ),
     "losses and Adasum": (
         {"parallel": {"reduction": "adasum"}, "loss": [{}, {"output": "z"}]},

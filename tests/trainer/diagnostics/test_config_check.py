@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
@@ -15,6 +16,7 @@ from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
 from onward.trainer.diagnostics.config_check import check_files_and_data, export_conflicts
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.builder import GraphWriter
 from tests.support import graphs
 
 
@@ -104,3 +106,41 @@ def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "file" / "home"))
     (problem,) = check_files_and_data({})
     assert "set ONWARD_HOME to a directory of yours" in problem
+
+
+def test_files_for_onnxruntime_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
+    g = GraphWriter("loss", seed=0, opset=20)
+    g.input("output", ("n", 1))
+    g.op("ReduceMean", g.op("Gelu", g.op("Sub", "output", g.input("labels", ("n", "columns")))), outputs="mean")
+    g.output("mean", (1, 1))
+    onnx.save(g.model(), tmp_path / "loss.onnx")
+    data = {"features": np.zeros((8, 4), np.float32), "label": np.zeros((8, 1), np.float32)}
+    np.savez(tmp_path / "data.npz", **data)
+
+    def problems(opset: int, loss: dict[str, str], *, shape: bool = True) -> list[str]:
+        model = graphs.tiny_mlp()
+        model.opset_import[0].version = opset
+        if not shape:
+            model.graph.output[0].type.tensor_type.ClearField("shape")
+        (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+        config = build_config(
+            {
+                "model": {"path": str(tmp_path / "m.onnx")},
+                "data": {"source": str(tmp_path / "data.npz")},
+                "train": {"num_steps": 1, "global_batch_size": 4},
+                "loss": loss,
+                "export": {"training": True},
+            }
+        )
+        return check_files_and_data(dict(config))
+
+    own = {"file": str(tmp_path / "loss.onnx")}
+    assert problems(20, {"name": "mse"}) == []
+    (old,) = problems(11, {"name": "mse"})
+    assert old.startswith("export.training: opset 11 does not have the operators of a loss (SoftmaxCrossEntropyLoss, ")
+    (unknown,) = problems(20, {"name": "mse"}, shape=False)
+    assert unknown.startswith("export.training: the file does not declare the shape of ")
+    (newer,) = problems(17, own)
+    assert "has opset 20, and opset 17 of the model has other versions of Gelu" in newer
+    (labels,) = problems(20, own)
+    assert "the length of axis 1 of its input 'labels' is not known; declare it as a number" in labels

@@ -109,7 +109,7 @@ def test_training_files_are_refused_because_no_input_can_change_an_attribute() -
     config = LossConfig(name="mse")
     with pytest.raises(UnsupportedModel, match=r"y0/coefficients, y0/intercepts are attributes of ai\.onnx\.ml"):
         evaluation_model(
-            model, config, names=loss_names(model, config), weights=["y0/coefficients", "y0/intercepts"], copies={}
+            model, [config], names=loss_names(model, [config]), weights=["y0/coefficients", "y0/intercepts"], copies={}
         )
 
 

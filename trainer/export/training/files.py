@@ -30,6 +30,7 @@ from onnx.external_data_helper import load_external_data_for_model
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from onward.trainer.config.losses import export_problems
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.training.gradients import gradient_of, training_model, updated
@@ -81,6 +82,21 @@ class WeightNames(_Record):
     """Inputs of optimizer.onnx -> its outputs that are their next values; zeros before the first step."""
 
 
+class LossRecord(_Record):
+    """One loss, and the names that belong to it."""
+
+    title: str
+    """What its metrics are named after in a run with several losses."""
+    labels: str
+    """Input of the first three files, whose element type and shape are in `files`; empty when the loss takes none."""
+    mean: str
+    """Output of the first three: the mean over the targets that count, before the weight."""
+    weight: float
+    count: str
+    correct: str
+    """Outputs of eval.onnx: targets that count, and the right ones among them; empty where there is no accuracy."""
+
+
 class TrainingArtifacts(_Record):
     """training.json: the files and every name in them."""
 
@@ -89,13 +105,13 @@ class TrainingArtifacts(_Record):
     start: str
     """The file with the initial weights and running statistics."""
     loss: str
-    """Output of the first three: the mean over the targets that count."""
+    """Output of the first three: the sum over the losses of weight x mean."""
+    losses: tuple[LossRecord, ...]
+    """In the order of the configuration."""
     labels: str
-    """Input of the first three: int64 of the output's shape without its last axis for cross-entropy, else floats
-    of the output's shape; empty when the graph computes its own loss."""
     count: str
     correct: str
-    """Outputs of eval.onnx: targets that count, and the right ones among them; empty where there is no accuracy."""
+    """As in `losses`, of a run with one loss; else empty."""
     weights: dict[str, WeightNames]
     statistics: dict[str, str]
     """Running statistics: inputs of training.onnx -> its outputs that are their next values."""
@@ -113,8 +129,11 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     """Write the four files, the initial weights and training.json into `folder`; each is complete or absent.
 
     `model`: the trained file; `base`: its directory. Raises UnsupportedModel when it cannot be differentiated or
-    translated, ExportRefused when a file would pass 2 GB or onnx.checker refuses one; nothing is written then.
+    translated, ExportRefused when a loss has no ONNX form, a file would pass 2 GB or onnx.checker refuses one; nothing
+    is written then.
     """
+    if problems := list(export_problems(config.losses)):  # `onward export --training` of a run that does not say so
+        raise ExportRefused(problems)
     # each file must load without others beside it
     model = _whole(model, base)
     # without fusion: the fused kernels would be decomposed into these calls again (decompositions.py)
@@ -126,19 +145,18 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
             f"{len(integers)} trained weights are stored as integers ({integers[0]}, ...), and training.onnx would "
             "need them as floats: set export.training = false"
         )
-    (loss,) = config.losses
-    names = loss_names(model, loss)
-    training = training_model(module, model, loss, names=names)
+    losses = config.losses
+    names = loss_names(model, losses)
+    training = training_model(module, model, losses, names=names)
     tensors = {name: tensor.detach() for name, tensor in named_weights(module).items()}
     trained = {name: tensors[name] for name in training.weights}
     update = optimizer_model(
         config.optimizer, trained, clip_norm=config.train.clip_norm, gradient=gradient_of, updated=updated
     )
-    lossy = model_with_loss(model, loss, names=names)
     own = [*training.weights, *training.statistics]
-    evaluation = evaluation_model(model, loss, names=names, weights=own, copies=module.copies)
+    evaluation = evaluation_model(model, losses, names=names, weights=own, copies=module.copies)
     files = {
-        "model_with_loss.onnx": lossy.model,
+        "model_with_loss.onnx": model_with_loss(model, losses, names=names),
         "eval.onnx": evaluation.model,
         "training.onnx": training.model,
         "optimizer.onnx": update.model,
@@ -153,9 +171,15 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
         files={name.removesuffix(".onnx"): _artifact(folder / name, proto) for name, proto in files.items()},
         start="weights.npz",
         loss=names.loss,
-        labels=names.labels,
-        count=evaluation.count,
-        correct=evaluation.correct,
+        losses=tuple(
+            LossRecord(title=title, labels=labels, mean=mean, weight=loss.weight, count=count, correct=correct)
+            for title, labels, mean, loss, count, correct in zip(
+                *(names.titles, names.labels, names.means, losses, evaluation.counts, evaluation.corrects), strict=True
+            )
+        ),
+        labels=names.labels[0] if len(losses) == 1 else "",
+        count=evaluation.counts[0] if len(losses) == 1 else "",
+        correct=evaluation.corrects[0] if len(losses) == 1 else "",
         weights={name: _weight_names(name, update.state[name]) for name in training.weights},
         statistics={name: updated(name) for name in training.statistics},
         copies=module.copies,

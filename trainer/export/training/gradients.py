@@ -30,8 +30,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.export.training.decompositions import DECOMPOSITIONS, DecomposedCalls
-from onward.trainer.export.training.loss_graph import LossNames
-from onward.trainer.model.losses.loss import Loss
+from onward.trainer.export.training.loss_graph import LossNames, label_dims, label_type
+from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.onnx_graph.element_types import torch_dtype
 from onward.trainer.onnx_graph.index import subgraphs
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
@@ -73,19 +73,20 @@ def updated(name: str) -> str:
 
 
 def training_model(
-    module: ImportedGraph, model: onnx.ModelProto, config: LossConfig, *, names: LossNames
+    module: ImportedGraph, model: onnx.ModelProto, losses: Sequence[LossConfig], *, names: LossNames
 ) -> TrainingModel:
     """Make the training graph of `module`, which is `model` imported with `fuse=False` and its weights selected.
 
-    The loss is the mean over the targets that count, and the gradients are those of this mean. Dropout draws a new mask
-    at every run. BatchNormalization uses the statistics of the batch and returns new running statistics. The graph
-    computes in fp32. Raises UnsupportedModel when recording or translating fails, with what could not be translated.
+    The loss is the sum of weight x mean over the targets that count, and the gradients are those of this sum. Dropout
+    draws a new mask at every run. BatchNormalization uses the statistics of the batch and returns new running
+    statistics. The graph computes in fp32. Raises UnsupportedModel when recording or translating fails, with what could
+    not be translated.
     """
     problems = []
     # as the importer does: recording may fail at one size and work at another
     for examples in _examples(model):
         try:
-            return _translate(_Recorder(module, config, examples, names), examples)
+            return _translate(_Recorder(module, losses, examples, names), examples)
         except _REFUSALS as error:
             problems.append(_sentence(error))
     raise UnsupportedModel(
@@ -143,10 +144,10 @@ class _Recorder:
     """One call of the graph, its loss and its gradients as a function of tensors alone."""
 
     def __init__(
-        self, module: ImportedGraph, config: LossConfig, examples: Sequence[Example], names: LossNames
+        self, module: ImportedGraph, losses: Sequence[LossConfig], examples: Sequence[Example], names: LossNames
     ) -> None:
         self._module = module.train()
-        self._loss, self._ignored = Loss(config, module.output_names), config.ignored
+        self._losses = Losses([_with_axis(loss) for loss in losses], module.output_names)
         named = dict((*module.named_parameters(), *module.named_buffers()))
         paths = {path: name for path, name in module.onnx_names.items() if path in named}
         self.trained = {path: n for path, n in paths.items() if named[path].requires_grad}
@@ -156,57 +157,71 @@ class _Recorder:
         self.names = names
         self.labels = self._labels(examples)
 
-    def _labels(self, examples: Sequence[Example]) -> Example | None:
-        """Return example labels of the shape that the loss expects."""
-        if self._loss.name == "output":
-            return None
-        classes = self._loss.name == "cross_entropy"
+    def _labels(self, examples: Sequence[Example]) -> list[Example]:
+        """Return example labels of each loss that takes any, of the shape that it expects."""
+        if not any(self.names.labels):
+            return []
         tensors = [each.tensor for each in examples]
-        others = [each.tensor.new_zeros(each.second) for each in examples]
-        shapes = [list(self._output_shape(each)) for each in (tensors, others)]
-        for shape in shapes if classes else ():
-            del shape[-1 if self._loss.config.class_axis is None else self._loss.config.class_axis]
-        first, second = shapes
+        shapes = (
+            self._output_shapes(tensors),
+            self._output_shapes([each.tensor.new_zeros(each.second) for each in examples]),
+        )
         named = {
             (each.tensor.shape[dim], each.second[dim]): name for each in examples for dim, name in each.dynamic.items()
         }
-        pairs = list(zip(first, second, strict=True))
-        dynamic = {dim: named.get(pair, f"labels_{dim}") for dim, pair in enumerate(pairs) if pair[0] != pair[1]}
-        zeros = torch.zeros(first, dtype=torch.int64 if classes else torch.float32)
-        return Example(self.names.labels, zeros, tuple(second), dynamic)
+        found = []
+        for loss, labels, first, second in zip(self._losses.each, self.names.labels, *shapes, strict=True):
+            if labels:
+                sizes = [label_dims(loss.config, shape) for shape in (first, second)]
+                pairs = list(zip(*sizes, strict=True))
+                dynamic = {
+                    dim: named.get(pair, f"{labels}_{dim}") for dim, pair in enumerate(pairs) if pair[0] != pair[1]
+                }
+                zeros = torch.zeros(sizes[0], dtype=getattr(torch, label_type(loss.config)))
+                found.append(Example(labels, zeros, tuple(sizes[1]), dynamic))
+        return found
 
-    def _output_shape(self, inputs: Sequence[Tensor]) -> torch.Size:
-        """Return the shape of the output that the loss reads, computed on fake tensors."""
+    def _output_shapes(self, inputs: Sequence[Tensor]) -> list[list[int]]:
+        """Return the shape of the first output that each loss reads, computed on fake tensors."""
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            output = self._loss.output(self._module.eval()(*(tensor.clone() for tensor in inputs)))
+            outputs = self._module.eval()(*(tensor.clone() for tensor in inputs))
         self._module.train()  # the gradients are those of training mode
-        return output.shape
+        return [list(loss.output(outputs).shape) for loss in self._losses.each]
 
     def __call__(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        """Compute loss, gradients and new statistics from tensors in the order of the graph's inputs."""
+        """Compute losses, gradients and new statistics from tensors in the order of the graph's inputs."""
         number = len(flat) - len(self.tensors)
         tensors = dict(zip(self.tensors, flat[number:], strict=True))
-        inputs = flat[: number - 1] if self.labels else flat[:number]
-        labels = flat[number - 1] if self.labels else None
+        inputs, given = flat[: number - len(self.labels)], iter(flat[number - len(self.labels) : number])
+        labels = [next(given) if name else None for name in self.names.labels]
 
-        def objective(trained: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        def objective(trained: dict[str, Tensor]) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
             every = tensors | trained
             with DecomposedCalls() as calls:
                 outputs = _Running(self._module, every).run(*inputs)
                 statistics = [calls.statistics.get(id(every[path]), every[path]) for path in self.statistics]
-            return self._mean(outputs, labels), statistics
+            means = [self._mean(loss, outputs, own) for loss, own in zip(self._losses.each, labels, strict=True)]
+            return self._losses.weighted(means), (means, statistics)
 
         trained = {path: tensors[path] for path in self.trained}
-        gradients, (loss, statistics) = torch.func.grad_and_value(objective, has_aux=True)(trained)
-        return (loss, *(gradients[path] for path in self.trained), *statistics)
+        gradients, (loss, (means, statistics)) = torch.func.grad_and_value(objective, has_aux=True)(trained)
+        values = [loss] if self.names.means == (self.names.loss,) else [loss, *means]
+        return (*values, *(gradients[path] for path in self.trained), *statistics)
 
-    def _mean(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None) -> Tensor:
-        if labels is None:
-            return self._loss(outputs, None, 1)
-        counted = labels != self._ignored if self._loss.name == "cross_entropy" else torch.ones_like(labels)
+    def _mean(self, loss: Loss, outputs: Tensor | Sequence[Tensor], labels: Tensor | None) -> Tensor:
         # the losses of Onward are sums over targets (model/losses/loss.py); a step without torch needs the mean
-        count = self._loss.count(labels, 1) if self._loss.config.class_weights else counted.sum().clamp(min=1)
-        return self._loss(outputs, labels, 1) / count
+        own = outputs if isinstance(outputs, Tensor) else outputs[loss.index]
+        size = 1 if loss.name == "output" else own.shape[0]
+        total, count = loss(outputs, labels, size), loss.count(labels, size)
+        if isinstance(count, Tensor):  # of no targets the sum is 0, and so is the mean, not 0 / 0
+            count = torch.where(count > 0, count, 1).float()
+        return total / count
+
+
+def _with_axis(loss: LossConfig) -> LossConfig:
+    """Return the loss with its axis of classes, the last one where the data did not say which."""
+    unknown = loss.has_class_axis and loss.class_axis is None
+    return loss.model_copy(update={"class_axis": -1}) if unknown else loss
 
 
 class _Running(fx.Interpreter):
@@ -262,7 +277,7 @@ class _Flat(nn.Module):
 
 
 def _translate(recorder: _Recorder, examples: Sequence[Example]) -> TrainingModel:
-    examples = [*examples, *([recorder.labels] if recorder.labels else [])]
+    examples = [*examples, *recorder.labels]
     weights, statistics = tuple(recorder.trained.values()), tuple(recorder.statistics.values())
     tensors = [*(each.tensor for each in examples), *recorder.tensors.values()]
     dynamic = [*(dict(each.dynamic) or None for each in examples), *[None] * len(recorder.tensors)]
@@ -279,7 +294,7 @@ def _translate(recorder: _Recorder, examples: Sequence[Example]) -> TrainingMode
     assert program is not None
     model = program.model_proto
     inputs = [*(each.name for each in examples), *weights, *statistics, *recorder.frozen.values()]
-    outputs = [recorder.names.loss, *map(gradient_of, weights), *map(updated, statistics)]
+    outputs = [*recorder.names.outputs, *map(gradient_of, weights), *map(updated, statistics)]
     # a weight in the file may be called `loss`, or `x_grad` beside a weight `x`
     if twice := [name for name, number in Counter([*inputs, *outputs]).items() if number > 1]:
         raise ValueError(f"{', '.join(map(repr, twice))} would name two of its inputs and outputs; rename in the file")

@@ -1,61 +1,111 @@
-"""Append the configured loss to a graph as ONNX nodes: model_with_loss.onnx and eval.onnx.
+"""Append the configured losses to a graph as ONNX nodes: model_with_loss.onnx and eval.onnx.
+
+    output ---- formula (loss_nodes.py) ---- sum / count = mean ---- x weight --.
+    labels -----'                                                                >-- sum ---- loss
+    output of the next [[loss]] ---- ... -------------------------- x weight ---'
 
 It computes the same numbers as trainer/model/losses/loss.py: the mean over the targets that count. The axis of the
-classes is `loss.class_axis`, which `write_artifacts` has filled in from the data; else the last one.
+classes is `loss.class_axis`, which `export_training` has filled in from the data; else the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 
-from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.export.training.loss_nodes import FORMULAS, LossInputs, class_axis
+from onward.trainer.onnx_graph import loss_files
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.builder import GraphExtender
 from onward.trainer.onnx_graph.index import nodes_of
 from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.loss_files import LEAST_OPSET, opset_of, too_old, unknown_shape
 from onward.trainer.onnx_graph.ml_types import DOMAIN
 from onward.trainer.onnx_graph.strip_training import strip_training
 
-LEAST_OPSET = 13
-"""The first opset with the current SoftmaxCrossEntropyLoss."""
+Dim = TypeVar("Dim")
 
 
 @dataclass(frozen=True)
 class LossNames:
-    """Names of the loss and the labels in every file made of one graph."""
+    """Names of the losses and their labels in every file made of one graph."""
 
     loss: str
-    labels: str
-    """"" when the graph computes its own loss."""
+    """The sum of weight x mean: what is minimised."""
+    titles: tuple[str, ...]
+    """What each loss is called in messages and in training.json."""
+    labels: tuple[str, ...]
+    """Of each loss; "" where it takes none."""
+    means: tuple[str, ...]
+    """Of each loss without its weight; `loss` itself where it is the only one, with the weight 1."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs that every file has, in order."""
+        return tuple(dict.fromkeys((self.loss, *self.means)))
 
 
 @dataclass(frozen=True)
 class LossModel:
-    """A graph with a loss, and the names of added outputs."""
+    """A graph with a loss, and the names of added outputs: of each loss, "" where it has no accuracy."""
 
     model: onnx.ModelProto
-    count: str = ""
-    """Output: targets that count."""
-    correct: str = ""
-    """Output: those of them whose class was found."""
+    counts: tuple[str, ...] = ()
+    """Targets that count."""
+    corrects: tuple[str, ...] = ()
+    """Those of them whose class was found."""
 
 
-def loss_names(model: onnx.ModelProto, config: LossConfig) -> LossNames:
-    """Return the names `loss` and `labels`, or the first free ones like them.
+def loss_names(model: onnx.ModelProto, losses: Sequence[LossConfig]) -> LossNames:
+    """Return the names `loss` and `labels`, or the first free ones like them; of several losses with their titles.
 
-    A scalar output that is the loss keeps its name.
+    A scalar output that is the only loss keeps its name.
     """
-    extension = GraphExtender(model.graph)
-    if config.name != "output":
-        return LossNames(extension.free("loss"), extension.free("labels"))
-    output = _output(model, config)
-    return LossNames(output.name if _is_loss(output) else extension.free("loss"), "")
+    g, names = GraphExtender(model.graph), titles(losses, [value.name for value in model.graph.output])
+    if len(losses) == 1 and losses[0].weight == 1.0:
+        total = ""
+        if losses[0].name == "output":
+            output = _output(model, losses[0].outputs[0])
+            total = output.name if _is_loss(output) else ""
+        total = total or g.free("loss")
+        return LossNames(total, tuple(names), (g.free("labels") if losses[0].takes_labels else "",), (total,))
+    of = [f"_{name}" for name in names] if len(losses) > 1 else ["_mean"]
+    labels = [f"labels{end}" if len(losses) > 1 else "labels" for end in of]
+    return LossNames(
+        g.free("loss"),
+        tuple(names),
+        tuple(g.free(name) if loss.takes_labels else "" for name, loss in zip(labels, losses, strict=True)),
+        tuple(g.free(f"loss{end}") for end in of),
+    )
+
+
+def label_dims(loss: LossConfig, output: Sequence[Dim]) -> list[Dim | int]:
+    """Return the shape of the labels of a loss that takes them, for an output of this shape (numbers or names)."""
+    if loss.name == "file":
+        return loss_files.label_dims(Path(loss.file), output)
+    if loss.name == "cosine":
+        return list(output[:1])
+    if loss.name == "quantile":
+        last, number = output[-1], len(loss.quantiles)
+        # of one quantile the output may have no axis for it
+        return list(output[:-1] if last == number or (number > 1 and not isinstance(last, int)) else output)
+    if loss.has_class_axis:
+        axis = class_axis(loss, len(output))
+        return [*output[:axis], *output[axis + 1 :]]
+    return list(output)
+
+
+def label_type(loss: LossConfig) -> str:
+    """Return the element type of the labels: int64 or float32."""
+    return "int64" if loss.has_classes or (loss.name == "file" and loss.label_type == "int64") else "float32"
 
 
 def _is_loss(output: onnx.ValueInfoProto) -> bool:
@@ -63,36 +113,47 @@ def _is_loss(output: onnx.ValueInfoProto) -> bool:
     return kind.elem_type == TensorProto.FLOAT and kind.HasField("shape") and not kind.shape.dim
 
 
-def model_with_loss(model: onnx.ModelProto, config: LossConfig, *, names: LossNames) -> LossModel:
-    """Return a copy of the graph, unchanged but for the labels as its last input and the loss as its first output.
+def model_with_loss(model: onnx.ModelProto, losses: Sequence[LossConfig], *, names: LossNames) -> onnx.ModelProto:
+    """Return a copy of the graph, unchanged but for the labels as its last inputs and the losses as its first outputs.
 
-    Labels are int64 of the output's shape without its last axis for cross-entropy, else floats of the output's
-    shape. Raises UnsupportedModel when the opset has no such loss, ConfigError for an unknown `model.output`.
+    Labels have the type `label_type` and the shape `label_dims`. Raises UnsupportedModel when the opset has no such
+    loss, ConfigError for an unknown output.
     """
     copy = _inlined_copy(model)
-    return _with_loss(copy, config, names)
+    _append_losses(copy, losses, names)
+    return copy
 
 
 def evaluation_model(
     model: onnx.ModelProto,
-    config: LossConfig,
+    losses: Sequence[LossConfig],
     *,
     names: LossNames,
     weights: Iterable[str],
     copies: Mapping[str, tuple[str, bool]],
 ) -> LossModel:
-    """Return the same as `model_with_loss` in inference form, with further outputs for the accuracy where there is one.
+    """Return the same as `model_with_loss` in inference form, with further outputs for accuracies where there are any.
 
     `weights` become inputs with the file's values as their defaults, so that trained ones can be put in their
-    place; `copies` (name -> original, whether transposed) follow their originals.
+    place; `copies` (name -> original, whether transposed) follow their originals. Raises UnsupportedModel for weights
+    that a node holds as attributes, which cannot be inputs.
     """
-    copy = _inlined_copy(model)
+    copy, wanted = _inlined_copy(model), set(weights)
+    if held := [name for name, node, _ in held_attributes(copy.graph) if name in wanted and node.domain == DOMAIN]:
+        raise UnsupportedModel(
+            f"no training files can be made of this model: {', '.join(held)} are attributes of ai.onnx.ml, which no "
+            "input can change"
+        )
     strip_training(copy)
-    found = _with_loss(copy, config, names)
-    if config.name in ("cross_entropy", "bce_with_logits"):
-        found = _with_accuracy(copy, config, names)
-    _open(copy, set(weights), copies)
-    return found
+    first = copy.graph.output[0].name
+    _append_losses(copy, losses, names)
+    found = [
+        _append_accuracy(copy, loss, labels, first) if loss.name in ("cross_entropy", "bce_with_logits") else ("", "")
+        for loss, labels in zip(losses, names.labels, strict=True)
+    ]
+    _open(copy, wanted, copies)
+    counts, corrects = zip(*found, strict=True)
+    return LossModel(copy, counts, corrects)
 
 
 def _inlined_copy(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -105,136 +166,79 @@ def _inlined_copy(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-# -- the loss
+# -- the losses
 
 
-def _with_loss(model: onnx.ModelProto, config: LossConfig, names: LossNames) -> LossModel:
-    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
-    if opset < LEAST_OPSET:
-        raise UnsupportedModel(
-            f"opset {opset} does not have the operators of a loss, which needs {LEAST_OPSET}; convert the file first "
-            f"(onnx.version_converter.convert_version(model, {LEAST_OPSET}))"
-        )
-    output, outputs = _output(model, config), list(model.graph.output)
-    if output.name != names.loss:
-        extension = GraphExtender(model.graph, reserved=(names.loss, names.labels))
-        # a half-precision file: the loss is computed in fp32, as in training
-        value = extension.op("Cast", output.name, to=TensorProto.FLOAT)
-        if config.name == "output":
-            extension.op("ReduceMean", value, output=names.loss, keepdims=0)
-        else:
-            model.graph.input.append(_labels(names.labels, output, config))
-            rank = len(output.type.tensor_type.shape.dim)
-            LOSSES[config.name](extension, value, names.labels, names.loss, config, rank)
-    others = [value for value in outputs if value.name != names.loss]
+def _append_losses(model: onnx.ModelProto, losses: Sequence[LossConfig], names: LossNames) -> None:
+    """Append labels, formulas and weights in place."""
+    if (opset := opset_of(model)) < LEAST_OPSET:
+        raise UnsupportedModel(too_old(opset))
+    before = list(model.graph.output)
+    found = [[_output(model, name) for name in loss.outputs] for loss in losses]
+    if found[0][0].name != names.loss:  # else the graph has it already
+        g, terms = GraphExtender(model.graph, reserved=(*names.outputs, *names.labels), opset=opset), []
+        for loss, outputs, labels, mean in zip(losses, found, names.labels, names.means, strict=True):
+            if labels:
+                model.graph.input.append(_labels(labels, loss, outputs[0]))
+            _append_loss(g, loss, outputs, labels, mean)
+            terms.append(mean if loss.weight == 1.0 else g.op("Mul", mean, g.constant(loss.weight)))
+        if names.means != (names.loss,):
+            g.op("Sum", *terms, output=names.loss)
+    others = [value for value in before if value.name not in names.outputs]
     del model.graph.output[:]
-    model.graph.output.extend([helper.make_tensor_value_info(names.loss, TensorProto.FLOAT, []), *others])
-    return LossModel(model)
+    own = [helper.make_tensor_value_info(name, TensorProto.FLOAT, []) for name in names.outputs]
+    model.graph.output.extend([*own, *others])
 
 
-def _output(model: onnx.ModelProto, config: LossConfig) -> onnx.ValueInfoProto:
-    """Return the value that the loss reads, with its type."""
-    if not config.outputs[0]:
+def _labels(name: str, loss: LossConfig, output: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+    """Return the labels of a loss as an input. Raises UnsupportedModel if the file does not declare their shape."""
+    if not output.type.tensor_type.HasField("shape"):
+        raise UnsupportedModel(unknown_shape(output.name))
+    shape = output.type.tensor_type.shape.dim
+    dims = [dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else None) for dim in shape]
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(label_type(loss)))
+    return helper.make_tensor_value_info(name, kind, label_dims(loss, dims))
+
+
+def _append_loss(
+    g: GraphExtender, loss: LossConfig, outputs: Sequence[onnx.ValueInfoProto], labels: str, mean: str
+) -> None:
+    # a half-precision file: the loss is computed in fp32, as in training
+    values = [g.op("Cast", output.name, to=TensorProto.FLOAT) for output in outputs]
+    rank = len(outputs[0].type.tensor_type.shape.dim)
+    total, count = FORMULAS[loss.name](g, LossInputs(loss, values, labels, rank))
+    # of no targets the sum is 0, and so is the mean, not 0 / 0
+    some = g.op("Where", g.op("Greater", count, g.constant(0.0)), count, g.constant(1.0))
+    g.op("Div", total, some, output=mean)
+
+
+def _output(model: onnx.ModelProto, name: str) -> onnx.ValueInfoProto:
+    """Return a value that a loss reads, with its type; of no name the first output of the graph."""
+    if not name:
         first: onnx.ValueInfoProto = model.graph.output[0]
         return first
     known = shape_inference.infer_shapes(model).graph
     values: dict[str, onnx.ValueInfoProto] = {value.name: value for value in (*known.value_info, *known.output)}
-    if config.outputs[0] not in values:
-        raise ConfigError(f"model.output {config.outputs[0]!r} is not a tensor of known type in the graph")
-    return values[config.outputs[0]]
-
-
-def _labels(name: str, output: onnx.ValueInfoProto, config: LossConfig) -> onnx.ValueInfoProto:
-    shape = output.type.tensor_type.shape.dim
-    dims = [dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else None) for dim in shape]
-    if config.name == "cross_entropy":
-        axis = _axis(config, len(dims))
-        return helper.make_tensor_value_info(name, TensorProto.INT64, [*dims[:axis], *dims[axis + 1 :]])
-    return helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
-
-
-def _axis(config: LossConfig, rank: int) -> int:
-    """Return the axis of the classes of an output of `rank` axes."""
-    return (-1 if config.class_axis is None else config.class_axis) % max(rank, 1)
-
-
-def _cross_entropy(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig, rank: int) -> None:
-    """Add the sum over the targets that count, divided by their number; 0 if there is none, and not 0 / 0."""
-    if rank > 2 and (axis := _axis(config, rank)) != rank - 1:
-        value = g.op("Transpose", value, perm=[*range(axis), *range(axis + 1, rank), axis])
-    classes = g.op("Gather", g.op("Shape", value), g.constant([-1]))
-    # ONNX's SoftmaxCrossEntropyLoss has the classes on axis 1, here they are on the last: [..., C] becomes [rows, C]
-    flat = g.op("Reshape", value, g.op("Concat", g.constant([-1]), classes, axis=0))
-    targets = g.op("Reshape", labels, g.constant([-1]))
-    weights = [_weights(g, config)] if config.class_weights else []
-    total = g.op("SoftmaxCrossEntropyLoss", flat, targets, *weights, reduction="sum", ignore_index=config.ignored)
-    if weights:
-        counted = g.op("Not", g.op("Equal", targets, g.constant(config.ignored, int)))
-        known = g.op("Where", counted, targets, g.constant(0, int))
-        each = g.op("Mul", g.op("Gather", weights[0], known), g.op("Cast", counted, to=TensorProto.FLOAT))
-        count = g.op("ReduceSum", each, keepdims=0)
-        count = g.op("Where", g.op("Greater", count, g.constant(0.0)), count, g.constant(1.0))
-        g.op("Div", total, count, output=loss)
-        return
-    count = g.op("Cast", _count(g, labels, config), to=TensorProto.FLOAT)
-    g.op("Div", total, g.op("Max", count, g.constant(1.0)), output=loss)
-
-
-def _count(g: GraphExtender, labels: str, config: LossConfig, output: str = "") -> str:
-    counted = g.op("Not", g.op("Equal", labels, g.constant(config.ignored, int)))
-    return g.op("ReduceSum", g.op("Cast", counted, to=TensorProto.INT64), keepdims=0, output=output)
-
-
-def _mse(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig, rank: int) -> None:
-    difference = g.op("Sub", value, labels)
-    g.op("ReduceMean", g.op("Mul", difference, difference), keepdims=0, output=loss)
-
-
-def _l1(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig, rank: int) -> None:
-    g.op("ReduceMean", g.op("Abs", g.op("Sub", value, labels)), keepdims=0, output=loss)
-
-
-def _bce_with_logits(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig, rank: int) -> None:
-    """Add max(x, 0) - xy + log(1 + exp(-|x|)), which does not overflow for any x."""
-    linear = g.op("Sub", g.op("Relu", value), g.op("Mul", value, labels))
-    rest = g.op("Softplus", g.op("Neg", g.op("Abs", value)))
-    g.op("ReduceMean", g.op("Add", linear, rest), keepdims=0, output=loss)
-
-
-def _weights(g: GraphExtender, config: LossConfig) -> str:
-    return g.op("Constant", value=numpy_helper.from_array(np.asarray(config.class_weights, np.float32)))
-
-
-def _huber(g: GraphExtender, value: str, labels: str, loss: str, config: LossConfig, rank: int) -> None:
-    """Add d^2 / 2 where d = |x - y| is at most delta, and delta (d - delta / 2) elsewhere."""
-    d, delta = g.op("Abs", g.op("Sub", value, labels)), g.constant(config.delta)
-    square = g.op("Mul", g.op("Mul", d, d), g.constant(0.5))
-    line = g.op("Mul", delta, g.op("Sub", d, g.constant(0.5 * config.delta)))
-    g.op("ReduceMean", g.op("Where", g.op("LessOrEqual", d, delta), square, line), keepdims=0, output=loss)
-
-
-LOSSES: dict[str, Callable[[GraphExtender, str, str, str, LossConfig, int], None]] = {
-    "huber": _huber,
-    "cross_entropy": _cross_entropy,
-    "mse": _mse,
-    "l1": _l1,
-    "bce_with_logits": _bce_with_logits,
-}
+    if name not in values:
+        raise ConfigError(f"model.output {name!r} is not a tensor of known type in the graph")
+    return values[name]
 
 
 # -- evaluation
 
 
-def _with_accuracy(model: onnx.ModelProto, config: LossConfig, names: LossNames) -> LossModel:
-    """Add two outputs, int64: the number of targets that count, and of the right ones among them."""
+def _append_accuracy(model: onnx.ModelProto, loss: LossConfig, labels: str, first: str) -> tuple[str, str]:
+    """Append two outputs, int64: the number of targets that count, and of the right ones among them."""
     g = GraphExtender(model.graph)
-    output, labels = config.outputs[0] or model.graph.output[1].name, names.labels
+    output = loss.outputs[0] or first
     count, correct = g.free("count"), g.free("correct")
-    if config.name == "cross_entropy":
-        axis = -1 if config.class_axis is None else config.class_axis
-        counted = g.op("Not", g.op("Equal", labels, g.constant(config.ignored, int)))
-        right = g.op("And", g.op("Equal", g.op("ArgMax", output, axis=axis, keepdims=0), labels), counted)
-        _count(g, labels, config, output=count)
+    if loss.name == "cross_entropy":
+        axis = -1 if loss.class_axis is None else loss.class_axis
+        # of probabilities the greatest is the class
+        classes = g.op("ArgMax", labels, axis=axis, keepdims=0) if loss.soft_labels else labels
+        counted = g.op("Not", g.op("Equal", classes, g.constant(loss.ignored, int)))
+        right = g.op("And", g.op("Equal", g.op("ArgMax", output, axis=axis, keepdims=0), classes), counted)
+        g.op("ReduceSum", g.op("Cast", counted, to=TensorProto.INT64), keepdims=0, output=count)
     else:
         positive = g.op("Greater", g.op("Cast", output, to=TensorProto.FLOAT), g.constant(0.0))
         right = g.op("Equal", positive, g.op("Greater", labels, g.constant(0.5)))
@@ -242,20 +246,12 @@ def _with_accuracy(model: onnx.ModelProto, config: LossConfig, names: LossNames)
     g.op("ReduceSum", g.op("Cast", right, to=TensorProto.INT64), keepdims=0, output=correct)
     for name in (count, correct):
         model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT64, []))
-    return LossModel(model, count, correct)
+    return count, correct
 
 
 def _open(model: onnx.ModelProto, weights: set[str], copies: Mapping[str, tuple[str, bool]]) -> None:
-    """Make stored tensors inputs with a default; copies become views of their originals.
-
-    Raises UnsupportedModel for weights that a node holds as attributes, which cannot be inputs.
-    """
+    """Make stored tensors inputs with a default; copies become views of their originals."""
     graph = model.graph
-    if held := [name for name, node, _ in held_attributes(graph) if name in weights and node.domain == DOMAIN]:
-        raise UnsupportedModel(
-            f"no training files can be made of this model: {', '.join(held)} are attributes of ai.onnx.ml, which no "
-            "input can change"
-        )
     wanted = weights | copies.keys()
     stored = dict(stored_protos(graph))
     for node in [node for node in graph.node if node.op_type == "Constant" and node.output[0] in wanted]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from onward.trainer.data.python_functions import load_function
 from onward.trainer.errors import ConfigError
@@ -34,8 +35,8 @@ def load_loss(file: str) -> Formula:
             return formula(x)
         except Exception:  # whatever the user's code raises
             # while memory is estimated, tensors have no values to choose elements by, such as output[labels > 0]; real
-            # errors are those of the rehearsal
-            if not is_fake(x.output):
+            # errors are those of the rehearsal. A graph that is recorded (export/training) must have the loss itself
+            if not is_fake(x.output) or get_proxy_mode() is not None:
                 raise
             return x.output.square().sum()
 
@@ -82,7 +83,7 @@ def _from_onnx(path: Path) -> Formula:
         value: Tensor = module(output, labels)
         if value.ndim == 0:
             return value.float() * x.size
-        if value.shape != (len(output),):
+        if value.shape != output.shape[:1]:
             raise ConfigError(
                 f"loss.file {path} returned {list(value.shape)}, neither a scalar nor a loss for each of "
                 f"{len(output)} rows"

@@ -114,7 +114,7 @@ def dice(x: LossInputs) -> Tensor:
     P: probabilities, by softmax; of one class (C = 1) by sigmoid, with labels 0 and 1. G: the labels, one-hot.
     """
     scores, smooth = x.output.movedim(x.axis, 1).flatten(2), x.loss.smooth
-    labels = x.labels.reshape(len(scores), 1, -1)
+    labels = x.labels.reshape(scores.shape[0], 1, -1)  # `len` would fix the batch where the graph is recorded
     counted = labels != x.loss.ignored
     if scores.shape[1] == 1:
         predicted, actual = scores.sigmoid(), labels.to(scores.dtype)
@@ -212,7 +212,7 @@ def info_nce(x: LossInputs) -> Tensor:
     """
     queries, keys = (value[: x.size] for value in x.outputs)
     all_queries, all_keys, at = gathered_rows(queries, keys, x.replicas)
-    own = torch.arange(at, at + len(queries), device=queries.device)
+    own = torch.arange(at, at + queries.shape[0], device=queries.device)
 
     def found(rows: Tensor, among: Tensor) -> Tensor:
         scores = F.normalize(rows, dim=-1) @ F.normalize(among, dim=-1).T / x.loss.temperature

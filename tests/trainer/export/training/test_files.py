@@ -107,7 +107,7 @@ def test_settings_of_losses_are_in_the_files(case: str) -> None:
     g.op("Mul", g.input("x", dims), g.weight("w", g.normal(0.5, shape[1], *(1 for _ in shape[2:]))), outputs=name)
     g.output(name, dims)
     model = g.model()
-    module, names = to_module(model, fuse=False), loss_names(model, config)
+    module, names = to_module(model, fuse=False), loss_names(model, [config])
     feeds = feed(model, shape[0])
     loss = Loss(config, module.output_names)
     outputs = module(*map(torch.from_numpy, feeds.values()))
@@ -120,19 +120,19 @@ def test_settings_of_losses_are_in_the_files(case: str) -> None:
     mean = loss(outputs, given, shape[0]) / loss.count(given, shape[0])
     mean.backward()
     files = [
-        model_with_loss(model, config, names=names).model,
-        evaluation_model(model, config, names=names, weights=["w"], copies={}).model,
+        model_with_loss(model, [config], names=names),
+        evaluation_model(model, [config], names=names, weights=["w"], copies={}).model,
     ]
     for file in files:
         onnx.checker.check_model(file, full_check=True)
-        assert run(file, feeds | {names.labels: labels})[names.loss] == pytest.approx(float(mean.detach()), rel=1e-5)
+        assert run(file, feeds | {names.labels[0]: labels})[names.loss] == pytest.approx(float(mean.detach()), rel=1e-5)
     if config.name == "cross_entropy":
-        found = run(files[1], feeds | {names.labels: labels})
+        found = run(files[1], feeds | {names.labels[0]: labels})
         right = (outputs.argmax(1) == given) & (given != -100)
         assert (found["count"], found["correct"]) == (given.numel() - 1, int(right.sum()))
-    trained = training_model(to_module(model, fuse=False), model, config, names=names).model
+    trained = training_model(to_module(model, fuse=False), model, [config], names=names).model
     weights = {"w": named_weights(module)["w"].detach().numpy()}
-    found = run(trained, {**feeds, names.labels: labels, **weights})
+    found = run(trained, {**feeds, names.labels[0]: labels, **weights})
     assert found[names.loss] == pytest.approx(float(mean.detach()), rel=1e-5)
     np.testing.assert_allclose(found["w_grad"], named_weights(module)["w"].grad.numpy(), rtol=1e-4, atol=1e-6)
 
@@ -140,10 +140,10 @@ def test_settings_of_losses_are_in_the_files(case: str) -> None:
 @pytest.mark.parametrize(("name", "loss"), LOSSES)
 def test_the_loss_in_the_file_equals_the_loss_of_training(name: str, loss: str) -> None:
     model, config = MODELS[name](), ModelConfig(path=Path("m.onnx"), loss=loss, ignore_index=2)
-    module, names = to_module(model).eval(), loss_names(model, loss_of(config))
+    module, names = to_module(model).eval(), loss_names(model, [loss_of(config)])
     files = [
-        model_with_loss(model, loss_of(config), names=names).model,
-        evaluation_model(model, loss_of(config), names=names, weights=named_weights(module), copies={}).model,
+        model_with_loss(model, [loss_of(config)], names=names),
+        evaluation_model(model, [loss_of(config)], names=names, weights=named_weights(module), copies={}).model,
     ]
     for batch in (1, 3):
         feeds = feed(model, batch)
@@ -151,14 +151,14 @@ def test_the_loss_in_the_file_equals_the_loss_of_training(name: str, loss: str) 
         labels = labels_for(loss, output, ignored=2)
         expected = float(mean_loss(module, config, list(feeds.values()), labels).detach())
         for file in files:
-            found = run(file, feeds | ({names.labels: labels} if names.labels else {}))
+            found = run(file, feeds | ({names.labels[0]: labels} if names.labels[0] else {}))
             assert found[names.loss] == pytest.approx(expected, rel=1e-6, abs=1e-7)
             assert {value.name for value in model.graph.output} <= found.keys()
 
 
 def test_labels_that_are_all_ignored_give_loss_zero() -> None:
     model, config = MODELS["tiny_conv_net"](), ModelConfig(path=Path("m.onnx"))
-    file = model_with_loss(model, loss_of(config), names=loss_names(model, loss_of(config))).model
+    file = model_with_loss(model, [loss_of(config)], names=loss_names(model, [loss_of(config)]))
     assert run(file, feed(model, 2) | {"labels": np.full(2, -100)})["loss"] == 0.0
 
 
@@ -166,7 +166,7 @@ def test_labels_that_are_all_ignored_give_loss_zero() -> None:
 def test_eval_counts_correct_targets(loss: str) -> None:
     model, config = MODELS["tiny_transformer"](), ModelConfig(path=Path("m.onnx"), loss=loss)
     module = to_module(model).eval()
-    file = evaluation_model(model, loss_of(config), names=loss_names(model, loss_of(config)), weights=[], copies={})
+    file = evaluation_model(model, [loss_of(config)], names=loss_names(model, [loss_of(config)]), weights=[], copies={})
     feeds = feed(model, 4)
     output = module(torch.from_numpy(feeds["input_ids"])).detach()
     labels = labels_for(loss, output)
@@ -175,7 +175,7 @@ def test_eval_counts_correct_targets(loss: str) -> None:
         right, count = (output.argmax(-1).numpy() == labels).sum(), (labels != -100).sum()
     else:
         right, count = ((output > 0).numpy() == (labels > 0.5)).sum(), labels.size
-    assert (int(found[file.correct]), int(found[file.count])) == (right, count)
+    assert (int(found[file.corrects[0]]), int(found[file.counts[0]])) == (right, count)
 
 
 def test_eval_takes_trained_weights_and_copies_follow_their_original() -> None:
@@ -187,9 +187,9 @@ def test_eval_takes_trained_weights_and_copies_follow_their_original() -> None:
     model, config = g.model(), ModelConfig(path=Path("m.onnx"))
     module = to_module(model)
     assert module.copies == {"head": ("table", True)}
-    names = loss_names(model, loss_of(config))
+    names = loss_names(model, [loss_of(config)])
     file = evaluation_model(
-        model, loss_of(config), names=names, weights=named_weights(module), copies=module.copies
+        model, [loss_of(config)], names=names, weights=named_weights(module), copies=module.copies
     ).model
     feeds = {"ids": np.arange(3), "labels": np.arange(3)}
     np.testing.assert_allclose(run(file, feeds)["logits"], table[:3] @ table.T, rtol=1e-6)
@@ -201,10 +201,10 @@ def test_added_names_differ_from_those_of_the_graph() -> None:
     g.op("MatMul", g.input("labels", ("batch", 4)), g.weight("loss", g.normal(0.5, 4, 3)), outputs="onward.Cast")
     g.output("onward.Cast", ("batch", 3))
     model, config = g.model(), ModelConfig(path=Path("m.onnx"))
-    names = loss_names(model, loss_of(config))
-    assert (names.loss, names.labels) == ("loss_2", "labels_2")
+    names = loss_names(model, [loss_of(config)])
+    assert (names.loss, names.labels[0]) == ("loss_2", "labels_2")
     found = run(
-        model_with_loss(model, loss_of(config), names=names).model,
+        model_with_loss(model, [loss_of(config)], names=names),
         {"labels": np.ones((2, 4), np.float32), "labels_2": np.zeros(2, np.int64)},
     )
     assert found.keys() == {"loss_2", "onward.Cast"}
@@ -311,7 +311,7 @@ def test_the_gradients_of_an_average_pool(
 def made(model: onnx.ModelProto, config: ModelConfig) -> tuple[ImportedGraph, TrainingModel]:
     module = to_module(model, fuse=False)
     select_trained(module, train=config.train, freeze=config.freeze)
-    return module, training_model(module, model, loss_of(config), names=loss_names(model, loss_of(config)))
+    return module, training_model(module, model, [loss_of(config)], names=loss_names(model, [loss_of(config)]))
 
 
 def assert_gradients(
@@ -462,8 +462,8 @@ def test_a_file_in_half_precision_is_trained_in_fp32() -> None:
     module, file = made(model, config)
     feeds = {"features": np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)}
     assert_gradients(module, file, config, feeds)
-    names = loss_names(model, loss_of(config))
-    evaluation = evaluation_model(model, loss_of(config), names=names, weights=file.weights, copies={}).model
+    names = loss_names(model, [loss_of(config)])
+    evaluation = evaluation_model(model, [loss_of(config)], names=names, weights=file.weights, copies={}).model
     labels = np.zeros((3, 1), np.float32)
     found = run(evaluation, {"features": feeds["features"].astype(np.float16), "labels": labels})
     assert found["loss"].dtype == np.float32
@@ -514,12 +514,28 @@ def test_training_json_names_every_input_and_output_of_every_file(written: tuple
     assert optimizer == {*record.weights, *gradients, *states, record.step, record.learning_rate}
 
 
+@pytest.mark.slow
+def test_training_json_names_the_values_and_labels_of_each_loss(tmp_path: Path) -> None:
+    losses = [{"name": "mse", "weight": 0.5}, {"name": "bce_with_logits"}]
+    config = settings(model={"path": "m.onnx"}, loss=losses)
+    record = write_artifacts(tmp_path, MODELS["tiny_mlp"](), config, base=tmp_path)
+    assert TrainingArtifacts.model_validate(json.loads((tmp_path / "training.json").read_text())) == record
+    assert (record.labels, record.count, record.correct) == ("", "", "")
+    for kind in ("model_with_loss", "eval", "training"):
+        names = [value.name for value in record.files[kind].outputs]
+        assert names[:3] == [record.loss, *(loss.mean for loss in record.losses)]
+        assert {loss.labels for loss in record.losses} < {value.name for value in record.files[kind].inputs}
+    first, second = record.losses
+    assert (first.weight, first.count, second.weight) == (0.5, "", 1.0)
+    assert {second.count, second.correct} < {value.name for value in record.files["eval"].outputs}
+
+
 def test_an_opset_without_losses_is_refused_with_what_to_do(tmp_path: Path) -> None:
     model = MODELS["tiny_mlp"]()
     model.opset_import[0].version = 11
     with pytest.raises(UnsupportedModel, match=r"opset 11 .*convert_version\(model, 13\)"):
         model_with_loss(
-            model, loss_of(config := ModelConfig(path=Path("m.onnx"))), names=loss_names(model, loss_of(config))
+            model, [loss_of(config := ModelConfig(path=Path("m.onnx")))], names=loss_names(model, [loss_of(config)])
         )
 
 
@@ -547,14 +563,14 @@ def test_an_unknown_output_is_refused() -> None:
     with pytest.raises(ConfigError, match="'nowhere'"):
         model_with_loss(
             model,
-            loss_of(config := ModelConfig(path=Path("m.onnx"), output="nowhere")),
-            names=loss_names(model, loss_of(config)),
+            [loss_of(config := ModelConfig(path=Path("m.onnx"), output="nowhere"))],
+            names=loss_names(model, [loss_of(config)]),
         )
 
 
 def test_the_loss_may_read_any_tensor_of_the_graph() -> None:
     model, config = MODELS["tiny_two_outputs"](), ModelConfig(path=Path("m.onnx"), output="rest")
-    file = model_with_loss(model, loss_of(config), names=loss_names(model, loss_of(config))).model
+    file = model_with_loss(model, [loss_of(config)], names=loss_names(model, [loss_of(config)]))
     probe = onnx.ModelProto()
     probe.CopyFrom(model)
     probe.graph.output.append(helper.make_tensor_value_info("rest", TensorProto.FLOAT, ("batch", 2)))

@@ -1,4 +1,4 @@
-"""Whole runs on raw text, with their final reports: a masked language model."""
+"""Whole runs on raw text, with their final reports: a masked language model, classes of words."""
 
 from __future__ import annotations
 
@@ -66,3 +66,14 @@ def test_a_masked_language_model_ends_with_its_report(workshop: Workshop, name: 
         f"15 % of the tokens{words} are predicted: 8 of 10 of them become [MASK], 1 another token, 1 stays; "
         "never [PAD], [UNK], [CLS], [SEP], [MASK]"
     ) in facts["data"]
+
+
+@pytest.mark.parametrize("name", ["words"])
+def test_classes_of_words_are_learned_and_named(workshop: Workshop, name: str) -> None:
+    facts, run = whole_run(workshop, name, metrics=["f1_macro", "accuracy"])
+    assert facts["after"]["evaluation/f1_macro"] > 0.95
+    classes = json.loads((run.classes / "classes.json").read_text())["classes"]
+    assert [each["name"] for each in classes] == ["bad", "good", "neutral"]
+    served = json.loads((run.exported.parent / "preprocessing.json").read_text())
+    assert served["text"]["stride"] == (4 if "divided" in name else None)
+    assert ("metrics are over windows, not over texts" in facts["data"]) == ("divided" in name)

@@ -82,7 +82,7 @@ def test_a_retried_run_continues_in_its_directory_and_its_mlflow_run(workshop: W
     )
     begun = api(server, f"/deployments/{made['deployment_id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
     run = RunDir(workshop.home / "runs" / begun)
-    until(lambda: reached(run, 200), limit_s=150)
+    until(lambda: reached(run, 100), limit_s=300)
     before = read_record(run.identity, RunIdentity)
     ranks_of(run)[1].kill()
     until(lambda: state_of(server, begun) == "FAILED", limit_s=120)

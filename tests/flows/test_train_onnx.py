@@ -74,13 +74,14 @@ def test_a_run_writes_the_same_graph_with_better_weights(workshop: Workshop, und
 
 
 @whole
-@pytest.mark.parametrize("victim", ["rank", pytest.param("mpirun", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the next test kills a rank every time
+@pytest.mark.parametrize("victim", ["rank", "mpirun"])
 def test_after_a_killed_rank_or_mpirun_the_retry_writes_the_same_bytes_as_an_undisturbed_run(
     victim: str, workshop: Workshop, undisturbed: dict[str, Any]
 ) -> None:
     process = workshop.start("run", str(workshop.root / "config.toml"))
     run = workshop.new_run()
-    until(lambda: reached(run, 200), limit_s=150)
+    until(lambda: reached(run, 100), limit_s=300)
     rank = ranks_of(run)[1]
     launcher = rank.parent()
     assert launcher is not None
@@ -94,18 +95,21 @@ def test_after_a_killed_rank_or_mpirun_the_retry_writes_the_same_bytes_as_an_und
 
 
 @whole
-def test_after_a_killed_flow_no_process_is_left_and_resume_writes_the_same_bytes(
+def test_after_a_killed_rank_the_flow_tries_again_and_after_a_killed_flow_resume_writes_the_same_bytes(
     workshop: Workshop, undisturbed: dict[str, Any]
 ) -> None:
     process = workshop.start("run", str(workshop.root / "config.toml"))
     run = workshop.new_run()
-    until(lambda: reached(run, 200), limit_s=150)
-    process.kill()
+    until(lambda: reached(run, 100), limit_s=300)
+    ranks_of(run)[1].kill()
+    until(lambda: run.current_attempt == 2 and reached(run, 200, attempt=2), limit_s=300)
+    process.kill()  # of which no process is left
     process.communicate()
     until(lambda: gone(workshop), limit_s=15)
     assert workshop.onward("status", run.root.name)["state"] in ("stopped", "interrupted")
     facts = workshop.onward("resume", run.root.name[:8])
     assert Path(facts["directory"]) == run.root
+    assert facts["attempts"] == 3
     assert facts["sha256"] == undisturbed["sha256"]
     (mlflow_run,) = workshop.mlflow_runs(run)
     assert mlflow_run.info.status == "FINISHED"
@@ -124,7 +128,7 @@ def test_an_interrupted_run_saves_a_checkpoint_prints_the_resume_command_and_res
 ) -> None:
     process = workshop.start("run", str(workshop.root / "config.toml"))
     run = workshop.new_run()
-    until(lambda: reached(run, 200), limit_s=150)
+    until(lambda: reached(run, 100), limit_s=300)
     process.send_signal(number)
     _, error = process.communicate(timeout=120)
     assert process.returncode == status, error[-3000:]

@@ -32,7 +32,7 @@ path = "model.onnx"
 source = "data.npz"
 [train]
 global_batch_size = 8
-num_steps = 900
+num_steps = 600
 evaluation_period = 300
 [optimizer]
 learning_rate = 1e-3
@@ -92,11 +92,11 @@ class Workshop:
             text=True,
         )
 
-    def onward(self, *words: str, status: int = 0, limit_s: float = 300.0) -> dict[str, Any]:
+    def onward(self, *words: str, status: int = 0, limit_s: float = 600.0) -> dict[str, Any]:
         """`onward WORDS --json`, ended with `status`: the one JSON object on its stdout."""
         return finished(self.start(*words), status=status, limit_s=limit_s)
 
-    def new_run(self, *, limit_s: float = 150.0) -> RunDir:
+    def new_run(self, *, limit_s: float = 300.0) -> RunDir:
         """The run that is about to begin: the first one whose directory does not exist yet when this is called."""
         before = set(self._runs())
         return RunDir(until(lambda: next(iter(set(self._runs()) - before), None), limit_s=limit_s))
@@ -129,7 +129,7 @@ class Workshop:
         return list(client.search_runs([experiment.experiment_id], f"tags.`onward.run_id` = '{identity.run_id}'"))
 
 
-def finished(process: subprocess.Popen[str], *, status: int = 0, limit_s: float = 300.0) -> dict[str, Any]:
+def finished(process: subprocess.Popen[str], *, status: int = 0, limit_s: float = 600.0) -> dict[str, Any]:
     """The JSON object a command printed, once it has ended with `status`."""
     out, error = process.communicate(timeout=limit_s)
     assert process.returncode == status, f"exit status {process.returncode}: {error[-3000:]}"
@@ -137,9 +137,9 @@ def finished(process: subprocess.Popen[str], *, status: int = 0, limit_s: float 
     return found
 
 
-def reached(run: RunDir, step: int) -> bool:
-    """Whether training has made a step."""
-    return any(event.step >= step for event, _ in read_events(run.events))
+def reached(run: RunDir, step: int, *, attempt: int = 1) -> bool:
+    """Whether training has made a step, in this attempt or a later one."""
+    return any(event.step >= step and event.attempt >= attempt for event, _ in read_events(run.events))
 
 
 def ranks_of(run: RunDir) -> list[psutil.Process]:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnxruntime
 import pytest
+import torch
 
+from onward.flows.report import outcome
+from onward.infra.tracking import Tracker
+from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.model.metrics.library_measure import import_torchmetrics
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.records import ExportedModel, read_record
+from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 from tests.support.runs import events
 from tests.support.workshop import Workshop
 
@@ -23,8 +31,28 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     workshop.close()
 
 
+def by_torchmetrics(model: Path, rows: Mapping[str, Any], split: str) -> dict[str, float]:
+    """Compute the metrics of a file of 4 classes by onnxruntime and torchmetrics alone."""
+    session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    images, labels = (np.asarray(rows[name]) for name in ("image", "label"))
+    logits = torch.from_numpy(session.run(None, {"image": images.astype(np.float32)})[0])
+    targets, classification = torch.from_numpy(labels), import_torchmetrics().functional.classification
+    found = {
+        "loss": torch.nn.functional.cross_entropy(logits, targets),
+        "accuracy": classification.multiclass_accuracy(logits, targets, num_classes=4, average="micro"),
+        "f1_macro": classification.multiclass_f1_score(logits, targets, num_classes=4, average="macro"),
+        "auroc": classification.multiclass_auroc(logits.softmax(1), targets, num_classes=4, average="macro"),
+    }
+    return {f"{split}/{name}": float(value) for name, value in found.items()}
+
+
 def test_the_metrics_of_checkpoint_exported_file_and_variant_have_the_same_names_and_values(workshop: Workshop) -> None:
+    random, labels = np.random.default_rng(7), np.arange(90) % 4
+    images = random.normal(size=(90, 3, 8, 8)) * 2 + labels[:, None, None, None]  # as the others, with more noise
+    test = {"image": images.astype(np.float32), "label": labels}
+    np.savez(workshop.root / "test.npz", **test)
     settings = ['metrics=["accuracy", "f1_macro", "auroc"]', "checkpoint.best_metric=evaluation/f1_macro"]
+    settings += [f"data.test_source={workshop.root / 'test.npz'}"]
     settings += [
         "train.num_steps=90",
         "train.evaluation_period=30",
@@ -46,8 +74,21 @@ def test_the_metrics_of_checkpoint_exported_file_and_variant_have_the_same_names
         assert set(variant.metrics) == names
         for name in ("evaluation/loss", "evaluation/accuracy"):  # one prediction in 20 changes F1 by more
             assert variant.metrics[name] == pytest.approx(exported.after[name], abs=0.1)
+    held_out = open_shards(run.shards, "evaluation")
+    rows = held_out.read(np.arange(held_out.num_rows))
+    assert exported.after == pytest.approx(by_torchmetrics(exported.path, rows, "evaluation"), rel=1e-4)
+    tested = by_torchmetrics(exported.path, test, "test")
+    assert exported.test == facts["test"] == pytest.approx(tested, rel=1e-4)
+    for variant in exported.variants:
+        assert variant.path
+        assert variant.metrics == pytest.approx(by_torchmetrics(variant.path, rows, "evaluation"), rel=1e-4)
     (mlflow_run,) = workshop.mlflow_runs(run)
     assert names <= mlflow_run.data.metrics.keys()
+    client = Tracker(read_record(run.identity, RunIdentity).tracking_uri)._client
+    version = client.get_model_version(exported.registered_as, exported.version)
+    registered = {metric.key: metric.value for metric in client.get_logged_model(version.model_id).metrics}
+    for name, value in tested.items():
+        assert mlflow_run.data.metrics[f"exported/{name}"] == registered[f"exported/{name}"] == pytest.approx(value)
     assert json.loads((run.classes / "classes.json").read_text())["step"] == 90
     confusion = (run.classes / "confusion.csv").read_text().splitlines()
     assert confusion[0] == "target \\ predicted,0,1,2,3"
@@ -79,6 +120,8 @@ def test_out_of_time_a_run_is_exported_and_the_command_that_it_prints_continues_
 
     command, verb, name, limit = first["to_go_on"].split()
     assert (command, verb, name) == ("onward", "resume", run.root.name)
+    closing = dict(outcome(first))
+    assert (closing["ended early"], closing["to go on"]) == (first["ended_early"], first["to_go_on"]), "in the terminal"
     key, _, hours = limit.partition("=")
     assert float(hours) > 2e-6
     on = workshop.onward("resume", name, f"{key}={float(hours) + 1}")

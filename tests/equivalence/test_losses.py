@@ -142,18 +142,23 @@ def moments(run: RunDir, step: int) -> dict[str, Tensor]:
     return {name.removesuffix(ending): tensor for name, tensor in found.items() if name.endswith(ending)}
 
 
+def assert_step_as_by_hand(case: Case, run: RunDir, step: int, count: int) -> None:
+    """Loss and gradients of a step of `count` samples, after steps of BATCH, are what torch computes on one rank."""
+    by_hand = ByHand(case, run, step - 1)
+    loss, expected = by_hand.step((step - 1) * BATCH, count)
+    assert losses(run)[step] == pytest.approx(loss, rel=1e-5, abs=1e-7), f"loss of step {step}"
+    found, before = moments(run, step), moments(run, step - 1)
+    largest = max(float(each.abs().max()) for each in expected.values())
+    assert largest > 0
+    for name, gradient in expected.items():
+        own = 10 * found[name] - 9 * before.get(name, torch.zeros(()))
+        off = float((own - gradient).abs().max())
+        assert off <= 2e-5 * largest, f"step {step}: gradient of {name} is {off / largest:.1e} off"
+
+
 def assert_as_by_hand(case: Case, run: RunDir) -> None:
     for step, count in ((1, BATCH), (NUM_STEPS, 3 if case.at_once else 1)):
-        by_hand = ByHand(case, run, step - 1)
-        loss, expected = by_hand.step((step - 1) * BATCH, count)
-        assert losses(run)[step] == pytest.approx(loss, rel=1e-5, abs=1e-7), f"loss of step {step}"
-        found, before = moments(run, step), moments(run, step - 1)
-        largest = max(float(each.abs().max()) for each in expected.values())
-        assert largest > 0
-        for name, gradient in expected.items():
-            own = 10 * found[name] - 9 * before.get(name, torch.zeros(()))
-            off = float((own - gradient).abs().max())
-            assert off <= 2e-5 * largest, f"step {step}: gradient of {name} is {off / largest:.1e} off"
+        assert_step_as_by_hand(case, run, step, count)
     if not case.at_once:  # info_nce compares the rows of an evaluation batch
         (*_, last) = events(run, "evaluation")
         value = ByHand(case, run, last.step).evaluation()

@@ -1,15 +1,19 @@
-"""Whole runs on raw text, with their final reports: a masked language model, classes of words."""
+"""Whole runs on raw text: masked language models, classes of words, pairs, and bits per byte of a causal model."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
+from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, read_record
 from tests.support.text_paths import write_text_path
@@ -56,7 +60,7 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
-@pytest.mark.parametrize("name", ["masked"])
+@pytest.mark.parametrize("name", ["masked", "masked, whole words, joined"])
 def test_a_masked_language_model_ends_with_its_report(workshop: Workshop, name: str) -> None:
     facts, _ = whole_run(workshop, name, metrics=["perplexity", "accuracy"])
     assert facts["after"]["evaluation/perplexity"] < facts["before"]["evaluation/perplexity"] / 10
@@ -68,7 +72,7 @@ def test_a_masked_language_model_ends_with_its_report(workshop: Workshop, name: 
     ) in facts["data"]
 
 
-@pytest.mark.parametrize("name", ["words"])
+@pytest.mark.parametrize("name", ["words", "words, divided"])
 def test_classes_of_words_are_learned_and_named(workshop: Workshop, name: str) -> None:
     facts, run = whole_run(workshop, name, metrics=["f1_macro", "accuracy"])
     assert facts["after"]["evaluation/f1_macro"] > 0.95
@@ -77,3 +81,37 @@ def test_classes_of_words_are_learned_and_named(workshop: Workshop, name: str) -
     served = json.loads((run.exported.parent / "preprocessing.json").read_text())
     assert served["text"]["stride"] == (4 if "divided" in name else None)
     assert ("metrics are over windows, not over texts" in facts["data"]) == ("divided" in name)
+
+
+@pytest.mark.parametrize("name", ["pairs", "classification, divided"])
+def test_pairs_and_windows_of_texts_are_classified(workshop: Workshop, name: str) -> None:
+    train = {"global_batch_size": 16, "num_steps": 400, "evaluation_period": 100}
+    facts, run = whole_run(workshop, name, train=train)
+    assert facts["after"]["evaluation/accuracy"] > (0.6 if name == "pairs" else 0.9)
+    served = run.exported.parent
+    assert (served / "tokenizer.json").read_bytes() == (workshop.root / name / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["causal, joined", "causal, single, padded on the left"])
+def test_bits_per_byte_of_the_exported_file_are_those_of_the_text(workshop: Workshop, name: str) -> None:
+    facts, run = whole_run(workshop, name, metrics=["bits_per_byte"])
+    shards = open_shards(run.shards, "evaluation")
+    rows = shards.read(np.arange(shards.num_rows))
+    session = onnxruntime.InferenceSession(facts["model"], providers=["CPUExecutionProvider"])
+    bits = 0.0
+    for row, ids in enumerate(rows["input_ids"]):
+        tokens = np.asarray(ids, np.int64)[None]
+        fed = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+        fed["position_ids"] = np.arange(tokens.shape[1])[None]
+        logits = session.run(None, {each.name: fed[each.name] for each in session.get_inputs()})[0][0].astype(
+            np.float64
+        )
+        logits -= np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) + logits.max(
+            -1, keepdims=True
+        )
+        labels = np.asarray(rows["label"][row])
+        counted = np.flatnonzero(labels != -100)
+        bits -= logits[counted, labels[counted]].sum() / math.log(2)
+    assert facts["after"]["evaluation/bits_per_byte"] == pytest.approx(bits / np.sum(rows["input_ids/bytes"]), rel=1e-4)
+    assert facts["after"]["evaluation/bits_per_byte"] < facts["before"]["evaluation/bits_per_byte"] / 3
+    assert ("padded on the left" in facts["data"]) == ("left" in name)

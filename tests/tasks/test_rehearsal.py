@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -441,6 +442,19 @@ def test_a_count_of_targets_that_is_none_is_refused(
     loss = {"file": f"{tmp_path}/mine.py:loss", "count": "count", "label_type": "int64"}
     problems = refused(home, configured, tiny_conv_net(), tiny_images(40), loss=loss)
     assert COUNTS[returned] in problems[0]
+
+
+def test_a_loss_of_a_file_that_is_a_mean_is_refused(home: Path, configured: Configured, tmp_path: Path) -> None:
+    """Divided by the number of rows once more, its gradients would be too small, and nothing would show it."""
+    (tmp_path / "mine.py").write_text(
+        "import torch.nn.functional as F\n\ndef mean(output, labels):\n    return F.cross_entropy(output, labels)\n"
+    )
+    loss = {"file": f"{tmp_path}/mine.py:mean", "label_type": "int64"}
+    (problem,) = refused(home, configured, tiny_conv_net(), tiny_images(40), loss=loss)
+    assert re.search(
+        r"mine\.py:mean' is [\d.]+ for 8 rows, but [\d.]+ for the first of them and [\d.]+ for the", problem
+    )
+    assert problem.endswith("it seems to be a mean: return the sum, such as by reduction='sum'")
 
 
 @pytest.mark.parametrize(("dims", "loss"), [((5, 5, 5), {"class_axis": 1}), ((5, "h", "w"), {})])

@@ -28,7 +28,7 @@ from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, ExportRefused, Refused
 from onward.trainer.export.onnx_runner import EvaluationData
-from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.trainable import TrainableModel
@@ -98,10 +98,12 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
 
     data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows)
     counts = [("that targets are counted row by row", lambda: _check_counts(graph.losses, compared, findings))]
+    sums = [("that a loss of a file is a sum over rows", lambda: _check_sums(graph, compared, findings))]
     return [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
         *((size.what, partial(_run, graph, size, batch, findings, gradients=size is first)) for size in sizes),
         *(counts if any(loss.count for loss in config.losses) else ()),
+        *(sums if any(loss.name == "file" for loss in config.losses) else ()),
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
     ]
 
@@ -224,6 +226,30 @@ def _check_counts(losses: Losses, batch: Batch, findings: Findings) -> None:
                     f"the first of them and {parts[1]:g} for the other {others}; it must be a sum over rows, as they "
                     "are divided among micro-batches and ranks"
                 )
+
+
+def _check_sums(graph: RehearsedGraph, batch: Batch, findings: Findings) -> None:
+    """Refuse a loss of a file that is no sum over rows, such as a mean."""
+    if findings.failures or batch.size < 2:
+        return
+    outputs = graph.outputs(batch)
+    for place, loss in enumerate(graph.losses.each):
+        labels, others = batch.labels[place], batch.size - 1
+        if loss.name != "file" or labels is None or len(outputs[loss.index]) != batch.size:
+            continue
+
+        def part(rows: slice, size: int, loss: Loss = loss, labels: Tensor = labels) -> float:
+            return float(loss([each[rows] if each.ndim else each for each in outputs], labels[rows], size))
+
+        whole, one, rest = part(slice(None), batch.size), part(slice(0, 1), 1), part(slice(1, None), others)
+        if not math.isclose(whole, one + rest, rel_tol=1e-3, abs_tol=1e-6):
+            mean = math.isclose(whole * batch.size, one + rest * others, rel_tol=1e-3)
+            remedy = "; it seems to be a mean: return the sum, such as by reduction='sum'" if mean else ""
+            findings.refuse(
+                f"loss.file {loss.config.file!r} is {whole:g} for {batch.size} rows, but {one:g} for the first of them "
+                f"and {rest:g} for the other {others}; it must be a sum over rows, as they are divided among "
+                f"micro-batches and ranks{remedy}"
+            )
 
 
 def _compare(config: RunConfig, trainable: TrainableModel, data: EvaluationData, findings: Findings) -> None:

@@ -58,6 +58,14 @@ class RehearsedGraph:
         mean = float(loss.detach()) if any(batch.num_targets) else math.nan
         return RehearsedBatch(what=kind, rows=batch.size, loss=mean, elapsed_s=time.monotonic() - started_at)
 
+    @torch.no_grad()
+    def outputs(self, batch: Batch) -> Sequence[Tensor]:
+        """Return the outputs of a micro-batch in evaluation mode."""
+        self.module.eval()
+        with self.autocast():
+            outputs = self.module(*batch.inputs)
+        return batch.own_rows((outputs,) if isinstance(outputs, Tensor) else outputs)
+
     def _sum(self, place: int, loss: Loss, outputs: Sequence[Tensor], batch: Batch) -> Tensor:
         """Return one summed loss. Raises ConfigError if the output and the labels do not fit."""
         own = batch.labels[place]

@@ -86,7 +86,9 @@ def test_the_metrics_of_checkpoint_exported_file_and_variant_have_the_same_names
     assert names <= mlflow_run.data.metrics.keys()
     client = Tracker(read_record(run.identity, RunIdentity).tracking_uri)._client
     version = client.get_model_version(exported.registered_as, exported.version)
-    registered = {metric.key: metric.value for metric in client.get_logged_model(version.model_id).metrics}
+    logged = client.search_logged_models([mlflow_run.info.experiment_id], f"tags.sha256 = '{exported.sha256}'")
+    (model,) = (each for each in logged if each.artifact_location == version.source)
+    registered = {metric.key: metric.value for metric in model.metrics}
     for name, value in tested.items():
         assert mlflow_run.data.metrics[f"exported/{name}"] == registered[f"exported/{name}"] == pytest.approx(value)
     assert json.loads((run.classes / "classes.json").read_text())["step"] == 90

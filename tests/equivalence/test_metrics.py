@@ -83,7 +83,7 @@ def every_output() -> onnx.ModelProto:
 def every_label(rows: int, seed: int) -> dict[str, Array]:
     random = np.random.default_rng(seed)
     words = random.integers(1, 6, (rows, 3))
-    words[random.random(words.shape) < 0.2] = -100
+    words[np.arange(3) >= random.integers(1, 4, (rows, 1))] = -100  # words of 1 to 3 symbols
     middle, half = random.normal(size=(rows, 2)), random.random((rows, 2)) + 0.5
     numbers = {
         "features": random.normal(size=(rows, 6)),

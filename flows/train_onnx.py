@@ -21,6 +21,7 @@ from prefect.flows import Flow
 from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from onward.flows.approval import ask_for_approval
 from onward.flows.runs import end_mlflow_run, locked, run_directory_of
 from onward.infra.tracking import Status
 from onward.tasks.checkpoint import checkpoint as keep_checkpoints
@@ -126,7 +127,8 @@ def train_onnx(
         if trained.is_cancelled():
             return Cancelled(message=f"stopped; to continue: onward resume {run.root.name}")
         keeping.result()  # raises the error of the checkpoint task, if it failed
-        return export_model(run, cast(TrainResult, trained.result()), announced(run))
+        exported = export_model(run, cast(TrainResult, trained.result()), announced(run))
+        return ask_for_approval(run, exported)
 
 
 def run_directory(resume: str = "") -> RunDir:

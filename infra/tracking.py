@@ -1,4 +1,5 @@
-"""Record runs, metrics, checkpoints and models in MLflow. The only module that imports MLflow.
+"""Record runs, metrics, checkpoints and models in MLflow. Only this module, registry.py and
+mlflow_store.py import MLflow.
 
 Every call may be repeated after an outage or a crash: a run is found by its tag, equal metric points are stored once, a
 checkpoint is recorded once per step, a model file is registered once. (`log_batch` stores points twice in MLflow's
@@ -8,32 +9,22 @@ retired file stores.) Run ids are passed explicitly; nothing uses MLflow's globa
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import getpass
-import os
 import posixpath
 import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from onward.infra.mlflow_store import connect, database_of, translate_errors
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel
-
-SETTINGS = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the default blocks a call for minutes; the callers here retry themselves
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "true",
-    "MLFLOW_LOGGING_LEVEL": "WARNING",
-}
-"""Environment that MLflow reads when it is imported. Variables that the user has set are kept."""
 
 RUN_KEY = "onward.run_id"
 """The tag of an MLflow run with the id of its run directory."""
@@ -43,17 +34,6 @@ REQUIREMENTS = ("mlflow", "onnx", "onnxruntime", "numpy")
 """Packages that loading a registered model needs. MLflow would load and run the model to infer them."""
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T", bound="Tracker")
-
-
-class TrackingError(Exception):
-    """MLflow refused a call; repeating it would fail again."""
-
-
-class TrackingUnavailable(TrackingError):
-    """MLflow cannot be reached or has an internal error; the same call may be repeated later."""
 
 
 class Point(NamedTuple):
@@ -102,33 +82,6 @@ def metric_name(key: str) -> str:
     return posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", key)).lstrip("/.")[:250] or "_"
 
 
-def _translate_errors(
-    method: Callable[Concatenate[T, P], R],
-) -> Callable[Concatenate[T, P], R]:
-    """Make a method raise TrackingUnavailable for an outage of any kind and TrackingError for a refusal."""
-
-    @wraps(method)
-    def call(tracker: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import OperationalError
-
-        try:
-            return method(tracker, *args, **kwargs)
-        except MlflowException as error:
-            status = error.get_http_status_code()  # type: ignore[no-untyped-call]
-            if status >= 500 or status == 429:
-                raise TrackingUnavailable(
-                    f"MLflow at {tracker.tracking_uri} reports a temporary error: {error}"
-                ) from error
-            raise TrackingError(f"MLflow at {tracker.tracking_uri} refused: {error}") from error
-        except FileNotFoundError:
-            raise  # of a file that the caller named, not of MLflow's
-        except (OSError, OperationalError) as error:  # every error of the HTTP client is an OSError
-            raise TrackingUnavailable(f"MLflow at {tracker.tracking_uri} cannot be reached: {error}") from error
-
-    return call
-
-
 class Tracker:
     """One MLflow run in the store at `tracking_uri`. Several threads and processes may use the store.
 
@@ -140,29 +93,20 @@ class Tracker:
         self.tracking_uri = tracking_uri
         self.run_id = run_id
         self._connected: MlflowClient | None = None
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
 
     @property
     def _client(self) -> MlflowClient:
         if self._connected is None:
-            from mlflow import MlflowClient
-
-            with _lock_database(self._database):
-                self._connected = MlflowClient(self.tracking_uri, self.tracking_uri)
-                if self._database:
-                    self._connected.search_experiments(max_results=1)  # creates the tables of a new database
+            self._connected = connect(self.tracking_uri)
         return self._connected
 
     @property
     def _database(self) -> Path | None:
-        """The SQLite file of the store; None for a server."""
-        path = self.tracking_uri.removeprefix("sqlite:///")
-        return Path(path).absolute() if path != self.tracking_uri else None
+        return database_of(self.tracking_uri)
 
     # -- the run
 
-    @_translate_errors
+    @translate_errors
     def start_run(
         self, experiment: str, *, key: str, name: str, tags: Mapping[str, str], params: Mapping[str, Any]
     ) -> tuple[str, str]:
@@ -209,7 +153,7 @@ class Tracker:
         for start in range(0, len(entries), 100):
             self._client.log_batch(self.run_id, params=entries[start : start + 100], synchronous=True)
 
-    @_translate_errors
+    @translate_errors
     def log_batch(self, points: Iterable[Point]) -> None:
         """Store metric points. After an outage a first part of them may be stored."""
         from mlflow.entities import Metric
@@ -219,7 +163,7 @@ class Tracker:
         for start in range(0, len(metrics), BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + BATCH], synchronous=True)
 
-    @_translate_errors
+    @translate_errors
     def set_status(self, status: Status) -> None:
         """Set the final status of the run, or RUNNING again."""
         if status == "RUNNING":
@@ -227,21 +171,21 @@ class Tracker:
         else:
             self._client.set_terminated(self.run_id, status)
 
-    @_translate_errors
+    @translate_errors
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags; `mlflow.note.content` is the description on the run's page, in Markdown."""
         from mlflow.entities import RunTag
 
         self._client.log_batch(self.run_id, tags=[RunTag(k, str(v)) for k, v in tags.items()], synchronous=True)
 
-    @_translate_errors
+    @translate_errors
     def log_file(self, path: Path, folder: str = "") -> None:
         """Upload one small file to the run's artifacts."""
         if not path.exists():
             raise FileNotFoundError(path)
         self._client.log_artifact(self.run_id, str(path), folder or None)
 
-    @_translate_errors
+    @translate_errors
     def log_dataset(self, name: str, *, digest: str, source: Path, rows: Mapping[str, int]) -> None:
         """Record the data by its digest. rows: split, such as `train` or `evaluation`, -> number of rows."""
         import json
@@ -261,7 +205,7 @@ class Tracker:
 
     # -- models
 
-    @_translate_errors
+    @translate_errors
     def record_checkpoint(
         self, step: int, *, path: Path, bytes: int, digest: str, metrics: Mapping[str, float], best: bool
     ) -> str:
@@ -282,8 +226,8 @@ class Tracker:
         self._finish(model, step, {f"checkpoint/{key}": value for key, value in metrics.items()})
         return str(model.model_id)
 
-    @_translate_errors
-    def register_model(self, model: ModelFile, *, name: str, alias: str = "") -> str:
+    @translate_errors
+    def register_model(self, model: ModelFile, *, name: str) -> str:
         """Upload an ONNX file with signature and example, and register it; returns the version.
 
         When the same file (by `sha256`) of the same run is registered already, its version is returned.
@@ -301,8 +245,6 @@ class Tracker:
             source = logged.artifact_location if self._database else f"models:/{logged.model_id}"
             created = self._client.create_model_version(name, source, self.run_id, tags=tags, model_id=logged.model_id)
             version = str(created.version)
-        if alias:
-            self._client.set_registered_model_alias(name, alias, version)
         return version
 
     def _version(self, name: str, digest: str) -> str:
@@ -376,15 +318,3 @@ def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> N
         shutil.copyfile(file, place)
     for file in model.documents:
         shutil.copyfile(file, folder / file.name)
-
-
-@contextlib.contextmanager
-def _lock_database(database: Path | None) -> Iterator[None]:
-    """Hold a lock while a new database gets its tables: when two processes create them at once, both fail."""
-    if database is None:
-        yield
-        return
-    database.parent.mkdir(parents=True, exist_ok=True)
-    with database.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

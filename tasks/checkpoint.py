@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra.tracking import Tracker, TrackingUnavailable
+from onward.infra.mlflow_store import TrackingUnavailable
+from onward.infra.tracking import Tracker
 from onward.tasks.task_logger import Log, task_logger
 from onward.trainer.checkpoint.retention import (
     Announced,

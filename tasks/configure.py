@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,8 @@ from prefect.artifacts import create_link_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import get_current_settings
 
-from onward.infra import tracking
+from onward.infra import mlflow_store, tracking
+from onward.tasks.registered_models import store_of, with_registered
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
@@ -33,7 +33,7 @@ from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
-from onward.trainer.run.directory import RunDir, onward_home, read_config, read_settings, refusal_in
+from onward.trainer.run.directory import RunDir, read_config, read_settings, refusal_in
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import Refusal, Rehearsal, RunIdentity, own_error, read_record, write_record
 
@@ -63,7 +63,10 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
 
     def check(sections: Sections) -> list[str]:
         nonlocal copies
-        copies, problems = fetch(sections, known)
+        try:
+            copies, problems = fetch(sections, with_registered(sections, known))
+        except ConfigError as error:
+            return list(error.problems)
         return [*problems, *check_local_files(with_copies(sections, copies))]
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
@@ -214,7 +217,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
         model_sha256=digest,
         code_sha256=code,
         prefect_url=_prefect_url(),
-        tracking_uri=known.tracking_uri if known else _tracking_uri(config),
+        tracking_uri=known.tracking_uri if known else store_of(config.monitor),
     )
     try:
         tracker = tracking.Tracker(identity.tracking_uri)
@@ -227,14 +230,14 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             params=_flat_settings(config),
         )
         tracker.log_file(run.config)
-    except tracking.TrackingUnavailable as error:
+    except mlflow_store.TrackingUnavailable as error:
         if known is None:
             raise RuntimeUnavailable(
                 f"{error}; start it, or set MLFLOW_TRACKING_URI or monitor.tracking_uri (empty = Onward's own store)"
             ) from None
         log.warning("MLflow cannot be reached; the run continues and sends its metrics later: %s", error)
         mlflow_run_id, mlflow_url = known.mlflow_run_id, known.mlflow_url
-    except tracking.TrackingError as error:
+    except mlflow_store.TrackingError as error:
         raise RuntimeUnavailable(str(error)) from None
     return identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": mlflow_url})
 
@@ -243,14 +246,6 @@ def _code_digests(config: RunConfig) -> dict[str, str]:
     """Return path -> SHA-256 of each loss file (of an ONNX loss with its external data) and of each converter."""
     paths = [Path(each.file.partition(":")[0]) for each in config.losses if each.file]
     return {str(path): model_digest(path) for path in (*paths, *config.model.converters)}
-
-
-def _tracking_uri(config: RunConfig) -> str:
-    """Return the tracking URI; a relative SQLite path is made absolute, for `onward resume` in another directory."""
-    chosen = config.monitor.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or tracking.local_store(onward_home())
-    # MLflow resolves a relative database against the working directory, which may differ at the next resume.
-    database = chosen.removeprefix("sqlite:///")
-    return chosen if database == chosen else f"sqlite:///{Path(database).absolute()}"
 
 
 def _tags(run: RunDir, config: RunConfig, identity: RunIdentity) -> dict[str, str]:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from onward.infra.tracking import BATCH, Point, Status, Tracker, TrackingError, metric_name
+from onward.infra.mlflow_store import TrackingError
+from onward.infra.tracking import BATCH, Point, Status, Tracker, metric_name
 from onward.tasks.task_logger import Log
 from onward.tasks.training_progress import Periodic
 from onward.trainer.events import Event, read_events

@@ -4,6 +4,7 @@
                   process `variant`, one per export.variants -> variant-KIND.json and its file
                   process `training`, if export.training -> training/
                   -> MLflow's model registry, and a copy at export.path
+                  promotion.py: whether export.alias moves to the new version
 
 The exported file stays whatever happens to MLflow afterwards; `onward resume` registers it later.
 """
@@ -22,7 +23,9 @@ import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra.tracking import ModelFile, Port, Tracker, TrackingError, TrackingUnavailable
+from onward.infra.mlflow_store import TrackingError, TrackingUnavailable
+from onward.infra.tracking import ModelFile, Port, Tracker
+from onward.tasks.promotion import promote
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.results import ExportConfig
@@ -69,7 +72,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     # Registry and copy are independent: an error of one must not prevent the other.
     problems: list[str] = []
     try:
-        exported = register(run, exported, tags=tags)
+        exported = promote(run, register(run, exported, tags=tags))
     except RuntimeUnavailable as error:
         problems += error.problems
     try:
@@ -113,7 +116,7 @@ def export_file(
 
 
 def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> ExportedModel:
-    """Register an exported file in MLflow with signature, example and alias; return its record with name and version.
+    """Register an exported file in MLflow with signature and example; return its record with name and version.
 
     Raises RuntimeUnavailable when MLflow refuses, or cannot be reached in several attempts.
     """
@@ -133,17 +136,17 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             tags=tags,
         )
     name = config.export.register_as or config.name
-    version = _register_with_retries(Tracker(identity.tracking_uri, identity.mlflow_run_id), file, name, config)
+    version = _register_with_retries(Tracker(identity.tracking_uri, identity.mlflow_run_id), file, name)
     log.info("registered %s as version %s of %s", exported.path, version, name)
     registered = exported.model_copy(update={"registered_as": name, "version": version})
     write_record(run.exported, registered)
     return registered
 
 
-def _register_with_retries(tracker: Tracker, file: ModelFile, name: str, config: RunConfig) -> str:
+def _register_with_retries(tracker: Tracker, file: ModelFile, name: str) -> str:
     for pause_s in (*PAUSES_S, None):
         try:
-            return tracker.register_model(file, name=name, alias=config.export.alias)
+            return tracker.register_model(file, name=name)
         except TrackingUnavailable as error:
             if pause_s is None:
                 raise RuntimeUnavailable(

@@ -10,7 +10,8 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra.tracking import Tracker, TrackingError
+from onward.infra.mlflow_store import TrackingError
+from onward.infra.tracking import Tracker
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems

@@ -5,6 +5,7 @@
     python -m onward.trainer export RUN_DIR CHECKPOINT         write the trained ONNX file and verify it
     python -m onward.trainer training RUN_DIR CHECKPOINT       write ONNX graphs that continue training without torch
     python -m onward.trainer variant RUN_DIR KIND              write one variant of the exported file
+    python -m onward.trainer compare RUN_DIR SERVED.onnx       evaluate the served file beside the exported one
     python -m onward.trainer plan FOLDER                       estimate the layout: plan.json, or refused.json
     python -m onward.trainer rehearse FOLDER                   run a few rows: rehearsal.json, or refused.json
 
@@ -29,7 +30,7 @@ from onward.trainer.distributed.preflight import run_preflight
 from onward.trainer.distributed.processes import connect, die_with_parent, disconnect, launched_rank
 from onward.trainer.errors import ExportRefused, Stopped
 from onward.trainer.events import Heartbeat
-from onward.trainer.run.directory import RunDir, read_config, variant_in
+from onward.trainer.run.directory import RunDir, comparison_in, read_config, variant_in
 from onward.trainer.run.records import ExportedModel, read_record, write_record
 
 if TYPE_CHECKING:
@@ -162,6 +163,17 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
     return 0
 
 
+def compare_with_served(run: RunDir, served: Path, *, folder: Path) -> int:
+    """Compare the exported file in `folder` with the served one, and write comparison.json there."""
+    die_with_parent()
+    from onward.trainer.export.comparison import compare
+
+    config, exported = read_config(run), read_record(folder / "model.json", ExportedModel)
+    data = evaluation_data(run, "test" if config.promote_metric.startswith("test/") else "evaluation")
+    write_record(comparison_in(folder), compare(config, exported, served, data))
+    return 0
+
+
 def make_plan(folder: RunDir) -> int:
     """Estimate the layout for `config.json` in `folder`, and write plan.json there."""
     die_with_parent()
@@ -194,13 +206,14 @@ def main() -> int:
         ("export", "write the trained ONNX file and verify it"),
         ("training", "write ONNX graphs that continue training without torch"),
         ("variant", "write one variant of the exported file"),
+        ("compare", "evaluate the served file beside the exported one"),
         ("plan", "estimate the layout of a run"),
         ("rehearse", "run a few micro-batches forward and backward, and compare the file with onnxruntime"),
     ):
         command = commands.add_parser(name, help=summary)
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
-        if name in ("export", "training", "variant"):
-            command.add_argument("what", help="directory of the checkpoint, or kind of variant")
+        if name in ("export", "training", "variant", "compare"):
+            command.add_argument("what", help="directory of the checkpoint, kind of variant, or the served file")
             command.add_argument("--folder", type=Path, help="directory of the exported file; default: RUN_DIR/export")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -213,6 +226,9 @@ def main() -> int:
         return make_rehearsal(arguments.run)
     if arguments.command == "variant":
         return make_variant(arguments.run, arguments.what, folder=arguments.folder or arguments.run.export)
+    if arguments.command == "compare":
+        folder = arguments.folder or arguments.run.export
+        return compare_with_served(arguments.run, Path(arguments.what), folder=folder)
     if arguments.command in ("export", "training"):
         training, folder = arguments.command == "training", arguments.folder or arguments.run.export
         return export_file(arguments.run, Path(arguments.what), folder=folder, training=training)

@@ -1,4 +1,4 @@
-"""Commands that write ONNX files: export, example, reference."""
+"""Commands that write ONNX files and decide which one is served: export, promote, example, reference."""
 
 from __future__ import annotations
 
@@ -65,6 +65,26 @@ def export(
         print_json({**facts, "variants": [each.model_dump(mode="json") for each in exported.variants]})
     else:
         print_facts({**facts, **dict(variant_rows(exported))}, as_json=False)
+
+
+def promote(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The registered model.", show_default=False)],
+    version: Annotated[
+        str, typer.Argument(metavar="VERSION", help="The number of the version, or `latest`.", show_default=False)
+    ],
+    alias: Annotated[str, typer.Option(help="The alias that moves.")] = "champion",
+    tracking_uri: Annotated[
+        str, typer.Option(help="The MLflow store; default: MLFLOW_TRACKING_URI, else Onward's own.", show_default=False)
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Let the alias of the served model name a version, whatever was decided by metrics.
+
+    A run moves the alias itself where `export.promote_if` allows it. Going back to a former version is done with this
+    command, too.
+    """
+    former = api.promote(name, version, alias=alias, tracking_uri=tracking_uri)
+    print_facts({"model": name, "alias": alias, "version": version, "before": former or "none"}, as_json=as_json)
 
 
 def example(

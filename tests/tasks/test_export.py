@@ -92,6 +92,8 @@ def test_a_verified_file_is_registered_with_signature_example_and_alias(tmp_path
         "checkpoint": "step-000000010",
         "attempts": "2",
         "sha256": exported.sha256,
+        "onward.promotion": "served",
+        "onward.promotion_reason": "it is the first best-yet of its name",
     }
     assert (folder / "model.onnx").read_bytes() == exported.path.read_bytes()
     assert '"shape": [-1, 4]' in (folder / "MLmodel").read_text()

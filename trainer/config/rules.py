@@ -20,7 +20,13 @@ from onward.trainer.config.losses import (
 )
 from onward.trainer.config.metric_names import has_no_direction
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.config.sections.metrics import MetricConfig, StopConfig, evaluation_names, metric_problems
+from onward.trainer.config.sections.metrics import (
+    MetricConfig,
+    StopConfig,
+    evaluation_names,
+    is_library,
+    metric_problems,
+)
 from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
@@ -332,6 +338,50 @@ def _text(data: DataConfig) -> Iterable[str]:
             yield f"data.text.{name} {value!r} is for the task masked, not {text.task}"
 
 
+def _promotion(
+    export: ExportConfig,
+    checkpoint: CheckpointConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    loss: Sequence[LossConfig],
+    metrics: Sequence[MetricConfig],
+) -> Iterable[str]:
+    given, losses = export.promote_if, filled(model, data, loss)
+    known = evaluation_names(losses, metrics)
+    known += [f"test/{name.removeprefix('evaluation/')}" for name in known] if data.test_source else []
+    if given.metric and given.metric not in known:
+        yield (
+            f"export.promote_if.metric: no evaluation of the exported file measures {given.metric!r}; with these "
+            f"settings they measure {', '.join(known)}"
+            + ("" if data.test_source else "; test/... needs data.test_source")
+        )
+    if given.when != "better":
+        for name in ("metric", "margin", "confidence"):
+            if getattr(given, name):
+                yield (
+                    f"export.promote_if.{name} {getattr(given, name)!r} has no effect with when = {given.when!r}: "
+                    "nothing is compared"
+                )
+    if given.when == "never" and given.approval_hours:
+        yield "export.promote_if.approval_hours has no effect with when = 'never': nothing is promoted"
+    metric = (given.metric or checkpoint.best_metric).rpartition("/")[2]
+    if given.confidence and any(
+        each.key == metric and (is_library(each) or each.name == "retrieval_accuracy") for each in metrics
+    ):
+        yield (
+            f"export.promote_if.confidence {given.confidence:g} resamples rows, but {metric} is no sum over targets; "
+            "set export.promote_if.metric to the loss or accuracy, or confidence = 0"
+        )
+    if given.confidence and any(each.name in ("output", "info_nce") for each in losses):
+        yield (
+            f"export.promote_if.confidence {given.confidence:g} needs the loss of single rows, and a loss "
+            f"{'of' if any(each.name == 'output' for each in losses) else 'info_nce of'} whole batches has none; set "
+            "confidence = 0"
+        )
+    if not export.alias and given != type(given)():
+        yield "export.promote_if has no effect without export.alias, the alias that moves"
+
+
 def _bytes_of_a_token(data: DataConfig, metrics: Sequence[MetricConfig]) -> Iterable[str]:
     if data.text is None or data.text.task == "causal":  # whose bytes are counted while it is tokenized
         return
@@ -358,6 +408,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     _timeouts,
     _weights,
     _metrics,
+    _promotion,
     _text,
     _bytes_of_a_token,
     _surgery,

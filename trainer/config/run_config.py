@@ -100,6 +100,18 @@ class RunConfig(Section):
             return self.checkpoint.greatest_is_best
         return bool(is_greatest(self.stop_metric))
 
+    @property
+    def promote_metric(self) -> str:
+        """The metric that decides whether the exported file takes the place of the served one."""
+        return self.export.promote_if.metric or self.checkpoint.best_metric
+
+    @property
+    def promote_is_greatest(self) -> bool:
+        """Whether a greater value of that metric is better."""
+        if self.promote_metric == self.checkpoint.best_metric:
+            return self.checkpoint.greatest_is_best
+        return bool(is_greatest(self.promote_metric))
+
     def total_samples(self, num_rows: int) -> int:
         """Return the samples of the whole run, counted with repetition, for training data of `num_rows` rows."""
         if self.train.num_steps:

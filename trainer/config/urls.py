@@ -37,19 +37,31 @@ CREDENTIALS = {
 HARMLESS = {"alt", "dl", "download", "format", "id", "path", "raw", "ref", "rev", "revision", "version", "versionid"}
 """Query parameters that hold no credentials, in lower case."""
 
+REGISTRIES = ("models", "runs")
+"""The schemes of MLflow: `models:/NAME@champion`, `runs:/ID/model`."""
+
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?:/|(?!/))(.*)", re.DOTALL)
 
 
 def url_of(location: str | PurePath) -> str:
     """Return the URL that a setting names, also one that pathlib has shortened; "" for a local path."""
     found = _URL.fullmatch(str(location))
+    if found and found[1] in REGISTRIES:
+        return f"{found[1]}:/{found[2].lstrip('/')}"
     if not found or (found[1].lower() not in PACKAGES and "://" not in str(location)):
         return ""
     return f"{found[1].lower()}://{found[2].lstrip('/')}"
 
 
+def is_registered(url: str) -> bool:
+    """Return whether MLflow's registry, or a run in MLflow, has what the URL names."""
+    return url.startswith(tuple(f"{scheme}:/" for scheme in REGISTRIES))
+
+
 def redacted(url: str) -> str:
     """Return a URL without user name, password and query, for messages."""
+    if is_registered(url):
+        return url
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -62,8 +74,8 @@ def credentials_hint(url: str) -> str:
 def check_url(location: str) -> str:
     """Return a location as it is kept. Raises ValueError for a URL that cannot be read or holds credentials."""
     url = url_of(location)
-    if not url:
-        return location
+    if not url or is_registered(url):
+        return url or location
     parts = urlsplit(url)
     if parts.scheme not in PACKAGES:
         raise ValueError(f"{redacted(url)} has scheme {parts.scheme}://; known are {', '.join(PACKAGES)}")

@@ -134,6 +134,26 @@ class OnnxRunner:
                 metrics.update([self._without_padding(each, stop - start) for each in results], labels, stop - start)
         return {f"{self._data.split}/{name}": value for name, value in metrics.compute().items()}
 
+    def row_totals(self) -> tuple[EvaluationMetrics, Tensor]:
+        """Return the totals of each row of the split alone, fp64 [rows, n], and metrics that read their sums.
+
+        Raises ExportRefused for outputs that have no part for each row.
+        """
+        totals, metrics = [], self._data.new_metrics(self.outputs)
+        for batch in self._data.batches():
+            for start, stop in self._slices(batch.size):
+                results = self.run([tensor[start:stop] for tensor in self._inputs_of(batch)])
+                outputs = [self._without_padding(each, stop - start) for each in results]
+                if any(not each.ndim or len(each) % (stop - start) for each in outputs):
+                    raise ExportRefused("export.promote_if.confidence needs outputs with results for each row")
+                for row in range(stop - start):
+                    metrics = self._data.new_metrics(self.outputs)
+                    own = [each.view(stop - start, -1, *each.shape[1:])[row] for each in outputs]
+                    labels = [None if each is None else each[start + row : start + row + 1] for each in batch.labels]
+                    metrics.update(own, labels, 1)
+                    totals.append(metrics.totals())
+        return metrics, torch.stack(totals)
+
     def example(self) -> bytes:
         """Return one row of inputs (or as many as a fixed batch takes) as the content of an .npz file."""
         batch = next(iter(self._data.batches()))

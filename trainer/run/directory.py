@@ -32,6 +32,7 @@ it.
                                 refused.json (Refusal)         export
         export/preprocessing.json     Preprocessing: what raw data became before the graph; tokenizer.json   export
         export/variant-int8_static.json   Variant, beside its file     export
+        export/comparison.json  Comparison: the exported file beside the served one     export
         export/training/        the files that continue training without torch    export
 
 Durable files are written under a temporary name, fsynced and renamed: they are complete or absent.
@@ -227,6 +228,11 @@ def example_in(export: Path) -> Path:
 def variant_in(folder: Path, kind: str) -> Path:
     """Return the path of a variant's record, beside the exported file."""
     return folder / f"variant-{kind}.json"
+
+
+def comparison_in(folder: Path) -> Path:
+    """Return the path of the record that compares the exported file with the served one."""
+    return folder / "comparison.json"
 
 
 def refusal_in(export: Path) -> Path:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.section import Section
@@ -52,6 +52,27 @@ class MonitorConfig(Section):
     """Steps between histograms and norms."""
 
 
+class PromoteConfig(Section):
+    """When the alias moves from the served version to the new one. Else the new version stays a candidate."""
+
+    when: Literal["better", "always", "never"] = "better"
+    """`better`: both files are evaluated on the same rows, and the new one must be better; the first version of a name
+    is served at once. `promote_if = "always"` is short for this setting alone."""
+    metric: str = ""
+    """The metric that decides, such as `evaluation/accuracy`, or `test/accuracy` on the rows of `data.test_source`;
+    empty = `checkpoint.best_metric`."""
+    margin: NonNegativeFloat = 0.0
+    """The new file must be better by more than this, in the unit of the metric."""
+    confidence: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """0.95 = the 95 % interval of the difference must lie above `margin`, by a paired bootstrap over the rows; 0 = the
+    difference itself decides. For the loss and metrics that are sums over targets: accuracy, top_5, mae, ..."""
+    signature: Literal["same", "any"] = "same"
+    """`same`: a file whose inputs or outputs differ from those of the served one stays a candidate. `any`: it may
+    take its place."""
+    approval_hours: NonNegativeFloat = 0.0
+    """Ask in Prefect before the alias moves, and wait so long for an answer; 0 = do not ask."""
+
+
 class ExportConfig(Section):
     """Which weights are exported, and which checks the file must pass before it is registered."""
 
@@ -79,7 +100,15 @@ class ExportConfig(Section):
     register_as: str = ""
     """The name in MLflow's model registry; empty = the run's name."""
     alias: str = "champion"
-    """The alias given to the new version; empty = none."""
+    """The alias of the version that is served; `promote_if` decides whether it moves to the new version. Empty =
+    none."""
+    promote_if: PromoteConfig = PromoteConfig()
+    """When the alias moves: `[export.promote_if]`; or "always" or "never"."""
+
+    @field_validator("promote_if", mode="before")
+    @classmethod
+    def _may_be_a_word(cls, given: Any) -> Any:
+        return {"when": given} if isinstance(given, str) else given
 
     @field_validator("register_as")
     @classmethod

@@ -11,7 +11,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.urls import redacted, url_of
+from onward.trainer.config.urls import is_registered, redacted, url_of
 from onward.trainer.errors import ConfigError, DataError, Refused
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.run.directory import RunDir, download_cache
@@ -66,6 +66,8 @@ def _kept(copy: LocalCopy) -> LocalCopy:
     if copy.path.exists():
         mark_used(download_cache(), copy.path)
         return copy
+    if is_registered(copy.url):
+        raise ConfigError(f"the local copy {copy.path} of {copy.url} is gone; `onward resume` downloads it again")
     is_model = copy.path.suffix == ".onnx"
     found = _model(copy.url) if is_model else _several(copy.url)
     if found.key != copy.key:
@@ -77,6 +79,8 @@ def _kept(copy: LocalCopy) -> LocalCopy:
 
 
 def _fetched(setting: str, url: str) -> LocalCopy:
+    if is_registered(url):
+        raise ConfigError(f"{url} names a model of MLflow, and only model.path may; `onward run` downloads it")
     if setting == "model.path":
         return _model(url)
     copy = _several(url)

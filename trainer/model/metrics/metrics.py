@@ -68,16 +68,27 @@ class EvaluationMetrics:
             for each in self._each:
                 for task in each.sizes:
                     each.learn(task, next(agreed))
-        states = [state for each in self._each for state in each.sums()]
-        totals = torch.cat([state.flatten().double() for state in states])
+        totals = self.totals()
         if not alone:
             totals = totals if self._counts else torch.zeros_like(totals)
             dist.all_reduce(totals)
         own = [part if self._counts else part[:0] for each in self._each for part in each.lists()]
         lists = iter(gather_lists(own))
-        sums, on_first = _split(totals.tolist(), [state.numel() for state in states]), alone or dist.get_rank() == 0
+        sums, on_first = self._split(totals.tolist()), alone or dist.get_rank() == 0
         values = [each.values(sums, lists, on_first_rank=on_first) for each in self._each]
         return self._named(values if alone else self._agreed(values))
+
+    def totals(self) -> Tensor:
+        """Return all that this rank adds up: fp64 [n]. The totals of several parts of the data may be added."""
+        return torch.cat([state.flatten().double() for each in self._each for state in each.sums()])
+
+    def of_totals(self, totals: Tensor) -> dict[str, float]:
+        """Return the metrics that such totals [n] have; NaN for those that need more than sums."""
+        sums, lists = self._split(totals.tolist()), iter([part for each in self._each for part in each.lists()])
+        return self._named([each.values(sums, lists, on_first_rank=False) for each in self._each])
+
+    def _split(self, totals: list[float]) -> Iterator[list[float]]:
+        return _split(totals, [state.numel() for each in self._each for state in each.sums()])
 
     def _agreed(self, values: list[list[float]]) -> list[list[float]]:
         """Return what rank 0 has computed, where it alone computes some of the values."""

@@ -117,7 +117,10 @@ def test_a_damaged_file_is_exported_again(tmp_path: Path, process: Process) -> N
     run = make_run(tmp_path, new_run(), register_as="damaged")
     first = task.export.fn(run, RESULT, infos(run, 20))
     first.path.write_bytes(b"damaged")
-    assert task.export.fn(run, RESULT, infos(run, 20)) == first
+    again = task.export.fn(run, RESULT, infos(run, 20))
+    assert again.promotion is not None
+    assert again.promotion.reason == "it is the champion already"
+    assert again.model_copy(update={"promotion": first.promotion}) == first
     assert first.path.read_bytes() != b"damaged"
 
 

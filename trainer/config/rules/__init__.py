@@ -1,0 +1,53 @@
+"""Cross-section rules: which settings contradict each other.
+
+A rule is a function of the sections it reads. It yields one sentence for each contradiction: the settings, their
+values, and what to change. Each file holds the rules of one subject.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from onward.trainer.config.rules import measures, model_and_data, ranks, results, updates
+
+Sections = Mapping[str, Any]
+
+CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
+    ranks.world_size,
+    updates.accumulation,
+    ranks.pipeline,
+    ranks.replicas,
+    ranks.device,
+    ranks.zero_bubble,
+    ranks.recomputation,
+    updates.length,
+    updates.loss_scale,
+    updates.optimizer,
+    updates.schedule,
+    ranks.timeouts,
+    model_and_data.weights,
+    measures.metrics,
+    results.promotion,
+    model_and_data.text,
+    measures.bytes_of_a_token,
+    model_and_data.surgery,
+    measures.losses,
+    model_and_data.adapters,
+    model_and_data.dropout,
+    ranks.compilation,
+    results.export,
+    model_and_data.balance,
+)
+"""Each rule names the sections it reads as its parameters."""
+
+
+def check_cross_section_rules(sections: Sections) -> list[str]:
+    """Return one sentence for each contradiction; a rule is skipped if a section that it reads is absent."""
+    problems: list[str] = []
+    for rule in CROSS_SECTION_RULES:
+        reads = inspect.signature(rule).parameters
+        if reads.keys() <= sections.keys():
+            problems += rule(**{name: sections[name] for name in reads})
+    return problems

@@ -1,0 +1,93 @@
+"""Rules about what is measured: [[loss]], [[metrics]], and the settings that name a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from onward.trainer.config.losses import LossConfig, contradictions, export_problems, filled, key_of, setting_problems
+from onward.trainer.config.metric_names import has_no_direction
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.metrics import MetricConfig, StopConfig, evaluation_names, metric_problems
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
+from onward.trainer.config.sections.training import TrainConfig
+
+
+def losses(
+    model: ModelConfig,
+    data: DataConfig,
+    loss: Sequence[LossConfig],
+    train: TrainConfig,
+    parallel: ParallelConfig,
+    export: ExportConfig,
+) -> Iterable[str]:
+    yield from contradictions(model, data, loss)
+    losses = filled(model, data, loss)
+    yield from setting_problems(losses)
+    for place, each in enumerate(losses):
+        key = key_of(losses, place, "name")
+        if each.name == "info_nce" and (train.gradient_accumulation_steps > 1 or parallel.pipeline > 1):
+            yield (
+                f"{key} 'info_nce' compares all samples of a step at once, but train.gradient_accumulation_steps is "
+                f"{train.gradient_accumulation_steps} and parallel.pipeline {parallel.pipeline}; set both to 1"
+            )
+        if each.name == "info_nce" and parallel.reduction == "adasum":
+            yield f"{key} 'info_nce' reaches over all replicas, which Adasum does not add up; use 'sum'"
+    if export.training:
+        yield from export_problems(losses)
+    if "without_loss" in export.variants and "output" not in [each.name for each in losses]:
+        yield (
+            f"export.variants 'without_loss' is for a graph that computes its own loss, but the loss is "
+            f"{losses[0].name}: the exported file has no loss in it; leave the variant out"
+        )
+    if model.num_classes == 1 and losses and losses[0].name == "cross_entropy":
+        yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
+    if len(losses) < 2:
+        return
+    if parallel.reduction == "adasum":
+        yield (
+            f"parallel.reduction 'adasum' weighs hosts by the targets of one loss, but there are {len(losses)} "
+            "[[loss]]; use 'sum'"
+        )
+
+
+def metrics(
+    checkpoint: CheckpointConfig,
+    stop: StopConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    loss: Sequence[LossConfig],
+    metrics: Sequence[MetricConfig],
+    train: TrainConfig,
+) -> Iterable[str]:
+    losses = filled(model, data, loss)
+    yield from metric_problems(losses, metrics)
+    known = evaluation_names(losses, metrics)
+    for key, name in (("checkpoint.best_metric", checkpoint.best_metric), ("stop.metric", stop.metric)):
+        if name and name not in known:
+            yield f"{key}: no evaluation measures {name!r}; with these settings they measure {', '.join(known)}"
+        elif has_no_direction(name) and not (key == "checkpoint.best_metric" and checkpoint.best_is != "auto"):
+            yield f"{key}: of {name!r} neither the least nor the greatest value is the best; choose another metric"
+    ends = [f"stop.patience {stop.patience}"] if stop.patience else []
+    ends += [] if stop.target is None else [f"stop.target {stop.target:g}"]
+    if ends and not train.evaluation_period:
+        yield (
+            f"{' and '.join(ends)} count evaluations, but train.evaluation_period is 0: there is none between the "
+            "first and the last step; set train.evaluation_period"
+        )
+    for name in ("metric", "minimum_gain"):
+        unused = (name == "minimum_gain" and not stop.patience) or not ends
+        if unused and getattr(stop, name) != StopConfig.model_fields[name].default:
+            yield f"stop.{name} {getattr(stop, name)!r} has no effect without stop.patience"
+
+
+def bytes_of_a_token(data: DataConfig, metrics: Sequence[MetricConfig]) -> Iterable[str]:
+    if data.text is None or data.text.task == "causal":  # whose bytes are counted while it is tokenized
+        return
+    why = "a masked model predicts some tokens from those around them, which is no code of the text; use perplexity"
+    if data.text.task != "masked":
+        why = f"the targets of data.text.task {data.text.task!r} are no text"
+    for each in metrics:
+        if each.name == "bits_per_byte" and each.bytes_per_target is None:
+            yield f"metrics: bits_per_byte needs bytes of text: {why}, or set bytes_per_target"

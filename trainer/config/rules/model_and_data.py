@@ -1,0 +1,70 @@
+"""Rules about what is trained on which data: [model], [graph], [lora] and [data]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
+from onward.trainer.config.sections.training import TrainConfig
+
+
+def weights(model: ModelConfig) -> Iterable[str]:
+    if not model.train:
+        yield "model.train is empty: nothing would be trained; ['*'] trains every weight"
+
+
+def surgery(model: ModelConfig) -> Iterable[str]:
+    if model.head and not model.num_classes:
+        yield f"model.head {model.head!r} names the layer to replace, but model.num_classes is 0; set it"
+    if twice := sorted({name for name in model.start if model.start.count(name) > 1}):
+        yield f"model.start names {', '.join(twice)} more than once"
+
+
+def adapters(lora: LoraConfig, model: ModelConfig) -> Iterable[str]:
+    if not lora.weights:
+        for name in sorted(lora.model_fields_set - {"weights"}):
+            if getattr(lora, name) != LoraConfig.model_fields[name].default:
+                yield f"lora.{name} has no effect without lora.weights; name the weights that get an adapter"
+    elif model.train != ModelConfig.model_fields["train"].default:
+        yield (
+            f"model.train {list(model.train)} and lora.weights contradict each other: with adapters the model's own "
+            "weights are frozen; name those trained whole in lora.also_train"
+        )
+
+
+def dropout(graph: GraphConfig) -> Iterable[str]:
+    # its places are found by fused calls: linear layers, norms and attention
+    if graph.dropout and not graph.fuse:
+        yield f"graph.dropout {graph.dropout:g} needs graph.fuse = true: it is added to the fused graph"
+
+
+def balance(data: DataConfig, train: TrainConfig) -> Iterable[str]:
+    if data.balance == "length" and not train.shuffle:
+        yield "data.balance 'length' reorders the shuffled samples, but train.shuffle is false; set one of the two"
+
+
+def text(data: DataConfig) -> Iterable[str]:
+    text = data.text
+    if text is None:
+        return
+    if text.packing not in ("auto", "none") and text.task not in ("causal", "masked"):
+        yield f"data.text.packing {text.packing!r} is for the tasks causal and masked, not {text.task}"
+    if text.stride is not None and text.task == "causal":
+        yield (
+            "data.text.stride: the windows of a causal model follow each other, so that each token is predicted once; "
+            "leave it out"
+        )
+    elif text.stride is not None and text.packing not in ("auto", "none"):
+        yield f"data.text.stride divides texts, which data.text.packing {text.packing!r} joins; set one of the two"
+    if text.stride is not None and not isinstance(text.columns, str) and len(text.columns) > 1:
+        yield (
+            "data.text.stride: each window of one text of a pair would be combined with each window of the other; "
+            "leave it out, so that the longer text is truncated"
+        )
+    if text.pad_side != "auto" and text.packing not in ("auto", "none"):
+        yield f"data.text.pad_side {text.pad_side!r}: windows of data.text.packing {text.packing!r} are not padded so"
+    for name in ("mask_token", "mask_probability", "whole_words"):
+        value = getattr(text, name)
+        if text.task != "masked" and value != type(text).model_fields[name].default:
+            yield f"data.text.{name} {value!r} is for the task masked, not {text.task}"

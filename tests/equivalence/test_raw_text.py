@@ -47,18 +47,23 @@ def text_run(folder: Path, task: str, **sections: Any) -> RunDir:
     )
 
 
+def assert_kills_change_nothing(killed: RunDir, undisturbed: RunDir, *, at: tuple[int, ...]) -> None:
+    """Kill a rank of two at each of the steps, train on to the end, and compare with the undisturbed run."""
+    for step in at:
+        train_until(killed, lambda event, step=step: event.step >= step and event.kind == "scalars", rank=step % 2)
+        assert not killed.result(killed.current_attempt).exists()
+    assert train_run(killed).step == 9
+    assert_equal_bits(final_tensors(killed), final_tensors(undisturbed))
+    assert losses(killed) == losses(undisturbed)
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("task", ["masked", pytest.param("causal", marks=pytest.mark.slow)])
 def test_masks_and_windows_are_those_of_an_undisturbed_run_after_any_kill(tmp_path: Path, task: str) -> None:
     undisturbed = text_run(tmp_path / "undisturbed", task, parallel={"data": 2})
     train_run(undisturbed)
     killed = text_run(tmp_path / "killed", task, parallel={"data": 2})
-    for step in (1, 4):
-        train_until(killed, lambda event, step=step: event.step >= step and event.kind == "scalars", rank=step % 2)
-        assert not killed.result(killed.current_attempt).exists()
-    assert train_run(killed).step == 9
-    assert_equal_bits(final_tensors(killed), final_tensors(undisturbed))
-    assert losses(killed) == losses(undisturbed)
+    assert_kills_change_nothing(killed, undisturbed, at=(1, 4))
 
 
 @pytest.mark.mpi
@@ -90,12 +95,7 @@ def test_each_way_from_text_to_samples_trains_alike_on_one_rank_on_two_and_after
     train_run(both)
     assert_close(final_tensors(both), final_tensors(alone), 2e-5)
     killed = path_run(tmp_path / "killed", name, parallel={"data": 2})
-    for step in (1, 5):
-        train_until(killed, lambda event, step=step: event.step >= step and event.kind == "scalars", rank=step % 2)
-        assert not killed.result(killed.current_attempt).exists()
-    assert train_run(killed).step == 9
-    assert_equal_bits(final_tensors(killed), final_tensors(both))
-    assert losses(killed) == losses(both)
+    assert_kills_change_nothing(killed, both, at=(1, 5))
 
 
 @pytest.mark.mpi

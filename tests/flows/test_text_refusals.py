@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import onnx
 import pytest
 from tokenizers import Tokenizer
 
-from tests.flows.test_refusals import ENVIRONMENT, ONWARD
+from tests.flows.test_refusals import run_refused
 from tests.support.graphs import tiny_bert, tiny_decoder, tiny_transformer
 from tests.support.texts import bert_tokenizer, gpt2_tokenizer, reviews, write_csv
 
@@ -41,19 +39,8 @@ def workshop(tmp_path: Path) -> Path:
 
 
 def refused(workshop: Path, *overrides: str) -> list[str]:
-    """Run `onward run` on the workshop's configuration; return the problems that it reports."""
-    process = subprocess.run(
-        [sys.executable, "-c", ONWARD, "run", str(workshop / "config.toml"), *overrides, "--json"],
-        capture_output=True,
-        text=True,
-        cwd=workshop,
-        env={**ENVIRONMENT, "ONWARD_HOME": str(workshop / "home")},
-    )
-    assert process.returncode == 2, process.stderr
-    assert process.stderr.splitlines()[-1] == "False", "torch was imported"
-    assert not (workshop / "home").exists(), "something was started or written"
-    problems: list[str] = json.loads(process.stdout)["problems"]
-    return problems
+    """Return the problems that `onward run` reports."""
+    return run_refused(workshop, *overrides)[0]
 
 
 def without(token: str, folder: Path) -> None:

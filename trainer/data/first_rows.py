@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.column_computers import computed_chunks, divider_of, packer_of, stored_of
+from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, divider_of, packer_of, stored_of
 from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Block, Column, Schema, Values, fit_block, in_parts
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted, complete_rows
@@ -78,12 +79,46 @@ def read_first_rows(
     is_small = not spread and _source_bytes(data) <= COUNTED_BYTES
     is_counted = is_small and packer is None and divider_of(computers) is None and not names_files
     fit_to_source(computers, data, stored, most_blocks=None if is_counted or spread else FITTED_BLOCKS)
-    parts: list[dict[str, Values]] = []
-    num_kept, counts, reasons = 0, [0, 0], list[str]()
     texts = [column.name for column in stored if column.dtype in (TEXT, WORDS)]
     blocks = sources.read(data, [column.name for column in stored], texts)
     if spread:
         blocks = _spread(blocks, _count_rows(data, stored), most)
+    gathered = _gather(blocks, stored, computers, most, to_end=is_counted)
+    if not gathered.parts:
+        few = f", or they are fewer tokens than a window of {packer.packed_columns[0].shape[0]}" if packer else ""
+        nothing = f"{data.source} holds no row to train on: all are bad, or held out for evaluation{few}"
+        raise DataError([*gathered.reasons, nothing])
+    consumed = frozenset[str]().union(*(each.consumed for each in computers))
+    result = {column.name: column for column in (*(c for c in stored if c.name not in consumed), *stored_of(computers))}
+    joined = {name: _joined([part[name] for part in gathered.parts]) for name in result}
+    pad_values = {name: value for each in computers for name, value in each.pad_values.items()}
+    counts = gathered.counts if is_counted else None
+    return FirstRows(result, pad_values, joined, gathered.num_kept, counts, all_fitted(computers))
+
+
+class _Gathered(NamedTuple):
+    """Rows of the training split, and what was seen on the way to them."""
+
+    parts: list[dict[str, Values]]
+    num_kept: int
+    counts: tuple[int, int]
+    """Good rows for training and for evaluation."""
+    reasons: list[str]
+    """Why the first rows are bad, if no row was good before them."""
+
+
+def _gather(
+    blocks: Iterable[tuple[Block, Array]],
+    stored: Sequence[Column],
+    computers: Sequence[ColumnComputer],
+    most: int,
+    *,
+    to_end: bool,
+) -> _Gathered:
+    """Compute the columns of the first `most` good rows of the training split; to_end: count the rows behind them."""
+    parts: list[dict[str, Values]] = []
+    packer = packer_of(computers)
+    num_kept, counts, reasons = 0, [0, 0], list[str]()
     for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
         values, good, bad = fit_block(block, stored)
         good &= complete_rows(computers, values, len(good))
@@ -102,19 +137,9 @@ def read_first_rows(
             reasons = (reasons + [f"{block.where(row)}: {bad[row]}" for row in sorted(bad)])[:MAX_NAMED]
         counts[0] += int(training.sum())
         counts[1] += int((good & held_out).sum())
-        if num_kept >= most and not is_counted:
+        if num_kept >= most and not to_end:
             break
-    if not num_kept:
-        few = f", or they are fewer tokens than a window of {packer.packed_columns[0].shape[0]}" if packer else ""
-        raise DataError(
-            [*reasons, f"{data.source} holds no row to train on: all are bad, or held out for evaluation{few}"]
-        )
-    consumed = frozenset[str]().union(*(each.consumed for each in computers))
-    result = {column.name: column for column in (*(c for c in stored if c.name not in consumed), *stored_of(computers))}
-    joined = {name: _joined([part[name] for part in parts]) for name in result}
-    pad_values = {name: value for each in computers for name, value in each.pad_values.items()}
-    found = (counts[0], counts[1]) if is_counted else None
-    return FirstRows(result, pad_values, joined, num_kept, found, all_fitted(computers))
+    return _Gathered(parts, num_kept, (counts[0], counts[1]), reasons)
 
 
 def _count_rows(data: DataConfig, stored: Sequence[Column]) -> int:

@@ -14,7 +14,7 @@ from onward.infra.registry import Registry
 from onward.infra.tracking import local_store
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.local_copies import LocalCopies
-from onward.trainer.run.records import read_record
+from onward.trainer.run.records import ExportedModel, Promotion, read_record
 from tests.support.graphs import tiny_conv_net
 from tests.support.workshop import Workshop, api, finished, until
 
@@ -104,6 +104,43 @@ def test_a_nightly_run_on_worse_data_does_not_replace_the_served_model_and_a_bet
     assert (back["before"], champion(workshop)) == ("3", "1")
 
 
+def test_a_schedule_serves_what_it_trained_on_good_data_and_not_what_it_trained_on_worse_data(
+    workshop: Workshop,
+) -> None:
+    server = workshop.onward("up")["prefect"].removesuffix("/v2/runs")
+    workshop.onward("run", write_config(workshop, "first", model="model.onnx", data="data.npz", steps=2))
+    nightly = write_config(workshop, "nightly", model="models:/shapes@champion", data="data.npz", steps=150)
+    last = ("export.checkpoint=last", "checkpoint.period=50")
+    deployment = workshop.onward("deploy", nightly, *last, "--name", "nightly", "--interval", "20")["deployment_id"]
+
+    def runs() -> list[RunDir]:
+        asked = {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_ASC"}
+        found = [RunDir(workshop.home / "runs" / each["id"]) for each in api(server, "/flow_runs/filter", asked)]
+        return [run for run in found if run.identity.exists()]
+
+    def decision(number: int) -> Promotion | None:
+        begun = runs()
+        if len(begun) <= number or not begun[number].exported.exists():
+            return None
+        return read_record(begun[number].exported, ExportedModel).promotion
+
+    try:
+        # the rows of the first run are in its shards by then
+        until(lambda: runs() and any(runs()[0].checkpoints.glob("step-*")), limit_s=300)
+        (workshop.root / "bad.npz").replace(workshop.root / "data.npz")
+        first = until(lambda: decision(0), limit_s=300)
+        second = until(lambda: decision(1), limit_s=300)
+    finally:
+        api(server, f"/deployments/{deployment}", method="DELETE")
+    assert first.status == "served", first
+    assert first.reason.startswith("evaluation/accuracy"), first
+    assert second.status == "candidate", second
+    assert second.comparison is not None
+    assert second.comparison.version == "2", "it is compared with what the schedule's first run has promoted"
+    assert champion(workshop) == "2"
+    workshop.onward("down")
+
+
 def test_of_two_runs_at_the_same_time_one_is_promoted_and_it_is_the_better_one(workshop: Workshop) -> None:
     workshop.onward("run", write_config(workshop, "first", model="model.onnx", data="data.npz", steps=2))
     short = write_config(workshop, "short", model="model.onnx", data="data.npz", steps=60)
@@ -116,7 +153,7 @@ def test_of_two_runs_at_the_same_time_one_is_promoted_and_it_is_the_better_one(w
 
 
 def test_a_run_that_asks_waits_in_prefect_and_the_answer_decides(workshop: Workshop) -> None:
-    workshop.onward("up")
+    url = workshop.onward("up")["prefect"].removesuffix("/v2/runs")
     workshop.onward("run", write_config(workshop, "first", model="model.onnx", data="data.npz", steps=2))
     asking = write_config(
         *(workshop, "asking", "[export.promote_if]\napproval_hours = 1\n"),
@@ -126,7 +163,6 @@ def test_a_run_that_asks_waits_in_prefect_and_the_answer_decides(workshop: Works
     )
     process = workshop.start("run", asking)
     run = workshop.new_run()
-    url = workshop.onward("ui")["prefect"].rstrip("/")
 
     def paused() -> bool:
         state: dict[str, Any] = api(url, f"/flow_runs/{run.root.name}")["state"]

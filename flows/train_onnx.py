@@ -39,7 +39,13 @@ from onward.trainer.config.sections.metrics import MetricConfig, StopConfig
 from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig, MonitorConfig
-from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig
+from onward.trainer.config.sections.training import (
+    AverageConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, TrainResult
@@ -80,6 +86,7 @@ def train_onnx(
     precision: PrecisionConfig = PrecisionConfig(),
     optimizer: OptimizerConfig = OptimizerConfig(),
     schedule: ScheduleConfig = ScheduleConfig(),
+    average: AverageConfig = AverageConfig(),
     parallel: ParallelConfig = ParallelConfig(),
     recompute: RecomputeConfig = RecomputeConfig(),
     launch: LaunchConfig = LaunchConfig(),

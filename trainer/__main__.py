@@ -117,12 +117,13 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
     die_with_parent()
     from onward.trainer.checkpoint.load import load
     from onward.trainer.checkpoint.verification import verify
-    from onward.trainer.distributed.weights import weights_in
     from onward.trainer.export import export
+    from onward.trainer.optim.averages import exported_weights
 
     with export.exit_with_refusal(folder):
         state, tensors = load(verify(path))
-        checkpoint = export.Checkpoint(step=state.step, weights=weights_in(tensors))
+        weights = exported_weights(read_config(run), tensors, source=f"checkpoint {path}")
+        checkpoint = export.Checkpoint(step=state.step, weights=weights)
         if training:
             export.export_training(run, checkpoint, folder=folder)
         else:

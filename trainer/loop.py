@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -33,10 +33,12 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import Diverged
 from onward.trainer.events import EventWriter, Heartbeat
+from onward.trainer.model.metrics.measures import Counts
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.summaries import summarise
 from onward.trainer.model.trainable import open_trainable
+from onward.trainer.optim.averages import Averages, average_shapes
 from onward.trainer.optim.loss_scaler import LossScaler
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
@@ -108,20 +110,27 @@ def train(
         total_squares=model.total_squares,
     )
     scaler = LossScaler(config.precision)
+    averages = Averages(
+        config.average, model.averaged, num_steps=num_steps, device=mpi.device, swapped=reducer.regather
+    )
 
     def evaluate(step: int) -> dict[str, float]:
-        totals = EvaluationMetrics(model.losses, config.metrics, device=mpi.device, counts=here.tensor == 0)
-        part = evaluation_batches(held_out, config, signature, **share, device=mpi.device)
-        with heartbeat.compiling():
-            values = pipeline.evaluate(part, totals, heartbeat.beat)
-        metrics = {f"evaluation/{name}": value for name, value in values.items()}
+        metrics: dict[str, float] = {}
+        confusion: Mapping[str, Counts] = {}
+        for prefixes in averages.in_turn():  # first the weights themselves, then their averages in their place
+            totals = EvaluationMetrics(model.losses, config.metrics, device=mpi.device, counts=here.tensor == 0)
+            part = evaluation_batches(held_out, config, signature, **share, device=mpi.device)
+            with heartbeat.compiling():
+                values = pipeline.evaluate(part, totals, heartbeat.beat)
+            metrics |= {f"{prefix}/{name}": value for prefix in prefixes for name, value in values.items()}
+            confusion = confusion or totals.confusion
         events.emit("evaluation", step, values=metrics)
-        for loss, counts in totals.confusion.items():
+        for loss, counts in confusion.items():
             events.emit("confusion", step, loss=loss, counts=counts)
         return metrics
 
     # the tensors themselves, which training changes in place: what is saved is always their present value
-    parts = model.parts() | optimizer_parts(optimizer, trained)
+    parts = model.parts() | optimizer_parts(optimizer, trained) | averages.parts()
     checkpoints = CheckpointWriter(run, config, attempt=attempt, mpi=mpi, events=events)
 
     def save_checkpoint(*, last: bool) -> None:
@@ -138,14 +147,16 @@ def train(
         checkpoint = verify_together(Path(config.checkpoint.load), mpi=mpi, beat=heartbeat.beat)
     if checkpoint is not None:
         name = f"checkpoint {checkpoint.path}"
-        expected = model.checkpoint_shapes | optimizer_shapes(config.optimizer, model.trained_shapes)
-        check_fit(name, checkpoint.shapes, expected)
+        found, averaged = average_shapes(config.average, model.averaged_shapes, name, checkpoint.shapes)
+        expected = model.checkpoint_shapes | optimizer_shapes(config.optimizer, model.trained_shapes) | averaged
+        check_fit(name, found, expected)
         checkpoint.manifest.state.check_reachable(name, config, num_rows=batches.num_rows)
-        placements = {key: placement for key, (_, placement) in parts.items()}
+        placements = {key: placement for key, (_, placement) in parts.items() if key in expected}
         state, tensors = load(checkpoint, placements, beat=heartbeat.beat)
         state = state if of_this_run else state.as_start()
         model.load(tensors)
         load_optimizer_parts(optimizer, trained, tensors)
+        averages.load(tensors)
         scaler.restore(state.scaler)
     check_copies(parts, mpi, beat=heartbeat.beat)  # nothing is broadcast: every rank has read its own parts
     shown = {"num_samples": num_samples, "num_parameters": model.num_parameters, "compute": config.precision.compute}
@@ -199,6 +210,7 @@ def train(
             reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
             summarise(events, step, model, config=config.monitor)
             optimizer.step()
+            averages.update(step)
             scaler.grow()
         state = state.advance(size, scaler.state(), trained_s=seconds)
         stopping, ending = stops > 0, is_out_of_time(state.stop, config) or step == num_steps

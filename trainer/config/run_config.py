@@ -13,11 +13,17 @@ from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.rules import check_cross_section_rules
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.config.sections.metrics import MetricConfig, StopConfig
+from onward.trainer.config.sections.metrics import AVERAGE_METRICS, WEIGHTS_METRICS, MetricConfig, StopConfig
 from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig, MonitorConfig
-from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig
+from onward.trainer.config.sections.training import (
+    AverageConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 
 class RunConfig(Section):
@@ -37,6 +43,7 @@ class RunConfig(Section):
     precision: PrecisionConfig = PrecisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    average: AverageConfig = AverageConfig()
     parallel: ParallelConfig = ParallelConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -103,14 +110,27 @@ class RunConfig(Section):
     @property
     def promote_metric(self) -> str:
         """The metric that decides whether the exported file takes the place of the served one."""
-        return self.export.promote_if.metric or self.checkpoint.best_metric
+        return self.export.promote_if.metric or self._best_metric_of_file
 
     @property
     def promote_is_greatest(self) -> bool:
         """Whether a greater value of that metric is better."""
-        if self.promote_metric == self.checkpoint.best_metric:
+        if self.promote_metric == self._best_metric_of_file:
             return self.checkpoint.greatest_is_best
         return bool(is_greatest(self.promote_metric))
+
+    @property
+    def _best_metric_of_file(self) -> str:
+        # the metrics of a file are named alike, whichever weights it has
+        best = self.checkpoint.best_metric
+        return best if self.average.kind == "none" else best.replace(AVERAGE_METRICS, WEIGHTS_METRICS, 1)
+
+    @property
+    def exports_average(self) -> bool:
+        """Whether the exported weights are those of the moving average."""
+        if self.export.weights == "auto":
+            return self.checkpoint.best_metric != self._best_metric_of_file
+        return self.export.weights == "average"
 
     def total_samples(self, num_rows: int) -> int:
         """Return the samples of the whole run, counted with repetition, for training data of `num_rows` rows."""

@@ -5,6 +5,7 @@ A weight is known by its initializer name in the ONNX file. The other names foll
     "conv1.weight"                          the weight                    Weight.name
     "model/conv1.weight"                    its key in a checkpoint       Weight.checkpoint_key
     "optimizer/conv1.weight/moment_1"       its optimizer state there     optimizer_key(name, "moment_1")
+    "average/conv1.weight/ema"              its moving average there      average_key(name, "ema")
     ("conv1.weight", stage 2)               the copy that stage 2 holds   Weight itself, as a dictionary key
 
 A rank holds a part of a weight, a `Placement`: intervals along each dimension, in the order they have in memory.
@@ -180,6 +181,21 @@ def checkpoint_key(name: str) -> str:
 def optimizer_key(name: str, field: str) -> str:
     """Return the key under which a checkpoint stores a field of the optimizer state of a weight."""
     return f"optimizer/{name}/{field}"
+
+
+def average_key(name: str, kind: str) -> str:
+    """Return the key under which a checkpoint stores the moving average of a weight; kind: `average.kind`."""
+    return f"average/{name}/{kind}"
+
+
+def averages_in(tensors: Mapping[str, T], kind: str) -> dict[str, T]:
+    """Return the moving averages of a kind among the tensors of a checkpoint, by initializer name."""
+    before, _, after = average_key("\0", kind).partition("\0")
+    return {
+        key.removeprefix(before).removesuffix(after): tensor
+        for key, tensor in tensors.items()
+        if key.startswith(before) and key.endswith(after)
+    }
 
 
 def weights_in(tensors: Mapping[str, T]) -> dict[str, T]:

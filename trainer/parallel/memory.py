@@ -25,7 +25,8 @@ ZeRO shards over n replicas (of these, trained), u = of the largest unit that Ze
 In bf16 and fp16 there is one cast of each weight that products read, in half of its bytes: W contains it without ZeRO.
 With ZeRO such a weight is gathered in half of its bytes instead (u, and S in ZeRO 1 and 2), if nothing else reads it.
 
-m is the number of moments: 2 for Adam and LAMB (1 if they are bf16), 1 for SGD with momentum, else 0. The factor 2u is
+m is the number of moments: 2 for Adam and LAMB (1 if they are bf16), 1 for SGD with momentum, else 0; a moving average
+of the weights is one more. The factor 2u is
 the unit in use and the one that is gathered or scattered meanwhile. Source: Rajbhandari et al. 2020
 (https://arxiv.org/abs/1910.02054), with copies as trainer/parallel/replicas/zero.py keeps them.
 
@@ -59,6 +60,7 @@ from onward.trainer.parallel.dry_run import DryRun
 from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.plan_record import Memory
 from onward.trainer.parallel.replicas.fsdp_groups import gathered_in_half
+from onward.trainer.parallel.replicas.reducer import is_statistic
 from onward.trainer.parallel.replicas.zero import is_sharded
 
 
@@ -205,7 +207,8 @@ def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: R
     casts = {weight for stage in stages for part in stage.chain.parts for weight in _cast_weights(part.module)}
     if not zero:
         held += _bytes_in_half(casts)
-        return _StaticMemory(held, trained, _optimizer_bytes(config.optimizer, trained), 0)
+        updates = _optimizer_bytes(config.optimizer, trained) + _average_bytes(weights, trained, config)
+        return _StaticMemory(held, trained, updates, 0)
     sharding = zero_sharding(stages, weights, config.parallel)
     # the rank keeps its shard of these only; what is gathered at a time is added below
     held -= sharding.stored_bytes - sharding.stored_bytes // sharding.num_shards
@@ -220,7 +223,7 @@ def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: R
     return _StaticMemory(
         weights=held + gathered,
         gradients=own_trained + unsharded_gradients,
-        optimizer=_optimizer_bytes(config.optimizer, own_trained),
+        optimizer=_optimizer_bytes(config.optimizer, own_trained) + _average_bytes(weights, own_trained, config),
         gathered=2 * max(sharding.scattered_bytes, default=0),
     )
 
@@ -241,6 +244,12 @@ def _optimizer_bytes(config: OptimizerConfig, trained: int) -> int:
             return trained if config.momentum else 0
         case name:  # mypy reports here a name without a case
             assert_never(name)
+
+
+def _average_bytes(weights: Sequence[Weight], trained: int, config: RunConfig) -> int:
+    """Return the size of the moving averages (optim/averages.py): of the trained weights and running statistics."""
+    statistics = sum(weight.tensor.nbytes for weight in weights if is_statistic(weight.tensor))
+    return trained + statistics if config.average.kind != "none" else 0
 
 
 def _buffer_bytes(stages: Sequence[Stage], config: RunConfig, batch_bytes: int) -> int:

@@ -47,7 +47,7 @@ from onward.trainer.parallel.layout import (
 )
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.norms import gradient
-from onward.trainer.parallel.replicas.reducer import Reducer
+from onward.trainer.parallel.replicas.reducer import Reducer, is_statistic
 from onward.trainer.parallel.replicas.zero import Sharded, is_sharded
 
 
@@ -63,6 +63,8 @@ class RankModel:
     """Initializer name -> full shape, for every stored tensor of the whole model."""
     trained_names: frozenset[str]
     """Names of the weights that are trained, on whichever rank."""
+    statistics_names: frozenset[str]
+    """Names of the running statistics, on whichever rank."""
     shapes_of: Callable[[Sequence[Tensor]], Sequence[Stage]]
     """Graph inputs of a micro-batch -> this rank's stages, with the shapes that cross their borders for those."""
     reported_weights: frozenset[Weight]
@@ -75,6 +77,16 @@ class RankModel:
     def trained(self) -> list[Weight]:
         """Return this rank's trained weights."""
         return [weight for weight in self.reducer.weights if weight.trained]
+
+    @property
+    def averaged(self) -> list[Weight]:
+        """Return this rank's weights of which there may be a moving average: what changes during training."""
+        return [weight for weight in self.reducer.weights if weight.name in self.averaged_shapes]
+
+    @property
+    def averaged_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return initializer name -> full shape, for every trained weight and running statistic of the whole model."""
+        return {name: self.shapes[name] for name in self.trained_names | self.statistics_names}
 
     @property
     def num_parameters(self) -> int:
@@ -137,6 +149,7 @@ def build_rank_model(
     group = mesh.get_group("tensor").group_name
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     trained_names = frozenset(name for name, tensor in stored.items() if is_trained(tensor))
+    statistics_names = frozenset(name for name, tensor in stored.items() if is_statistic(tensor))
 
     device = typical(mpi.device.type, config.precision.compute)
     layout = build_layout(module, config, example, rank=here.tensor, group=group, autocast=autocast, device=device)
@@ -178,6 +191,7 @@ def build_rank_model(
         reducer=reducer,
         shapes=shapes,
         trained_names=trained_names,
+        statistics_names=statistics_names,
         shapes_of=partial(_stages_for_inputs, module, own, layout.stages, autocast),
         reported_weights=_reported_weights(weights, reducer.weights, mesh),
         total_squares=_total_squares(weights, reducer.weights, mesh, layout.placements),

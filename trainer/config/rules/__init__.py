@@ -26,6 +26,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     updates.loss_scale,
     updates.optimizer,
     updates.schedule,
+    updates.average,
     ranks.timeouts,
     model_and_data.weights,
     measures.metrics,

@@ -11,7 +11,7 @@ from onward.trainer.config.sections.metrics import MetricConfig, StopConfig, eva
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
-from onward.trainer.config.sections.training import TrainConfig
+from onward.trainer.config.sections.training import AverageConfig, TrainConfig
 
 
 def losses(
@@ -60,10 +60,11 @@ def metrics(
     loss: Sequence[LossConfig],
     metrics: Sequence[MetricConfig],
     train: TrainConfig,
+    average: AverageConfig,
 ) -> Iterable[str]:
     losses = filled(model, data, loss)
     yield from metric_problems(losses, metrics)
-    known = evaluation_names(losses, metrics)
+    known = evaluation_names(losses, metrics, average=average.kind)
     for key, name in (("checkpoint.best_metric", checkpoint.best_metric), ("stop.metric", stop.metric)):
         if name and name not in known:
             yield f"{key}: no evaluation measures {name!r}; with these settings they measure {', '.join(known)}"

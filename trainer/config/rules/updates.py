@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from onward.trainer.config.losses import LossConfig, filled, titles
+from onward.trainer.config.section import Section
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.metrics import AVERAGE_METRICS, WEIGHTS_METRICS
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
-from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig, ScheduleConfig, TrainConfig
+from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
+from onward.trainer.config.sections.training import (
+    AverageConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 
 def accumulation(train: TrainConfig, parallel: ParallelConfig) -> Iterable[str]:
@@ -57,3 +69,47 @@ def schedule(schedule: ScheduleConfig) -> Iterable[str]:
         yield f"schedule.floor {schedule.floor:g} needs schedule.shape = 'continuous'; 'compatible' ends at 0"
     if schedule.mode == "none" and schedule.warmup_ratio:
         yield f"schedule.warmup_ratio {schedule.warmup_ratio:g} has no effect with mode 'none'; use mode 'constant'"
+
+
+def average(
+    average: AverageConfig,
+    train: TrainConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    loss: Sequence[LossConfig],
+    checkpoint: CheckpointConfig,
+    export: ExportConfig,
+) -> Iterable[str]:
+    if average.kind == "none":
+        if given := [name for name in sorted(average.model_fields_set) if name != "kind" and _differs(average, name)]:
+            yield f"{' and '.join(f'average.{name}' for name in given)} needs average.kind 'ema' or 'swa'"
+        if export.weights == "average":
+            yield "export.weights 'average' needs average.kind 'ema' or 'swa': without it there is no average"
+        return
+    only = {"decay": "ema", "warmup": "ema", "period": "swa"}
+    for name, kind in only.items():
+        if kind != average.kind and _differs(average, name):
+            yield f"average.{name} is for {kind}, not {average.kind}; remove it"
+    if train.num_steps and average.first_step(train.num_steps) > train.num_steps:
+        yield (
+            f"average.start {average.start:g} is after the last step, {train.num_steps}: nothing would be averaged; "
+            "set it below 1 (a share of all steps), or to an earlier step"
+        )
+    losses = filled(model, data, loss)
+    if len(losses) > 1 and "average" in titles(losses):
+        yield (
+            "the output 'average' of a loss and the moving average would both have the metrics evaluation/average/...; "
+            "rename the output, or set average.kind = 'none'"
+        )
+    of_average = checkpoint.best_metric.startswith(f"{AVERAGE_METRICS}/")
+    if export.checkpoint == "best" and export.weights in (("trained",) if of_average else ("average",)):
+        wanted = checkpoint.best_metric.replace(AVERAGE_METRICS, WEIGHTS_METRICS)
+        wanted = wanted if of_average else wanted.replace(WEIGHTS_METRICS, AVERAGE_METRICS, 1)
+        yield (
+            f"export.weights {export.weights!r} exports other weights than those that checkpoint.best_metric "
+            f"{checkpoint.best_metric!r} chooses; set checkpoint.best_metric = {wanted!r} or export.checkpoint = 'last'"
+        )
+
+
+def _differs(section: Section, name: str) -> bool:
+    return bool(getattr(section, name) != type(section).model_fields[name].default)

@@ -11,6 +11,8 @@ from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.config.metric_names import DEFAULTS, FILE_TASKS, METRICS, TASKS, Task, parse, unknown
 from onward.trainer.config.section import Section
 
+WEIGHTS_METRICS, AVERAGE_METRICS = "evaluation", "evaluation/average"
+"""What the names of metrics begin with: of the weights, and of their moving average."""
 PARAMETERS = (
     "average",
     "of_class",
@@ -113,19 +115,24 @@ def task_of(metric: MetricConfig, loss: LossConfig) -> Task | None:
     return next((task for task in tasks_of(loss) if task in METRICS[metric.name].tasks), None)
 
 
-def evaluation_names(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]) -> list[str]:
+def evaluation_names(
+    losses: Sequence[LossConfig], metrics: Sequence[MetricConfig], *, average: str = "none"
+) -> list[str]:
     """Return what the evaluations of a run measure: "evaluation/loss", "evaluation/accuracy", ...
+
+    With a moving average of the weights (`average.kind`) also the same of it: "evaluation/average/loss", ...
 
     Of several losses the metrics are named after their outputs: "evaluation/boxes/loss". Those of a loss that reads the
     first output without naming it are left out, because only the graph knows that name.
     """
     keys = [["loss", *(each.key for each in metrics_of(loss, metrics))] for loss in losses]
-    if len(losses) == 1:
-        return [f"evaluation/{name}" for name in keys[0]]
-    named = [
-        (title, own) for title, own, loss in zip(titles(losses), keys, losses, strict=True) if "" not in loss.outputs
-    ]
-    return ["evaluation/loss", *(f"evaluation/{title}/{name}" for title, own in named for name in own)]
+    names = keys[0]
+    if len(losses) > 1:
+        titled = zip(titles(losses), keys, losses, strict=True)
+        named = [(title, own) for title, own, loss in titled if "" not in loss.outputs]
+        names = ["loss", *(f"{title}/{name}" for title, own in named for name in own)]
+    evaluated = (WEIGHTS_METRICS,) if average == "none" else (WEIGHTS_METRICS, AVERAGE_METRICS)
+    return [f"{prefix}/{name}" for prefix in evaluated for name in names]
 
 
 def metric_problems(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]) -> Iterable[str]:

@@ -78,6 +78,9 @@ class ExportConfig(Section):
 
     checkpoint: Literal["best", "last"] = "best"
     """Which checkpoint's weights are exported."""
+    weights: Literal["auto", "trained", "average"] = "auto"
+    """Which weights of the checkpoint: the trained ones, or their moving average ([average]). `auto` = the average
+    where `checkpoint.best_metric` is a metric of it."""
     path: Location = ""
     """Also copy the exported file here, to a path or a URL; empty = only the run directory keeps it."""
     tolerance: PositiveFloat = 1e-3

@@ -1,7 +1,8 @@
-"""The settings of the updates: [train], [precision], [optimizer] and [schedule]."""
+"""The settings of the updates: [train], [precision], [optimizer], [schedule] and [average]."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -114,3 +115,27 @@ class ScheduleConfig(Section):
     which jump at the end of warm-up in `cosine` and `poly`."""
     floor: Fraction = 0.0
     """Continuous only: the share of the learning rate that is left at the last step."""
+
+
+class AverageConfig(Section):
+    """A moving average of the weights: kept beside them, evaluated, saved, and exported where that is set."""
+
+    kind: Literal["none", "ema", "swa"] = "none"
+    """`ema`: an exponential moving average. `swa`: the mean of the weights of many steps (stochastic weight
+    averaging)."""
+    decay: Decay = 0.999
+    """EMA only: the share of the average that is kept in each step."""
+    warmup: bool = False
+    """EMA only: keep at most (1 + t) / (10 + t) of it at its update t, so that early weights are forgotten soon."""
+    start: NonNegativeFloat | None = None
+    """The first step whose weights enter the average; below 1 a share of all steps. Until then the average is the
+    weights. Not set = 0 for EMA and 0.75 for SWA."""
+    period: PositiveInt = 1
+    """SWA only: steps from one that enters the mean to the next."""
+    begin_anew: bool = False
+    """Continue from a checkpoint without this average: it begins as the checkpoint's weights. Else that is refused."""
+
+    def first_step(self, num_steps: int) -> int:
+        """Return the first step whose weights enter the average, in a training of `num_steps` steps."""
+        start = self.start if self.start is not None else {"none": 0.0, "ema": 0.0, "swa": 0.75}[self.kind]
+        return max(1, math.ceil(start * num_steps) if start < 1.0 else math.ceil(start))

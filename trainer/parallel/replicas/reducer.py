@@ -71,7 +71,7 @@ class Reducer:
         self._group = mesh.get_group("data")
         self._device = mpi.device
         self._trained = [weight for weight in self.weights if weight.trained]
-        self._statistics = [weight for weight in self.weights if _is_statistic(weight)]
+        self._statistics = [weight for weight in self.weights if is_statistic(weight.tensor)]
         self._retention = _flat([torch.full_like(w.tensor, w.retention, dtype=torch.float64) for w in self._statistics])
         self._before = self._retention
         """Values of the running statistics at the beginning of the step, flat."""
@@ -159,6 +159,9 @@ class Reducer:
         """Restore the running statistics of `begin`: a skipped update must change nothing."""
         self._set_statistics(self._before)
 
+    def regather(self) -> None:
+        """Let the next forward pass read the weights as they are now: without ZeRO it reads them in any case."""
+
     def close(self) -> None:
         """End the background communication. Collective: every rank of the world."""
         self._carrier.close()
@@ -218,7 +221,7 @@ class Reducer:
             added = later * (now - own * self._before)
             dist.all_reduce(added, group=self._group)
             self._set_statistics(total * self._before + added)
-        self._replicated.broadcast(weight.tensor for weight in self._replicated.weights if _is_statistic(weight))
+        self._replicated.broadcast(weight.tensor for weight in self._replicated.weights if is_statistic(weight.tensor))
 
     def _set_statistics(self, flat: Tensor) -> None:
         tensors = [weight.tensor for weight in self._statistics]
@@ -274,8 +277,9 @@ def _carrier(config: ParallelConfig, mesh: DeviceMesh, mpi: MPIContext, *, timeo
     return Summed(channel, compression=compression, device=mpi.device, timeout_s=timeout_s)
 
 
-def _is_statistic(weight: Weight) -> bool:
-    return not isinstance(weight.tensor, nn.Parameter) and weight.tensor.is_floating_point()
+def is_statistic(tensor: Tensor) -> bool:
+    """Return whether a stored tensor is a running statistic."""
+    return not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

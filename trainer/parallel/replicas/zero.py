@@ -62,7 +62,7 @@ class Sharded:
     shared: name -> pipeline coordinates that hold it, for every weight of the model that several stages hold.
     half: the type that autocast computes in; None where it casts nothing.
     The tensors of `self.weights` may be changed in place between `reduce` and the next forward pass, or before
-    `begin`; other forward passes may compute with weights gathered earlier.
+    `begin`; other forward passes may compute with weights gathered earlier, unless `regather` is called before.
     Collective: every rank of the world makes one.
     """
 
@@ -151,6 +151,11 @@ class Sharded:
         if factor != 1.0 and self._trained:
             torch._foreach_mul_([gradient(weight) for _, weight in self._trained], factor)
 
+    def regather(self) -> None:
+        """Let the next forward pass gather the weights as they are now."""
+        for passes in self._passes:
+            passes.reshard()
+
     def close(self) -> None:
         """End the background communication. Collective: every rank of the world."""
         self._unsharded.close()
@@ -178,8 +183,12 @@ class _BackwardPasses:
         self._left = num_backwards
         # the last backward pass of the previous step has set `last`
         self._configure(last=False)
+        # evaluation leaves ZeRO 1 and 2 with gathered weights, and the optimizer has changed the shards since
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Drop the gathered weights."""
         for module in self._modules:
-            # evaluation leaves ZeRO 1 and 2 with gathered weights, and the optimizer has changed the shards since
             module.reshard()
 
     def _watch_backward(self, chain: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:

@@ -12,12 +12,11 @@ import pytest
 
 from onward.tasks.shard_data import shard_data
 from onward.trainer.config.loading import build_config
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.shards import damaged_files, open_shards
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, write_record
 from tests.support import graphs
-from tests.support.shards import damaged_files
 from tests.support.stores import client, new_run
 
 
@@ -48,7 +47,7 @@ def test_the_run_directory_links_to_the_shards(tmp_path: Path) -> None:
     assert run.shards.resolve().parent == tmp_path / "home" / "shards"
     assert (open_shards(run.shards, "train").num_rows, open_shards(run.shards, "evaluation").num_rows) == (36, 4)
     assert manifest.table["label"].extremes == (0, 1, 2, 3)
-    assert damaged_files(run.shards) == []
+    assert damaged_files(run.shards, manifest) == []
 
 
 def test_a_second_run_and_a_retry_share_the_shards(tmp_path: Path) -> None:

@@ -68,7 +68,10 @@ def test_shards_without_counts_are_counted_and_give_the_same_weights(tmp_path: P
     assert list(counted.fitted) == ["label"]
     assert list(weights(config, directory)) == by_hand(36, 12, 24, 0)
     # as an earlier version wrote it, beside what is known of the column
-    write_record(directory / "manifest.json", manifest.model_copy(update={"fitted": {"label": Fitted(classes=("a",))}}))
+    write_record(
+        directory / "manifest.json",
+        manifest.model_copy(update={"fitted": {"label": Fitted(classes=("a",))}}).with_digest(),
+    )
     _, counted, _ = make_training_shards(config, cache)
     assert counted.fitted["label"].classes == ("a",)
     assert list(weights(config, directory)) == by_hand(36, 12, 24, 0)

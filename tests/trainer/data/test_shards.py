@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import struct
 import threading
 from pathlib import Path
@@ -16,10 +18,9 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import Column, ColumnType
 from onward.trainer.data.storage import sharding
 from onward.trainer.data.storage.sharding import make_shards
-from onward.trainer.data.storage.shards import ShardManifest, Shards, open_shards
+from onward.trainer.data.storage.shards import ShardManifest, Shards, damaged_files, open_shards
 from onward.trainer.data.storage.tensorproto_files import ProtoReader, ProtoWriter
 from onward.trainer.errors import DataError
-from tests.support.shards import damaged_files
 
 GOLDEN = bytes.fromhex("1e000000 0b000000 080210073a0201024201 78 0b000000 1001 2204 0000003f 4201 79")
 """int64 x = [1, 2] and scalar float y = 0.5, as ONNX Runtime's trainer reads them."""
@@ -61,7 +62,7 @@ def test_every_row_is_in_exactly_one_split_with_its_values(
         np.testing.assert_array_equal(got, values)
         assert got.dtype == values.dtype
     assert manifest.table["label"].extremes == (-50, -49, 48, 49)
-    assert damaged_files(directory) == []
+    assert damaged_files(directory, manifest) == []
 
 
 @pytest.mark.parametrize("form", ["arrow", "pb"])
@@ -199,32 +200,48 @@ def test_changed_content_of_the_same_size_and_time_is_noticed(tmp_path: Path) ->
     assert len(keys) == 2
 
 
-@pytest.mark.parametrize("damage", ["remove", "truncate", "manifest"])
-def test_damaged_shards_are_made_again(tmp_path: Path, npz: Path, damage: str) -> None:
+def flip_a_bit(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("remove", "train-00000.arrow is missing"),
+        ("truncate", "train-00000.arrow has "),
+        ("flip", r"train-00000.arrow has SHA-256 \w{12}, not \w{12}: its content changed"),
+        ("evaluation", "evaluation-00000.arrow has SHA-256 "),
+        ("manifest", "manifest.json is not a ShardManifest"),
+        ("value", "manifest.json has changed"),
+    ],
+)
+def test_damaged_shards_are_made_again_and_said(
+    tmp_path: Path, npz: Path, damage: str, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
     data = DataConfig(source=str(npz))
     directory, manifest, _ = make(data, tmp_path / "cache")
-    shard = directory / manifest.train[0].name
+    shard, record = directory / manifest.train[0].name, directory / "manifest.json"
     if damage == "remove":
         shard.unlink()
     elif damage == "truncate":
         shard.write_bytes(shard.read_bytes()[:-8])
+    elif damage == "flip":
+        flip_a_bit(shard, shard.stat().st_size // 2)
+    elif damage == "evaluation":
+        flip_a_bit(directory / manifest.evaluation[0].name, 100)
+    elif damage == "manifest":
+        record.write_text("{")
     else:
-        (directory / "manifest.json").write_text("{")
-    if damage != "manifest":
-        assert len(damaged_files(directory)) == 1
+        extreme = json.dumps(json.loads(record.read_text())["columns"][0]["extremes"][1])
+        assert extreme in record.read_text()
+        record.write_text(record.read_text().replace(extreme, "7"))
     assert make(data, tmp_path / "cache") == (directory, manifest, False)
-    assert damaged_files(directory) == []
+    assert re.search("are made again, because they are damaged: .*" + problem, caplog.text)
+    assert damaged_files(directory, manifest) == []
+    assert make(data, tmp_path / "cache") == (directory, manifest, True)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [directory.name]
-
-
-def test_a_flipped_bit_is_found_by_the_check(tmp_path: Path, npz: Path) -> None:
-    directory, manifest, _ = make(DataConfig(source=str(npz)), tmp_path / "cache")
-    shard = directory / manifest.train[0].name
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    (problem,) = damaged_files(directory)
-    assert problem.startswith(f"{shard} has SHA-256 ")
 
 
 def test_of_two_processes_the_second_uses_the_shards_of_the_first(
@@ -250,7 +267,7 @@ def test_of_two_processes_the_second_uses_the_shards_of_the_first(
     for builder in builders:
         builder.join(20)
     assert results[0] == results[1]
-    assert damaged_files(results[0][0]) == []
+    assert damaged_files(*results[0][:2]) == []
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [results[0][0].name]
 
 

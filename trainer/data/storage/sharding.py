@@ -6,13 +6,15 @@
                                                                                                CACHE/KEY
 
 KEY is a digest of the source's bytes and of the settings that decide the shards. Because a finished directory appears
-by one rename, it is complete or absent; of two processes that build the same one, the first wins.
+by one rename, it is complete or absent; of two processes that build the same one, the first wins. What is found in the
+cache is used after the digest of every file was compared with the manifest: disks and copies flip bits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
@@ -47,11 +49,13 @@ from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.digits import digits_schema
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.described_columns import infer, merge, stored_column
-from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Shards
+from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Shards, damaged_files
 from onward.trainer.data.storage.split_writer import SplitWriter
 from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.records import read_record, write_record
+
+log = logging.getLogger(__name__)
 
 MAX_NAMED_ROWS = 20
 """Bad rows that a message names; the others are counted."""
@@ -91,7 +95,7 @@ def with_class_counts(
     fitted = dict(manifest.fitted)
     for name, counts in count_classes(rows, missing, config, signature).items():
         fitted[name] = fitted.get(name, Fitted()).model_copy(update={"class_counts": counts})
-    manifest = manifest.model_copy(update={"fitted": fitted})
+    manifest = manifest.model_copy(update={"fitted": fitted}).with_digest()
     write_record(directory / "manifest.json", manifest)
     return manifest
 
@@ -175,7 +179,7 @@ def make_shards(
     stored = stored_columns(data, columns)
     key = _cache_key(data, stored, computers)
     final = cache / key
-    if manifest := _complete_manifest(final):
+    if manifest := _intact_manifest(final, explain=True):
         return final, manifest, True
     cache.mkdir(parents=True, exist_ok=True)
     for stale in cache.glob(".*.partial"):
@@ -187,7 +191,7 @@ def make_shards(
     partial.mkdir()
     try:
         fit_to_source(computers, data, stored)
-        manifest = _write(data, stored, key, partial, computers)
+        manifest = _write(data, stored, key, partial, computers).with_digest()
         write_record(partial / "manifest.json", manifest)
         return final, _publish(partial, final) or manifest, False
     finally:
@@ -272,20 +276,24 @@ def _digests_of_named_files(data: DataConfig, names: Sequence[str]) -> list[str]
     return [sha256(path) if path.is_file() else "" for path in paths]
 
 
-def _complete_manifest(directory: Path) -> ShardManifest | None:
-    """Return the manifest if every file is there in its size, else None."""
+def _intact_manifest(directory: Path, *, explain: bool = False) -> ShardManifest | None:
+    """Return the manifest if every file has the content that was written, else None; explain: log what is damaged."""
+    if not directory.exists():
+        return None
     try:
         manifest = read_record(directory / "manifest.json", ShardManifest)
-        files = (*manifest.train, *manifest.evaluation, *manifest.test)
-        return manifest if all((directory / file.name).stat().st_size == file.bytes for file in files) else None
-    except (OnwardError, OSError):
-        return None
+        damaged = damaged_files(directory, manifest)
+    except (OnwardError, OSError) as error:
+        damaged = [str(error)]
+    if damaged and explain:
+        log.warning("the shards are made again, because they are damaged: %s", "; ".join(damaged[:MAX_NAMED_ROWS]))
+    return None if damaged else manifest
 
 
 def _publish(partial: Path, final: Path) -> ShardManifest | None:
     """Rename to the final name; return the other manifest if another process was first."""
     fsync(partial)
-    if final.exists() and _complete_manifest(final) is None:
+    if final.exists() and _intact_manifest(final) is None:
         # moved away before it is removed: ranks that still read it keep their open files
         damaged = final.with_name(f".{final.name}.{uuid.uuid4().hex}.partial")
         final.rename(damaged)
@@ -293,7 +301,7 @@ def _publish(partial: Path, final: Path) -> ShardManifest | None:
     try:
         os.rename(partial, final)  # noqa: PTH104 - fails if there is a directory that is not empty
     except OSError:
-        if winner := _complete_manifest(final):
+        if winner := _intact_manifest(final):
             return winner
         # not another process, but an error of the file system
         raise

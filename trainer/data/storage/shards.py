@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from onward.trainer.data.permutation import hash_key, keyed_hash
 from onward.trainer.data.storage.arrow_files import ArrowReader
 from onward.trainer.data.storage.tensorproto_files import ProtoReader
 from onward.trainer.errors import DataError
+from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import Record, read_record
 
 SHARD_VERSION = 1
@@ -68,6 +71,13 @@ class ShardManifest(Record):
     fitted: Mapping[str, Fitted] = {}
     """Column -> what was found on the data for it: class names, means, vocabularies."""
     version: int = SHARD_VERSION
+    digest: str = ""
+    """SHA-256 of the other fields as JSON."""
+
+    def with_digest(self) -> Self:
+        """Return the manifest with its own digest, as it is written."""
+        content = self.model_copy(update={"digest": ""}).model_dump_json().encode()
+        return self.model_copy(update={"digest": hashlib.sha256(content).hexdigest()})
 
     def files(self, split: Split) -> tuple[ShardFile, ...]:
         """Return the files of a split, in order."""
@@ -81,6 +91,30 @@ class ShardManifest(Record):
     def table(self) -> Schema:
         """Return the columns by name, with the extremes of all rows."""
         return {column.name: column for column in (*self.columns, *self.file_columns)}
+
+
+def damaged_files(directory: Path, manifest: ShardManifest) -> list[str]:
+    """Return one sentence for each file that is missing or does not have the content that was written.
+
+    Reads every byte, two files at a time: the digest of one is computed while another is read from the disk.
+    """
+
+    def problem(file: ShardFile) -> str:
+        path = directory / file.name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != file.bytes:
+            return f"{path} has {size} bytes, not {file.bytes}"
+        if (digest := sha256(path)) != file.sha256:
+            return f"{path} has SHA-256 {digest[:12]}, not {file.sha256[:12]}: its content changed"
+        return ""
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(problem, (*manifest.train, *manifest.evaluation, *manifest.test)))
+    if manifest.digest != manifest.with_digest().digest:
+        why = "has changed" if manifest.digest else "has no digest: an earlier version wrote it"
+        found.insert(0, f"{directory / 'manifest.json'} {why}")
+    return list(filter(None, found))
 
 
 class _Reader(Protocol):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -252,6 +253,37 @@ def test_files_that_are_not_what_they_are_called_are_named(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     assert message in refusal(tmp_path, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (
+            onnx.TensorProto(
+                name="x",
+                data_type=onnx.TensorProto.UINT8,
+                dims=[6],
+                data_location=onnx.TensorProto.EXTERNAL,
+                external_data=[onnx.StringStringEntryProto(key="location", value="private.txt")],
+            ),
+            "tensor 'x' names another file for its data",
+        ),
+        (onnx.TensorProto(name="x", data_type=1, dims=[-1], float_data=[1, 2]), "tensor 'x' has shape [-1]"),
+        (onnx.TensorProto(name="x", data_type=1, dims=[3], raw_data=b"12345678"), "does not begin a tensor of"),
+        (onnx.TensorProto(name="x", data_type=99, dims=[1]), "has data_type 99"),
+    ],
+)
+def test_a_shard_of_tensors_reads_no_other_file_and_no_tensor_of_a_wrong_size(
+    tmp_path: Path, tensor: onnx.TensorProto, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "private.txt").write_text("secret")
+    feature = tensor.SerializeToString()
+    sample = len(feature).to_bytes(4, "little") + feature
+    (tmp_path / "t.pb").write_bytes(len(sample).to_bytes(4, "little") + sample)
+    refused = refusal(tmp_path, tmp_path / "t.pb")
+    assert message in refused
+    assert "secret" not in refused
 
 
 def test_arrays_of_different_lengths_and_objects_are_refused(tmp_path: Path) -> None:

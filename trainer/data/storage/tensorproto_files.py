@@ -155,6 +155,13 @@ def _parse(path: Path, data: mmap.mmap | bytes, start: int) -> dict[str, Array]:
             raise DataError(f"{path}: the tensor at byte {at} reaches beyond its sample, which ends at byte {end}")
         try:
             tensor = onnx.TensorProto.FromString(data[at + 4 : at + 4 + size])
+            # before it is read: onnx would open the named file, whatever it is, from the working directory
+            if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
+                raise ValueError(f"tensor {tensor.name!r} names another file for its data; a shard holds its own")
+            if tensor.data_type not in helper.get_all_tensor_dtypes():
+                raise ValueError(f"tensor {tensor.name!r} has data_type {tensor.data_type}, which is no type of ONNX")
+            if any(length < 0 for length in tensor.dims):
+                raise ValueError(f"tensor {tensor.name!r} has shape {list(tensor.dims)}")
             tensors[tensor.name] = numpy_helper.to_array(tensor)
         except (DecodeError, ValueError, TypeError) as error:
             raise DataError(f"{path}: byte {at + 4} does not begin a tensor of {size} bytes: {error}") from error

@@ -59,6 +59,7 @@ def train_rank(run: RunDir) -> int:
     heartbeat.start(
         rank=mpi.rank,
         timeout_s=config.launch.heartbeat_timeout_s,
+        start_timeout_s=config.launch.start_timeout_s,
         compile_timeout_s=config.compile_timeout_s,
         traceback=traceback,
     )

@@ -137,11 +137,12 @@ class Heartbeat:
     """Shows that the job makes progress: writes a file (rank 0) and re-arms this rank's watchdog (all ranks).
 
     If `beat` is not called for some time, the watchdog writes the traceback of every thread and ends the process, even
-    if it is inside a C call that holds the GIL. The time is `timeout_s`, or `compile_timeout_s` while the rank
-    compiles:
+    if it is inside a C call that holds the GIL. The time is `timeout_s`; `start_timeout_s`, if that is longer, while
+    the rank imports, loads and assembles the model and makes its first step; and `compile_timeout_s` while it compiles:
 
         start   evaluation   step 1   step 2   step 3   evaluation   step 4   last step, with fewer samples
-        compile_timeout_s ------------>|                |---------->|        |----------------------------->
+        start_timeout_s ------------->|
+        compile_timeout_s ----------->|                 |---------->|        |----------------------------->
     """
 
     MARGIN_S = 2.0
@@ -154,21 +155,27 @@ class Heartbeat:
         """Whether the next step has other shapes than those before it, for which a rank compiles again."""
         self._path = path
         self._writes = False
-        self._timeout_s = self._compile_timeout_s = 0.0
+        self._timeout_s = self._start_timeout_s = self._compile_timeout_s = 0.0
         self._compiles = False
         self._first_step: int | None = None
         self._traceback: IO[str] = sys.stderr
-        self._touched_at = -math.inf
+        self._touched_at, self._touched_limit_s = -math.inf, 0.0
 
     def start(
-        self, *, rank: int, timeout_s: float, compile_timeout_s: float = 0.0, traceback: IO[str] | None = None
+        self,
+        *,
+        rank: int,
+        timeout_s: float,
+        start_timeout_s: float = 0.0,
+        compile_timeout_s: float = 0.0,
+        traceback: IO[str] | None = None,
     ) -> None:
         """Arm the watchdog; rank 0 also begins to write the file.
 
         compile_timeout_s: 0 if nothing is compiled. traceback: the file for the watchdog's tracebacks; None = stderr.
         """
         self._writes, self._timeout_s = rank == 0, timeout_s
-        self._compile_timeout_s, self._compiles = compile_timeout_s, compile_timeout_s > 0
+        self._start_timeout_s, self._compile_timeout_s = start_timeout_s, compile_timeout_s
         self._traceback = traceback or sys.stderr
         self.beat()
 
@@ -177,27 +184,34 @@ class Heartbeat:
         if step is not None:
             self.step = step
             self._first_step = step if self._first_step is None else self._first_step
-            compiles = self._compile_timeout_s > 0 and (step == self._first_step or self.new_shapes)
-            if compiles != self._compiles:
-                self._compiles, self._touched_at = compiles, -math.inf
+        limit_s = self._limit_s()
         # steps may take less than a millisecond
-        if (now := time.monotonic()) - self._touched_at < 0.2 or not self._timeout_s:
+        recent = time.monotonic() - self._touched_at < 0.2 and limit_s == self._touched_limit_s
+        if recent or not self._timeout_s:
             return
-        self._touched_at = now
-        limit_s = max(self._timeout_s, self._compile_timeout_s) if self._compiles else self._timeout_s
+        self._touched_at, self._touched_limit_s = time.monotonic(), limit_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=self._traceback)
         if self._writes:
             beat = Beat(self.step, limit_s + self.MARGIN_S)
             self._path.write_text(json.dumps(asdict(beat)))
 
+    def _limit_s(self) -> float:
+        """Return how long the job may be silent from now on."""
+        starts = self._first_step is None or self.step == self._first_step
+        compiles = starts or self.new_shapes or self._compiles
+        return max(
+            self._timeout_s,
+            self._start_timeout_s if starts else 0.0,
+            self._compile_timeout_s if compiles else 0.0,
+        )
+
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Allow `compile_timeout_s` between heartbeats inside a block, if anything is compiled at all."""
-        before, self._compiles = self._compiles, self._compile_timeout_s > 0
-        self._touched_at = -math.inf
+        before, self._compiles = self._compiles, True
         self.beat()
         yield
-        self._compiles, self._touched_at = before, -math.inf
+        self._compiles = before
         self.beat()
 
     def stop(self) -> None:

@@ -112,6 +112,24 @@ def test_while_a_rank_compiles_the_job_may_be_silent_for_longer(tmp_path: Path) 
         heartbeat.stop()
 
 
+def test_until_the_first_step_is_complete_the_job_may_be_silent_for_the_start_timeout(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat"
+    heartbeat = Heartbeat(path)
+    try:
+        heartbeat.start(rank=0, timeout_s=5, start_timeout_s=180)
+        assert last_beat(path) == Beat(step=0, silence_s=182), "imports, the model's file and its assembly take long"
+        heartbeat.beat(7)
+        assert last_beat(path).silence_s == 182
+        heartbeat.beat(8)
+        assert last_beat(path) == Beat(step=8, silence_s=7)
+        with heartbeat.compiling():
+            assert last_beat(path).silence_s == 7
+        heartbeat.start(rank=0, timeout_s=600, start_timeout_s=180)
+        assert last_beat(path).silence_s == 602, "the longer of the two"
+    finally:
+        heartbeat.stop()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": 1, "other": 2}'])
 def test_a_heartbeat_file_that_is_being_written_says_nothing(tmp_path: Path, content: str) -> None:
     assert last_beat(tmp_path / "none") == Beat()

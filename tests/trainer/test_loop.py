@@ -13,6 +13,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import Heartbeat
 from onward.trainer.loop import train
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import write_record
 from tests.support import graphs
 from tests.support.ranks import run_ranks
 from tests.support.runs import events, make_run, tiny_text, train_run
@@ -66,3 +67,23 @@ def test_a_label_beyond_classes_that_the_file_does_not_declare_is_refused_before
     run = make_run(tmp_path, model, columns, train={"global_batch_size": 8, "num_steps": 3})
     with pytest.raises(AssertionError, match=r"DataError.*labels 32 in rows .* has 32 of them, 0\.\.31"):
         train_run(run)
+
+
+@pytest.mark.mpi
+def test_a_model_may_take_longer_to_load_than_a_step_may_take(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\n\ntime.sleep(7)\n")
+    run = make_run(
+        tmp_path,
+        graphs.tiny_mlp(),
+        {"features": np.zeros((40, 4), np.float32), "label": np.zeros(40, np.float32)},
+        model={"loss": "mse"},
+        train={"global_batch_size": 8, "num_steps": 2},
+    )
+    config = read_config(run)
+    launch = {"start_timeout_s": 90.0, "heartbeat_timeout_s": 4.0, "collective_timeout_s": 3.0}
+    update = {
+        "launch": config.launch.model_copy(update=launch),
+        "model": config.model.model_copy(update={"converters": (tmp_path / "slow.py",)}),
+    }
+    write_record(run.config, config.model_copy(update=update))
+    assert train_run(run).step == 2

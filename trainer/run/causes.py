@@ -92,8 +92,8 @@ _CAUSES: Sequence[tuple[re.Pattern[str], type[OnwardError], Callable[[re.Match[s
         re.compile(r"Timeout \((\d+:\d+:\d+(?:\.\d+)?)\)!"),
         TrainingFailed,
         lambda found: (
-            f"it made no progress for {found[1]} (launch.heartbeat_timeout_s, or launch.compile_timeout_s while it "
-            "compiled)"
+            f"it made no progress for {found[1]} (launch.heartbeat_timeout_s; until the first step was complete, "
+            "launch.start_timeout_s; while it compiled, launch.compile_timeout_s)"
         ),
     ),
 )

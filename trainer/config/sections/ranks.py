@@ -110,9 +110,10 @@ class LaunchConfig(Section):
     retry_delay_s: NonNegativeFloat = 2.0
     """Pause before a retry."""
     start_timeout_s: PositiveFloat = 180.0
-    """Longest time from the start of a job to its first heartbeat."""
+    """Longest time from the start of a job to its first heartbeat, and between two heartbeats until the first step of
+    an attempt is complete: while ranks import, load and assemble the model."""
     heartbeat_timeout_s: PositiveFloat = 120.0
-    """Longest time between two heartbeats; then the job is stopped and retried."""
+    """Longest time between two heartbeats after that; then the job is stopped and retried."""
     collective_timeout_s: PositiveFloat = 100.0
     """Longest time that a rank waits for the others in a collective."""
     compile_timeout_s: PositiveFloat = 1800.0

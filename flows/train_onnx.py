@@ -37,6 +37,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig, StopConfig
 from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
+from onward.trainer.config.sections.quantize import QuantizeConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig, MonitorConfig
 from onward.trainer.config.sections.training import (
@@ -83,6 +84,7 @@ def train_onnx(
     metrics: tuple[MetricConfig, ...] = (),
     graph: GraphConfig = GraphConfig(),
     lora: LoraConfig = LoraConfig(),
+    quantize: QuantizeConfig = QuantizeConfig(),
     precision: PrecisionConfig = PrecisionConfig(),
     optimizer: OptimizerConfig = OptimizerConfig(),
     schedule: ScheduleConfig = ScheduleConfig(),

@@ -15,6 +15,7 @@ from onward.trainer.config.section import Section
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import AVERAGE_METRICS, WEIGHTS_METRICS, MetricConfig, StopConfig
 from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
+from onward.trainer.config.sections.quantize import QuantizeConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig, MonitorConfig
 from onward.trainer.config.sections.training import (
@@ -39,6 +40,7 @@ class RunConfig(Section):
     for cross_entropy and bce_with_logits, mae and mse for mse and l1."""
     graph: GraphConfig = GraphConfig()
     lora: LoraConfig = LoraConfig()
+    quantize: QuantizeConfig = QuantizeConfig()
     train: TrainConfig = TrainConfig()
     precision: PrecisionConfig = PrecisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

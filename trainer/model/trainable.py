@@ -68,7 +68,20 @@ def open_trainable(config: RunConfig) -> TrainableModel:
     part = surgery.extract_subgraph(model, settings)
     chosen = (*config.model.train, *config.lora.also_train)
     widen = _widen(part, config)
-    module = to_module(part, base=base, fuse=config.graph.fuse, tie=config.model.tie, train=chosen, widen=widen)
+    module = to_module(
+        part,
+        base=base,
+        fuse=config.graph.fuse,
+        tie=config.model.tie,
+        train=chosen,
+        widen=widen,
+        scales=config.quantize.scales,
+    )
+    if config.quantize.scales == "train" and not module.quantizers:
+        raise ConfigError(
+            "quantize.scales = 'train': no scale of this graph can be trained; it needs QuantizeLinear and "
+            "DequantizeLinear with positive scales that are stored in fp32"
+        )
     dropout = _add_dropout(module, config.graph.dropout)
     # `merged_module` needs the graph as it is here; adapters are inserted into the other one
     plain = copy.deepcopy(module.graph)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import keyword
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +56,13 @@ from onward.trainer.onnx_import.quantized_weights import (
     quantized_weights,
     roles_of_quantized,
 )
+from onward.trainer.onnx_import.quantizer_scales import (
+    FollowScales,
+    Quantizer,
+    ScaleMode,
+    biases_last,
+)
+from onward.trainer.onnx_import.quantizer_search import find_quantizers
 from onward.trainer.onnx_import.roles import Role, find_roles, promote_to_trained
 from onward.trainer.onnx_import.shape_assumptions import check_rows, is_impure
 from onward.trainer.onnx_import.ties import Copies, find_copies, roles_of_copies
@@ -108,6 +115,7 @@ def to_module(
     tie: bool = True,
     train: Sequence[str] = (),
     widen: bool | None = None,
+    scales: ScaleMode = "frozen",
 ) -> ImportedGraph:
     """Import a model as a torch module.
 
@@ -120,7 +128,8 @@ def to_module(
     of one weight one parameter. train: names of stored tensors that are to be weights although the analysis of roles
     says otherwise. widen: rewrite the shapes of a file that declares a fixed batch for batches of any size (True), or
     import it for its own batch alone, which the module then checks (False); None: widen it where that succeeds.
-    Whether the widened graph computes what the file does is proved by `fixed_batch.batch_use`, not here. Raises
+    Whether the widened graph computes what the file does is proved by `fixed_batch.batch_use`, not here. scales: what
+    becomes of the scales of QuantizeLinear and DequantizeLinear (quantizer_scales.py). Raises
     UnsupportedModel with one sentence for every node that cannot be imported.
     """
     model = with_numeric_outputs(model)
@@ -129,18 +138,21 @@ def to_module(
     records = read_records(model)
     quantized = quantized_weights(model.graph, stored)
     floats = stored | {name: weight.dequantized() for name, weight in quantized.items()}
+    quantizers = find_quantizers(model.graph, stored, floats, scales)
     depth = find_branches(model, base)
     model = load_small_tensors(with_operands(model), base)
     if model.functions:
         model = inliner.inline_local_functions(model)
     found = roles_of_quantized(promote_to_trained(find_roles(model.graph, floats, records), floats, train), quantized)
     trained = {name: weight for name, weight in quantized.items() if found[name].kind == "trained"}
-    model = mark_blocks(mark_branches(model, depth), stored)
-    attempt, graph = import_graph(model, stored, found, base, quantized=trained, widen=widen)
+    quantizers = tuple(each for each in quantizers if each.follows({n for n in found if found[n].kind == "trained"}))
+    model = biases_last(mark_blocks(mark_branches(model, depth), stored), quantizers)
+    attempt, graph = import_graph(model, stored, found, base, quantized=trained, quantizers=quantizers, widen=widen)
     copies = find_copies(floats, found, records.originals) if tie else {}
     module = _finish(attempt, graph, copies, fuse=fuse)
     dims = {value.name: dims_of(value) for value in model.graph.output}
     module.output_shapes = {name: None if found is None else tuple(found) for name, found in dims.items()}
+    module.quantizers = quantizers
     return module
 
 
@@ -173,19 +185,20 @@ def import_graph(
     base: Path | None = None,
     *,
     quantized: Mapping[str, QuantizedWeight],
+    quantizers: tuple[Quantizer, ...] = (),
     widen: bool | None = None,
 ) -> tuple[ImportAttempt, fx.Graph]:
     """Trace the graph at several sizes and return the attempt with the lowest cost.
 
-    quantized: the trained ones of `stored` that are integers. Raises UnsupportedModel with every problem of the best
-    attempt.
+    quantized: the trained ones of `stored` that are integers. quantizers: the scales that follow them. Raises
+    UnsupportedModel with every problem of the best attempt.
     """
     # before tracing, because a node is not traced when one before it fails, and all of them are to be reported at once
     unknown = unknown_operators(model)
     attempts: list[tuple[ImportAttempt, fx.Graph]] = []
     model = with_lengths(model, known_lengths(model.graph))
     for lengths, batch in trial_sizes(model.graph, set(stored), widen=widen):
-        attempt = ImportAttempt(model, Tracer(), roles, batch, base, quantized)
+        attempt = ImportAttempt(model, Tracer(), roles, batch, base, quantized, quantizers)
         attempts.append((attempt, attempt.build(stored, lengths)))
         # nothing was assumed and nothing is left to run time: a further size cannot be better
         if not any(attempt.cost):
@@ -209,6 +222,8 @@ class ImportAttempt:
     """The directory of external data that was not loaded."""
     quantized: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     """The trained tensors that are stored as integers."""
+    quantizers: tuple[Quantizer, ...] = ()
+    """The scales that follow what is trained."""
     problems: list[str] = field(default_factory=list)
     onnx_names: dict[str, str] = field(default_factory=dict)
 
@@ -231,10 +246,16 @@ class ImportAttempt:
         for value in self.inputs:  # after all placeholders, which must come first in fx
             if value.type.tensor_type.elem_type in HALVES and isinstance(values.get(value.name), Traced):
                 values[value.name] = self.tracer.call(widen_half, values[value.name], self.tracer.anchor)
+        scaled = {each.weight for each in self.quantizers}
         for name, tensor in stored.items():
-            values[name] = self._add_stored(name, tensor)
+            values[name] = self._add_stored(name, tensor, scaled)
+        following = FollowScales(self.tracer, self.quantizers, self.quantized)
+        following.before_all(values)
+        self.onnx_names |= following.names
         graph = self.model.graph
-        lowering = GraphLowering(self.tracer, graph, local_functions(self.model), self.base, self.problems)
+        lowering = GraphLowering(
+            self.tracer, graph, local_functions(self.model), self.base, self.problems, before=following.before
+        )
         if self.batch is None:  # a dynamic batch contradicts the shapes that a file of fixed batch has as constants
             lowering.shapes = functools.cache(lambda: infer_probes(self.model, stored, lengths))
         lowering.run(graph, values, opsets_of(self.model))
@@ -290,8 +311,11 @@ class ImportAttempt:
         narrow = known and result.dtype == torch.int64 and declared.type.tensor_type.elem_type == TensorProto.INT32
         return self.tracer.call("to", result, torch.int32) if narrow else result
 
-    def _add_stored(self, name: str, tensor: torch.Tensor) -> Value:
-        """Register a weight as a parameter and a running statistic as a buffer; any other tensor stays a constant."""
+    def _add_stored(self, name: str, tensor: torch.Tensor, scaled: Collection[str]) -> Value:
+        """Register a weight as a parameter and a running statistic as a buffer; any other tensor stays a constant.
+
+        scaled: the tensors that are quantized later, with scales that follow them.
+        """
         role = self.roles.get(name)
         if role is None or role.kind == "frozen":
             return tensor
@@ -299,4 +323,4 @@ class ImportAttempt:
         weight = tensor if quantized is None else quantized.dequantized()
         traced = self.tracer.tensor(name, nn.Parameter(weight) if role.kind == "trained" else weight)
         self.onnx_names[str(traced.node.target)] = name
-        return traced if quantized is None else quantized.traced(self.tracer, traced)
+        return traced if quantized is None or name in scaled else quantized.traced(self.tracer, traced)

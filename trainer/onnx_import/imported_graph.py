@@ -8,6 +8,7 @@ import torch
 from torch import fx
 from torch.fx.graph_module import reduce_graph_module
 
+from onward.trainer.onnx_import.quantizer_scales import Quantizer, final_scales
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.ties import Copies
 
@@ -27,13 +28,15 @@ class ImportedGraph(fx.GraphModule):
     copies: Copies
     """Initializer name of a tied copy -> (initializer name of the original, whether the copy is its transpose).
     A copy has no parameter of its own."""
+    quantizers: tuple[Quantizer, ...]
+    """The scales of quantization that follow what is trained."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImportedGraph:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, ImportedGraph)
         # GraphModule copies the graph and what it reads, but not these attributes, and registers all buffers as
         # persistent
-        for name in ("input_names", "output_names", "output_shapes", "onnx_names", "roles", "copies"):
+        for name in ("input_names", "output_names", "output_shapes", "onnx_names", "roles", "copies", "quantizers"):
             setattr(copy, name, getattr(self, name))
         mark_constants_nonpersistent(copy)
         return copy
@@ -83,6 +86,9 @@ def named_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
 
 
 def stored_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
-    """Return `named_weights` and the tied copies: the value of every initializer that training may change."""
+    """Return the value of every initializer that training may change: with tied copies, and scales of quantization."""
     own = named_weights(module)
-    return own | {name: own[of].t() if transposed else own[of] for name, (of, transposed) in module.copies.items()}
+    own |= {name: own[of].t() if transposed else own[of] for name, (of, transposed) in module.copies.items()}
+    states = {each.state for each in module.quantizers}
+    kept = {name: tensor for name, tensor in own.items() if name not in states}
+    return kept | final_scales(module.quantizers, own)

@@ -164,6 +164,8 @@ class GraphLowering:
     problems: list[str] = field(default_factory=list)
     shapes: Callable[[], Mapping[str, Probes]] = dict
     """Returns the probes of values of the main graph that ONNX's shape inference knows."""
+    before: Callable[[onnx.NodeProto, dict[str, Value]], None] = lambda node, values: None
+    """Called for each node of the main graph before it is lowered."""
     depth: int = 0
     """How many function bodies and inner graphs the current node is in; `shapes` does not apply there."""
 
@@ -181,6 +183,8 @@ class GraphLowering:
                 continue  # the tensor was registered with the initializers
             if not all(name in values for name in (*node.input, *outer_names_read(node))):
                 continue  # it depends on a node with a problem, which is reported once
+            if not self.depth:
+                self.before(node, values)
             try:
                 results = self._node(node if self.eager else _without_unread(node, read), values, opsets)
             except UnsupportedNode as error:

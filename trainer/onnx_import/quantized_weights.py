@@ -71,9 +71,13 @@ class QuantizedWeight:
         exact = weight.detach().cpu().double() / broadcast_scale(self.scale, weight, self.layout).double() + zero
         return (exact.clamp(*self.bounds) - self.integers.double()).abs()
 
-    def traced(self, tracer: Tracer, weight: Value) -> Value:
-        """Return the parameter `weight`, quantized, as a value of the type that the file stores."""
-        levels = tracer.call(quantized_values, weight, self.scale, self.zero, self.layout, self.bounds)
+    def traced(self, tracer: Tracer, weight: Value, scale: Value = None) -> Value:
+        """Return the parameter `weight`, quantized, as a value of the type that the file stores.
+
+        scale: where it is not that of the file.
+        """
+        scale = self.scale if scale is None else scale
+        levels = tracer.call(quantized_values, weight, scale, self.zero, self.layout, self.bounds)
         return tracer.call(store_as, levels, self.integers.dtype, self.scale.dtype)
 
 
@@ -126,12 +130,14 @@ def stored_as_integers(
 ) -> dict[str, torch.Tensor]:
     """Return the weights, those as integers that the graph stores as integers. base: directory of external data.
 
-    weights: initializer name -> trained value. Raises ConfigError where the nodes of the graph disagree on the scale.
+    weights: initializer name -> trained value; where scales have changed, with these. Raises ConfigError where the
+    nodes of the graph disagree on the scale.
     """
-    integers = integer_names(graph) & weights.keys()
+    integers = {name for name in integer_names(graph) & weights.keys() if weights[name].is_floating_point()}
     if not integers:
         return dict(weights)
-    found = quantized_weights(graph, stored_tensors(graph, base))
+    others = {name: weight.detach().cpu() for name, weight in weights.items() if name not in integers}
+    found = quantized_weights(graph, stored_tensors(graph, base) | others)
     if lost := sorted(integers - found.keys()):
         raise ConfigError(
             f"{lost[0]!r} is stored as integers that nodes outside of the trained part read with another scale: it "

@@ -37,7 +37,9 @@ from onward.trainer.onnx_import.wide_integers import call_in_int64, needs_int64
 ANCHOR = "_anchor"
 """Name of an empty buffer. Tensors that the graph creates are put on its device, which follows `module.to`."""
 
-RESERVED = frozenset({"self", "code", "graph", "meta", "input_names", "output_names", "onnx_names", "roles", "copies"})
+RESERVED = frozenset(
+    {"self", "code", "graph", "meta", "input_names", "output_names", "onnx_names", "roles", "copies", "quantizers"}
+)
 """Attribute names that fx or ImportedGraph use; a weight of such a name gets an underscore."""
 
 MAX_SHAPE_INTS, MAX_SHAPE_FLOATS = 4096, 64

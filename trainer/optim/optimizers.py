@@ -22,6 +22,7 @@ from torch import Tensor
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_import.quantizer_scales import LOG_FACTOR
 from onward.trainer.optim.moments import Group, Segment, in_fp32, make_moments, segments
 
 Weights = Iterable[Weight | tuple[str, Tensor]]
@@ -264,7 +265,8 @@ def as_weights(weights: Weights) -> Iterator[Weight]:
 def _attributes(config: OptimizerConfig, name: str) -> tuple[float, float]:
     """Return (learning rate scale, weight decay) of a weight."""
     scale, decay = 1.0, config.weight_decay
-    if any(fnmatchcase(name, pattern) for pattern in config.no_decay):
+    # a scale of quantization whose factor decayed to 1 would go back to that of the file
+    if any(fnmatchcase(name, pattern) for pattern in (*config.no_decay, f"*{LOG_FACTOR}")):
         decay = 0.0
     # in the order of the file: a later pattern has precedence over an earlier one
     for attributes in config.weights:

@@ -31,6 +31,7 @@ from onward.trainer.model.losses.vocabulary_loss import ClassShard
 from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
+from onward.trainer.onnx_import.quantizer_scales import RangeObserver
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
 from onward.trainer.parallel.device import CPU, Device
@@ -280,6 +281,10 @@ def running_statistic_retention(stage: Stage) -> dict[str, float]:
         assert isinstance(part.module, fx.GraphModule)
         for node in part.module.graph.find_nodes(op="call_module"):
             norm = part.module.get_submodule(str(node.target))
+            if isinstance(norm, RangeObserver):
+                limits = names[str(node.all_input_nodes[1].target)]
+                found[limits] = found.get(limits, 1.0) * (1.0 - norm.momentum)
+                continue
             if isinstance(norm, BatchNorm) and not norm.frozen:
                 momentum = norm.momentum
             elif isinstance(norm, RuntimeNode) and norm.statistics and norm.node.op_type == "BatchNormalization":

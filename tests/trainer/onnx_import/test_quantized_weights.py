@@ -245,6 +245,7 @@ def test_a_run_trains_a_quantized_file(form, tmp_path):
         train={"global_batch_size": 8, "num_steps": 30, "gradient_accumulation_steps": 2},
         parallel={"data": 2},
         optimizer={"learning_rate": 3e-3},
+        quantize={"scales": "frozen"},
     )
     exported = export_file(run, run.checkpoint(runs.train_run(run).step))
     losses = runs.losses(run)

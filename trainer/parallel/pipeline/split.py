@@ -140,6 +140,6 @@ def _module(
     module.input_names, module.output_names = tuple(input_names), tuple(output_names)
     module.output_shapes = {}
     # the whole graph has them; a part is never written to a file
-    module.roles, module.copies = {}, {}
+    module.roles, module.copies, module.quantizers = {}, {}, ()
     mark_constants_nonpersistent(module)
     return module

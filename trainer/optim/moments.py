@@ -1,7 +1,7 @@
-"""Keep the moments of Adam and LAMB in fp32 or bf16; compute with them in fp32.
+"""Keep the moments of the update rules in fp32 or bf16; compute with them in fp32.
 
     for batch in segments(optimizer, group, gradients):
-        with in_fp32(batch, seed=seed, step=group["updates"]) as (first, second):
+        with in_fp32(batch, seed=seed, step=group["updates"]) as moments:
             ...                                         # change both in place; they are rounded on leaving
 
 bf16 halves the memory of the moments. They are rounded stochastically: up or down, to the nearer one more often, so
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Placement, Weight
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
@@ -37,24 +36,12 @@ A hash of 32 bits, because vector units multiply eight 32-bit integers at once a
 
 
 Group = dict[str, Any]
-"""torch's parameter group: `params`, `lr`; and our `learning_rate_scale`, `weight_decay`, the `weights` that belong to
+"""torch's parameter group: `params`, `lr`; and our `settings` (a WeightSettings), the `weights` that belong to
 `params`, their `numbers` in the order given to build_optimizer, and `updates`: how often they have been updated. It is
 their `step` in the state as a number of the host, which would wait for the GPU to read that one."""
 
 
 # -- storage
-
-
-def make_moments(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
-    """Create the state before the first step, so that it can be saved and loaded at any time."""
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            dtype = torch.bfloat16 if config.moments == "bf16" else weight.dtype
-            optimizer.state[weight] = {
-                "step": torch.zeros((), device=weight.device),
-                "moment_1": torch.zeros_like(weight, dtype=dtype, requires_grad=False),
-                "moment_2": torch.zeros_like(weight, dtype=dtype, requires_grad=False),
-            }
 
 
 @dataclass(frozen=True)
@@ -63,8 +50,8 @@ class Segment:
 
     weight: Tensor
     gradient: Tensor
-    first: Tensor
-    second: Tensor
+    moments: tuple[Tensor, ...]
+    """At most two."""
     step: Tensor
     """Updates of the weight, 0-dimensional."""
     of: Weight
@@ -88,7 +75,8 @@ def segments(
     batch: list[Segment] = []
     size = 0
     for of, gradient, state in zip(group["weights"], gradients, states, strict=True):
-        full = Segment(of.tensor.detach(), gradient, state["moment_1"], state["moment_2"], state["step"], of, 0)
+        moments = tuple(tensor for field, tensor in state.items() if field != "step")
+        full = Segment(of.tensor.detach(), gradient, moments, state["step"], of, 0)
         for segment in [full] if unsplit else _split(full):
             length = segment.weight.numel()
             if size + length > CHUNK[gradient.device.type] and batch and not unsplit:
@@ -104,37 +92,38 @@ def segments(
 def _split(whole: Segment) -> Iterator[Segment]:
     """Yield the segments of a weight."""
     length = CHUNK[whole.weight.device.type]
-    weight, gradient, first, second = (x.view(-1) for x in (whole.weight, whole.gradient, whole.first, whole.second))
+    weight, gradient, *moments = (x.view(-1) for x in (whole.weight, whole.gradient, *whole.moments))
     for start in range(0, len(weight), length):
         held = slice(start, start + length)
-        yield Segment(weight[held], gradient[held], first[held], second[held], whole.step, whole.of, start)
+        yield Segment(weight[held], gradient[held], tuple(m[held] for m in moments), whole.step, whole.of, start)
 
 
 @contextmanager
-def in_fp32(batch: Sequence[Segment], *, seed: int, step: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield both moments of each segment in fp32, to be changed in place; on leaving they are rounded and stored.
+def in_fp32(batch: Sequence[Segment], *, seed: int, step: int) -> Iterator[list[list[Tensor]]]:
+    """Yield each moment of all segments in fp32, to be changed in place; on leaving they are rounded and stored.
 
     seed, step: what the random bits of the rounding depend on, beside the position.
     """
-    kept = [segment.first for segment in batch], [segment.second for segment in batch]
+    stored = [list(moment) for moment in zip(*(segment.moments for segment in batch), strict=True)]
     # nothing to convert and nothing to round: the optimizer changes the stored moments themselves
-    if kept[0][0].dtype == torch.float32:
-        yield kept
+    if stored[0][0].dtype != torch.bfloat16:
+        yield stored
         return
-    sizes = [moment.numel() for moment in kept[0]]
+    sizes = [moment.numel() for moment in stored[0]]
     # one allocation, and one hash of the positions, for all segments of the batch
-    both = torch.empty(2, sum(sizes), device=kept[0][0].device)
-    first, second = (list(torch.split(moment, sizes)) for moment in both)
-    torch._foreach_copy_(first, kept[0])
-    torch._foreach_copy_(second, kept[1])
-    yield first, second
-    positions = torch.empty_like(both[0], dtype=torch.int32)
+    full = torch.empty(len(stored), sum(sizes), device=stored[0][0].device)
+    converted = [list(torch.split(moment, sizes)) for moment in full]
+    for moment, kept in zip(converted, stored, strict=True):
+        torch._foreach_copy_(moment, kept)
+    yield converted
+    positions = torch.empty_like(full[0], dtype=torch.int32)
     for segment, out in zip(batch, torch.split(positions, sizes), strict=True):
         put_positions(out, segment.of.placement, segment.start, hash_offset(seed, step, segment.of.name))
-    for moment, random in zip(both, noise(positions), strict=True):
-        round_(moment, random)
-    torch._foreach_copy_(kept[0], first)
-    torch._foreach_copy_(kept[1], second)
+    # there are two random numbers for each position, for two moments at most
+    for values, random in zip(full, noise(positions), strict=False):
+        round_(values, random)
+    for moment, kept in zip(converted, stored, strict=True):
+        torch._foreach_copy_(kept, moment)
 
 
 # -- rounding

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -11,27 +11,28 @@ from torch import Tensor
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Placement, check_fit, optimizer_key, optimizer_state_in
 from onward.trainer.optim.optimizers import Weights, as_weights
-
-
-def state_fields(config: OptimizerConfig) -> tuple[str, ...]:
-    """Return the names of the state that the optimizer keeps for each weight."""
-    match config.name:
-        case "adam" | "adamw" | "lamb":
-            return ("step", "moment_1", "moment_2")
-        case "sgd":
-            return ("momentum_buffer",) if config.momentum else ()
-        case name:  # mypy reports here a name without a case
-            assert_never(name)
+from onward.trainer.optim.rules.rule import state_dtype
+from onward.trainer.optim.rules.table import RULES
+from onward.trainer.optim.weight_settings import settings_of
 
 
 def optimizer_shapes(config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return checkpoint key -> full shape of all state, given the full shapes of all trained weights by name."""
-    fields = state_fields(config)
     return {
-        optimizer_key(name, field): () if field == "step" else shape
+        optimizer_key(name, field): tuple(shape[dim] for dim in dims)
         for name, shape in shapes.items()
-        for field in fields
+        for field, dims in RULES[config.name].state(settings_of(config, name), len(shape)).items()
     }
+
+
+def state_bytes(config: OptimizerConfig, weights: Weights) -> int:
+    """Return the size of the state of these weights, or parts of weights, but for their numbers of updates."""
+    return sum(
+        math.prod(weight.tensor.shape[dim] for dim in dims) * state_dtype(field, config, weight.tensor.dtype).itemsize
+        for weight in as_weights(weights)
+        for field, dims in RULES[config.name].state(settings_of(config, weight.name), weight.tensor.ndim).items()
+        if dims or field != "step"
+    )
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, Tensor]:

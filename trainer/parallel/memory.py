@@ -19,14 +19,15 @@ ZeRO shards over n replicas (of these, trained), u = of the largest unit that Ze
                  no ZeRO    ZeRO 1                ZeRO 2              ZeRO 3
     weights      W          W + S/n               W + S/n             W - S + S/n + 2u
     gradients    T          T + T_S/n             T - T_S + T_S/n     T - T_S + T_S/n
-    optimizer    m T        m (T - T_S + T_S/n)   the same            the same
+    optimizer    O          O - O_S + O_S/n       the same            the same
     transient    ...        ... + 2u              ... + 2u            ... + 2u
 
 In bf16 and fp16 there is one cast of each weight that products read, in half of its bytes: W contains it without ZeRO.
 With ZeRO such a weight is gathered in half of its bytes instead (u, and S in ZeRO 1 and 2), if nothing else reads it.
 
-m is the number of moments: 2 for Adam and LAMB (1 if they are bf16), 1 for SGD with momentum, else 0; a moving average
-of the weights is one more. The factor 2u is
+O is the state of the optimizer and O_S that of what ZeRO shards, by the table in trainer/optim/rules/table.py: 2 T for
+Adam and LAMB (T if their moments are bf16), T for Lion and for SGD with momentum; a
+moving average of the weights is one T more. The factor 2u is
 the unit in use and the one that is gathered or scattered meanwhile. Source: Rajbhandari et al. 2020
 (https://arxiv.org/abs/1910.02054), with copies as trainer/parallel/replicas/zero.py keeps them.
 
@@ -46,15 +47,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 from torch import Tensor, fx, nn
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
-from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.model.weight_casts import cast_weights
+from onward.trainer.optim.state import state_bytes
 from onward.trainer.parallel.device import reserve
 from onward.trainer.parallel.dry_run import DryRun
 from onward.trainer.parallel.pipeline.stage import Stage
@@ -201,18 +201,21 @@ class _StaticMemory:
 def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: RunConfig) -> _StaticMemory:
     """Return the first four rows of the table above."""
     zero = config.parallel.zero
-    trained = sum(weight.tensor.nbytes for weight in weights if weight.trained)
+    own = [weight for weight in weights if weight.trained]
+    trained = sum(weight.tensor.nbytes for weight in own)
     held = sum(weight.tensor.nbytes for weight in weights if isinstance(weight.tensor, nn.Parameter))
     held += sum(buffer.nbytes for buffer in {buffer for stage in stages for buffer in stage.chain.buffers()})
     casts = {weight for stage in stages for part in stage.chain.parts for weight in _cast_weights(part.module)}
     if not zero:
         held += _bytes_in_half(casts)
-        updates = _optimizer_bytes(config.optimizer, trained) + _average_bytes(weights, trained, config)
+        updates = state_bytes(config.optimizer, own) + _average_bytes(weights, trained, config)
         return _StaticMemory(held, trained, updates, 0)
     sharding = zero_sharding(stages, weights, config.parallel)
     # the rank keeps its shard of these only; what is gathered at a time is added below
     held -= sharding.stored_bytes - sharding.stored_bytes // sharding.num_shards
     own_trained = trained - sharding.trained_bytes + sharding.trained_bytes // sharding.num_shards
+    sharded_state = state_bytes(config.optimizer, [weight for weight in own if is_sharded(weight, zero=zero)])
+    state = state_bytes(config.optimizer, own) - sharded_state + sharded_state // sharding.num_shards
     # ZeRO 1 and 2 keep the gathered weights for the whole step, ZeRO 3 two units at a time
     gathered = sharding.total_bytes if zero < 3 else 2 * max(sharding.unit_bytes, default=0)
     if zero < 3:
@@ -223,7 +226,7 @@ def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: R
     return _StaticMemory(
         weights=held + gathered,
         gradients=own_trained + unsharded_gradients,
-        optimizer=_optimizer_bytes(config.optimizer, own_trained) + _average_bytes(weights, own_trained, config),
+        optimizer=state + _average_bytes(weights, own_trained, config),
         gathered=2 * max(sharding.scattered_bytes, default=0),
     )
 
@@ -234,16 +237,6 @@ def _cast_weights(module: nn.Module) -> set[nn.Parameter]:
 
 def _bytes_in_half(weights: Iterable[Tensor]) -> int:
     return sum(weight.nbytes // 2 for weight in weights)
-
-
-def _optimizer_bytes(config: OptimizerConfig, trained: int) -> int:
-    match config.name:
-        case "adam" | "adamw" | "lamb":
-            return trained if config.moments == "bf16" else 2 * trained
-        case "sgd":
-            return trained if config.momentum else 0
-        case name:  # mypy reports here a name without a case
-            assert_never(name)
 
 
 def _average_bytes(weights: Sequence[Weight], trained: int, config: RunConfig) -> int:

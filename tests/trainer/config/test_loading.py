@@ -196,7 +196,7 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "moments of SGD": (
         {"optimizer": {"name": "sgd", "moments": "bf16"}},
-        ["optimizer.moments 'bf16' is for adam, adamw and lamb"],
+        ["optimizer.moments 'bf16' is for adam, adamw, lamb, nadam, radam, rmsprop and lion, not for sgd"],
     ),
     "accumulation": (
         {"train": {"num_steps": 1, "global_batch_size": 30, "gradient_accumulation_steps": 4}, "parallel": {"data": 2}},
@@ -209,6 +209,26 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ratios crossed": ({"optimizer": {"ratio_min": 3, "ratio_max": 2}}, ["ratio_min 3", "ratio_max 2"]),
     "nesterov alone": ({"optimizer": {"name": "sgd", "nesterov": True}}, ["momentum"]),
     "momentum for Adam": ({"optimizer": {"momentum": 0.9}}, ["momentum 0.9", "adamw"]),
+    "betas of SGD by pattern": (
+        {"optimizer": {"name": "sgd", "weights": [{"pattern": "head.*", "beta": 0.9}]}},
+        ["optimizer.weights: beta 0.9 of pattern 'head.*' is for adam, adamw, lamb,", "not for sgd"],
+    ),
+    "momentum of LAMB by pattern": (
+        {"optimizer": {"name": "lamb", "weights": [{"pattern": "*", "momentum": 0.9, "ratio_max": 2.0}]}},
+        ["optimizer.weights: momentum 0.9 of pattern '*' is for sgd, not for lamb"],
+    ),
+    "ratios of Adam by pattern": (
+        {"optimizer": {"weights": [{"pattern": "*", "ratio_max": 2.0}]}},
+        ["optimizer.weights: ratio_max 2.0 of pattern '*' is for lamb, not for adamw"],
+    ),
+    "bias correction of Lion": (
+        {"optimizer": {"name": "lion", "bias_correction": False}},
+        ["optimizer.bias_correction False is for adam, adamw and lamb, not for lion"],
+    ),
+    "training files of Lion": (
+        {"optimizer": {"name": "lion"}, "export": {"training": True}},
+        ["no ONNX form of optimizer.name 'lion', only of adam, adamw, lamb, sgd; set export.training to false"],
+    ),
     "decay mode for LAMB": ({"optimizer": {"name": "lamb", "weight_decay_mode": "huggingface"}}, ["lamb"]),
     "floor with the compatible shape": ({"schedule": {"mode": "cosine", "shape": "compatible", "floor": 0.1}}, ["0.1"]),
     "warm-up of nothing": ({"schedule": {"warmup_ratio": 0.1}}, ["warmup_ratio 0.1", "constant"]),

@@ -21,20 +21,21 @@ from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.config.sections.training import OptimizerConfig, ScheduleConfig, WeightAttributes
+from onward.trainer.config.update_rules import UPDATE_RULES
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.optim.moments import CHUNK, hash_offset, noise, put_positions, round_
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
+from onward.trainer.optim.rules.table import RULES as RULE_TABLE
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.optim.state import (
     load_optimizer_parts,
     optimizer_parts,
     optimizer_shapes,
     optimizer_tensors,
-    state_fields,
+    state_bytes,
 )
-from onward.trainer.parallel import memory
 from onward.trainer.run.directory import RunDir
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -245,7 +246,7 @@ def test_of_several_patterns_that_match_the_last_one_counts_for_each_setting() -
     ]
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "sgd"])
+@pytest.mark.parametrize("name", UPDATE_RULES)
 def test_a_weight_with_learning_rate_scale_0_does_not_move(name: str) -> None:
     weights = (WeightAttributes(pattern="still", learning_rate_scale=0.0),)
     config = OptimizerConfig.model_validate({"name": name, "weight_decay": 0.1, "weights": weights})
@@ -274,6 +275,13 @@ RULES: list[dict[str, Any]] = [
     {"name": "lamb", "moments": "bf16"},
     {"name": "sgd", "momentum": 0.9},
     {"name": "sgd"},
+    {"name": "nadam"},
+    {"name": "nadam", "moments": "bf16"},
+    {"name": "radam"},
+    {"name": "rmsprop"},
+    {"name": "adagrad"},
+    {"name": "lion"},
+    {"name": "lion", "moments": "bf16"},
 ]
 
 
@@ -359,25 +367,18 @@ def test_the_names_of_the_state_are_known_without_a_weight(settings: dict[str, A
     assert shapes == {key: tuple(tensor.shape) for key, tensor in state.items()}
 
 
-@pytest.mark.parametrize("name", get_args(OptimizerConfig.model_fields["name"].annotation))
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_the_memory_estimate_counts_the_state_of_every_optimizer(name: str, momentum: float, moments: str) -> None:
-    wanted = {"name": name} | ({"momentum": momentum} if name == "sgd" else {"moments": moments})
-    config = OptimizerConfig.model_validate(wanted)
-    named = parameters("a", "b.c")
+@pytest.mark.parametrize("settings", RULES, ids=lambda settings: "-".join(map(str, settings.values())))
+def test_the_memory_estimate_counts_the_state_of_every_optimizer(settings: dict[str, Any]) -> None:
+    config = OptimizerConfig.model_validate(settings)
+    named = [*parameters("a", "b.c"), ("d", nn.Parameter(torch.ones(5, 3))), ("e", nn.Parameter(torch.ones(2, 3, 4)))]
     state = optimizer_tensors(build_optimizer(config, named), named)
-    assert {key.rpartition("/")[2] for key in state} == set(state_fields(config))
     held = sum(tensor.nbytes for key, tensor in state.items() if not key.endswith("/step"))
-    assert memory._optimizer_bytes(config, sum(weight.nbytes for _, weight in named)) == held
+    assert state_bytes(config, named) == held
 
 
-def test_an_optimizer_without_its_own_case_raises() -> None:
-    unknown = OptimizerConfig.model_construct(name="unknown")  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match="unknown"):
-        state_fields(unknown)
-    with pytest.raises(AssertionError, match="unknown"):
-        memory._optimizer_bytes(unknown, 1)
+def test_every_name_has_a_rule_its_settings_and_a_test() -> None:
+    names = set(get_args(OptimizerConfig.model_fields["name"].annotation))
+    assert names == RULE_TABLE.keys() == UPDATE_RULES.keys() == {settings["name"] for settings in RULES}
 
 
 # -- parts of weights, copies of weights, no weights
@@ -481,7 +482,7 @@ def test_copies_of_a_weight_stay_equal_and_are_saved_once(settings: dict[str, An
     assert torch.equal(named[0][1], named[2][1])
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "sgd"])
+@pytest.mark.parametrize("name", UPDATE_RULES)
 def test_a_rank_without_a_trained_weight_takes_part(name: str) -> None:
     asked = []
 

@@ -25,6 +25,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     updates.length,
     updates.loss_scale,
     updates.optimizer,
+    updates.training_files,
     updates.schedule,
     updates.average,
     ranks.timeouts,

@@ -18,6 +18,7 @@ from onward.trainer.config.sections.training import (
     ScheduleConfig,
     TrainConfig,
 )
+from onward.trainer.config.update_rules import SETTINGS, UPDATE_RULES, rules_that_take, training_files_problems
 
 
 def accumulation(train: TrainConfig, parallel: ParallelConfig) -> Iterable[str]:
@@ -56,12 +57,22 @@ def optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
         yield f"optimizer.ratio_min {optimizer.ratio_min:g} is above optimizer.ratio_max {optimizer.ratio_max:g}"
     if optimizer.nesterov and not optimizer.momentum:
         yield "optimizer.nesterov needs optimizer.momentum above 0"
-    if optimizer.momentum and optimizer.name != "sgd":
-        yield f"optimizer.momentum {optimizer.momentum:g} is for sgd; {optimizer.name} has alpha and beta"
-    if optimizer.moments != "fp32" and optimizer.name == "sgd":
-        yield f"optimizer.moments {optimizer.moments!r} is for adam, adamw and lamb"
-    if optimizer.weight_decay_mode == "huggingface" and optimizer.name != "adam":
-        yield f"optimizer.weight_decay_mode 'huggingface' is for adam, not {optimizer.name}"
+    name, rule = optimizer.name, UPDATE_RULES[optimizer.name]
+    for setting in SETTINGS:
+        value, default = getattr(optimizer, setting), OptimizerConfig.model_fields[setting].default
+        if setting not in (*rule.takes, *rule.ignores) and value not in (default, rule.defaults.get(setting)):
+            yield f"optimizer.{setting} {value!r} is for {rules_that_take(setting)}, not for {name}"
+    for each in optimizer.weights:
+        for setting in sorted({*SETTINGS} & each.model_dump(exclude_none=True).keys() - rule.takes_of_weight()):
+            yield (
+                f"optimizer.weights: {setting} {getattr(each, setting)!r} of pattern {each.pattern!r} is for "
+                f"{rules_that_take(setting)}, not for {name}"
+            )
+
+
+def training_files(optimizer: OptimizerConfig, export: ExportConfig) -> Iterable[str]:
+    if export.training:
+        yield from training_files_problems(optimizer.name)
 
 
 def schedule(schedule: ScheduleConfig) -> Iterable[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from onward.trainer.config.section import Decay, Fraction, Section
+from onward.trainer.config.update_rules import UPDATE_RULES, OptimizerName
 
 
 class TrainConfig(Section):
@@ -56,39 +57,55 @@ class PrecisionConfig(Section):
 
 
 class WeightAttributes(Section):
-    """Optimizer settings for the weights whose names match a pattern."""
+    """Optimizer settings for the weights whose names match a pattern; those of another update rule are refused."""
 
     pattern: str
     """Glob pattern of initializer names. Where several entries match, the last one decides, setting by setting."""
-    learning_rate_scale: Annotated[float, Field(ge=0.0)] | None = None
+    learning_rate_scale: NonNegativeFloat | None = None
     """Multiplies the learning rate."""
-    weight_decay: Annotated[float, Field(ge=0.0)] | None = None
+    weight_decay: NonNegativeFloat | None = None
     """Replaces `optimizer.weight_decay`."""
+    alpha: Decay | None = None
+    """Replaces `optimizer.alpha`."""
+    beta: Decay | None = None
+    """Replaces `optimizer.beta`."""
+    epsilon: NonNegativeFloat | None = None
+    """Replaces `optimizer.epsilon`."""
+    bias_correction: bool | None = None
+    """Replaces `optimizer.bias_correction`."""
+    ratio_min: NonNegativeFloat | None = None
+    """Replaces `optimizer.ratio_min`."""
+    ratio_max: PositiveFloat | None = None
+    """Replaces `optimizer.ratio_max`."""
+    momentum: Decay | None = None
+    """Replaces `optimizer.momentum`."""
 
 
 class OptimizerConfig(Section):
-    """The update rule. Formulas: the docstrings of trainer/optim/optimizers.py."""
+    """The update rule. Formulas: the docstrings of trainer/optim/rules/."""
 
-    name: Literal["adam", "adamw", "lamb", "sgd"] = "adamw"
-    """Adam (see `weight_decay_mode`), AdamW, LAMB, or SGD with momentum."""
+    name: OptimizerName = "adamw"
+    """Adam (see `weight_decay_mode`), AdamW, LAMB, SGD with momentum, NAdam, RAdam, RMSprop, Adagrad, or Lion."""
     learning_rate: PositiveFloat = 1e-3
-    """The learning rate that the learning-rate schedule scales."""
+    """The learning rate that the learning-rate schedule scales. Usual: Lion 1e-4, a tenth of Adam's; NAdam 2e-3;
+    RMSprop and Adagrad 1e-2. `onward run` warns where a rule needs another order of magnitude."""
     alpha: Decay = 0.9
     """Decay of the first moment (beta1)."""
     beta: Decay = 0.999
-    """Decay of the second moment (beta2)."""
+    """Decay of the second moment (beta2); in Lion that of its only moment. Lion and RMSprop: 0.99 where it is not
+    given."""
     epsilon: NonNegativeFloat = 1e-8
-    """Added to the square root of the second moment."""
+    """Added to the square root of the second moment. Adagrad: 1e-10 where it is not given."""
     weight_decay: NonNegativeFloat = 0.0
-    """Weight decay: decoupled in Adam, AdamW and LAMB, added to the gradient in SGD."""
+    """Weight decay: added to the gradient in SGD, RMSprop and Adagrad, decoupled in all others."""
     weight_decay_mode: Literal["pytorch", "huggingface"] = "pytorch"
     """Adam only: apply the decay with the update (`pytorch`; ONNX Runtime's mode 0) or after it (`huggingface`; mode
     1)."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Adam and LAMB only: the type that stores the moments. bf16 halves their memory; values are rounded
+    """The type that stores the moments; not for SGD and Adagrad. bf16 halves their memory; values are rounded
     stochastically."""
     bias_correction: bool = True
-    """Adam and LAMB only: divide the moments by 1 - alpha^t and 1 - beta^t."""
+    """Adam, AdamW and LAMB only: divide the moments by 1 - alpha^t and 1 - beta^t."""
     ratio_min: NonNegativeFloat = 0.0
     """LAMB only: smallest trust ratio."""
     ratio_max: PositiveFloat = 1e30
@@ -101,6 +118,12 @@ class OptimizerConfig(Section):
     """Glob patterns of weights without weight decay (the rule of ONNX Runtime's trainer)."""
     weights: tuple[WeightAttributes, ...] = ()
     """Settings for single weights by name pattern; they take precedence over the settings above."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_the_defaults_of_the_rule(cls, values: Any) -> Any:
+        rule = UPDATE_RULES.get(values.get("name")) if isinstance(values, dict) else None
+        return {**rule.defaults, **values} if rule else values
 
 
 class ScheduleConfig(Section):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from onward.trainer.config.losses import export_problems
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.update_rules import training_files_problems
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.training.gradients import gradient_of, training_model, updated
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
@@ -129,10 +130,13 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     """Write the four files, the initial weights and training.json into `folder`; each is complete or absent.
 
     `model`: the trained file; `base`: its directory. Raises UnsupportedModel when it cannot be differentiated or
-    translated, ExportRefused when a loss has no ONNX form, a file would pass 2 GB or onnx.checker refuses one; nothing
-    is written then.
+    translated, ExportRefused when a loss or the optimizer has no ONNX form, a file would pass 2 GB or onnx.checker
+    refuses one; nothing is written then.
     """
-    if problems := list(export_problems(config.losses)):  # `onward export --training` of a run that does not say so
+    if problems := [
+        *export_problems(config.losses),
+        *training_files_problems(config.optimizer.name),
+    ]:  # `onward export --training` of a run that does not say so
         raise ExportRefused(problems)
     # each file must load without others beside it
     model = _whole(model, base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.onnx_graph.builder import GraphExtender
 from onward.trainer.optim.optimizers import build_optimizer
 from onward.trainer.optim.state import optimizer_tensors
+from onward.trainer.optim.weight_settings import WeightSettings
 
 OPSET = 20
 
@@ -35,7 +37,7 @@ class _Weight:
     weight: str
     gradient: str
     rate: str
-    decay: float
+    settings: WeightSettings
     state: Mapping[str, str]
 
 
@@ -74,7 +76,7 @@ def optimizer_model(
         group = groups[id(tensor)]
         scale = group["learning_rate_scale"]
         rate = RATE if scale == 1.0 else g.op("Mul", RATE, g.constant(scale))
-        new = rule(_Weight(name, gradients[name], rate, group["weight_decay"], state[name]))
+        new = rule(_Weight(name, gradients[name], rate, group["settings"], state[name]))
         for value, given in new.items():
             g.op("Identity", given, output=updated(value))
     graph.output.extend(helper.make_tensor_value_info(n, TensorProto.FLOAT, dims) for n, dims in outputs.items())
@@ -117,15 +119,19 @@ Rule = Callable[[_Weight], dict[str, str]]
 
 def _adam(g: GraphExtender, config: OptimizerConfig) -> Rule:
     decays_after = config.name == "adam" and config.weight_decay_mode == "huggingface"
-    c1, root_c2 = _corrections(g, config)
-    # huggingface's Adam adds epsilon before the bias correction, so it is divided by the correction here
-    epsilon = g.constant(config.epsilon)
-    if decays_after:
-        epsilon = g.op("Div", epsilon, root_c2)
+    corrections = functools.cache(functools.partial(_corrections, g))
 
     def rule(w: _Weight) -> dict[str, str]:
-        m, v = _moments(g, config, w)
-        keep = g.op("Sub", g.constant(1.0), g.op("Mul", w.rate, g.constant(w.decay))) if w.decay else ""
+        c1, root_c2 = corrections(w.settings.alpha, w.settings.beta, w.settings.bias_correction)
+        # huggingface's Adam adds epsilon before the bias correction, so it is divided by the correction here
+        epsilon = g.constant(w.settings.epsilon)
+        epsilon = g.op("Div", epsilon, root_c2) if decays_after else epsilon
+        m, v = _moments(g, w)
+        keep = (
+            g.op("Sub", g.constant(1.0), g.op("Mul", w.rate, g.constant(w.settings.weight_decay)))
+            if w.settings.weight_decay
+            else ""
+        )
         weight = g.op("Mul", w.weight, keep) if keep and not decays_after else w.weight
         root = g.op("Add", g.op("Div", g.op("Sqrt", v), root_c2), epsilon)
         weight = g.op("Sub", weight, g.op("Div", g.op("Mul", g.op("Div", w.rate, c1), m), root))
@@ -136,16 +142,18 @@ def _adam(g: GraphExtender, config: OptimizerConfig) -> Rule:
 
 
 def _lamb(g: GraphExtender, config: OptimizerConfig) -> Rule:
-    c1, root_c2 = _corrections(g, config)
+    corrections = functools.cache(functools.partial(_corrections, g))
     zero, one = g.constant(0.0), g.constant(1.0)
 
     def rule(w: _Weight) -> dict[str, str]:
-        m, v = _moments(g, config, w)
-        root = g.op("Add", g.op("Div", g.op("Sqrt", v), root_c2), g.constant(config.epsilon))
+        c1, root_c2 = corrections(w.settings.alpha, w.settings.beta, w.settings.bias_correction)
+        m, v = _moments(g, w)
+        root = g.op("Add", g.op("Div", g.op("Sqrt", v), root_c2), g.constant(w.settings.epsilon))
         direction = g.op("Div", g.op("Div", m, root), c1)
-        direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.decay)))
+        direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.settings.weight_decay)))
         length, norm = (g.op("Sqrt", g.op("ReduceSumSquare", each, keepdims=0)) for each in (w.weight, direction))
-        ratio = g.op("Clip", g.op("Div", length, norm), g.constant(config.ratio_min), g.constant(config.ratio_max))
+        limits = (g.constant(w.settings.ratio_min), g.constant(w.settings.ratio_max))
+        ratio = g.op("Clip", g.op("Div", length, norm), *limits)
         # where a norm is 0 the ratio is 1, as in optimizers.Lamb
         both = g.op("And", g.op("Greater", length, zero), g.op("Greater", norm, zero))
         step = g.op("Mul", w.rate, g.op("Where", both, ratio, one))
@@ -156,13 +164,12 @@ def _lamb(g: GraphExtender, config: OptimizerConfig) -> Rule:
 
 
 def _sgd(g: GraphExtender, config: OptimizerConfig) -> Rule:
-    momentum = g.constant(config.momentum)
-
     def rule(w: _Weight) -> dict[str, str]:
         direction, state = w.gradient, {}
-        if w.decay:
-            direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.decay)))
-        if config.momentum:
+        if w.settings.weight_decay:
+            direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.settings.weight_decay)))
+        if w.settings.momentum:
+            momentum = g.constant(w.settings.momentum)
             old = w.state["momentum_buffer"]
             velocity = g.op("Add", g.op("Mul", old, momentum), direction)
             state = {old: velocity}
@@ -178,25 +185,25 @@ UPDATES: dict[str, Callable[[GraphExtender, OptimizerConfig], Rule]] = {
     "lamb": _lamb,
     "sgd": _sgd,
 }
-"""`optimizer.name` -> its update rule."""
+"""`optimizer.name` -> its update rule. The other optimizers are refused by config/rules.py and in files.py."""
 
 
-def _moments(g: GraphExtender, config: OptimizerConfig, w: _Weight) -> tuple[str, str]:
+def _moments(g: GraphExtender, w: _Weight) -> tuple[str, str]:
     def decayed(old: str, factor: float, new: str) -> str:
         return g.op("Add", g.op("Mul", old, g.constant(factor)), g.op("Mul", new, g.constant(1.0 - factor)))
 
-    first = decayed(w.state["moment_1"], config.alpha, w.gradient)
-    return first, decayed(w.state["moment_2"], config.beta, g.op("Mul", w.gradient, w.gradient))
+    first = decayed(w.state["moment_1"], w.settings.alpha, w.gradient)
+    return first, decayed(w.state["moment_2"], w.settings.beta, g.op("Mul", w.gradient, w.gradient))
 
 
-def _corrections(g: GraphExtender, config: OptimizerConfig) -> tuple[str, str]:
+def _corrections(g: GraphExtender, alpha: float, beta: float, corrected: bool) -> tuple[str, str]:
     """Add 1 - alpha^t and the root of 1 - beta^t, in fp64: 1 - 0.999^t in fp32 loses half of the digits."""
-    if not config.bias_correction:
+    if not corrected:
         return g.constant(1.0), g.constant(1.0)
     step = g.op("Cast", STEP, to=TensorProto.DOUBLE)
 
     def correction(decay: float) -> str:
         return g.op("Sub", g.constant(1.0, float), g.op("Pow", g.constant(decay, float), step))
 
-    first, second = correction(config.alpha), g.op("Sqrt", correction(config.beta))
+    first, second = correction(alpha), g.op("Sqrt", correction(beta))
     return g.op("Cast", first, to=TensorProto.FLOAT), g.op("Cast", second, to=TensorProto.FLOAT)

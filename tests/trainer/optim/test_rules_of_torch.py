@@ -1,0 +1,139 @@
+"""Each update rule takes the steps of torch's implementation, and of its own formula where torch has none.
+
+The weights of the tables are a matrix, a vector, a convolution kernel and a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onward.trainer.config.sections.training import OptimizerConfig
+from onward.trainer.optim.optimizers import build_optimizer, set_learning_rate
+
+SHAPES = ((7, 5), (6,), (4, 3, 2, 2), ())
+STEPS = 12
+
+REFERENCES: dict[str, tuple[dict[str, Any], Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
+    "nadam": (
+        {"name": "nadam", "learning_rate": 0.02, "weight_decay": 0.1, "alpha": 0.8},
+        lambda w: torch.optim.NAdam(w, lr=0.02, weight_decay=0.1, betas=(0.8, 0.999), decoupled_weight_decay=True),
+    ),
+    "radam": (
+        {"name": "radam", "learning_rate": 0.02, "weight_decay": 0.1, "beta": 0.9},
+        lambda w: torch.optim.RAdam(w, lr=0.02, weight_decay=0.1, betas=(0.9, 0.9), decoupled_weight_decay=True),
+    ),
+    "radam before its variance is known": (
+        {"name": "radam", "learning_rate": 0.02},
+        lambda w: torch.optim.RAdam(w, lr=0.02),
+    ),
+    "rmsprop": (
+        {"name": "rmsprop", "learning_rate": 0.01, "weight_decay": 0.1},
+        lambda w: torch.optim.RMSprop(w, lr=0.01, weight_decay=0.1),
+    ),
+    "adagrad": (
+        {"name": "adagrad", "learning_rate": 0.01, "weight_decay": 0.1},
+        lambda w: torch.optim.Adagrad(w, lr=0.01, weight_decay=0.1),
+    ),
+}
+"""Case -> [optimizer], and the same optimizer of torch."""
+
+
+def weights_after(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], *, steps: int = STEPS
+) -> list[nn.Parameter]:
+    """The weights after some steps, the same start and gradients for every optimizer."""
+    generator = torch.Generator().manual_seed(1)
+    weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = make(weights)
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return weights
+
+
+def of_onward(settings: dict[str, Any], **context: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    def make(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+        named = [(f"w{number}", weight) for number, weight in enumerate(weights)]
+        config = OptimizerConfig.model_validate({"no_decay": [], **settings})
+        optimizer = build_optimizer(config, named, **context)
+        set_learning_rate(optimizer, config.learning_rate)
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_a_rule_takes_the_steps_of_torchs_implementation(case: str) -> None:
+    settings, reference = REFERENCES[case]
+    for found, wanted in zip(weights_after(of_onward(settings)), weights_after(reference), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+
+
+def test_lion_keeps_to_its_formula_element_by_element() -> None:
+    class Lion(torch.optim.Optimizer):
+        """Algorithm 2 of the paper, in fp64."""
+
+        def __init__(self, weights: list[nn.Parameter]) -> None:
+            super().__init__(weights, {"lr": 0.02})
+            self.moments = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for weight, moment in zip(self.param_groups[0]["params"], self.moments, strict=True):
+                gradient = weight.grad.double()
+                direction = torch.sign(0.9 * moment + 0.1 * gradient)
+                weight.copy_(weight.double() - 0.02 * (direction + 0.1 * weight.double()))
+                moment.copy_(0.99 * moment + 0.01 * gradient)
+
+    settings = {"name": "lion", "learning_rate": 0.02, "weight_decay": 0.1}
+    for found, wanted in zip(weights_after(of_onward(settings)), weights_after(Lion), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+
+
+# -- settings of single weights
+
+OF_WEIGHTS: list[dict[str, Any]] = [
+    *({"name": name, "alpha": 0.5, "beta": 0.7, "epsilon": 0.01} for name in ("adam", "adamw", "lamb")),
+    *({"name": name, "bias_correction": False} for name in ("adam", "adamw", "lamb")),
+    {"name": "lamb", "ratio_min": 0.4, "ratio_max": 0.5},
+    {"name": "lamb", "ratio_max": 0.01},
+    {"name": "sgd", "momentum": 0.6},
+    {"name": "nadam", "alpha": 0.5, "beta": 0.7, "epsilon": 0.01},
+    {"name": "radam", "alpha": 0.5, "beta": 0.7, "epsilon": 0.01},
+    {"name": "rmsprop", "beta": 0.7, "epsilon": 0.01},
+    {"name": "adagrad", "epsilon": 0.01},
+    {"name": "lion", "alpha": 0.5, "beta": 0.7},
+]
+
+
+@pytest.mark.parametrize("settings", OF_WEIGHTS, ids=str)
+def test_settings_by_pattern_are_those_of_a_run_with_them_for_all_weights(settings: dict[str, Any]) -> None:
+    """The weights that match take the steps they take where the settings hold for all; the others do not change."""
+    name, own = settings["name"], {key: value for key, value in settings.items() if key != "name"}
+    common = {"name": name, "learning_rate": 0.05, "weight_decay": 0.1} | ({"momentum": 0.3} if name == "sgd" else {})
+    mixed = weights_after(of_onward({**common, "weights": [{"pattern": "w[02]", **own}]}))
+    for_all, for_none = weights_after(of_onward({**common, **own})), weights_after(of_onward(common))
+    for number, weight in enumerate(mixed):
+        assert torch.equal(weight, (for_all if number in (0, 2) else for_none)[number])
+        # a number has one LAMB ratio whatever the limits, where they do not bind
+        assert number == 3 or not torch.equal(for_all[number], for_none[number])
+
+
+def test_weights_with_and_without_momentum_have_state_of_their_own() -> None:
+    config = OptimizerConfig.model_validate({"name": "sgd", "weights": [{"pattern": "a", "momentum": 0.9}]})
+    weights = [("a", nn.Parameter(torch.ones(2))), ("b", nn.Parameter(torch.ones(2)))]
+    optimizer = build_optimizer(config, weights)
+    for _ in range(2):
+        for _, weight in weights:
+            weight.grad = torch.ones(2)
+        optimizer.step()
+    expected: list[Tensor] = [torch.full((2,), 1 - 1e-3 * 2.9), torch.full((2,), 1 - 1e-3 * 2)]
+    for (_, found), wanted in zip(weights, expected, strict=True):
+        torch.testing.assert_close(found.detach(), wanted)
+    assert [list(optimizer.state[weight]) for _, weight in weights] == [["momentum_buffer"], []]

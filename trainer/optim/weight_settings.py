@@ -1,0 +1,44 @@
+"""Decide the settings of each weight: those of [optimizer], replaced by what [[optimizer.weights]] says of its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+from onward.trainer.config.sections.training import OptimizerConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_import.quantizer_scales import LOG_FACTOR
+
+
+@dataclass(frozen=True)
+class WeightSettings:
+    """The settings of one weight. Weights with equal settings are updated together."""
+
+    learning_rate_scale: float
+    weight_decay: float
+    alpha: float
+    beta: float
+    epsilon: float
+    bias_correction: bool
+    ratio_min: float
+    ratio_max: float
+    momentum: float
+
+
+def settings_of(config: OptimizerConfig, name: str) -> WeightSettings:
+    """Return the settings of the weight of this initializer name."""
+    values: dict[str, Any] = {field.name: getattr(config, field.name, 1.0) for field in fields(WeightSettings)}
+    # a scale of quantization whose factor decayed to 1 would go back to that of the file
+    if any(fnmatchcase(name, pattern) for pattern in (*config.no_decay, f"*{LOG_FACTOR}")):
+        values["weight_decay"] = 0.0
+    # in the order of the file: a later pattern has precedence over an earlier one
+    for each in config.weights:
+        if fnmatchcase(name, each.pattern):
+            values |= each.model_dump(exclude_none=True, exclude={"pattern"})
+    if values["ratio_min"] > values["ratio_max"]:
+        raise ConfigError(
+            f"optimizer.weights: of {name!r}, ratio_min {values['ratio_min']:g} is above ratio_max "
+            f"{values['ratio_max']:g}"
+        )
+    return WeightSettings(**values)

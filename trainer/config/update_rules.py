@@ -49,7 +49,7 @@ class UpdateRule:
         return set(self.takes) & {*ADAM, *RATIOS, "momentum"}
 
 
-UPDATE_RULES: dict[OptimizerName, UpdateRule] = {
+UPDATE_RULES: dict[str, UpdateRule] = {
     "adam": UpdateRule((*ADAM, "moments", "weight_decay_mode"), ignores=RATIOS, in_onnx=True),
     "adamw": UpdateRule((*ADAM, "moments"), ignores=RATIOS, in_onnx=True),
     "lamb": UpdateRule((*ADAM, *RATIOS, "moments"), in_onnx=True),
@@ -65,14 +65,14 @@ UPDATE_RULES: dict[OptimizerName, UpdateRule] = {
 
 def rules_that_take(setting: str) -> str:
     """Return the names of the rules that take a setting, for a message: "adam, adamw and lamb"."""
-    names = [str(name) for name, rule in UPDATE_RULES.items() if setting in rule.takes]
+    names = [name for name, rule in UPDATE_RULES.items() if setting in rule.takes]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def training_files_problems(name: OptimizerName) -> Iterator[str]:
     """Yield why `export.training` cannot write this update rule."""
     if not UPDATE_RULES[name].in_onnx:
-        known = [str(each) for each, rule in UPDATE_RULES.items() if rule.in_onnx]
+        known = [each for each, rule in UPDATE_RULES.items() if rule.in_onnx]
         yield (
             f"export.training has no ONNX form of optimizer.name {name!r}, only of {', '.join(known)}; set "
             "export.training to false"

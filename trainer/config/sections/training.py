@@ -122,7 +122,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_the_defaults_of_the_rule(cls, values: Any) -> Any:
-        rule = UPDATE_RULES.get(values.get("name")) if isinstance(values, dict) else None
+        rule = UPDATE_RULES.get(str(values.get("name"))) if isinstance(values, dict) else None
         return {**rule.defaults, **values} if rule else values
 
 

@@ -42,7 +42,7 @@ class NAdam(ElementwiseRule):
         """Return Πₜ, μₜ and μₜ₊₁."""
 
         def mu(t: int) -> float:
-            return alpha * (1.0 - 0.5 * 0.96 ** (t * 0.004))
+            return float(alpha * (1.0 - 0.5 * 0.96 ** (t * 0.004)))
 
         done, product, of = self._product
         if (done, of) != (t, alpha):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from onward.trainer.config.sections.training import OptimizerConfig
-from onward.trainer.config.update_rules import OptimizerName
 from onward.trainer.optim.moments import Group
 from onward.trainer.optim.rules.adam import Adam
 from onward.trainer.optim.rules.adaptive import Adagrad, NAdam, RAdam, RMSprop
@@ -27,7 +26,7 @@ class NamedRule:
     """Checkpoints, their shapes and the estimates of memory all read it."""
 
 
-RULES: dict[OptimizerName, NamedRule] = {
+RULES: dict[str, NamedRule] = {
     "adam": NamedRule(Adam, all_dims("moment_1", "moment_2")),
     "adamw": NamedRule(Adam, all_dims("moment_1", "moment_2")),
     "lamb": NamedRule(Lamb, all_dims("moment_1", "moment_2")),

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from onward.flows.commands import inspection, models, servers, training
+from onward.flows.commands import inspection, models, proposal, servers, training
 from onward.flows.commands.common import print_json
 from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable
 
@@ -57,6 +57,15 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
             ),
         ),
         (training.resume, notes("onward resume last", exits=(0, 2, 3, 4, 5, 6, 7, 8, 70, 72, 75, 130))),
+        (
+            proposal.init,
+            notes(
+                "onward init model.onnx train.csv",
+                "onward init model.onnx photos -o photos.toml --range-test",
+                "onward init model.onnx train.csv data.label=price",
+                exits=(0, 2),
+            ),
+        ),
         (training.status, notes("onward status", "onward status 0de13422", exits=(0, 2))),
         (training.runs, notes("onward runs", exits=(0,))),
         (training.clean, notes("onward clean", "onward clean --days 7", exits=(0,))),

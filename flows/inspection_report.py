@@ -1,4 +1,4 @@
-"""Print the results of `onward doctor`, `onward diff` and `onward plan` as tables."""
+"""Print the results of `onward doctor`, `onward init`, `onward diff` and `onward plan` as tables."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from onward.trainer.diagnostics.diff import Difference, TensorChange
     from onward.trainer.diagnostics.doctor import Diagnosis, Operator, Unsupported, Weight
     from onward.trainer.parallel.plan_record import Plan
+    from onward.trainer.proposal.initialise import Proposed
     from onward.trainer.run.records import PreprocessingTrial, PreprocessingTrials
 
 MAX_ROWS = 12
@@ -209,6 +210,33 @@ def _some(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...], *, everything
 
 def _title(text: str) -> None:
     print(f"\n{text}")
+
+
+# -- proposals
+
+
+def show_proposed(found: Proposed, to_train: str) -> None:
+    """Print what was guessed and why, the open questions, the proof, and the next command."""
+    table([(f"{guess.setting} = {guess.value}", guess.reason) for guess in found.guesses])
+    for note in found.notes:
+        print(_wrapped(note, "  - "))
+    if found.questions:
+        _title(f'decide these in {found.path}, where they are "?"')
+        for question in found.questions:
+            print(_wrapped(f"{question.setting}: {question.what}", "  - "))
+    if found.proof:
+        _title("proof")
+        print(found.proof.summary)
+        if found.proof.loss_after > found.proof.loss_before:
+            print(_wrapped("the loss has not fallen: optimizer.learning_rate may be too high or too low", "  - "))
+    if found.refused:
+        _title(f"{found.path} does not train yet")
+        for problem in found.refused:
+            print(_wrapped(problem, "  - "))
+    _title("written")
+    print(found.path)
+    _title("then" if found.questions or found.refused else "next")
+    print(to_train)
 
 
 # -- plans

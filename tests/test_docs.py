@@ -48,6 +48,7 @@ EXECUTED = (
     "docs/how-to/train-on-text.md",
     "docs/how-to/new-operator.md",
     "docs/how-to/use-from-python.md",
+    "docs/how-to/write-a-config.md",
 )
 BASE = {
     "model": {"path": "model.onnx"},

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.open_questions import OPEN, open_questions
 from onward.trainer.config.rules import Sections, check_cross_section_rules
 from onward.trainer.config.run_config import SECTIONS, RunConfig
 from onward.trainer.config.section import Section, section_at
@@ -38,7 +39,8 @@ def load_config(
     """Read a TOML file (or take settings that were read already), apply the overrides, validate everything.
 
     Paths in the file become absolute against the file's directory, all others against the
-    working directory. Raises ConfigError with every problem found, those of `check` included.
+    working directory. Raises ConfigError with every problem found, those of `check` included; while a setting is "?"
+    (open_questions.py), with every such setting.
     """
     raw = _read_toml(source) if isinstance(source, Path) else _as_settings(source)
     layout = raw.get("parallel")
@@ -48,10 +50,14 @@ def load_config(
     problems: list[str] = []
     for override in overrides:
         try:
-            for key, value in _settings_in(override):
+            for key, value in settings_in(override):
                 _override(raw, key, value)
         except ConfigError as error:
             problems += error.problems
+    if not isinstance(source, RunConfig):
+        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else ""
+        if questions := open_questions(raw, text, str(source) if text else ""):
+            raise ConfigError([*problems, *questions])
     return build_config(raw, problems, check=check)
 
 
@@ -171,7 +177,7 @@ def _anchor(raw: dict[str, Any], base: Path) -> None:
     """Make the paths of a settings mapping absolute, in place."""
 
     def anchored(value: Any) -> Any:
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or value in ("", OPEN):
             return value
         return url_of(value) or str(base / Path(value).expanduser())
 
@@ -212,7 +218,7 @@ BUNDLED_SOURCES = ("digits", "stdlib")
 """Data sources that every machine has: names, not paths."""
 
 
-def _settings_in(override: Override) -> Iterable[tuple[str, Any]]:
+def settings_in(override: Override) -> Iterable[tuple[str, Any]]:
     """Yield (section.key, value) of every setting that an override changes."""
     if isinstance(override, str):
         key, equals, text = override.partition("=")
@@ -237,7 +243,7 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> None:
         parts[-1] = "tensor"
     if parts[0] == "loss" and isinstance(raw.get("loss"), list) and len(parts) > 1:  # [[loss]]
         parts = _of_one_table(raw[parts[0]], parts)
-    if parts[0] == "loss" and parts[-1] == "file":
+    if parts[0] == "loss" and parts[-1] == "file" and value != OPEN:
         value = str(Path(value).expanduser().absolute())
     patch: dict[str, Any] = {parts[-1]: value}
     for part in reversed(parts[:-1]):

@@ -84,7 +84,7 @@ def data_problems(
         elif feed.dtype == "string" and signature.computed:
             problems += _text_problems(config, feed, [schema[name] for name in feed.columns])
         else:
-            problems += _type_problems(feed, [schema[name] for name in feed.columns])
+            problems += type_problems(feed, [schema[name] for name in feed.columns])
     problems += _doubly_read(config, signature)
     problems += _balance_problems(config, signature, schema)
     problems += _vocabulary_problems(config, signature, fitted)
@@ -120,7 +120,7 @@ def _missing_column(feed: Feed, name: str, schema: Schema) -> str:
     return f"{feed.target} reads column {name!r}, which the data does not have{_nearest(name, schema)}; set {key}"
 
 
-def _type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
+def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
     """Yield what is wrong with the types and shapes of the columns of one feed."""
     if feed.dtype not in NUMERIC:
         yield f"{feed.target} takes {feed.dtype}, which cannot be fed from columns of numbers"

@@ -50,7 +50,7 @@ def _guessed(data: DataConfig, signature: Signature, model: Path) -> dict[str, A
         if kind in ("images", "webdataset"):
             return {"data.image": {}}
     schema = infer_schema(data)
-    if takes_images and data.image is None and (column := _image_column(schema)):
+    if takes_images and data.image is None and (column := image_column(schema)):
         found["data.image"] = {"column": column}
     label = next((name for name in (data.label, *LABELS) if name in schema), data.label)
     found["data.label"] = label
@@ -62,18 +62,18 @@ def _guessed(data: DataConfig, signature: Signature, model: Path) -> dict[str, A
     labels = schema.get(label) if isinstance(label, str) else None
     if labels is not None and labels.holds_numbers and np.dtype(labels.dtype).kind == "f":
         found["model.loss"] = "mse"
-    if (stacked := _stacked(schema, signature, label)) and not data.inputs:
+    if (stacked := stacked_columns(schema, signature, label)) and not data.inputs:
         found["data.inputs"] = stacked
     return found
 
 
-def _image_column(schema: Schema) -> str:
+def image_column(schema: Schema) -> str:
     encoded = [name for name, column in schema.items() if column.dtype == BYTES]
     paths = [name for name in IMAGE_COLUMNS if name in schema and schema[name].dtype == TEXT]
     return (encoded if len(encoded) == 1 else paths or [""])[0]
 
 
-def _stacked(schema: Schema, signature: Signature, label: object) -> dict[str, list[str]]:
+def stacked_columns(schema: Schema, signature: Signature, label: object) -> dict[str, list[str]]:
     """Return the one input of floats -> all columns of single numbers but the label, if it takes so many."""
     if len(signature.fed) != 1 or signature.fed[0].name in schema:
         return {}

@@ -1,0 +1,54 @@
+"""The command init: write a configuration for a model and its data."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onward.flows import api
+from onward.flows.commands.common import Json, Overrides, print_json
+
+
+def init(
+    model: Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The ONNX file to train.", show_default=False)],
+    data: Annotated[
+        str,
+        typer.Argument(metavar="DATA", help="A file, a folder or a glob, as data.source.", show_default=False),
+    ],
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The configuration to write.")] = Path("config.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the configuration if there is one.")] = False,
+    no_try: Annotated[bool, typer.Option("--no-try", help="Train no steps as a proof.")] = False,
+    steps: Annotated[int, typer.Option(help="Steps of the proof.", min=1)] = 20,
+    range_test: Annotated[
+        bool, typer.Option("--range-test", help="Find the learning rate by a range test of at most 60 steps.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a configuration for a model and data, and prove it by 20 steps.
+
+    Looks at the inputs and outputs of the file and at the data, and guesses columns, preprocessing, loss, head, batch
+    size and learning rate. The file has each guess with its reason. What cannot be decided is asked in it: a setting
+    that is "?", with its choices above; no run starts with such a file, and this command ends with status 2.
+    """
+    from onward.flows.inspection_report import show_proposed
+
+    found = api.init(
+        model,
+        data,
+        overrides or (),
+        output=output,
+        force=force,
+        steps=0 if no_try else steps,
+        range_test=range_test,
+    )
+    to_train = f"onward run {shlex.quote(str(output))}"
+    if as_json:
+        print_json({**found.model_dump(mode="json"), "to_train_it": to_train})
+    else:
+        show_proposed(found, to_train)
+    if found.questions or found.refused:
+        raise typer.Exit(2)

@@ -1,0 +1,108 @@
+"""Models and data of eight kinds, made in a folder, for `onward init`: model.onnx and what it is to be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.small_models import build_unet
+from tests.support import graphs
+from tests.support.images import encoded, write_classes
+from tests.support.runs import tiny_images
+from tests.support.texts import bert_tokenizer, gpt2_tokenizer, reviews, sentences, write_csv
+
+
+def _image_folder(folder: Path) -> Path:
+    onnx.save(graphs.tiny_conv_net_with_batch_norm(num_classes=3), folder / "model.onnx")
+    return write_classes(folder / "animals", ("cat", "cow", "dog"), each=30)
+
+
+def _npz(folder: Path) -> Path:
+    onnx.save(graphs.tiny_resnet(), folder / "model.onnx")
+    columns = tiny_images(120)
+    np.savez(folder / "pixels.npz", image=columns["image"], quadrant=columns["label"])
+    return folder / "pixels.npz"
+
+
+def _csv_text(folder: Path) -> Path:
+    size = bert_tokenizer(folder / "tokenizer.json").get_vocab_size()
+    onnx.save(graphs.tiny_bert(vocab_size=size, num_classes=2), folder / "model.onnx")
+    rows = [(at, text, ("bad", "good")[label]) for at, (text, label) in enumerate(reviews(160))]
+    return write_csv(folder / "reviews.csv", ("id", "sentence", "verdict"), rows)
+
+
+def _causal_text(folder: Path) -> Path:
+    size = gpt2_tokenizer(folder / "tokenizer.json", size=300).get_vocab_size()
+    onnx.save(graphs.tiny_transformer(vocab_size=size), folder / "model.onnx")
+    (folder / "books").mkdir()
+    for at in range(6):
+        (folder / "books" / f"{at}.txt").write_text(". ".join(sentences(30, seed=at)))
+    return folder / "books"
+
+
+def _masks(folder: Path) -> Path:
+    onnx.save(build_unet(num_classes=2, image_size=16, width=4), folder / "model.onnx")
+    for name in ("images", "masks"):
+        (folder / "scans" / name).mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for at in range(60):
+        spot = np.zeros((16, 16), np.uint8)
+        y, x = random.integers(0, 10, 2)
+        spot[y : y + 6, x : x + 6] = 255
+        pixels = (random.integers(0, 90, (16, 16, 3)) + spot[:, :, None] // 2).clip(0, 255).astype(np.uint8)
+        (folder / "scans" / "images" / f"{at}.png").write_bytes(encoded(Image.fromarray(pixels), "PNG"))
+        (folder / "scans" / "masks" / f"{at}.png").write_bytes(encoded(Image.fromarray(spot), "PNG"))
+    return folder / "scans"
+
+
+def _parquet_regression(folder: Path) -> Path:
+    onnx.save(graphs.tiny_mlp(inputs=5), folder / "model.onnx")
+    random = np.random.default_rng(0)
+    x = random.normal(size=(300, 5))
+    cells = {f"m{at}": pa.array(x[:, at] * 10.0**at + 100 * at) for at in range(5)}
+    cells["m2"] = pa.array([None if at % 20 == 0 else value for at, value in enumerate(cells["m2"].to_pylist())])
+    pq.write_table(pa.table({**cells, "yield": x[:, 0] - 2 * x[:, 4]}), folder / "crops.parquet")
+    return folder / "crops.parquet"
+
+
+def _two_outputs(folder: Path) -> Path:
+    g = GraphWriter("two_outputs")
+    x = g.input("sensors", ("batch", 6))
+    x = g.op("Relu", g.op("Gemm", x, g.weight("trunk.weight", g.normal(0.4, 6, 16))))
+    for name, size in (("state", 3), ("load", 2)):
+        g.op("Gemm", x, g.weight(f"{name}.weight", g.normal(0.3, 16, size)), outputs=name)
+        g.output(name, ("batch", size))
+    onnx.save(g.model(), folder / "model.onnx")
+    random = np.random.default_rng(0)
+    x = random.normal(size=(240, 6)).astype(np.float32)
+    states = np.array(["idle", "run", "stop"])[x[:, :3].argmax(axis=1)]
+    rows = [[*cells, state, cells[3] + cells[4], cells[5]] for cells, state in zip(x.tolist(), states, strict=True)]
+    header = [*(f"s{at}" for at in range(6)), "mode", "load_left", "load_right"]
+    return write_csv(folder / "machine.csv", header, rows)
+
+
+def _labels_are_an_input(folder: Path) -> Path:
+    onnx.save(graphs.tiny_loss_model(), folder / "model.onnx")
+    x = np.random.default_rng(0).normal(size=(160, 4)).astype(np.float32)
+    np.savez(folder / "rows.npz", features=x, target=x[:, :3].argmax(axis=1))
+    return folder / "rows.npz"
+
+
+UNSEEN: dict[str, Callable[[Path], Path]] = {
+    "image folder": _image_folder,
+    "npz": _npz,
+    "csv text": _csv_text,
+    "causal text": _causal_text,
+    "masks": _masks,
+    "parquet regression": _parquet_regression,
+    "two outputs": _two_outputs,
+    "labels are an input": _labels_are_an_input,
+}
+"""Kind -> writes model.onnx and the data into a folder, and returns the path of the data."""

@@ -1,0 +1,53 @@
+"""`onward init` writes configurations that train as written, asks what it cannot decide, refuses what fits nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import onward
+from onward.trainer.config.loading import load_config
+from onward.trainer.diagnostics.config_check import check_files_and_data
+from tests.support.unseen import UNSEEN
+
+PROPOSED: dict[str, dict[str, Any]] = {
+    "image folder": {"data.image": {}, "model.loss": "cross_entropy"},
+    "npz": {"data.label": "quadrant", "model.loss": "cross_entropy"},
+    "csv text": {"data.text.columns": "sentence", "data.label": "verdict", "model.loss": "cross_entropy"},
+    "causal text": {"data.text.task": "causal", "data.text_files": "*.txt"},
+    "masks": {"data.image.mask_folder": "../masks", "data.image.mask_values": [0, 255], "data.label": "mask"},
+    "parquet regression": {"data.label": "yield", "model.loss": "mse", "data.table.missing": "mean"},
+    "two outputs": {"loss.0.label": "mode", "loss.1.label": ["load_left", "load_right"], "loss.1.name": "mse"},
+    "labels are an input": {"model.loss": "output"},
+}
+"""What the configuration of each kind says, among other things."""
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_the_configuration_of_a_model_never_seen_trains_as_written(kind: str, tmp_path: Path) -> None:
+    data = UNSEEN[kind](tmp_path)
+    found = onward.init(tmp_path / "model.onnx", data, output=tmp_path / "config.toml")
+    assert not found.questions
+    assert not found.refused
+    assert found.proof is not None
+    assert found.proof.steps == 20
+    assert found.proof.loss_after < found.proof.loss_before
+    text = (tmp_path / "config.toml").read_text()
+    assert len(text.splitlines()) <= 40, text
+    assert max(map(len, text.splitlines())) <= 200, text
+    config = load_config(tmp_path / "config.toml", check=check_files_and_data)
+    settings = {guess.setting: guess for guess in found.guesses}
+    for key, value in PROPOSED[kind].items():
+        assert setting(config.model_dump(mode="json"), key) == value or (key == "data.image" and config.data.image), (
+            text
+        )
+    assert settings.keys() >= {"optimizer.learning_rate", "train.global_batch_size"}
+    assert all(guess.reason for guess in found.guesses)
+
+
+def setting(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config[int(part)] if isinstance(config, list) else config[part]
+    return config

@@ -1,0 +1,113 @@
+"""Write the proposed configuration of a model and its data, and prove it by a short training: `onward init`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from onward.trainer.config.loading import Override, load_config
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.diagnostics.config_check import check_files_and_data
+from onward.trainer.errors import ConfigError, Refused
+from onward.trainer.proposal.draft import Draft
+from onward.trainer.proposal.proof import Proof, RangeTest, find_rate, prove
+from onward.trainer.proposal.propose import propose
+from onward.trainer.proposal.toml_text import as_text, reasons, shown_choices
+from onward.trainer.run.durable_files import durable_file
+from onward.trainer.run.records import Record
+
+
+class Guess(Record):
+    """A setting that was guessed."""
+
+    setting: str
+    value: str
+    """As TOML."""
+    reason: str
+
+
+class Question(Record):
+    """A setting that is open in the file."""
+
+    setting: str
+    what: str
+    """What is asked, with the choices."""
+
+
+class Proposed(Record):
+    """What `onward init` wrote, and what it found."""
+
+    path: Path
+    guesses: tuple[Guess, ...]
+    questions: tuple[Question, ...]
+    notes: tuple[str, ...]
+    range_test: RangeTest | None = None
+    proof: Proof | None = None
+    refused: tuple[str, ...] = ()
+    """Why the written configuration does not train."""
+
+
+def initialise(
+    model: Path,
+    source: str,
+    target: Path,
+    given: Iterable[Override] = (),
+    *,
+    force: bool = False,
+    steps: int = 20,
+    range_test: bool = False,
+) -> Proposed:
+    """Write the configuration `target` for a model and data; train `steps` steps of it, 0 = none.
+
+    force: replace a file. Raises ConfigError for a file that exists, and the errors of `propose` and `load_config`;
+    nothing is written then. While a question is open nothing is trained.
+    """
+    if target.is_dir():
+        raise ConfigError(f"{target} is a directory; name the file to write, such as {target / 'config.toml'}")
+    if target.exists() and not force:
+        raise ConfigError(f"{target} exists already; name another file with -o, or replace it with --force")
+    draft = propose(model, source, given)
+    found = None
+    if range_test and not draft.questions:
+        found = find_rate(load_config(draft.settings(), check=check_files_and_data))
+        draft.set("optimizer.learning_rate", found.chosen, found.summary)
+    config = _write(draft, target, f"{model.name} on {Path(source).absolute().name}, as `onward init` proposes it.")
+    result = Proposed(
+        path=target,
+        guesses=tuple(Guess(setting=key, value=value, reason=why) for key, value, why in reasons(draft)),
+        questions=tuple(
+            Question(setting=key, what=f"{entry.reason}{shown_choices(entry)}")
+            for key, entry in draft.questions.items()
+        ),
+        notes=tuple(draft.notes),
+        range_test=found,
+    )
+    if config is None or not steps:
+        return result
+    try:
+        return result.model_copy(update={"proof": prove(config, steps)})
+    except Refused as error:
+        return result.model_copy(update={"refused": error.problems})
+
+
+def _write(draft: Draft, target: Path, title: str) -> RunConfig | None:
+    """Write the file durably; return its configuration, None while it has questions. Raises ConfigError if it would not
+    load, and writes nothing then."""
+    text = as_text(draft, target, title)
+    config = None
+    with durable_file(target) as partial:
+        partial.write_text(text, encoding="utf-8")
+        if draft.questions:
+            _check_with_choices(draft)
+        else:
+            # a run without a name has that of the file, which is another one while it is written
+            name = re.sub(r"[^A-Za-z0-9._-]", "-", target.stem)
+            config = load_config(partial, [("name", name)], check=check_files_and_data)
+    return config
+
+
+def _check_with_choices(draft: Draft) -> None:
+    """Raise ConfigError if the settings contradict each other under the first choice of each question."""
+    if all(entry.choices for entry in draft.questions.values()):
+        load_config(draft.settings(), check=check_files_and_data)

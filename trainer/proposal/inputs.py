@@ -1,0 +1,286 @@
+"""Propose how the inputs of a model read the data: where the samples are, and which column feeds which input.
+
+DATA is                                                     proposed
+a folder with train/ and val/                               source, evaluation_source
+image files in a folder for each class                      [data.image]
+image files beside a folder of masks                        [data.image] mask_folder
+texts, or a table with a column of texts, and a tokenizer   [data.text]
+a table of numbers                                          columns by name, by type and shape, or stacked
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from onward.trainer.config.sections.audio import AudioConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.images import ImageConfig
+from onward.trainer.data.columns import TEXT
+from onward.trainer.data.data_problems import type_problems
+from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
+from onward.trainer.data.input_columns import Feed
+from onward.trainer.data.reading import sources
+from onward.trainer.data.signature import TensorInfo
+from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.proposal.draft import INPUTS, Draft
+from onward.trainer.proposal.facts import Facts
+from onward.trainer.rehearsal.data_of_model import IMAGE_COLUMNS, LABELS, image_column
+
+TRAINING, EVALUATION, TEST = (
+    ("train", "training"),
+    ("val", "valid", "validation", "eval", "evaluation", "dev"),
+    ("test",),
+)
+"""Names of folders and files that are taken for the splits of a data set."""
+MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "segmentation")
+IMAGE_FOLDERS = ("images", "image", "imgs", "img")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".tex")
+LABEL_INPUTS = (*LABELS, "targets")
+ROW_NUMBERS = ("", "id", "index", "row", "row_id", "Unnamed: 0", "__index_level_0__")
+"""Names of columns that only number the rows."""
+
+
+# -- the source
+
+
+def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
+    """Propose data.source and what belongs to it, of the path (or name, or URL) that the user gave."""
+    path, source = Path(given), given
+    training = evaluation = test = None
+    if path.is_dir():
+        splits = {name.stem.lower(): name for name in sorted(path.iterdir()) if not name.name.startswith(".")}
+        found = [
+            next((splits[name] for name in names if name in splits), None) for names in (TRAINING, EVALUATION, TEST)
+        ]
+        training, evaluation, test = found
+        if training and (evaluation or test):
+            source = str(training)
+        else:
+            evaluation = test = None
+            images = next((splits[name] for name in IMAGE_FOLDERS if name in splits), None) if takes_images else None
+            source = str(images) if images else source
+    draft.set("data.source", source, "")
+    if evaluation:
+        draft.set("data.evaluation_source", str(evaluation), f"{evaluation.name} is beside {Path(source).name}")
+    if test:
+        draft.set("data.test_source", str(test), "measured once, at the end")
+    if takes_images:
+        _propose_images(draft, source)
+    elif Path(source).is_dir() and not _format(source) and (suffix := _text_suffix(Path(source))):
+        draft.set("data.text_files", f"*{suffix}", "the files of text")
+    elif Path(source).is_dir() and _format(source, audio=AudioConfig()) == "audio":
+        draft.set("data.format", "audio", "audio files in a folder for each class")
+        draft.set("data.audio.column", "audio", "the files")
+
+
+def _format(source: str, **tables: ImageConfig | AudioConfig) -> str:
+    try:
+        return sources.locate(source, DataConfig.model_validate({"source": source, **tables})).format
+    except DataError:
+        return ""
+
+
+def _text_suffix(folder: Path) -> str:
+    """Return the most frequent suffix of text files below a folder; "" if there is none."""
+    counts = Counter(path.suffix for path in folder.rglob("*") if path.suffix.lower() in TEXT_SUFFIXES)
+    return max(counts, key=counts.__getitem__, default="")
+
+
+def _propose_images(draft: Draft, source: str) -> None:
+    """Propose [data.image] for image files that are the source themselves."""
+    mask_folder = _mask_folder(Path(source))
+    image = ImageConfig(mask_folder=mask_folder)
+    if _format(source, image=image) not in ("images", "webdataset"):
+        return
+    draft.set("data.image", {}, "the model takes images, and these are image files")
+    if mask_folder:
+        draft.set("data.image.mask_folder", mask_folder, "its files have the names of the images")
+
+
+def _mask_folder(folder: Path) -> str:
+    """Return the folder beside `folder` that has a mask for each of its images, relative to it; "" if there is none."""
+    if not folder.is_dir():
+        return ""
+    names = {file.stem for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES}
+    for other in sorted(folder.parent.iterdir()) if names else ():
+        is_mask_folder = other.is_dir() and other.name.lower() in MASK_FOLDERS
+        if is_mask_folder and names <= {file.stem for file in other.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES}:
+            return f"../{other.name}"
+    return ""
+
+
+# -- images in a table
+
+
+def propose_image_column(draft: Draft, facts: Facts) -> None:
+    """Propose the column of a table that holds images or their paths."""
+    if "data.image" in draft.entries or facts.format in ("images", "webdataset"):
+        return
+    names = [name for name in facts.schema if facts.looks_like_images(name)]
+    known = [name for name in names if name.lower() in IMAGE_COLUMNS] or names
+    column = known[0] if len(known) == 1 else image_column({name: facts.column(name) for name in names})
+    if column:
+        draft.set("data.image.column", column, "its cells are images")
+    elif len(names) > 1:
+        draft.ask("data.image.column", "the column of the images", dict.fromkeys(names, ""))
+
+
+def propose_image_settings(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo]) -> None:
+    """Propose layout, channels and size where the declared shape leaves them open."""
+    column = draft.value("data.image.column", "image")
+    for info in inputs:
+        if info.shape is None or len(info.shape) != 4:
+            continue
+        _, *dims = info.shape
+        first, last = dims[0] in (1, 3), dims[2] in (1, 3)
+        nhwc = draft.value("data.image.layout", "nhwc" if last and not first else "nchw") == "nhwc"
+        if first == last:
+            choices = {"nchw": "channels before height and width", "nhwc": "channels behind them"}
+            draft.ask("data.image.layout", f"input {info.name} is {shown(info)}: where are the channels?", choices)
+        channels, size = (dims[2], dims[:2]) if nhwc else (dims[0], dims[1:])
+        if channels is None:
+            choices = {"rgb": "", "bgr": "as OpenCV reads files", "grey": ""}
+            draft.ask("data.image.color", f"input {info.name} leaves the channels open", choices)
+        sizes = facts.image_sizes(column)
+        if None in size:
+            _propose_size(draft, info, sizes)
+        elif sizes and set(sizes) == {tuple(size)}:
+            draft.set("data.image.crop_ratio", 1, f"the {len(sizes)} images that were opened have the model's size")
+
+
+def _propose_size(draft: Draft, info: TensorInfo, sizes: Sequence[tuple[int, int]]) -> None:
+    different = Counter(sizes)
+    if len(different) == 1:
+        (height, width) = sizes[0]
+        value = height if height == width else [height, width]
+        draft.set("data.image.crop_ratio", 1, "nothing is cut off")
+        draft.set("data.image.size", value, f"all {len(sizes)} images that were opened have it; the model takes any")
+        return
+    side = int(np.median([min(size) for size in sizes])) if sizes else 224
+    near = max(32, round(side / 32) * 32)
+    own = {near: f"near the images' own, whose shorter side is {side} in the middle"} if near != 224 else {}
+    choices = {**own, 224: "what most classifiers were trained with"}
+    draft.ask("data.image.size", f"input {info.name} is {shown(info)}, which leaves height and width open", choices)
+
+
+# -- columns
+
+
+def propose_columns(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], kept: Iterable[str]) -> None:
+    """Propose the columns of `inputs`, none of which an image or a tokenizer feeds.
+
+    kept: columns that are labels for sure, and feed no input. Raises ConfigError with every input that no column fits.
+    """
+    used = {
+        name for key, entry in draft.entries.items() if key.startswith(f"{INPUTS}.") for name in _names(entry.value)
+    }
+    waiting = [info for info in inputs if f"{INPUTS}.{info.name}" not in draft.entries]
+    for by_name in (_exactly, _alike, _labels):
+        for info in list(waiting):
+            free = [name for name in facts.schema if name not in used]
+            found = [name for name in free if by_name(info.name, name)]
+            if len(found) == 1 and (by_name is _exactly or fits(facts, info, found[0])):
+                if by_name is not _exactly:
+                    draft.set(f"{INPUTS}.{info.name}", found[0], "their names are alike")
+                used.add(found[0])
+                waiting.remove(info)
+    free = [name for name in facts.schema if name not in used and name not in set(kept)]
+    free = [name for name in free if not _numbers_rows(facts, name)]
+    while waiting:
+        fitting = {info.name: [name for name in free if fits(facts, info, name)] for info in waiting}
+        single = [info for info in waiting if len(fitting[info.name]) == 1]
+        sure = [info for info in single if sum(fitting[info.name][0] in names for names in fitting.values()) == 1]
+        if not sure:
+            break
+        (column,) = fitting[sure[0].name]
+        draft.set(f"{INPUTS}.{sure[0].name}", column, "the only column of its type and shape")
+        free.remove(column)
+        waiting.remove(sure[0])
+    problems: list[str] = []
+    for info in waiting:
+        if stacked := _stacked(facts, info, free):
+            draft.set(f"{INPUTS}.{info.name}", stacked, f"as many columns of numbers as {info.name} takes")
+            free = [name for name in free if name not in _expanded(stacked, facts)]
+        elif choices := [name for name in free if fits(facts, info, name)]:
+            draft.ask(f"{INPUTS}.{info.name}", f"the column for {info.name}", dict.fromkeys(choices, ""))
+        else:
+            problems.append(_no_column(facts, info, free))
+    if problems:
+        raise ConfigError(problems)
+
+
+def fits(facts: Facts, info: TensorInfo, column: str) -> bool:
+    """Return whether a column has the type and the shape that an input takes."""
+    feed = Feed(f"input {info.name}", (column,), False, info.dtype, info.sample_shape)
+    if info.dtype == "string":
+        return facts.column(column).dtype == TEXT
+    return not list(type_problems(feed, [facts.column(column)]))
+
+
+def _stacked(facts: Facts, info: TensorInfo, free: Sequence[str]) -> list[str] | str:
+    """Return the columns of single numbers (or texts) that make the vector of an input, or a pattern of them."""
+    shape = info.sample_shape
+    if shape is None or len(shape) != 1 or shape[0] is None:
+        return []
+    is_text = info.dtype == "string"
+    single = [name for name in free if (facts.column(name).dtype == TEXT if is_text else name in facts.numbers)]
+    taken = [name for name in single if is_text or fits(facts, replace(info, shape=(None, 1)), name)]
+    if len(taken) == shape[0]:
+        return _pattern(taken, facts) or taken
+    groups: dict[str, list[str]] = {}
+    for name in taken:
+        groups.setdefault(re.sub(r"\d+$", "", name), []).append(name)
+    numbered = [names for names in groups.values() if len(names) == shape[0] > 1]
+    return _pattern(numbered[0], facts) or numbered[0] if len(numbered) == 1 else []
+
+
+def _pattern(names: Sequence[str], facts: Facts) -> str:
+    """Return a glob pattern that matches these columns and no others; "" if their names have no common beginning."""
+    start = {re.sub(r"\d+$", "", name) for name in names}
+    if len(names) < 3 or len(start) != 1 or not (stem := start.pop()) or set(stem) & set("*?[!"):
+        return ""
+    return f"{stem}*" if [name for name in facts.schema if name.startswith(stem)] == list(names) else ""
+
+
+def _expanded(stacked: list[str] | str, facts: Facts) -> list[str]:
+    return [name for name in facts.schema if name.startswith(stacked[:-1])] if isinstance(stacked, str) else stacked
+
+
+def _names(value: object) -> Sequence[str]:
+    return [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
+
+
+def _exactly(info: str, column: str) -> bool:
+    return info == column
+
+
+def _alike(info: str, column: str) -> bool:
+    return re.sub(r"[\W_]", "", info).lower() == re.sub(r"[\W_]", "", column).lower()
+
+
+def _labels(info: str, column: str) -> bool:
+    return info.lower() in LABEL_INPUTS and column.lower() in LABEL_INPUTS
+
+
+def _numbers_rows(facts: Facts, name: str) -> bool:
+    return name in ROW_NUMBERS and facts.num_rows > 1 and len(facts.distinct(name)) == facts.num_rows
+
+
+def _no_column(facts: Facts, info: TensorInfo, free: Sequence[str]) -> str:
+    columns = ", ".join(f"{name} ({facts.column(name).kind})" for name in free) or "none that is free"
+    return (
+        f"input {info.name} takes {shown(info)}, which no column of {facts.data.source} fits: {columns}; name columns: "
+        f"data.inputs.{info.name}=..."
+    )
+
+
+def shown(info: TensorInfo) -> str:
+    """Return type and shape of an input or output, such as float32 [?, 3, 32, 32]."""
+    dims = "of unknown shape" if info.shape is None else str(["?" if dim is None else dim for dim in info.shape])
+    return f"{info.dtype} {dims}".replace("'", "")

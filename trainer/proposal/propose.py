@@ -1,0 +1,219 @@
+"""Propose a configuration for an ONNX file and data: what the two say, in this order.
+
+    the file    its outputs and inputs, whether it computes its own loss, whether its weights were trained
+    the data    where the samples are, columns, types, ranges of values
+    both        the columns of the inputs, the losses and labels, the preprocessing, batch size and learning rate
+
+Nothing is computed with torch but the preprocessings that `onward doctor` tries, and these for trained weights only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import onnx
+
+from onward.trainer.config.loading import Override
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.data.signature import Signature, TensorInfo, read_training_signature
+from onward.trainer.data.text.text_columns import ROLES
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.outputs import readable_output
+from onward.trainer.onnx_import.driver import load_model
+from onward.trainer.proposal import targets as outputs
+from onward.trainer.proposal.draft import INPUTS, Draft
+from onward.trainer.proposal.facts import Facts, read_facts
+from onward.trainer.proposal.inputs import (
+    propose_columns,
+    propose_image_column,
+    propose_image_settings,
+    propose_source,
+)
+from onward.trainer.proposal.masks import propose_masks
+from onward.trainer.proposal.readings import Reading, readings
+from onward.trainer.proposal.tables import feeding, propose_tables
+from onward.trainer.proposal.targets import Target
+from onward.trainer.proposal.texts import ids_input, propose_task, propose_text_column, propose_tokenizer
+from onward.trainer.proposal.training import family_of, propose_training, trained_before
+from onward.trainer.proposal.tried import propose_tried
+
+
+def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
+    """Return the configuration for a model and its data, with questions where two answers remain.
+
+    given: settings that are decided. Raises ConfigError, DataError or UnsupportedModel where nothing can be proposed:
+    files that cannot be read, a source without rows, data that no input or no output takes.
+    """
+    draft = Draft(given)
+    model = load_model(path)
+    draft.set("model.path", str(path), "")
+    signature = _signature(draft, model, path)
+    loss = None if draft.is_given("model.loss") else outputs.own_loss(signature)
+    found = [] if loss else outputs.targets(model, signature)
+    facts, is_text = _read_data(draft, path, source, signature)
+    images = [info for info in signature.fed if info.shape is not None and len(info.shape) == 4]
+    if "data.image" in draft.entries or "data.image.column" in draft.entries:
+        propose_image_settings(draft, facts, images)
+    else:
+        images = []
+    others = [
+        info
+        for info in signature.fed
+        if info not in images and not (is_text and info.name in _text_inputs(draft, signature))
+    ]
+    task = propose_task(draft, path, signature, [each.info for each in found]) if is_text else ""
+    if loss:
+        draft.set("model.loss", "output", f"the file computes its own loss, {loss.name}")
+        if loss.name != signature.outputs[0].name:
+            draft.set("model.output", loss.name, "the loss")
+        propose_columns(draft, facts, others, ())
+    elif task in ("causal", "masked") or facts.format == "text":
+        draft.set("model.loss", "cross_entropy", "of the tokens")
+        draft.set("metrics", ["perplexity"], "")
+        propose_columns(draft, facts, others, ("label",))
+    else:
+        if images and (masks := propose_masks(draft, facts, found)):
+            propose_columns(draft, facts, others, masks)
+        else:
+            _propose_labels(draft, model, facts, others, found)
+    trained, why = trained_before(model, path.parent)
+    propose_tables(draft, facts, others, trained=trained is not False)
+    if trained is not False and not draft.questions and task not in ("causal", "masked", "tokens"):
+        is_better = propose_tried(draft)
+        if trained is None and is_better is False:
+            trained, why = False, "the file itself is no better than chance on these rows"
+            propose_tables(draft, facts, others, trained=False)
+    is_dense = task in ("causal", "masked") or facts.format == "text" or draft.value("data.label") == "mask"
+    propose_training(
+        draft,
+        family_of(model.graph),
+        trained=trained is not False,
+        why=why,
+        num_rows=facts.num_rows if facts.is_all and task != "causal" else None,
+        is_dense=is_dense,
+        fixed_batch=_declared_batch(signature),
+    )
+    return draft
+
+
+def _signature(draft: Draft, model: onnx.ModelProto, path: Path) -> Signature:
+    """Return inputs and outputs, of the part behind preprocessing where the file begins with strings."""
+    given = draft.value("model.output", "")
+    readable = readable_output(model)
+    plain = readable in {value.name for value in model.graph.output}
+    return read_training_signature(ModelConfig(path=path, output=given or ("" if plain else readable)))
+
+
+def _read_data(draft: Draft, path: Path, source: str, signature: Signature) -> tuple[Facts, bool]:
+    """Propose the source, and what reads images and texts; return what is in it, and whether a tokenizer reads it."""
+    propose_source(draft, source, takes_images=any(len(info.shape or ()) == 4 for info in signature.fed))
+    facts = read_facts(_data(draft))
+    is_text, ids = False, ids_input(signature)
+    if "data.image" not in draft.entries and facts.format not in ("digits",):
+        numbers = [name for name, column in facts.schema.items() if column.holds_numbers]
+        if any(len(info.shape or ()) == 4 and info.name not in numbers for info in signature.fed):
+            propose_image_column(draft, facts)
+        texts = [name for name, column in facts.schema.items() if column.dtype == "str"]
+        is_files = facts.format == "text"
+        if is_files or (
+            ids is not None and ids.name not in facts.schema and texts and f"{INPUTS}.{ids.name}" not in draft.entries
+        ):
+            propose_tokenizer(draft, path, signature, source=source, is_text=is_files)
+            is_text = not (is_files and draft.value("data.format") == "text")
+            if is_text and not is_files:
+                propose_text_column(draft, facts)
+            facts = facts if is_text else read_facts(_data(draft))
+    return facts, is_text
+
+
+def _data(draft: Draft) -> DataConfig:
+    settings = draft.settings()["data"]
+    names = {
+        "source",
+        "format",
+        "image",
+        "audio",
+        "evaluation_source",
+        "test_source",
+        "table",
+        "sequence_length",
+        "text_files",
+    }
+    return DataConfig.model_validate({name: value for name, value in settings.items() if name in names})
+
+
+def _text_inputs(draft: Draft, signature: Signature) -> set[str]:
+    named = draft.value("data.text.inputs", {})
+    return {*ROLES, *named.values()}
+
+
+def _propose_labels(
+    draft: Draft,
+    model: onnx.ModelProto,
+    facts: Facts,
+    inputs: Sequence[TensorInfo],
+    found: Sequence[Target],
+) -> None:
+    """Propose the columns of the inputs and of the labels, which exclude each other."""
+    text = draft.value("data.text.columns", "text") if "data.text.tokenizer" in draft.entries else ""
+    image = (
+        draft.value("data.image.column", "image") if {"data.image", "data.image.column"} & draft.entries.keys() else ""
+    )
+    reserved = [name for name in facts.schema if name in (text, image)]
+    given = draft.value("data.label", ())
+    labels = [given] if isinstance(given, str) else list(given)
+    labels = labels or outputs.named_labels(facts, found)
+    try:
+        propose_columns(draft, facts, inputs, [*labels, *reserved])
+    except ConfigError:
+        choices = [] if labels else _label_choices(facts, inputs, found, reserved)
+        if not choices:
+            raise
+        if len(choices) > 1:
+            _ask_for_label(draft, facts, inputs[0], choices)
+            return
+        propose_columns(draft, facts, inputs, [choices[0].label, *reserved])  # type: ignore[list-item]
+    used = {name for info in inputs for name in feeding(draft, facts, info)}
+    free = [name for name in facts.schema if name not in used and name not in reserved]
+    outputs.propose_targets(draft, model, facts, found, free)
+
+
+def _label_choices(
+    facts: Facts, inputs: Sequence[TensorInfo], found: Sequence[Target], reserved: Sequence[str]
+) -> list[Reading]:
+    """Return the columns of numbers without any one of which the others make the only input, as labels."""
+    if len(inputs) != 1 or len(found) != 1:
+        return []
+    single = [name for name in facts.numbers if name not in reserved]
+    sample = inputs[0].sample_shape
+    if not single or sample != (len(single) - 1,):
+        return []
+    fitting = [each for each in readings(facts, found[0].info, single) if isinstance(each.label, str)]
+    return [each for each in fitting if not each.classes] or fitting
+
+
+def _ask_for_label(draft: Draft, facts: Facts, info: TensorInfo, choices: Sequence[Reading]) -> None:
+    """Ask for the label, and for the other columns, which are the input."""
+    names = [str(each.label) for each in choices]
+    what = f"the column to predict; the others feed {info.name}"
+    draft.ask("data.label", what, {name: each.loss for name, each in zip(names, choices, strict=True)})
+    patterns = {(*_others(facts, name),): f"if the label is {name}" for name in names}
+    draft.ask(f"{INPUTS}.{info.name}", "all columns of numbers but the label", patterns)
+    losses = {each.loss: "" for each in choices}
+    if len(losses) > 1:
+        draft.ask("model.loss", "the loss of the label", losses)
+    else:
+        draft.set("model.loss", choices[0].loss, f"every column that may be the label: {choices[0].reason}")
+
+
+def _others(facts: Facts, label: str) -> list[str]:
+    if set(facts.schema) == set(facts.numbers):
+        return ["*", f"!{label}"]
+    return [name for name in facts.numbers if name != label]
+
+
+def _declared_batch(signature: Signature) -> int:
+    batches = {info.shape[0] for info in signature.inputs if info.shape}
+    return next(iter(batches)) or 0 if len(batches) == 1 else 0

@@ -1,0 +1,196 @@
+"""List the ways in which columns of the data can be the labels of an output, from shapes, types and ranges of values.
+
+output [B, C]       texts, or integers 0..C-1         cross_entropy     another number of classes: a new head
+                    C numbers, or C columns           mse               bce_with_logits where all are 0 or 1
+output [B, 1], [B]  numbers                           mse               bce_with_logits where all are 0 or 1
+output [B, ..., C]  integers of the other axes        cross_entropy     the axis of the classes
+any                 numbers of the output's shape     mse               bce_with_logits where all are 0 or 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from onward.trainer.data.class_axis import find_class_axis
+from onward.trainer.data.columns import TEXT, Column
+from onward.trainer.data.signature import Dims, TensorInfo
+from onward.trainer.errors import ConfigError
+from onward.trainer.proposal.facts import Facts
+
+IGNORED = -100
+MOST_CLASSES = 1000
+"""Different values of a column that are still taken for classes where nothing else says so."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Columns as the labels of an output."""
+
+    label: str | tuple[str, ...]
+    loss: str
+    reason: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of the loss."""
+    classes: int = 0
+    """The classes that a new head must have; 0 = the head fits."""
+    sorted_ids: bool = False
+    """Whether the integers are names of classes, such as 1..C, which are sorted."""
+    axes: tuple[int, ...] = ()
+    """Several axes of the output that may have the classes."""
+
+
+def readings(facts: Facts, output: TensorInfo, columns: Sequence[str]) -> list[Reading]:
+    """Return how each of `columns` (or some of them together) can be the labels of an output; [] if none can."""
+    sample = output.sample_shape
+    if sample is None:
+        return []
+    found = [reading for name in columns for reading in _of_column(facts, sample, facts.column(name))]
+    return [*found, *_of_several(facts, sample, columns)]
+
+
+def _of_column(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]:
+    if column.dtype == TEXT:
+        yield from _of_names(facts, sample, column.name)
+    elif column.holds_numbers and column.name in facts.values and facts.joined(column.name).size:
+        if not column.shape:
+            yield from _of_numbers(facts, sample, column.name)
+        else:
+            yield from _of_tensors(facts, sample, column)
+
+
+def _of_names(facts: Facts, sample: Dims, name: str) -> Iterator[Reading]:
+    """Yield the reading of a column of texts as class names."""
+    names = facts.distinct(name)
+    if len(sample) != 1 or len(names) < 2 or len(names) > max(facts.num_rows // 2, 2):
+        return
+    (length,) = sample
+    if length in (None, len(names)):
+        yield Reading(name, "cross_entropy", f"{name} holds {len(names)} class names, as many as the output has scores")
+    else:
+        why = f"{name} holds {len(names)} class names in {facts.rows}, and the output has {length} scores"
+        yield Reading(name, "cross_entropy", why, classes=len(names))
+
+
+def _of_numbers(facts: Facts, sample: Dims, name: str) -> Iterator[Reading]:
+    """Yield the reading of a column of single numbers."""
+    values, is_float = facts.joined(name), np.dtype(facts.column(name).dtype).kind == "f"
+    different = facts.distinct(name)
+    if sample in ((), (1,)):
+        if set(different) == {0, 1}:
+            yield Reading(name, "bce_with_logits", f"{name} is 0 or 1 in {facts.rows}, and the output one number")
+        else:
+            yield Reading(name, "mse", f"{name} holds numbers ({_range(values)}), and the output is one number")
+        return
+    if len(sample) != 1 or is_float:
+        return
+    (length,) = sample
+    known = [value for value in different if value != IGNORED]
+    if not known or known[0] < 0:
+        return
+    count, most = len(known), int(known[-1])
+    if length is not None and most == length and known[0] == 1 and count == length:
+        why = f"{name} is 1..{most}, which are the names of the {length} classes 0..{length - 1}"
+        yield Reading(name, "cross_entropy", why, sorted_ids=True)
+    elif length is None or most < length:
+        # classes 0..4 of a model with 1000 are hardly its own
+        is_small = (
+            length is not None and most == count - 1 and 2 * count <= length and facts.num_rows >= 10 * count > 10
+        )
+        why = (
+            f"{name} holds classes {int(known[0])}..{most} in {facts.rows}, and the output has {length or 'any'} scores"
+        )
+        yield Reading(name, "cross_entropy", why, classes=count if is_small else 0)
+    elif count <= min(MOST_CLASSES, facts.num_rows // 2):
+        if most < 2 * count:
+            why = f"{name} holds classes up to {most} in {facts.rows}, and the output has {length} scores"
+            yield Reading(name, "cross_entropy", why, classes=most + 1)
+        else:
+            why = f"{name} holds {count} different integers up to {most}, and the output has {length} scores"
+            yield Reading(name, "cross_entropy", why, classes=count if count != length else 0, sorted_ids=True)
+
+
+def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]:
+    """Yield the reading of a column of vectors or larger arrays."""
+    name, values = column.name, facts.joined(column.name)
+    is_float = np.dtype(column.dtype).kind == "f"
+    shape: Dims = (None,) * len(column.shape) if column.variable else column.shape
+    same = len(shape) == len(sample) and all(
+        None in pair or pair[0] == pair[1] for pair in zip(shape, sample, strict=True)
+    )
+    if same:
+        loss, why = _of_same_shape(facts, column, values)
+        yield Reading(
+            name,
+            loss,
+            f"{name} has the shape of the output; {why}",
+            {"soft_labels": True} if loss == "cross_entropy" else {},
+        )
+        return
+    if is_float or len(sample) < 2 or values.min() < min(IGNORED, 0):
+        return
+    output, labels = (None, *sample), (None, *shape)
+    most = int(values.max())
+    axes = [axis for axis in _class_axes(output, labels) if output[axis] is None or (output[axis] or 0) > most]
+    lengths = ", ".join(str(output[axis]) for axis in axes)
+    if axes:
+        # with one axis that fits by shape alone nothing needs to be set
+        certain = len(axes) == 1 and len(_class_axes(output, labels)) == 1
+        settings = {} if certain or len(axes) > 1 else {"class_axis": axes[0]}
+        why = f"{name} holds classes up to {most}, one for each place of the output, which has {lengths} scores"
+        yield Reading(name, "cross_entropy", why, settings, axes=tuple(axes) if len(axes) > 1 else ())
+
+
+def _class_axes(output: Dims, labels: Dims) -> list[int]:
+    """Return the axes that may have the classes, as class_axis.py finds them."""
+    found = []
+    for axis in range(1, len(output)):
+        rest = (*output[:axis], *output[axis + 1 :])
+        if len(rest) == len(labels) and all(
+            None in pair or pair[0] == pair[1] for pair in zip(rest, labels, strict=True)
+        ):
+            found.append(axis)
+    try:
+        return [find_class_axis(output, labels, declared=output)]
+    except ConfigError:
+        return found
+
+
+def _of_same_shape(facts: Facts, column: Column, values: np.ndarray[Any, np.dtype[Any]]) -> tuple[str, str]:
+    """Return the loss for labels of the output's shape, and why."""
+    if set(np.unique(values).tolist()) <= {0, 1}:
+        rows = facts.values[column.name]
+        one_hot = not isinstance(rows, list) and rows.ndim == 2 and bool((rows.sum(axis=1) == 1).all())
+        if one_hot and np.dtype(column.dtype).kind == "f" and column.shape[0] > 1:
+            return "cross_entropy", "each row has a single 1: classes, one-hot"
+        return "bce_with_logits", f"all are 0 or 1 in {facts.rows}"
+    rows = facts.values[column.name]
+    if (
+        not isinstance(rows, list)
+        and rows.ndim == 2
+        and values.min() >= 0
+        and np.allclose(rows.sum(axis=1), 1, atol=1e-3)
+    ):
+        return "cross_entropy", "the numbers of a row are probabilities: their sum is 1"
+    return "mse", f"numbers, {_range(values)}"
+
+
+def _of_several(facts: Facts, sample: Dims, columns: Sequence[str]) -> Iterator[Reading]:
+    """Yield the reading of all columns of single numbers together, if the output has as many numbers."""
+    if len(sample) != 1 or sample[0] is None or sample[0] < 2:
+        return
+    single = [name for name in columns if name in facts.numbers]
+    floats = [name for name in single if np.dtype(facts.column(name).dtype).kind == "f"]
+    for names in (single, floats):
+        if len(names) == sample[0]:
+            values = np.concatenate([facts.joined(name) for name in names])
+            loss = "bce_with_logits" if set(np.unique(values).tolist()) == {0, 1} else "mse"
+            yield Reading(tuple(names), loss, f"{len(names)} columns of numbers, as many as the output has")
+            return
+
+
+def _range(values: np.ndarray[Any, np.dtype[Any]]) -> str:
+    return f"{float(values.min()):.4g} to {float(values.max()):.4g}"

@@ -1,0 +1,54 @@
+"""Propose how columns of numbers are prepared: missing cells, and scales that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from onward.trainer.data.columns import Array
+from onward.trainer.data.signature import TensorInfo
+from onward.trainer.data.tables.column_patterns import matching
+from onward.trainer.proposal.draft import INPUTS, Draft
+from onward.trainer.proposal.facts import Facts
+
+FAR = 10.0
+"""Standard deviations or means of columns that differ by more than this factor from 1 are scaled."""
+
+
+def feeding(draft: Draft, facts: Facts, info: TensorInfo) -> list[str]:
+    """Return the columns that feed an input; [] where it is not decided."""
+    given = draft.value(f"{INPUTS}.{info.name}", info.name)
+    names = matching([given] if isinstance(given, str) else given, list(facts.schema))
+    return [name for name in names if name in facts.schema]
+
+
+def propose_tables(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo], *, trained: bool) -> None:
+    """Propose [data.table] for the columns of numbers that feed inputs of floats."""
+    names = [
+        name
+        for info in inputs
+        if "float" in info.dtype and len(info.sample_shape or (1,)) <= 1
+        for name in feeding(draft, facts, info)
+        if facts.column(name).holds_numbers and name in facts.values
+    ]
+    if missing := [name for name in names if facts.missing[name]]:
+        cells = sum(facts.missing[name] for name in missing)
+        reason = f"{cells} cells of {len(missing)} columns are missing in {facts.rows}"
+        draft.set("data.table.missing", "mean", reason)
+    if trained or not names:
+        return
+    spreads = np.concatenate([_per_element(facts, name).std(axis=0) for name in names])
+    middles = np.concatenate([np.abs(_per_element(facts, name).mean(axis=0)) for name in names])
+    used = spreads[spreads > 0]
+    if used.size and (used.max() > FAR or used.min() < 1 / FAR or (middles > FAR).any()):
+        reason = f"standard deviations are {used.min():.3g} to {used.max():.3g}, means up to {middles.max():.3g}"
+        draft.set("data.table.standardise", "standard", reason)
+
+
+def _per_element(facts: Facts, name: str) -> Array:
+    """Return the values of a column of numbers as [rows, elements]."""
+    values = facts.values[name]
+    if isinstance(values, list):
+        return facts.joined(name).reshape(-1, 1).astype(np.float64)
+    return values.reshape(len(values), -1).astype(np.float64)

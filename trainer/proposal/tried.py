@@ -1,0 +1,43 @@
+"""Let a trained file decide its preprocessing: the one of `onward doctor` under which it is right most often."""
+
+from __future__ import annotations
+
+from onward.trainer.config.loading import load_config
+from onward.trainer.data.tables.chosen_columns import with_columns
+from onward.trainer.errors import ConfigError
+from onward.trainer.proposal.draft import Draft
+from onward.trainer.rehearsal.preprocessing_trials import MEASURED, try_preprocessings
+
+ROWS = 100
+
+
+def propose_tried(draft: Draft) -> bool | None:
+    """Propose the settings of the best preprocessing, if one is better than chance, and the order of the classes.
+
+    Return whether one is better than chance, None if nothing can be tried.
+    """
+    config = with_columns(load_config({**draft.settings(), "train": {"num_steps": 1}}))
+    if len(config.losses) != 1 or config.losses[0].name not in MEASURED or config.model.num_classes:
+        return None
+    try:
+        found = try_preprocessings(config, ROWS)
+    except ConfigError as error:  # such as labels that are probabilities
+        draft.notes.append(f"preprocessings were not tried: {error.problems[0]}")
+        return None
+    best, number = found.trials[0], len(found.trials)
+    value = f"{found.measure} {best.accuracy:.3f} on {best.rows} rows before any training"
+    if not found.better_than_chance and not found.other_order:
+        draft.notes.append(
+            f"under none of {number} preprocessings is the file better than chance ({found.chance:.3f}) on these "
+            "labels; so the preprocessing is a default, not known to be that of its training"
+        )
+        return False
+    for key, setting in best.settings.items():
+        draft.set(key, setting, f"best of {number} that were tried: {value}")
+    if not best.settings:
+        draft.notes.append(f"of {number} preprocessings that were tried the default is best: {value}")
+    names = {to: found.classes[label] for label, to in found.other_order.items() if label < len(found.classes)}
+    if found.classes and sorted(names) == list(range(len(found.classes))):
+        order = [names[place] for place in sorted(names)]
+        draft.set("data.classes", order, f"the order in which accuracy is {found.other_order_accuracy:.3f}")
+    return True

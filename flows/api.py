@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from onward.trainer.onnx_import.imported_graph import ImportedGraph
     from onward.trainer.parallel.plan_record import Plan
     from onward.trainer.run.local_copies import LocalCopies
-    from onward.trainer.proposal.initialise import Proposed
     from onward.trainer.run.records import ExportedModel
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
@@ -88,35 +87,6 @@ def _problems(sections: Mapping[str, Any], known: LocalCopies | None = None) -> 
         return check_files_and_data(sections, with_registered(sections, known))
     except ConfigError as error:
         return list(error.problems)
-
-
-def init(
-    model: AnyPath,
-    data: AnyPath,
-    overrides: Overrides = (),
-    /,
-    *,
-    output: AnyPath = "config.toml",
-    force: bool = False,
-    steps: int = 20,
-    range_test: bool = False,
-) -> Proposed:
-    """Write a configuration for an ONNX file and data, and train `steps` steps of it as a proof; return what was found.
-
-        onward.init("model.onnx", "train.csv", {"data.label": "price"}, output="price.toml")
-
-    Each guess has its reason in a comment. What cannot be decided is a question in the file (`questions` of the
-    record): a setting "?", with which a configuration does not load; nothing is trained then. `overrides`: settings
-    that are decided. `steps`: 0 = no proof. `range_test`: find the learning rate by a short range test. `refused` of
-    the record says why a written configuration does not train. Raises ConfigError for an `output` that exists (without
-    `force`), and ConfigError, DataError or UnsupportedModel where nothing can be proposed; nothing is written then.
-    """
-    from onward.trainer.data.reading.fetching import local_model
-    from onward.trainer.proposal.initialise import initialise
-
-    changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
-    path, source = local_model(Path(model)), os.fspath(data)
-    return initialise(path, source, Path(output), changes, force=force, steps=steps, range_test=range_test)
 
 
 # -- runs

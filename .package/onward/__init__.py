@@ -14,7 +14,6 @@ from onward.flows.api import (
     diff,
     doctor,
     export,
-    init,
     plan,
     promote,
     resume,
@@ -24,6 +23,7 @@ from onward.flows.api import (
     to_module,
     write,
 )
+from onward.flows.first_config import init
 from onward.trainer.errors import (
     CheckpointError,
     ConfigError,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from onward.flows import api
+from onward.flows import first_config
 from onward.flows.commands.common import Json, Overrides, print_json
 
 
@@ -36,7 +36,7 @@ def init(
     """
     from onward.flows.inspection_report import show_proposed
 
-    found = api.init(
+    found = first_config.init(
         model,
         data,
         overrides or (),

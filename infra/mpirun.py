@@ -53,6 +53,9 @@ SETTINGS: Mapping[str, str] = {
 }
 """Environment of mpirun (Open MPI 5). Variables that the user has set take precedence."""
 
+ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "COBALT_NODEFILE")
+"""Variables of schedulers, whose hosts mpirun takes where there is no hostfile."""
+
 TAG = "ONWARD_RUN_TAG"
 CARRIED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "MPI4PY_", "OMP_", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", TAG)
 """Prefixes of the variables that are sent to ranks on other hosts; no other variable leaves this host."""
@@ -122,11 +125,12 @@ class MpiJob:
         # two jobs of one run directory would write the same checkpoints
         wait_until_free(self.run_dir)
         argv, tag, started_at = self.argv(), uuid.uuid4().hex, time.monotonic()
+        environment = environment_of_mpirun(os.environ, one_host=not self.hostfile)
         stop = threading.Event()
         with _guard(tag, min(self.grace_s, GUARD_GRACE_S)), self.log.open("ab") as log:
             mpirun = subprocess.Popen(
                 argv,
-                env={**environment_of_ranks(os.environ), **self._temporary_directory(tag), TAG: tag},
+                env={**environment, **self._temporary_directory(tag), TAG: tag},
                 cwd=self.cwd or self.run_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -185,6 +189,15 @@ def environment_of_ranks(users: Mapping[str, str]) -> dict[str, str]:
         if name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in users
     }
     return {**settings, **users}
+
+
+def environment_of_mpirun(users: Mapping[str, str], *, one_host: bool) -> dict[str, str]:
+    """Return the environment of mpirun. one_host: whether no hostfile names others; a scheduler may still have some."""
+    found = environment_of_ranks(users)
+    if one_host and "OMPI_MCA_btl" not in users and not any(name in users for name in ALLOCATIONS):
+        # ranks of one host share memory; each would listen on every network interface for ranks that do not exist
+        found["OMPI_MCA_btl"] += ",tcp"
+    return found
 
 
 def find_mpirun() -> Path:

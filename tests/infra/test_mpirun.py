@@ -111,6 +111,17 @@ def test_what_the_user_has_set_of_gpu_memory_is_kept_by_either_name() -> None:
     assert found[former] == "backend:native"
 
 
+def test_ranks_of_one_host_send_nothing_over_a_network_unless_a_scheduler_or_the_user_says_so() -> None:
+    alone = mpirun.environment_of_mpirun({}, one_host=True)
+    assert alone["OMPI_MCA_btl"].split(",")[-1] == "tcp"
+    assert alone["OMPI_MCA_btl"].startswith("^")
+    for users in ({"SLURM_JOB_ID": "7"}, {"OMPI_MCA_btl": "tcp,self"}):
+        found = mpirun.environment_of_mpirun(users, one_host=True)
+        assert found["OMPI_MCA_btl"] == mpirun.environment_of_ranks(users)["OMPI_MCA_btl"]
+    several = mpirun.environment_of_mpirun({}, one_host=False)
+    assert several["OMPI_MCA_btl"] == mpirun.SETTINGS["OMPI_MCA_btl"]
+
+
 def test_without_mpirun_the_error_says_where_it_was_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -227,16 +227,31 @@ def assign_gpus(places: Sequence[Place], *, ranks_per_gpu: int) -> list[int]:
 
 
 def _open_store(world: MPI.Comm, *, single_host: bool, timeout: datetime.timedelta) -> Store:
-    """Open the TCPStore: rank 0 listens on a free port and broadcasts its address as five numbers over MPI."""
+    """Open the TCPStore: rank 0 listens on a free port and broadcasts its address as five numbers over MPI.
+
+    The store asks nobody for a password, so it listens on the one address that the ranks use: on loopback, if all are
+    on one host.
+    """
     other = _other_host(world)
     # on one host the loopback address works without any network
     address = "127.0.0.1" if single_host else _own_address_towards(other) if world.rank == 0 else ""
     where = np.zeros(5, dtype=np.int64)
     store: Store | None = None
     if world.rank == 0:
-        # port 0: the kernel chooses a free one; without waiting, because the others learn the port only after this call
-        store = TCPStore(address, 0, world.size, is_master=True, wait_for_workers=False, timeout=timeout)
-        where[:] = [*socket.inet_aton(address), store.port]
+        # by itself TCPStore listens on all interfaces, whatever its address
+        listening = socket.create_server((address, 0))  # port 0: the kernel chooses a free one
+        port = listening.getsockname()[1]
+        store = TCPStore(
+            address,
+            port,
+            world.size,
+            is_master=True,
+            timeout=timeout,
+            # the others learn the port only after this call
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        where[:] = [*socket.inet_aton(address), port]
     world.Bcast(where)
     address = ".".join(map(str, where[:4]))
     _use_interface("lo" if single_host else _interface_of(_own_address_towards(address)))

@@ -227,6 +227,22 @@ def test_a_rank_records_errors_of_its_device_as_errors_that_a_retry_would_repeat
     assert text.splitlines()[0] in error.traceback
 
 
+def listening(mpi: MPIContext) -> list[str]:
+    """Send tensors, and return the addresses on which this rank listens."""
+    tensor = torch.ones(2)
+    torch.distributed.all_reduce(tensor)
+    torch.distributed.all_reduce(tensor, group=torch.distributed.new_group(list(range(mpi.world_size))))
+    found = [each.laddr.ip for each in psutil.Process().net_connections("all") if each.status == "LISTEN"]
+    torch.distributed.barrier()
+    return found
+
+
+@pytest.mark.mpi
+def test_ranks_of_one_host_listen_on_loopback_only() -> None:
+    found = run_ranks(2, "tests.trainer.distributed.test_processes:listening")
+    assert [set(each) for each in found] == [{"127.0.0.1"}, {"127.0.0.1"}], "gloo, and the TCPStore of rank 0"
+
+
 def wait_to_be_orphaned(mpi: MPIContext, folder: str) -> None:
     (Path(folder) / f"{mpi.rank}.pid").write_text(str(os.getpid()))
     signal.pause()

@@ -207,8 +207,8 @@ def held_out_text(run: RunDir) -> bytes:
     """Return the bytes that a text run's evaluation predicts, in the order of the files; b"" for other data, also for
     tokens."""
     config = read_config(run)
-    data, label = config.data, config.losses[0].label
-    if data.text or locate(data.source, data).format != "text" or not isinstance(label, str):
+    data, label = config.data, config.losses[0].label if config.losses else ""
+    if not label or data.text or locate(data.source, data).format != "text" or not isinstance(label, str):
         return b""
     shards = open_shards(run.shards, "evaluation", most=data.evaluation_rows)
     windows = shards.read(np.arange(shards.num_rows))[label]

@@ -40,6 +40,7 @@ from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelC
 from onward.trainer.config.sections.quantize import QuantizeConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig, MonitorConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.sections.training import (
     AverageConfig,
     OptimizerConfig,
@@ -82,6 +83,7 @@ def train_onnx(
     train: TrainConfig,
     loss: tuple[LossConfig, ...] = (),
     metrics: tuple[MetricConfig, ...] = (),
+    teacher: TeacherConfig = TeacherConfig(),
     graph: GraphConfig = GraphConfig(),
     lora: LoraConfig = LoraConfig(),
     quantize: QuantizeConfig = QuantizeConfig(),

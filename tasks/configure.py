@@ -243,8 +243,9 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
 
 
 def _code_digests(config: RunConfig) -> dict[str, str]:
-    """Return path -> SHA-256 of each loss file (of an ONNX loss with its external data) and of each converter."""
+    """Return path -> SHA-256 of each loss file (of an ONNX loss with its external data), converter, and the teacher."""
     paths = [Path(each.file.partition(":")[0]) for each in config.losses if each.file]
+    paths += [Path(config.teacher.path)] if config.teacher.path else []
     return {str(path): model_digest(path) for path in (*paths, *config.model.converters)}
 
 

@@ -38,7 +38,9 @@ def with_registered(sections: RunConfig | Mapping[str, Any], known: LocalCopies 
 
     Raises ConfigError for what MLflow does not have, RuntimeUnavailable when it cannot be reached.
     """
-    named = [url for setting, url in urls_in(sections) if setting == "model.path" and is_registered(url)]
+    named = [
+        url for setting, url in urls_in(sections) if setting in ("model.path", "teacher.path") and is_registered(url)
+    ]
     if not named:
         return known
     monitor = dict(sections).get("monitor")

@@ -45,6 +45,7 @@ EXECUTED = (
     "docs/how-to/train-on-tables.md",
     "docs/how-to/audio.md",
     "docs/how-to/own-loss.md",
+    "docs/how-to/distil.md",
     "docs/how-to/train-on-text.md",
     "docs/how-to/new-operator.md",
     "docs/how-to/use-from-python.md",

@@ -37,7 +37,7 @@ from onward.trainer.model.metrics.measures import Counts
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.summaries import summarise
-from onward.trainer.model.trainable import open_trainable
+from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.optim.averages import Averages, average_shapes
 from onward.trainer.optim.loss_scaler import LossScaler
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
@@ -87,7 +87,9 @@ def train(
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
     example, one_shape, beat = batches.example().inputs, batches.one_shape, heartbeat.beat
-    model = build_rank_model(open_trainable(config), config, mesh, mpi, example=example, one_shape=one_shape, beat=beat)
+    model = build_rank_model(
+        open_with_teacher(config), config, mesh, mpi, example=example, one_shape=one_shape, beat=beat
+    )
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(
         model.stages,

@@ -160,6 +160,7 @@ def _read_entries(name: str, given: Any, problems: list[str]) -> dict[str, tuple
 PATHS = (
     "model.path",
     "model.converters",
+    "teacher.path",
     "data.source",
     "data.sources.source",
     "data.evaluation_source",

@@ -101,7 +101,7 @@ class LossConfig(Section):
     @property
     def takes_labels(self) -> bool:
         """Whether the loss compares its output with labels."""
-        return self.name not in ("output", "triplet", "info_nce")
+        return self.name not in ("output", "triplet", "info_nce", "teacher")
 
     @property
     def has_classes(self) -> bool:
@@ -164,6 +164,8 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
             if name not in (*TAKEN.get(each.name, ()), "ignore_index") and getattr(each, name) != default:
                 takers = [loss for loss, taken in TAKEN.items() if name in taken]
                 yield f"{key(name)} {getattr(each, name)!r} is for {' and '.join(takers)}, not for {each.name}"
+        if each.name == "teacher":
+            yield f"{key('name')} 'teacher' takes no [loss]; write model.loss = \"teacher\" and remove [loss]"
         if each.name == "file" and not each.file:
             yield f"{key('name')} 'file' needs {key('file')}: \"my_loss.py:function\" or an ONNX file"
         if each.count and each.file.endswith(".onnx"):
@@ -182,6 +184,8 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
 
 def filled(model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig]) -> tuple[LossConfig, ...]:
     """Return every loss with name, output, label and ignored label filled in from the short form."""
+    if model.loss == "teacher" and not loss:  # nothing but what the teacher computes is learnt
+        return ()
     entries = tuple(loss) or (LossConfig(),)
     outputs: Sequence[str | tuple[str, ...]] = (model.output,) * len(entries)
     if not isinstance(model.output, str) and len(entries) > 1:
@@ -201,6 +205,8 @@ def filled(model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig]) -> 
 
 def with_outputs(model: ModelConfig, losses: Sequence[LossConfig]) -> ModelConfig:
     """Return [model] with the outputs that the filled losses read, and of one loss its name, for surgery."""
+    if not losses:
+        return model
     outputs = tuple(output for each in losses for output in each.outputs)
     found: dict[str, object] = {"output": outputs[0] if len(set(outputs)) == 1 else outputs}
     if len(losses) == 1:

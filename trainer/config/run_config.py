@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from onward.trainer.config.distillation import SoftLoss, soft_losses
 from onward.trainer.config.losses import LossConfig, filled, with_outputs
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.rules import check_cross_section_rules
@@ -18,6 +19,7 @@ from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelC
 from onward.trainer.config.sections.quantize import QuantizeConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig, MonitorConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.sections.training import (
     AverageConfig,
     OptimizerConfig,
@@ -38,6 +40,7 @@ class RunConfig(Section):
     metrics: tuple[MetricConfig, ...] = ()
     """What evaluations measure beside the loss: names such as "f1_macro", or tables with parameters. Empty = accuracy
     for cross_entropy and bce_with_logits, mae and mse for mse and l1."""
+    teacher: TeacherConfig = TeacherConfig()
     graph: GraphConfig = GraphConfig()
     lora: LoraConfig = LoraConfig()
     quantize: QuantizeConfig = QuantizeConfig()
@@ -71,6 +74,11 @@ class RunConfig(Section):
     def losses(self) -> tuple[LossConfig, ...]:
         """The losses in order, everything filled in: what code reads in place of [loss] and its short form."""
         return filled(self.model, self.data, self.loss)
+
+    @property
+    def soft_losses(self) -> tuple[SoftLoss, ...]:
+        """The losses against the teacher; empty without one."""
+        return soft_losses(self.teacher, self.model, self.losses)
 
     @property
     def world_size(self) -> int:

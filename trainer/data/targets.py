@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.python_functions import load_function
 from onward.trainer.errors import ConfigError
@@ -37,6 +38,22 @@ def labels_of(losses: Sequence[LossConfig], fed: Iterator[Tensor]) -> list[Tenso
 def without_lengths(labels: Tensor, loss: LossConfig) -> tuple[Tensor, Tensor | None]:
     """Return labels without the input lengths in front of them, and these lengths [B], None if there are none."""
     return (labels[:, 1:], labels[:, 0]) if loss.input_lengths else (labels, None)
+
+
+def counted_targets(
+    soft: SoftLoss, losses: Sequence[LossConfig], labels: Sequence[Tensor | None], mask: Tensor | None
+) -> Tensor | None:
+    """Return which targets of a loss against the teacher count, bool [B, ...]; None = all of each sample.
+
+    losses: those against labels, whose `labels` are given. mask: the input that `teacher.mask` names.
+    """
+    if mask is not None:
+        return mask != 0
+    own = None if soft.labels_of is None else labels[soft.labels_of]
+    if own is None or own.is_floating_point():  # mixed labels (MixUp, CutMix), which leave nothing out
+        return None
+    assert soft.labels_of is not None
+    return torch.ones_like(own, dtype=torch.bool) if soft.unlabelled else own != losses[soft.labels_of].ignored
 
 
 def target_counter(loss: LossConfig) -> TargetCounter:

@@ -32,6 +32,7 @@ from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.sharding import infer_schema, try_first_rows
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
+from onward.trainer.diagnostics.teacher_check import teacher_file_problems
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.loss_files import (
@@ -73,7 +74,7 @@ def check_local_files(sections: Sections) -> list[str]:
             own = {name: column for name, column in schema.items() if name not in computed}
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
-            misfits += _training_files(config, signature)
+            misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)
                 misfits = data_problems(config, found, signature, fitted=fitted)

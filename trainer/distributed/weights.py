@@ -42,6 +42,11 @@ Interval = tuple[int, int]
 Box = tuple[Interval, ...]
 """One interval for each dimension."""
 
+TEACHER = "teacher:"
+"""What the names of a teacher's weights begin with. They come from its file, and are in no checkpoint."""
+PROJECTION = "projection:"
+"""What the names of trained tensors begin with that are between the model and a teacher. No file has them."""
+
 NUM_NAMED = 5
 """How many tensors an error names of those that are wrong in the same way."""
 
@@ -175,7 +180,7 @@ class Weight:
 
 def checkpoint_key(name: str) -> str:
     """Return the key under which a checkpoint stores the weight of this initializer name."""
-    return f"model/{name}"
+    return name if name.startswith(PROJECTION) else f"model/{name}"
 
 
 def optimizer_key(name: str, field: str) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +55,10 @@ class TrainableModel:
     """The nodes after which `graph.dropout` was added."""
 
 
-def open_trainable(config: RunConfig) -> TrainableModel:
+def open_trainable(config: RunConfig, *, also: Sequence[str] = ()) -> TrainableModel:
     """Load the ONNX file and make the module that the configuration trains; the same bits on every rank.
 
+    also: tensors of the file that the module returns behind those that the losses read, if they are not among them.
     Not collective. Raises ConfigError when file and configuration contradict each other, UnsupportedModel when the
     file cannot be trained.
     """
@@ -65,6 +66,9 @@ def open_trainable(config: RunConfig) -> TrainableModel:
     model, base = load_model(config.model.path), config.model.path.parent
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
     settings = begin_at_numbers(model, config.model)
+    if also:
+        returned = tuple(dict.fromkeys((*settings.named_outputs(model.graph.output[0].name), *also)))
+        settings = settings.model_copy(update={"output": returned})
     part = surgery.extract_subgraph(model, settings)
     chosen = (*config.model.train, *config.lora.also_train)
     widen = _widen(part, config)

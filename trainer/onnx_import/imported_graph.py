@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.graph_module import reduce_graph_module
 
 from onward.trainer.onnx_import.quantizer_scales import Quantizer, final_scales
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.ties import Copies
+
+TEACHER_MODULE = "teacher_beside"
+"""The submodule of a training graph that holds what a teacher stores (model/teacher.py)."""
 
 
 class ImportedGraph(fx.GraphModule):
@@ -30,6 +33,13 @@ class ImportedGraph(fx.GraphModule):
     A copy has no parameter of its own."""
     quantizers: tuple[Quantizer, ...]
     """The scales of quantization that follow what is trained."""
+
+    def train(self, mode: bool = True) -> ImportedGraph:
+        """Set the mode of every module but those of a teacher, which are always in inference form."""
+        super().train(mode)
+        if isinstance(teacher := self._modules.get(TEACHER_MODULE), nn.Module):
+            teacher.eval()
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImportedGraph:
         copy = super().__deepcopy__(memo)

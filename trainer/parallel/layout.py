@@ -28,6 +28,7 @@ from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.vocabulary_loss import ClassShard
+from onward.trainer.model.teacher_precision import compute_teacher_apart
 from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
@@ -38,6 +39,7 @@ from onward.trainer.parallel.device import CPU, Device
 from onward.trainer.parallel.memory import activation_budget
 from onward.trainer.parallel.pipeline.balance import choose_cuts, choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import CutPoint, cuts_by_name, find_cut_points
+from onward.trainer.parallel.pipeline.interleave import interleave_teacher
 from onward.trainer.parallel.pipeline.rematerialise import partitioned_nodes
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
@@ -127,6 +129,7 @@ def build_layout(
     """
     if config.parallel.data > 1 and (problems := _conditional_updates(module)):
         raise ConfigError(problems)
+    interleave_teacher(module.graph)
     last = config.parallel.tensor - 1
     # divided in place like the module itself, but only its shapes are used
     # before the module itself is divided, which happens in place
@@ -160,7 +163,11 @@ def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, 
     )
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
     vocabulary = find_vocabulary_sharding(
-        module, parallel.tensor if parallel.vocabulary else 1, config.losses, taken=taken
+        module,
+        parallel.tensor if parallel.vocabulary else 1,
+        config.losses,
+        taken=taken,
+        has_teacher=bool(config.soft_losses),
     )
     placements = shard_regions(module, regions, rank=rank, group=group)
     # both were found before either was changed: they look for layers of the undivided graph
@@ -173,6 +180,7 @@ def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, 
             + "; use parallel.data or parallel.pipeline"
         )
     # after the search for layers, which follows a weight to the product that reads it
+    compute_teacher_apart(module, config)
     insert_casts(module, config.precision)
     return _Division(regions, vocabulary, placements, vocabulary.classes(rank, group))
 

@@ -24,7 +24,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.sharding import infer_training_schema
-from onward.trainer.data.targets import labels_of
+from onward.trainer.data.targets import counted_targets, labels_of
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.mesh import Coordinate
@@ -33,7 +33,7 @@ from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model import precision
 from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.model.losses.loss import Losses
-from onward.trainer.model.trainable import open_trainable
+from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.device import CONTEXT_BYTES, describe, reserve, typical
 from onward.trainer.parallel.dry_run import dry_run
@@ -48,7 +48,7 @@ AXES = ("data", "tensor", "pipeline")
 def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
     """Return how a run is divided; with `parallel.sizes = "auto"`, the division with the shortest step that fits.
 
-    module: the module of `open_trainable`, which must not be used afterwards; None = the model is loaded. Reads the
+    module: the module of `open_with_teacher`, which must not be used afterwards; None = the model is loaded. Reads the
     first rows of the data. Raises ConfigError when the graph cannot be divided as
     configured or nothing fits into memory, UnsupportedModel when its shapes depend on data.
     """
@@ -56,7 +56,7 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
     config = config.model_copy(update={"precision": resolve_precision(config.precision, capability_of(device))})
     if config.model.fixed_batch == "auto":  # `onward plan`; a rehearsal has chosen it
         config, _ = choose_fixed_batch(config)
-    module = module or open_trainable(config).module
+    module = module or open_with_teacher(config).module
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
     if config.parallel.sizes == "auto":
@@ -86,7 +86,10 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
     tensors, num_inputs = [zeros(feed) for feed in feeds(config, signature)], len(signature.inputs)
-    return tensors[:num_inputs], labels_of(config.losses, iter(tensors[num_inputs:]))
+    inputs, labels = tensors[:num_inputs], labels_of(config.losses, iter(tensors[num_inputs:]))
+    masks = dict(zip([info.name for info in signature.inputs], inputs, strict=True))
+    counted = [counted_targets(each, config.losses, labels, masks.get(each.mask)) for each in config.soft_losses]
+    return inputs, [*labels, *counted]
 
 
 def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) -> Estimate:
@@ -108,7 +111,8 @@ def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) ->
     )
     # the weights of "balanced" are known from the whole data only, and need no memory
     plain = [e.model_copy(update={"class_weights": ()}) if e.class_weights == "balanced" else e for e in config.losses]
-    losses = Losses(plain, module.output_names, module.output_shapes, classes=layout.classes)
+    soft = config.soft_losses
+    losses = Losses(plain, module.output_names, module.output_shapes, classes=layout.classes, soft=soft)
 
     def batch_loss(outputs: Sequence[Tensor]) -> Tensor:
         on_device = [None if each is None else each.to(device) for each in labels]

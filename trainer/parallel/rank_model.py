@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.distributed.weights import Placement, Weight, checkpoint_key, slices
+from onward.trainer.distributed.weights import TEACHER, Placement, Weight, checkpoint_key, slices
 from onward.trainer.model import precision
 from onward.trainer.model.channels_last import use_channels_last
 from onward.trainer.model.losses.loss import Losses
@@ -89,6 +89,11 @@ class RankModel:
         return {name: self.shapes[name] for name in self.trained_names | self.statistics_names}
 
     @property
+    def _saved(self) -> list[Weight]:
+        """Return the weights that checkpoints hold: a teacher's come from its file."""
+        return [weight for weight in self.reducer.weights if not weight.name.startswith(TEACHER)]
+
+    @property
     def num_parameters(self) -> int:
         """Return the number of trained elements of the whole model."""
         return sum(math.prod(self.shapes[name]) for name in self.trained_names)
@@ -96,7 +101,7 @@ class RankModel:
     @property
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return checkpoint key -> full shape, for every stored tensor of the whole model."""
-        return {checkpoint_key(name): shape for name, shape in self.shapes.items()}
+        return {checkpoint_key(name): shape for name, shape in self.shapes.items() if not name.startswith(TEACHER)}
 
     @property
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -105,11 +110,11 @@ class RankModel:
 
     def parts(self) -> dict[str, tuple[Tensor, Placement]]:
         """Return checkpoint key -> (tensor, placement) of what this rank holds of the model."""
-        return {weight.checkpoint_key: (weight.tensor, weight.placement) for weight in self.reducer.weights}
+        return {weight.checkpoint_key: (weight.tensor, weight.placement) for weight in self._saved}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts, which `checkpoint.load` returns for the placements of `parts()`, into the weights."""
-        for weight in self.reducer.weights:
+        for weight in self._saved:
             weight.tensor.detach().copy_(tensors[weight.checkpoint_key])
 
     def full_weights(self, names: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -149,7 +154,9 @@ def build_rank_model(
     group = mesh.get_group("tensor").group_name
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     trained_names = frozenset(name for name, tensor in stored.items() if is_trained(tensor))
-    statistics_names = frozenset(name for name, tensor in stored.items() if is_statistic(tensor))
+    statistics_names = frozenset(
+        name for name, tensor in stored.items() if is_statistic(tensor) and not name.startswith(TEACHER)
+    )
 
     device = typical(mpi.device.type, config.precision.compute)
     layout = build_layout(module, config, example, rank=here.tensor, group=group, autocast=autocast, device=device)
@@ -187,6 +194,7 @@ def build_rank_model(
             module.output_shapes,
             classes=layout.classes,
             replicas=mesh.get_group("data"),
+            soft=config.soft_losses,
         ),
         reducer=reducer,
         shapes=shapes,

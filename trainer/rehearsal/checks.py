@@ -21,7 +21,7 @@ from onward.trainer.data.batches.batches import Batch, check_last_samples, one_b
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.losses_from_data import with_balanced_weights
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.signature import model_digest, read_training_signature
 from onward.trainer.diagnostics.audit_input import audit_of_run
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings
@@ -32,11 +32,12 @@ from onward.trainer.export.onnx_runner import EvaluationData
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
+from onward.trainer.model.teacher_precision import compute_teacher_apart
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.fixed_batch import BatchUse
-from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
@@ -53,10 +54,13 @@ Check = tuple[str, Callable[[], None]]
 """What is checked, for the record if it is left out; and the check."""
 
 
-def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings: Findings) -> list[Check]:
+def checks(
+    config: RunConfig, trainable: TrainableModel, trained: ImportedGraph, use: BatchUse, findings: Findings
+) -> list[Check]:
     """Return the checks of a run. Each adds to `findings`, and raises no error of the graph.
 
-    use: how a file of fixed batch is trained, which `config.model.fixed_batch` says as well.
+    trained: the module that is trained: that of `trainable`, or with a teacher beside it. use: how a file of fixed
+    batch is trained, which `config.model.fixed_batch` says as well.
     Reads the first rows of the data. Raises DataError when there are none, ConfigError for an unknown `model.output`.
     """
     arithmetic = _arithmetic(config, findings)
@@ -67,9 +71,10 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
     most = max(config.micro_batch_size, config.evaluation_batch_size, PARITY_ROWS)
     rows = read_first_rows(config, signature, most)
     config = with_balanced_weights(config, rows, signature)
+    compute_teacher_apart(trained, config.model_copy(update={"precision": arithmetic}))
     graph = RehearsedGraph(
-        trainable.module,
-        Losses(config.losses, trainable.module.output_names, trainable.module.output_shapes),
+        trained,
+        Losses(config.losses, trained.output_names, trained.output_shapes, soft=config.soft_losses),
         autocast=partial(autocast, arithmetic, CPU),
         metrics=config.metrics,
     )
@@ -96,7 +101,8 @@ def checks(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings
     file_rows = FileRows(rows, config, signature) if signature.computed else None
 
     def metrics(output_names: Sequence[str]) -> EvaluationMetrics:
-        return EvaluationMetrics(graph.losses, config.metrics, device=CPU)
+        losses = Losses(config.losses, output_names, trainable.module.output_shapes)
+        return EvaluationMetrics(losses, config.metrics, device=CPU)
 
     data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows)
     counts = [("that targets are counted row by row", lambda: _check_counts(graph.losses, compared, findings))]
@@ -152,7 +158,7 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     audit = audit_of_run(extract_subgraph(trainable.model, settings), trainable.module, trainable.base)
     audit.batch = use
     outputs = [w for name in config.model.outputs for w in output_warnings(trainable.model, audit.model.graph, name)]
-    findings.warnings = (*exporter_warnings(audit), *outputs, *_rate_warnings(config.optimizer))
+    findings.warnings = (*exporter_warnings(audit), *outputs, *_rate_warnings(config.optimizer), *_same_teacher(config))
     for problem in refused_warnings(findings.warnings, config.model.accept):
         findings.refuse(problem)
     for loss in [each for each in config.losses if each.name == "file"]:
@@ -170,6 +176,16 @@ def _rate_warnings(optimizer: OptimizerConfig) -> Iterator[ExporterWarning]:
             f"with rates from {low:g}" + (f" to {high:g}" if high < math.inf else ""),
             remedy="set optimizer.learning_rate, or find it with a short run at each of several rates",
         )
+
+
+def _same_teacher(config: RunConfig) -> list[ExporterWarning]:
+    """Return a warning if the teacher is the very file that is trained."""
+    given = config.teacher.path
+    if not given or model_digest(Path(given)) != model_digest(config.model.path):
+        return []
+    what = "the teacher is the same file as the model, so that before training both compute the same"
+    remedy = "it keeps the model near to what it was; name another file in teacher.path if it is to learn from one"
+    return [ExporterWarning(key="same_teacher", what=what, remedy=remedy)]
 
 
 def _run(

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import torch
@@ -25,6 +26,7 @@ from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.export.export import exit_with_refusal
 from onward.trainer.model.fixed_batch import choose_fixed_batch
+from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.plan_record import may_train_unplanned, needs_plan, with_plan
@@ -52,9 +54,10 @@ def rehearse(folder: RunDir) -> None:
             _check_division(config, None, findings)
         else:
             trainable = open_trainable(config)
-            _check_division(config, trainable.module, findings)
+            with_teacher = open_with_teacher(config) if config.teacher.path else trainable
+            _check_division(config, with_teacher.module, findings)
             with _time_limit(folder, findings, config.launch.rehearsal_timeout_s):
-                steps = checks(config, trainable, use, findings)
+                steps = checks(config, trainable, with_teacher.module, use, findings)
                 findings.pending = [what for what, _ in steps]
                 for _, check in steps:
                     check()
@@ -110,7 +113,7 @@ def _without_data(module: ImportedGraph) -> ImportedGraph:
 
 def _too_large(config: RunConfig) -> str:
     """Return why the model is not rehearsed here, from the sizes of its files; "" if it fits into memory."""
-    size = model_bytes(config.model.path)
+    size = model_bytes(config.model.path) + (model_bytes(Path(config.teacher.path)) if config.teacher.path else 0)
     free = free_memory(torch.device("cpu"))
     if COPIES_OF_WEIGHTS * size <= free:
         return ""

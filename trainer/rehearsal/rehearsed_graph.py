@@ -48,6 +48,8 @@ class RehearsedGraph:
             outputs = batch.own_rows((outputs,) if isinstance(outputs, Tensor) else outputs)
             self.losses.check_labels(batch, outputs)
             sums = [self._sum(place, loss, outputs, batch) for place, loss in enumerate(self.losses.each)]
+            soft = zip(self.losses.soft, batch.labels[len(sums) :], strict=True)
+            sums += [loss(outputs, counted, batch.size) for loss, counted in soft]
             loss = self.losses.weighted(
                 [value / (count or 1) for value, count in zip(sums, batch.num_targets, strict=True)]
             )
@@ -97,7 +99,8 @@ class RehearsedGraph:
     @property
     def loss_outputs(self) -> str:
         """Return the names of the outputs that the losses read."""
-        return " and ".join(dict.fromkeys(repr(self._name(loss)) for loss in self.losses.each))
+        names = [self._name(loss) for loss in self.losses.each] or [loss.name for loss in self.losses.soft]
+        return " and ".join(dict.fromkeys(map(repr, names)))
 
     def _name(self, loss: Loss) -> str:
         return self.module.output_names[loss.index]

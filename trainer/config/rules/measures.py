@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from onward.trainer.config.distillation import teacher_problems
 from onward.trainer.config.losses import LossConfig, contradictions, export_problems, filled, key_of, setting_problems
 from onward.trainer.config.metric_names import has_no_direction
 from onward.trainer.config.sections.data import DataConfig
@@ -11,6 +12,7 @@ from onward.trainer.config.sections.metrics import MetricConfig, StopConfig, eva
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.sections.training import AverageConfig, TrainConfig
 
 
@@ -21,6 +23,7 @@ def losses(
     train: TrainConfig,
     parallel: ParallelConfig,
     export: ExportConfig,
+    teacher: TeacherConfig,
 ) -> Iterable[str]:
     yield from contradictions(model, data, loss)
     losses = filled(model, data, loss)
@@ -39,10 +42,15 @@ def losses(
     if "without_loss" in export.variants and "output" not in [each.name for each in losses]:
         yield (
             f"export.variants 'without_loss' is for a graph that computes its own loss, but the loss is "
-            f"{losses[0].name}: the exported file has no loss in it; leave the variant out"
+            f"{losses[0].name if losses else model.loss}: the exported file has no loss in it; leave the variant out"
         )
     if model.num_classes == 1 and losses and losses[0].name == "cross_entropy":
         yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
+    yield from teacher_problems(teacher, model, losses)
+    if teacher.path and export.training:
+        yield "export.training writes graphs without the teacher, which would train for labels alone; set it to false"
+    if teacher.path and parallel.reduction == "adasum":
+        yield "parallel.reduction 'adasum' weighs hosts by the targets of one loss, and a teacher adds one; use 'sum'"
     if len(losses) < 2:
         return
     if parallel.reduction == "adasum":
@@ -61,10 +69,11 @@ def metrics(
     metrics: Sequence[MetricConfig],
     train: TrainConfig,
     average: AverageConfig,
+    teacher: TeacherConfig,
 ) -> Iterable[str]:
     losses = filled(model, data, loss)
     yield from metric_problems(losses, metrics)
-    known = evaluation_names(losses, metrics, average=average.kind)
+    known = evaluation_names(losses, metrics, average=average.kind, teacher=bool(teacher.path))
     for key, name in (("checkpoint.best_metric", checkpoint.best_metric), ("stop.metric", stop.metric)):
         if name and name not in known:
             yield f"{key}: no evaluation measures {name!r}; with these settings they measure {', '.join(known)}"

@@ -9,6 +9,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig, evaluation_names, is_library
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.urls import redacted, url_of
 
 
@@ -25,6 +26,7 @@ def promotion(
     data: DataConfig,
     loss: Sequence[LossConfig],
     metrics: Sequence[MetricConfig],
+    teacher: TeacherConfig,
 ) -> Iterable[str]:
     given, losses = export.promote_if, filled(model, data, loss)
     known = evaluation_names(losses, metrics)
@@ -34,6 +36,13 @@ def promotion(
             f"export.promote_if.metric: no evaluation of the exported file measures {given.metric!r}; with these "
             f"settings they measure {', '.join(known)}"
             + ("" if data.test_source else "; test/... needs data.test_source")
+        )
+    compares = given.when == "better" and export.alias and not given.metric
+    if compares and teacher.path and (not losses or checkpoint.best_metric.endswith("/distillation")):
+        yield (
+            "export.promote_if: no evaluation of the exported file measures checkpoint.best_metric "
+            f"{checkpoint.best_metric!r}, because no teacher is beside it; set export.promote_if to 'always' or 'never'"
+            + (f", or export.promote_if.metric to one of {', '.join(known)}" if known else "")
         )
     if given.when != "better":
         for name in ("metric", "margin", "confidence"):

@@ -116,21 +116,29 @@ def task_of(metric: MetricConfig, loss: LossConfig) -> Task | None:
 
 
 def evaluation_names(
-    losses: Sequence[LossConfig], metrics: Sequence[MetricConfig], *, average: str = "none"
+    losses: Sequence[LossConfig],
+    metrics: Sequence[MetricConfig],
+    *,
+    average: str = "none",
+    teacher: bool = False,
 ) -> list[str]:
     """Return what the evaluations of a run measure: "evaluation/loss", "evaluation/accuracy", ...
 
     With a moving average of the weights (`average.kind`) also the same of it: "evaluation/average/loss", ...
 
     Of several losses the metrics are named after their outputs: "evaluation/boxes/loss". Those of a loss that reads the
-    first output without naming it are left out, because only the graph knows that name.
+    first output without naming it are left out, because only the graph knows that name. teacher: whether one runs
+    beside the model; it does not beside an exported file.
     """
+    if not losses and not teacher:  # an exported file that learnt from a teacher alone
+        return []
     keys = [["loss", *(each.key for each in metrics_of(loss, metrics))] for loss in losses]
-    names = keys[0]
+    names = keys[0] if keys else ["loss"]
     if len(losses) > 1:
         titled = zip(titles(losses), keys, losses, strict=True)
         named = [(title, own) for title, own, loss in titled if "" not in loss.outputs]
         names = ["loss", *(f"{title}/{name}" for title, own in named for name in own)]
+    names += ["distillation"] if teacher else []
     evaluated = (WEIGHTS_METRICS,) if average == "none" else (WEIGHTS_METRICS, AVERAGE_METRICS)
     return [f"{prefix}/{name}" for prefix in evaluated for name in names]
 

@@ -17,7 +17,7 @@ FixedBatch = Literal["auto", "any", "own", "joint"]
 # fmt: off
 LossName = Literal[
     "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
-    "cosine", "triplet", "info_nce", "file",
+    "cosine", "triplet", "info_nce", "file", "teacher",
 ]
 # fmt: on
 """The losses, by name."""
@@ -31,7 +31,8 @@ class ModelConfig(Section):
     URL (s3, gs, az, hf, http, https), as everywhere that a path is taken."""
     loss: LossName = "cross_entropy"
     """Cross-entropy, mean squared or absolute error, binary cross-entropy on logits, `output` (the graph computes its
-    own scalar loss), or another one of [loss], which has their settings. Short for `loss.name`."""
+    own scalar loss), `teacher` (none against labels: the outputs of [teacher] are learnt alone), or another one of
+    [loss], which has their settings. Short for `loss.name`."""
     output: str | tuple[str, ...] = ""
     """The tensor that the loss reads: a graph output, or any tensor inside the graph; empty = the first output. With
     `loss = "output"` it is the loss itself. A list has the tensor of each `[[loss]]`. Short for `loss.output`."""

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
 from onward.trainer.data.batches.batch_computations import open_batch_transforms
@@ -35,7 +36,7 @@ from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.storage.shards import Shards
-from onward.trainer.data.targets import NO_LABELS, label_range, labels_of, target_counter
+from onward.trainer.data.targets import NO_LABELS, counted_targets, label_range, labels_of, target_counter
 from onward.trainer.errors import ConfigError
 
 PIPELINED_EVALUATION_BATCHES = 4
@@ -49,7 +50,8 @@ class Batch:
     inputs: tuple[Tensor, ...]
     """In the graph's input order, each [B, ...]; more rows where a graph of fixed batch needs them (`filled_to`)."""
     labels: tuple[Tensor | None, ...]
-    """For each loss [B, ...]: int64 for cross-entropy, else fp32; None when the graph computes the loss."""
+    """For each loss [B, ...]: int64 for cross-entropy, else fp32; None when the graph computes the loss. Then for each
+    loss against the teacher which targets count, bool; None = all."""
     size: int
     """B."""
     num_targets: tuple[float, ...]
@@ -268,6 +270,8 @@ class _Collate:
         self._shards = shards
         self._losses = config.losses
         self._counters = [target_counter(loss) for loss in config.losses]
+        self._soft_losses = config.soft_losses
+        self._input_names = [info.name for info in signature.inputs]
         self.full = config.model.fixed_batch in ("own", "joint")
         """Whether the graph takes micro-batches of one size only, so that smaller ones are filled up."""
         self._size = config.micro_batch_size
@@ -341,17 +345,24 @@ class _Collate:
         counters = zip(self._counters, labels, strict=True)
         counts = [0.0 if is_padding else float(counter(each, len(rows))) for counter, each in counters]
         tensors = tensors[: self._num_inputs]
+        counted = [counted_targets(each, self._losses, labels, self._mask(each, tensors)) for each in self._soft_losses]
+        sums = [len(rows) if each is None else float(each.sum()) for each in counted]
+        soft_counts = [0.0 if is_padding else float(number) for number in sums]
         return Batch(
             inputs=tuple(self._copies.start(tensor) for tensor in tensors),
-            labels=tuple(None if each is None else self._copies.start(each) for each in labels),
+            labels=tuple(None if each is None else self._copies.start(each) for each in (*labels, *counted)),
             size=len(rows),
-            num_targets=tuple(counts),
+            num_targets=(*counts, *soft_counts),
             label_ranges=tuple(map(label_range, labels, self._losses)),
             rows=rows,
             is_padding=is_padding,
             filled_to=len(tensors[0]) if len(tensors[0]) > len(rows) else 0,
             group=group,
         )
+
+    def _mask(self, loss: SoftLoss, inputs: Sequence[Tensor]) -> Tensor | None:
+        """Return the input that says which targets of a soft loss count."""
+        return inputs[self._input_names.index(loss.mask)] if loss.mask else None
 
     def _tensor(self, feed: Feed, columns: Mapping[str, Values], lengths: Mapping[str, int]) -> Tensor:
         arrays = [

@@ -267,9 +267,11 @@ def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
         return None
     what = "data.image.augment.mixup and cutmix make labels probabilities of classes"
     problems = []
-    if len(config.losses) > 1 or not config.losses[0].has_class_axis or config.losses[0].name != "cross_entropy":
-        names = ", ".join(each.name for each in config.losses)
+    if [each.name for each in config.losses if each.has_class_axis] != ["cross_entropy"] or len(config.losses) > 1:
+        names = ", ".join(each.name for each in config.losses) or config.model.loss
         problems.append(f"{what}, which one cross-entropy on class numbers takes, not {names}")
+    if not config.losses:
+        raise ConfigError(problems)
     loss = config.losses[0]
     inputs = image_inputs(config, signature)
     if integers := [each.name for each in inputs if each.takes_integers]:

@@ -5,6 +5,8 @@ of targets over all of them; a mean of means differs from it as soon as a label 
 smaller. This is why two replicas equal one replica with twice the batch.
 
     loss of a step  =  sum over [[loss]] i of  weight_i x (sum over targets of loss i) / (targets of loss i)
+
+With a teacher its losses are further terms of this sum, behind the others (teacher_loss.py).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.class_axis import Dims, find_class_axis
@@ -25,6 +28,7 @@ from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.loss_file import load_loss
 from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs, as_rows
+from onward.trainer.model.losses.teacher_loss import TeacherLoss
 from onward.trainer.model.losses.vocabulary_loss import ClassShard
 
 MAX_NAMED_ROWS = 5
@@ -32,10 +36,11 @@ MAX_NAMED_ROWS = 5
 
 
 class Losses:
-    """All losses of a run over the outputs of one micro-batch, in the order of `RunConfig.losses`.
+    """All losses of a run over the outputs of one micro-batch: those of `RunConfig.losses`, then the soft ones.
 
     output_names: the graph's outputs in order; shapes: output -> the shape that the file declares. classes: as of
-    `Loss`, for a run with one loss. replicas: the group over which losses of whole batches reach (info_nce).
+    `Loss`, for a run with one loss. replicas: the group over which losses of whole batches reach (info_nce). soft: the
+    losses against the teacher, whose outputs the graph must have then.
     """
 
     def __init__(
@@ -46,22 +51,31 @@ class Losses:
         *,
         classes: ClassShard | None = None,
         replicas: dist.ProcessGroup | None = None,
+        soft: Sequence[SoftLoss] = (),
     ) -> None:
-        assert classes is None or len(losses) == 1
+        assert classes is None or len(losses) + len(soft) == 1
         known = shapes or {}
         self.each = tuple(Loss(each, output_names, known, classes=classes, replicas=replicas) for each in losses)
+        """Those against labels."""
+        self.soft = tuple(TeacherLoss(each, output_names, known) for each in soft)
+        """Those against the teacher."""
         self.titles = titles(losses, output_names)
-        """What the metrics of each loss are named after."""
-        self._weights = [each.weight for each in losses]
+        """What the metrics of each loss against labels are named after."""
+        self._weights = [each.weight for each in losses] + [each.weight for each in soft]
 
     def __len__(self) -> int:
-        return len(self.each)
+        return len(self.each) + len(self.soft)
 
     def __call__(
         self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int
     ) -> tuple[Tensor, ...]:
         """Return each loss summed over its targets: scalars, differentiable. size: 0 for a padding micro-batch."""
-        return tuple(loss(outputs, own, size) for loss, own in zip(self.each, labels, strict=True))
+        soft = zip(self.soft, labels[len(self.each) :], strict=True)
+        hard = zip(self.each, labels[: len(self.each)], strict=True)
+        return (
+            *(loss(outputs, own, size) for loss, own in hard),
+            *(loss(outputs, own, size) for loss, own in soft),
+        )
 
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
         """Raise DataError for labels that are no classes, see `Loss.check_labels`."""
@@ -69,10 +83,10 @@ class Losses:
             loss.check_labels(batch, outputs, place)
 
     def weighted(self, values: Sequence[Tensor], scale: float | Sequence[Tensor] = 1.0) -> Tensor:
-        """Return the sum of values x weight x scale, a scalar. values, scale: one for each loss."""
+        """Return the sum of values x weight x scale, a scalar. values, scale: one for each loss, or the first ones."""
         scales: Sequence[float | Tensor] = [scale] * len(values) if isinstance(scale, float) else scale
         total = values[0] * (scales[0] * self._weights[0])
-        for value, own, weight in zip(values[1:], scales[1:], self._weights[1:], strict=True):
+        for value, own, weight in zip(values[1:], scales[1:], self._weights[1 : len(values)], strict=True):
             total = total + value * (own * weight)
         return total
 

@@ -34,8 +34,9 @@ class EvaluationMetrics:
 
     metrics: those that are configured; without any, `accuracy` for cross-entropy and BCE, `mse` and `mae` for
     regression. Of several losses each has its own, as `<output>/loss`, `<output>/accuracy`, ..., and `loss` is their
-    weighted sum. What is added up stays on the device until `compute`, so that a batch does not wait for the one
-    before it.
+    weighted sum. With a teacher, `distillation` is the weighted sum of the losses against it; it is the `loss` as well
+    where there are no labels. What is added up stays on the device until `compute`, so that a batch does not wait for
+    the one before it.
 
     counts: whether the batches of this rank are added; false on all ranks of a tensor-parallel group but one.
     """
@@ -45,6 +46,8 @@ class EvaluationMetrics:
     ) -> None:
         self._losses, self._device, self._counts, self._configured = losses, device, counts, bool(metrics)
         self._each = [_LossMetrics(loss, metrics, device) for loss in losses.each]
+        self._soft = torch.zeros(len(losses.soft), 2, dtype=torch.float64, device=device)
+        """For each loss against the teacher the number of targets, and the sum over them."""
         self.confusion: dict[str, Counts] = {}
         """After `compute`, of each loss with few classes or labels, if metrics are configured: its title, or "" if it
         is the only one, -> how many targets there are by [class][predicted class] or by [label][is][predicted]."""
@@ -53,8 +56,11 @@ class EvaluationMetrics:
     def update(self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int) -> None:
         """Add one batch; labels of each loss. Replicas may add different numbers of batches; collective only over a
         group that shards classes."""
-        for each, own in zip(self._each, labels, strict=True):
+        for each, own in zip(self._each, labels, strict=False):
             each.update(outputs, own, size)
+        for total, soft, counted in zip(self._soft, self._losses.soft, labels[len(self._each) :], strict=False):
+            total[0].add_(soft.count(counted, size))
+            total[1].add_(soft(outputs, counted, size))
 
     @torch.no_grad()
     def compute(self) -> dict[str, float]:
@@ -76,19 +82,31 @@ class EvaluationMetrics:
         lists = iter(gather_lists(own))
         sums, on_first = self._split(totals.tolist()), alone or dist.get_rank() == 0
         values = [each.values(sums, lists, on_first_rank=on_first) for each in self._each]
-        return self._named(values if alone else self._agreed(values))
+        return self._named(values if alone else self._agreed(values)) | self._distillation(next(sums))
 
     def totals(self) -> Tensor:
         """Return all that this rank adds up: fp64 [n]. The totals of several parts of the data may be added."""
-        return torch.cat([state.flatten().double() for each in self._each for state in each.sums()])
+        return torch.cat([state.flatten().double() for state in self._states()])
 
     def of_totals(self, totals: Tensor) -> dict[str, float]:
         """Return the metrics that such totals [n] have; NaN for those that need more than sums."""
         sums, lists = self._split(totals.tolist()), iter([part for each in self._each for part in each.lists()])
-        return self._named([each.values(sums, lists, on_first_rank=False) for each in self._each])
+        values = [each.values(sums, lists, on_first_rank=False) for each in self._each]
+        return self._named(values) | self._distillation(next(sums))
+
+    def _states(self) -> list[Tensor]:
+        return [*(state for each in self._each for state in each.sums()), self._soft]
 
     def _split(self, totals: list[float]) -> Iterator[list[float]]:
-        return _split(totals, [state.numel() for each in self._each for state in each.sums()])
+        return _split(totals, [state.numel() for state in self._states()])
+
+    def _distillation(self, sums: list[float]) -> dict[str, float]:
+        """Return the weighted loss against the teacher; {} without one. sums: two for each soft loss."""
+        means = [loss / count if count else math.nan for count, loss in zip(sums[::2], sums[1::2], strict=True)]
+        total = sum(soft.config.weight * mean for soft, mean in zip(self._losses.soft, means, strict=True))
+        if not means:
+            return {}
+        return {"distillation": total} if self._each else {"loss": total, "distillation": total}
 
     def _agreed(self, values: list[list[float]]) -> list[list[float]]:
         """Return what rank 0 has computed, where it alone computes some of the values."""
@@ -100,10 +118,10 @@ class EvaluationMetrics:
 
     def _named(self, values: list[list[float]]) -> dict[str, float]:
         each = [dict(zip(own.names, found, strict=True)) for own, found in zip(self._each, values, strict=True)]
-        titles = self._losses.titles if len(each) > 1 else [""]
+        titles = [""] if len(each) == 1 else self._losses.titles
         self.confusion = {title: own.table for title, own in zip(titles, self._each, strict=True) if own.table}
-        if len(each) == 1:
-            return each[0]
+        if len(each) < 2:
+            return each[0] if each else {}
         loss = self._losses.weighted([torch.tensor(found["loss"], dtype=torch.float64) for found in each])
         titled = zip(titles, each, strict=True)
         return {"loss": float(loss)} | {f"{title}/{name}": v for title, own in titled for name, v in own.items()}

@@ -81,30 +81,43 @@ class VocabularySharding:
 
 
 def find_vocabulary_sharding(
-    module: ImportedGraph, size: int, losses: Sequence[LossConfig], *, taken: Collection[str] = ()
+    module: ImportedGraph,
+    size: int,
+    losses: Sequence[LossConfig],
+    *,
+    taken: Collection[str] = (),
+    has_teacher: bool = False,
 ) -> VocabularySharding:
     """Find what of a graph can be sharded by vocabulary entries over `size` ranks. Changes nothing, and needs no ranks.
 
-    losses: of the run. taken: names of weights that are sharded otherwise already.
+    losses: of the run. taken: names of weights that are sharded otherwise already. has_teacher: whether the logits are
+    compared with those of a teacher as well.
     Raises ConfigError when `model.output` is not an output of the graph.
     """
     if size == 1:
         return VocabularySharding(1)
-    return _Finder(module, size, losses, taken).find()
+    return _Finder(module, size, losses, taken, has_teacher=has_teacher).find()
 
 
 class _Finder:
     """Methods that begin with `_why` return the reason why a weight cannot be sharded, "" if it can."""
 
-    def __init__(self, module: ImportedGraph, size: int, losses: Sequence[LossConfig], taken: Collection[str]) -> None:
+    def __init__(
+        self,
+        module: ImportedGraph,
+        size: int,
+        losses: Sequence[LossConfig],
+        taken: Collection[str],
+        *,
+        has_teacher: bool,
+    ) -> None:
         self.graph = GraphAnalysis(module, module.onnx_names)
-        self.size, self.losses, self.taken = size, losses, taken
+        self.size, self.losses, self.taken, self.has_teacher = size, losses, taken, has_teacher
         (self.end,) = module.graph.find_nodes(op="output")
         (value,) = self.end.args
         self.outputs: Sequence[Any] = value if isinstance(value, tuple | list) else (value,)
-        self.chain, self.product = self._head_chain(
-            self.outputs[output_index(losses[0].outputs[0], module.output_names)]
-        )
+        output = output_index(losses[0].outputs[0], module.output_names) if losses else 0
+        self.chain, self.product = self._head_chain(self.outputs[output])
 
     def find(self) -> VocabularySharding:
         replicated, dims, lookups = dict[str, str](), dict[str, int](), list[str]()
@@ -204,6 +217,8 @@ class _Finder:
         return self._why_too_small(path, dim) or self._why_needed_elsewhere(path, dim)
 
     def _why_not_head(self, product: Product) -> str:
+        if self.has_teacher:
+            return "there is a teacher: its logits are compared with all logits"
         if len(self.losses) > 1:
             return f"there are {len(self.losses)} losses: only one alone is computed from sharded logits"
         if self.losses[0].name != "cross_entropy":

@@ -1,0 +1,123 @@
+"""Check that a teacher's file fits the model: inputs, outputs and matched tensors, by what the files declare.
+
+Needs no torch: the command line runs it before anything starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import onnx
+
+from onward.trainer.config.distillation import SoftLoss, teacher_output
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.urls import url_of
+from onward.trainer.data.signature import Signature, read_signature
+from onward.trainer.errors import ConfigError, Refused
+from onward.trainer.onnx_graph.index import did_you_mean, dims_of, known_types
+from onward.trainer.onnx_graph.surgery import apply_surgery
+
+Dims = Sequence[int | None]
+
+
+def teacher_file_problems(config: RunConfig, signature: Signature) -> list[str]:
+    """Return a sentence for everything in which the teacher does not fit; [] without a teacher.
+
+    signature: of the trained part of the model.
+    """
+    given = config.teacher.path
+    if not given or url_of(given):  # why it could not be fetched is known
+        return []
+    path = Path(given)
+    if not path.is_file():
+        return [f"teacher.path: there is no file {path}"]
+    if not os.access(path, os.R_OK):
+        return [f"teacher.path: no permission to read {path}"]
+    try:
+        theirs = read_signature(path)
+        ours = onnx.load(config.model.path, load_external_data=False)
+        apply_surgery(ours, config.model, seed=0)
+    except Refused as error:
+        return [f"teacher.path: {problem}" for problem in error.problems]
+    problems = [*_input_problems(config, signature, theirs)]
+    own, other = known_types(ours), known_types(onnx.load(path, load_external_data=False))
+    first = (list(filter(None, config.model.outputs)) or [signature.outputs[0].name])[0]
+    for soft in config.soft_losses:
+        try:
+            wanted = teacher_output(soft, first, [info.name for info in theirs.outputs])
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        student = soft.student or first
+        if soft.labels_of is not None and config.losses[soft.labels_of].outputs == ("",) and student != first:
+            problems.append(
+                f"teacher.output names {student!r}, but the loss reads the first output, {first!r}; name what the loss "
+                "reads in model.output"
+            )
+        missing = [
+            f"{setting}: {whose} has no tensor {name!r}{did_you_mean(name, known)}"
+            for setting, whose, name, known in (
+                (_setting(soft), "the model", student, own),
+                (_setting(soft), "the teacher", wanted, other),
+            )
+            if name not in known
+        ]
+        problems += missing
+        if not missing:
+            problems += _shape_problems(soft, (student, dims_of(own[student])), (wanted, dims_of(other[wanted])))
+    if config.teacher.mask and config.teacher.mask not in (names := [info.name for info in signature.inputs]):
+        problems.append(
+            f"teacher.mask {config.teacher.mask!r} is no input of the model{did_you_mean(config.teacher.mask, names)}"
+        )
+    return list(dict.fromkeys(problems))
+
+
+def _setting(soft: SoftLoss) -> str:
+    return "[[teacher.match]]" if soft.matched else "teacher.output"
+
+
+def _input_problems(config: RunConfig, signature: Signature, theirs: Signature) -> Iterator[str]:
+    ours = {info.name: info for info in signature.inputs}
+    mapped = config.teacher.inputs
+    for name in mapped:
+        if name not in (known := [info.name for info in theirs.inputs]):
+            yield f"teacher.inputs names {name!r}, which is not an input of the teacher{did_you_mean(name, known)}"
+    for info in theirs.inputs:
+        source = mapped.get(info.name, info.name)
+        if source not in ours:
+            yield (
+                f"teacher: the model has no input {source!r}, which the teacher reads; the model's inputs are "
+                f"{', '.join(ours)}: set teacher.inputs, such as {{{info.name} = {next(iter(ours))!r}}}"
+            )
+            continue
+        own = ours[source]
+        if ("int" in own.dtype) != ("int" in info.dtype):
+            yield f"teacher: input {info.name!r} takes {info.dtype}, but the model's {source!r} {own.dtype}"
+        if own.shape is not None and info.shape is not None and not _fits(own.shape[1:], info.shape[1:]):
+            yield (
+                f"teacher: input {info.name!r} is {_shown(info.shape)}, but the model's {source!r} is "
+                f"{_shown(own.shape)}; both read the same values, so that a teacher that needs others, such as larger "
+                "images, cannot be used"
+            )
+
+
+def _shape_problems(soft: SoftLoss, own: tuple[str, Dims | None], theirs: tuple[str, Dims | None]) -> Iterator[str]:
+    (name, ours), (other, shape) = own, theirs
+    if soft.matched or ours is None or shape is None:  # matched ones may be projected (model/teacher.py)
+        return
+    squeezed = [[dim for dim in dims[1:] if dim != 1] for dims in (ours, shape)]
+    if not _fits(*squeezed):
+        yield (
+            f"teacher.output: the model's {name!r} is {_shown(ours)}, but the teacher's {other!r} is {_shown(shape)}; "
+            "both must have the same classes: name another output of the teacher, or set model.num_classes"
+        )
+
+
+def _fits(one: Dims, other: Dims) -> bool:
+    return len(one) == len(other) and all(None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))
+
+
+def _shown(dims: Dims) -> str:
+    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"

@@ -205,11 +205,11 @@ def status(run: str = "last") -> RunStatus:
 
 
 def runs() -> list[RunStatus]:
-    """Return the status of every run under ONWARD_HOME, the newest first."""
-    from onward.flows.run_status import describe
+    """Return the status of every run under ONWARD_HOME, the newest first; of a damaged one, which file is damaged."""
+    from onward.flows.run_status import described_runs
     from onward.flows.runs import all_runs
 
-    return [describe(run) for run in all_runs()]
+    return described_runs(all_runs())
 
 
 def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:

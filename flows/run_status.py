@@ -8,12 +8,13 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from onward.flows.report import bits_per_byte
-from onward.flows.runs import is_running
+from onward.flows.runs import identity_of, is_running
 from onward.tasks.class_tables import class_table
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.data.text.masking import describe_masks
+from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import (
@@ -32,7 +33,7 @@ WORST = 3
 """Classes that a status names for each loss."""
 TAIL_BYTES = 1 << 16
 """Bytes at the end of the event log that are read for the newest values."""
-State: TypeAlias = Literal["running", "exported", "trained", "stopped", "failed", "interrupted"]
+State: TypeAlias = Literal["running", "exported", "trained", "stopped", "failed", "interrupted", "damaged"]
 
 
 class RunStatus(Record):
@@ -41,7 +42,8 @@ class RunStatus(Record):
     run_id: str
     name: str
     state: State
-    """`interrupted`: its process was killed; `onward resume` continues it, and a stopped or failed one."""
+    """`interrupted`: its process was killed; `onward resume` continues it, and a stopped or failed one. `damaged`: a
+    record in its directory cannot be read; `error` names it."""
     created_at: str
     """ISO 8601, UTC."""
     attempts: int
@@ -61,7 +63,7 @@ class RunStatus(Record):
     rehearsal: str
     """What was rehearsed before the run was launched, in one line; "" for a run of an earlier version."""
     error: str
-    """The error of the first rank that failed in the last attempt; "" if none did."""
+    """The error of the first rank that failed in the last attempt; "" if none did. Of a damaged run, the file's."""
     data: str
     """What was computed of the data's columns when it was read, such as the ids of class names; "" if nothing was."""
     directory: str
@@ -125,6 +127,23 @@ def describe(run: RunDir) -> RunStatus:
         tracking_uri=identity.tracking_uri,
         prefect_url=identity.prefect_url,
     )
+
+
+def described_runs(runs: Iterable[RunDir]) -> list[RunStatus]:
+    """Return the status of each run; a damaged one does not hide the others."""
+    return [_described(run) for run in runs]
+
+
+def _described(run: RunDir) -> RunStatus:
+    try:
+        return describe(run)
+    except OnwardError as error:
+        identity = identity_of(run)
+        texts = {name: "" for name, field in RunStatus.model_fields.items() if field.annotation is str}
+        known = {"run_id": run.root.name, "directory": str(run.root), "state": "damaged", "error": str(error)}
+        known |= {"name": identity.name, "created_at": identity.created_at} if identity else {}
+        numbers = {"attempts": 0, "step": 0, "num_steps": 0, "values": {}, "worst_classes": ()}
+        return RunStatus.model_validate(texts | numbers | known)
 
 
 def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOutcome:

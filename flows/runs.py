@@ -13,7 +13,7 @@ from onward.infra.service_state import try_lock
 from onward.infra.tracking import Status, Tracker
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.checkpoint.verification import newest_complete
-from onward.trainer.errors import CheckpointError, ConfigError
+from onward.trainer.errors import CheckpointError, ConfigError, OnwardError
 from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
 from onward.trainer.run.download_cleaning import Cleaned, clean
 from onward.trainer.run.local_copies import LocalCopies
@@ -63,9 +63,23 @@ def end_mlflow_run(run: RunDir, status: Status) -> None:
 
 
 def all_runs() -> list[RunDir]:
-    """Return the runs under the home directory, newest first."""
+    """Return the runs under the home directory, newest first; those whose identity cannot be read come last."""
     found = [RunDir(path.parent) for path in (onward_home() / "runs").glob("*/identity.json")]
-    return sorted(found, key=lambda run: read_record(run.identity, RunIdentity).created_at, reverse=True)
+    identities = {run: identity_of(run) for run in found}
+
+    def created_at(run: RunDir) -> str:
+        identity = identities[run]
+        return identity.created_at if identity else ""
+
+    return sorted(found, key=created_at, reverse=True)
+
+
+def identity_of(run: RunDir) -> RunIdentity | None:
+    """Return the run's identity; None if it is damaged, which must not hide the other runs."""
+    try:
+        return read_record(run.identity, RunIdentity)
+    except (OnwardError, OSError):
+        return None
 
 
 def clean_downloads(days: float) -> Cleaned:
@@ -88,9 +102,10 @@ def find_run(text: str) -> RunDir:
         return runs[0]
     if len(by_id := [run for run in runs if run.root.name.startswith(text)]) == 1:
         return by_id[0]
-    if by_name := [run for run in runs if read_record(run.identity, RunIdentity).name == text]:
+    names = {run: identity.name if (identity := identity_of(run)) else "damaged" for run in runs}
+    if by_name := [run for run in runs if names[run] == text and identity_of(run)]:
         return by_name[0]
-    newest = ", ".join(f"{run.root.name[:8]} ({read_record(run.identity, RunIdentity).name})" for run in runs[:5])
+    newest = ", ".join(f"{run.root.name[:8]} ({names[run]})" for run in runs[:5])
     problem = f"no run has the name or id {text!r}"
     if by_id:
         problem = f"the ids of {len(by_id)} runs begin with {text!r}; type more of it"

@@ -76,12 +76,10 @@ def ui(as_json: Json = False) -> None:
     Starts both servers if they do not run; `onward down` stops them.
     """
     api.require_flow("onward ui")
-    from onward.flows.runs import all_runs
-    from onward.trainer.run.records import RunIdentity, read_record
+    from onward.flows.runs import all_runs, identity_of
 
     links = _start_services("prefect", "mlflow")
-    if known := all_runs()[:1]:
-        identity = read_record(known[0].identity, RunIdentity)
+    if (known := all_runs()[:1]) and (identity := identity_of(known[0])):
         base, _, query = links["mlflow"].partition("?")
         if identity.prefect_url.startswith("http://127.0.0.1:"):  # the server may use another port today
             links["last run"] = links["prefect"].removesuffix("/v2/runs") + urlsplit(identity.prefect_url).path

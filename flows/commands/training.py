@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,6 +59,9 @@ def runs(as_json: Json = False) -> None:
         for each in found
     ]
     table(rows, heads=("run", "name", "state", "step", "created", "directory"))
+    for each in found:
+        if each.state == "damaged":
+            print(f"{each.run_id[:8]} is damaged: {each.error}", file=sys.stderr)
 
 
 def clean(

@@ -33,7 +33,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.storage.sharding import make_shards
-from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.events import EventWriter
 from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.run.directory import RunDir
@@ -179,6 +179,39 @@ def test_runs_lists_the_newest_first(home: Path, capsys: pytest.CaptureFixture[s
     assert [run["name"] for run in json.loads(onward(capsys, "runs", "--json"))["runs"]] == ["text", "digits"]
     assert onward(capsys, "runs").splitlines()[1].startswith("bbbb-2")
     assert len(all_runs()) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("identity.json", "{"),
+        ("identity.json", "\udcff"),
+        ("attempt", "many"),
+        ("export/model.json", "[]"),
+        ("errors/001-rank-00000.json", "{}"),
+        ("rehearsal.json", ""),
+    ],
+)
+def test_a_damaged_run_is_named_and_hides_no_other_run(
+    home: Path, capsys: pytest.CaptureFixture[str], file: str, content: str
+) -> None:
+    make_run(home, "aaaa-1", "digits")
+    damaged = make_run(home, "bbbb-2", "text", "2026-01-02T00:00:00+00:00")
+    damaged.begin_attempt()
+    path = damaged.root / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    cli.app(["runs", "--json"], standalone_mode=False)
+    shown = capsys.readouterr()
+    found = {run["run_id"]: run for run in json.loads(shown.out)["runs"]}
+    assert found["aaaa-1"]["state"] == "interrupted"
+    assert found["bbbb-2"]["state"] == "damaged"
+    assert str(path) in found["bbbb-2"]["error"]
+    cli.app(["runs"], standalone_mode=False)
+    assert str(path) in capsys.readouterr().err
+    assert describe(find_run("aaaa")).name == "digits"
+    with pytest.raises(OnwardError, match=file):
+        describe(find_run("bbbb"))
 
 
 def test_a_table_shortens_no_cell(capsys: pytest.CaptureFixture[str]) -> None:

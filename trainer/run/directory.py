@@ -47,7 +47,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import ConfigError, Fenced
+from onward.trainer.errors import ConfigError, Fenced, OnwardError
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import RankError, read_record
@@ -191,9 +191,12 @@ class RunDir:
     def current_attempt(self) -> int:
         """The number of the newest attempt, which alone may write; 0 before the first."""
         try:
-            return int(self.fence.read_text())
+            text = self.fence.read_text(errors="replace")
         except FileNotFoundError:
             return 0
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise OnwardError(f"{self.fence} holds {text[:40]!r}, which is not the number of an attempt")
+        return int(text)
 
     def begin_attempt(self) -> int:
         """Make the next attempt the one that may write; returns its number, from 1."""

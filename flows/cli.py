@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from onward.flows.commands import inspection, models, proposal, servers, training
+from onward.flows.commands import inspection, models, proposal, servers, sweeps, training
 from onward.flows.commands.common import print_json
 from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable
 
@@ -64,6 +64,15 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
                 "onward init model.onnx photos -o photos.toml --range-test",
                 "onward init model.onnx train.csv data.label=price",
                 exits=(0, 2),
+            ),
+        ),
+        (
+            sweeps.sweep,
+            notes(
+                "onward sweep digits.toml optimizer.learning_rate=1e-4,3e-4,1e-3",
+                "onward sweep digits.toml 'optimizer.learning_rate=log(1e-5, 1e-2)' --trials 20 --prune",
+                "onward sweep --resume last",
+                exits=(0, 2, 3, 5, 70, 75, 130),
             ),
         ),
         (training.status, notes("onward status", "onward status 0de13422", exits=(0, 2))),

@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from onward.flows.runs import end_mlflow_run, is_running, run_directory_of
+from onward.flows.runs import command_to_continue, end_mlflow_run, is_running, run_directory_of
 from onward.infra import service_definitions, services
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, Stopped
 from onward.trainer.run.directory import RunDir, onward_home
-from onward.trainer.run.records import ExportedModel
+from onward.trainer.run.records import ExportedModel, read_record
+from onward.trainer.run.sweeps import Sweep, SweepDir
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
@@ -114,7 +115,7 @@ def mark_orphaned_runs_crashed() -> None:
     started_before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=10)
     with get_client(sync_client=True) as client:
         shown = client.read_flow_runs(
-            flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx"]}}),
+            flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx", "sweep-onnx"]}}),
             flow_run_filter=FlowRunFilter.model_validate(running),
         )
         orphans = [
@@ -132,7 +133,7 @@ def mark_orphaned_runs_crashed() -> None:
             state = client.read_flow_run(flow_run_id).state
             if is_running(run) or state is None or state.type.value not in types:
                 continue
-            message = f"the process was killed; to continue: onward resume {run.root.name}"
+            message = f"the process was killed; to continue: {command_to_continue(run)}"
             crashed: State[object] = Crashed(message=message)
             # Prefect rejects Cancelling -> Crashed unless it is forced. For other states its rejection is wanted: the
             # run has reported its own final state in the meantime.
@@ -159,6 +160,24 @@ def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Exp
     # Where an event loop runs, as in a notebook, Prefect would return a coroutine.
     result: ExportedModel = state.result(_sync=True)  # type: ignore[call-overload]
     return result
+
+
+def run_sweep(folder: SweepDir) -> None:
+    """Run the flow of a sweep in this process. Call from the main thread, which receives the signals.
+
+    Raises Stopped when the sweep or one of its trials was cancelled, else the error that made it fail.
+    """
+    import prefect
+
+    from onward.flows.sweep import sweep_onnx
+
+    mark_orphaned_runs_crashed()
+    name = read_record(folder.sweep, Sweep).name
+    with prefect.tags("sweep"), readable_log(RunDir(folder.root)):
+        state: State[object] = sweep_onnx(folder.root.name, name=name, return_state=True)
+    if state.is_cancelled():
+        raise Stopped(state.message or "the sweep was stopped")
+    state.result(_sync=True)  # type: ignore[call-overload]
 
 
 @contextlib.contextmanager

@@ -18,11 +18,25 @@ from onward.trainer.run.directory import RunDir, download_cache, onward_home, re
 from onward.trainer.run.download_cleaning import Cleaned, clean
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import RunIdentity, read_record
+from onward.trainer.run.sweeps import SweepDir, membership
 
 
 def run_directory_of(flow_run_id: object, parameters: Mapping[str, Any]) -> RunDir:
-    """Return the run directory of a flow run: named after its id, or after the run that it resumes."""
+    """Return the run directory of a flow run: named after its id, or after the run that it resumes.
+
+    Of a sweep's flow run it is the sweep's directory, which has a lock and an identity.json, too.
+    """
+    if sweep := parameters.get("sweep"):
+        return RunDir(SweepDir.of(sweep).root)
     return RunDir(onward_home() / "runs" / (parameters.get("resume") or str(flow_run_id)))
+
+
+def command_to_continue(run: RunDir) -> str:
+    """Return the command that continues a run, or the sweep of which it is a trial, or a sweep."""
+    if SweepDir(run.root).sweep.exists():
+        return f"onward sweep --resume {run.root.name}"
+    trial = membership(run)
+    return f"onward sweep --resume {trial.sweep_id}" if trial else f"onward resume {run.root.name}"
 
 
 @contextlib.contextmanager

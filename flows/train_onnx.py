@@ -18,11 +18,11 @@ from typing import Any, cast
 from prefect import State, flow, runtime
 from prefect.client.schemas.objects import FlowRun
 from prefect.flows import Flow
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from onward.flows.approval import ask_for_approval
-from onward.flows.runs import end_mlflow_run, locked, run_directory_of
+from onward.flows.runs import command_to_continue, end_mlflow_run, locked, run_directory_of
 from onward.infra.tracking import Status
 from onward.tasks.checkpoint import checkpoint as keep_checkpoints
 from onward.tasks.configure import configure
@@ -50,7 +50,8 @@ from onward.trainer.config.sections.training import (
 )
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.records import ExportedModel, TrainResult
+from onward.trainer.run.records import ExportedModel, TrainResult, read_record
+from onward.trainer.run.sweeps import Pruned, membership
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,8 @@ def train_onnx(
 
     Args:
         name: The run's name in Prefect, MLflow and the run list.
-        resume: The id of a run to continue, with the configuration it began with; empty = a new run.
+        resume: The id of a run to continue, with the configuration it began with; empty = a new run. A trial of a
+            sweep begins in the directory that the sweep has made.
     """
     # The parameters above are the only list of sections here; a section of RunConfig that is missing is a KeyError.
     parameters = dict(locals())
@@ -132,12 +134,16 @@ def train_onnx(
             keeping.wait()
         if isinstance(error := monitoring.result(raise_on_failure=False), Exception):
             log.error(
-                "the monitor failed, and MLflow lacks the newest metrics; `onward resume %s` sends them: %s: %s",
-                *(run.root.name, type(error).__name__, error),
+                "the monitor failed, and MLflow lacks the newest metrics; `%s` sends them: %s: %s",
+                *(command_to_continue(run), type(error).__name__, error),
             )
+        if trained.is_cancelled() and run.pruned.exists():
+            return Cancelled(message=read_record(run.pruned, Pruned).reason)
         if trained.is_cancelled():
-            return Cancelled(message=f"stopped; to continue: onward resume {run.root.name}")
+            return Cancelled(message=f"stopped; to continue: {command_to_continue(run)}")
         keeping.result()  # raises the error of the checkpoint task, if it failed
+        if (trial := membership(run)) and not trial.exports:
+            return Completed(message=f"trial {trial.number} is trained; the best trial of the sweep is exported")
         exported = export_model(run, cast(TrainResult, trained.result()), announced(run))
         return ask_for_approval(run, exported)
 
@@ -145,7 +151,7 @@ def train_onnx(
 def run_directory(resume: str = "") -> RunDir:
     """Return the directory of this flow run, or of the run `resume`. Raises ConfigError if that run does not exist."""
     run = run_directory_of(runtime.flow_run.get_id() or uuid.uuid4(), {"resume": resume})
-    if resume and not run.config.exists():
+    if resume and not run.config.exists() and not run.trial.exists():
         raise ConfigError(f"there is no run {resume} under {run.root.parent}; `onward runs` lists the runs")
     return run
 

@@ -36,6 +36,7 @@ from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs
 from onward.trainer.run.directory import RunDir, read_config, read_settings, refusal_in
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import Refusal, Rehearsal, RunIdentity, own_error, read_record, write_record
+from onward.trainer.run.sweeps import membership
 
 log = logging.getLogger(__name__)
 
@@ -256,8 +257,18 @@ def _tags(run: RunDir, config: RunConfig, identity: RunIdentity) -> dict[str, st
         "onward.model": config.model.path.name,
         "onward.data": config.data.source,
         "prefect.flow_run_id": runtime.flow_run.get_id() or "",
+        **_tags_of_trial(run),
         "mlflow.note.content": note + (f" · [in Prefect]({identity.prefect_url})" if identity.prefect_url else ""),
     }
+
+
+def _tags_of_trial(run: RunDir) -> dict[str, str]:
+    """Return the tags by which MLflow shows a trial below the run of its sweep; {} for a run that is no trial."""
+    trial = membership(run)
+    if trial is None:
+        return {}
+    tags = {"onward.sweep": trial.sweep_id, "onward.trial": str(trial.number)}
+    return tags | ({"mlflow.parentRunId": trial.mlflow_run_id} if trial.mlflow_run_id else {})
 
 
 def _flat_settings(config: RunConfig) -> dict[str, Any]:

@@ -25,11 +25,13 @@ from onward.infra.tensorboard import TensorBoard
 from onward.infra.tracking import Tracker
 from onward.tasks.class_tables import ClassTable, class_table, write_tables
 from onward.tasks.event_shipping import RetryingShipper, Shipper
+from onward.tasks.pruning import MedianRule
 from onward.tasks.task_logger import Log, task_logger
 from onward.tasks.training_progress import Periodic, Progress
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import AttemptResult, MetricsSummary, RunIdentity, read_record, write_record
+from onward.trainer.run.sweeps import membership
 
 LOG_PERIOD_S = 10.0
 ARTIFACT_PERIOD_S = 5.0
@@ -48,7 +50,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     shipping = RetryingShipper(Shipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id)), log)
     board = TensorBoard(run.tensorboard, wanted=read_config(run).monitor.tensorboard)
     progress, lines, confusions = Progress(), LogLines(log), dict[str, Event]()
-    artifact, stop = ProgressArtifact(), StopRequest(run)
+    artifact, stop, pruning = ProgressArtifact(), StopRequest(run), MedianRule(run)
     offset, closed = 0, False
     while not closed:
         # Read first, so that the last pass reads everything that was written before the log was closed.
@@ -57,6 +59,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
             progress.add(event)
             add_to_tensorboard(board, event)
             lines.add(event)
+            pruning.add(event)
             confusions |= {event.fields["loss"]: event} if event.kind == "confusion" else {}
             offset = after
         board.flush()
@@ -65,6 +68,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
         if not closed:
             lines.tick(progress)
             stop.poll()
+            pruning.poll()
             time.sleep(tick_s)
     board.close()
     summary = progress.summary(_outcome(run))
@@ -150,7 +154,8 @@ def show_tables(tables: Iterable[ClassTable]) -> None:
 
 
 class StopRequest:
-    """Stops the job when its flow run is cancelled or suspended in Prefect. Outside of a flow run it does nothing.
+    """Stops the job when its flow run or that of its sweep is cancelled or suspended in Prefect. Outside of a flow run
+    it does nothing.
 
     Prefect itself stops only the runs that a worker started. Without this class any other run would stay in the state
     Cancelling, and a suspended run would go on training.
@@ -158,6 +163,7 @@ class StopRequest:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
+        self._is_trial = membership(run) is not None
         self._due = Periodic(STATE_PERIOD_S)
 
     def poll(self) -> None:
@@ -167,6 +173,8 @@ class StopRequest:
             return
         # An error of the Prefect server must not end the monitor; the next poll tries again.
         with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-            state = client.read_flow_run(UUID(flow_run_id)).state
-            if state and (state.is_cancelling() or state.is_cancelled() or state.is_paused()):
-                mpirun.stop_running(self._run.root)
+            above = runtime.flow_run.get_parent_flow_run_id() if self._is_trial else None  # the sweep
+            for each in (flow_run_id, above) if above else (flow_run_id,):
+                state = client.read_flow_run(UUID(each)).state
+                if state and (state.is_cancelling() or state.is_cancelled() or state.is_paused()):
+                    mpirun.stop_running(self._run.root)

@@ -42,6 +42,19 @@ def load_config(
     working directory. Raises ConfigError with every problem found, those of `check` included; while a setting is "?"
     (open_questions.py), with every such setting.
     """
+    raw, problems = settings_of(source, overrides)
+    if not isinstance(source, RunConfig):
+        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else ""
+        if questions := open_questions(raw, text, str(source) if text else ""):
+            raise ConfigError([*problems, *questions])
+    return build_config(raw, problems, check=check)
+
+
+def settings_of(
+    source: RunConfig | Mapping[str, Any] | Path, overrides: Iterable[Override] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of `load_config` before they are validated, with absolute paths; and what is wrong with the
+    overrides. Raises ConfigError when the file cannot be read."""
     raw = _read_toml(source) if isinstance(source, Path) else _as_settings(source)
     layout = raw.get("parallel")
     if isinstance(layout, dict) and "horizontal" in layout and "tensor" not in layout:
@@ -54,11 +67,7 @@ def load_config(
                 _override(raw, key, value)
         except ConfigError as error:
             problems += error.problems
-    if not isinstance(source, RunConfig):
-        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else ""
-        if questions := open_questions(raw, text, str(source) if text else ""):
-            raise ConfigError([*problems, *questions])
-    return build_config(raw, problems, check=check)
+    return raw, problems
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

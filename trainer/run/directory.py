@@ -10,6 +10,8 @@ it.
         remote.json             LocalCopies: where the copies are of files that config.json names by URL    configure
         rehearsal.json          Rehearsal                      configure
         identity.json           RunIdentity                    configure
+        trial.json              Membership: of which sweep the run is a trial    the sweep
+        pruned.json             Pruned: why the trial ends early       monitor
         runtime.json            RuntimeReport                  init runtime
         preflight/              preflight.log, one RankReport per rank          init runtime
         job.json                the newest job: its tag, command and start time (infra/mpirun.py)
@@ -84,6 +86,14 @@ class RunDir:
     @property
     def identity(self) -> Path:
         return self.root / "identity.json"
+
+    @property
+    def trial(self) -> Path:
+        return self.root / "trial.json"
+
+    @property
+    def pruned(self) -> Path:
+        return self.root / "pruned.json"
 
     @property
     def runtime(self) -> Path:

@@ -1,0 +1,104 @@
+"""The command that trains with several settings and keeps the best: sweep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onward.flows import api
+from onward.flows.commands.common import Json, print_json
+
+if TYPE_CHECKING:
+    from onward.flows.sweeps.outcome import SweepOutcome
+
+
+def sweep(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="[CONFIG]", help="The TOML file of the runs, or the name of an example.", show_default=False
+        ),
+    ] = "",
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SECTION.KEY=VALUES",
+            help="Settings to try: values with commas between them, or a range log(a, b), uniform(a, b) or int(a, b). "
+            "One value is an override for all trials.",
+            show_default=False,
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=0, help="How many trials to make, where a setting has a range.")] = 0,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="End a trial whose evaluations are worse than the median of those before.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the choice of values in ranges.")] = 0,
+    resume: Annotated[
+        str, typer.Option(metavar="SWEEP", help="Continue a sweep: last, its name or the first characters of its id.")
+    ] = "",
+    list_all: Annotated[bool, typer.Option("--list", help="List all sweeps, newest first.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train with several settings, compare the results, and export the best model.
+
+    Several settings with several values make a grid, of which all combinations are trained, one after the other. In a
+    range Optuna chooses the values. The configurations of all trials are checked first. Trials are compared by
+    checkpoint.best_metric; only the best one is exported and registered. Ctrl-C saves a checkpoint of the running trial
+    and stops; --resume goes on from there, and repeats no trial that has ended.
+    """
+    from onward.trainer.errors import ConfigError
+
+    given = {"CONFIG": config, "--resume": resume, "--list": list_all}
+    if len(chosen := [name for name, value in given.items() if value]) != 1:
+        raise ConfigError(
+            f"give one of CONFIG, --resume SWEEP and --list, not {' and '.join(chosen) or 'none of them'}"
+        )
+    if not config and (settings or trials or prune or seed):
+        raise ConfigError(f"{chosen[0]} takes no settings: a sweep goes on with those that it began with")
+    if list_all:
+        _list(api.sweeps(), as_json=as_json)
+    else:
+        found = api.resume_sweep(resume) if resume else _start(config, settings, trials, prune, seed)
+        _show(found, as_json=as_json)
+
+
+def _start(config: str, settings: list[str] | None, trials: int, prune: bool, seed: int) -> SweepOutcome:
+    return api.sweep(config, settings or (), trials=trials, prune=prune, seed=seed)
+
+
+def _list(found: list[SweepOutcome], *, as_json: bool) -> None:
+    from onward.flows.report import table
+
+    if as_json:
+        print_json({"sweeps": [each.model_dump(mode="json") for each in found]})
+        return
+    rows = []
+    for each in found:
+        ended = sum(trial.status != "running" for trial in each.trials)
+        value = next((f"{trial.value:.6g}" for trial in each.trials if trial.number == each.best), "")
+        rows.append((each.sweep_id[:8], each.name, each.state, f"{ended}/{each.num_trials}", value, each.created_at))
+    table(rows, heads=("sweep", "name", "state", "trials", "best", "created"))
+
+
+def _show(found: SweepOutcome, *, as_json: bool) -> None:
+    """Print the table of trials, and below it what became of the best one."""
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+        return
+    from onward.flows.report import table
+    from onward.flows.sweeps.outcome import table_of
+
+    heads, rows = table_of(found.trials, found.metric, found.best)
+    table(rows, heads=heads)
+    print()
+    table([(f"trial {each.number}", each.reason) for each in found.trials if each.reason])
+    facts = [
+        ("trained model", found.model),
+        ("sweep directory", found.directory),
+        ("MLflow", f"run {found.mlflow_run_id}" + (f", {found.registered}" if found.registered else "")),
+        ("promotion", found.promotion),
+        ("Prefect", found.prefect_url),
+        ("to look at it", "onward ui"),
+    ]
+    table((name, value) for name, value in facts if value)

@@ -1,0 +1,129 @@
+"""The flow `sweep-onnx`: the trials of a sweep, one after the other, each a subflow run of `train-onnx`.
+
+    sweep.json -> trial 1 -> trial 2 -> ... -> trial N -> the best one again, to export, verify and register it
+                  (train-onnx, without export)           (train-onnx, which trains nothing)
+
+Every arrow is a record on disk (trainer/run/sweeps.py). The flow may be killed anywhere and started again: it goes on
+after the last trial that has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from prefect import State, flow, runtime
+from prefect.client.schemas.objects import FlowRun
+from prefect.flows import Flow
+from prefect.settings import get_current_settings
+from prefect.states import Cancelled
+
+from onward.flows.runs import end_mlflow_run, run_directory_of
+from onward.flows.sweeps import report
+from onward.flows.sweeps.trials import begin, result_of, train
+from onward.infra.service_state import try_lock
+from onward.infra.tracking import Status, Tracker
+from onward.trainer.errors import ConfigError, TrainingFailed
+from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
+from onward.trainer.run.sweeps import Sweep, SweepDir, SweepResult, best_of, describe_settings
+
+log = logging.getLogger(__name__)
+
+
+def end_mlflow_run_as(status: Status) -> Any:
+    """Return a state hook that sets the status of the sweep's MLflow run."""
+
+    def hook(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+        end_mlflow_run(run_directory_of(flow_run.id, flow_run.parameters), status)
+
+    return hook
+
+
+@flow(
+    name="sweep-onnx",
+    flow_run_name="{name}",
+    on_completion=[end_mlflow_run_as("FINISHED")],
+    on_failure=[end_mlflow_run_as("FAILED")],
+    on_crashed=[end_mlflow_run_as("KILLED")],
+    on_cancellation=[end_mlflow_run_as("KILLED")],
+)
+def sweep_onnx(sweep: str, name: str = "sweep") -> SweepResult | State[Any]:
+    """Train the trials of a sweep that have not ended yet, then export and register the best one.
+
+    Args:
+        sweep: The id of the sweep, whose directory has everything else.
+        name: The sweep's name in Prefect.
+    """
+    folder = SweepDir.of(sweep)
+    plan = read_record(folder.sweep, Sweep)
+    with locked(folder):
+        identity = identify(folder, plan)
+        tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
+        for number in range(1, plan.num_trials + 1):
+            trial = begin(folder, plan, number)
+            if trial.status == "running":
+                log.info("trial %d of %d: %s", number, plan.num_trials, describe_settings(trial.settings))
+                state = train(trial, plan, identity)
+                if state is not None and state.is_cancelled() and not trial.run.pruned.exists():
+                    return Cancelled(message=f"stopped; to continue: onward sweep --resume {sweep}")
+                trial = result_of(trial, plan, state, first=folder.trials()[0])
+                write_record(folder.trial(number), trial)
+                log.info("trial %d: %s", number, report.ending(trial, plan))
+            report.record(tracker, trial, plan)
+        trials = folder.trials()
+        best = best_of(trials, greatest=plan.greatest)
+        report.show(tracker, plan, trials, best)
+        if best is None:
+            first = trials[0]
+            raise TrainingFailed(
+                f"none of the {len(trials)} trials is complete; trial 1 ({describe_settings(first.settings)}) "
+                f"{first.status}: {first.reason}"
+            )
+        if not folder.result.exists():
+            log.info("trial %d is the best; it is exported: %s", best.number, describe_settings(best.settings))
+            state = train(best, plan, identity, exports=True)
+            assert state is not None
+            if state.is_cancelled():
+                return Cancelled(message=f"stopped; to continue: onward sweep --resume {sweep}")
+            exported: ExportedModel = state.result()
+            write_record(
+                folder.result,
+                SweepResult(
+                    best=best.number,
+                    model=exported.path,
+                    sha256=exported.sha256,
+                    registered=f"{exported.registered_as} version {exported.version}" if exported.registered_as else "",
+                    promotion=f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else "",
+                ),
+            )
+        return read_record(folder.result, SweepResult)
+
+
+@contextlib.contextmanager
+def locked(folder: SweepDir) -> Iterator[None]:
+    """Hold the sweep's lock, a flock. Raises ConfigError when another process works on the sweep."""
+    with folder.lock.open("wb") as file:
+        if not try_lock(file):
+            raise ConfigError(
+                f"another process works on the sweep {folder.root.name}; wait for its end, or stop it first"
+            )
+        yield
+
+
+def identify(folder: SweepDir, plan: Sweep) -> RunIdentity:
+    """Create or find the sweep's MLflow run; write `identity.json`. Raises RuntimeUnavailable without MLflow."""
+    ui, flow_run_id = get_current_settings().ui_url, runtime.flow_run.get_id()
+    identity = RunIdentity(
+        run_id=plan.sweep_id,
+        name=plan.name,
+        created_at=plan.created_at,
+        model_sha256="",
+        prefect_url=f"{ui}/v2/runs/flow-run/{flow_run_id}" if ui and flow_run_id else "",
+        tracking_uri=plan.tracking_uri,
+    )
+    mlflow_run_id, url = report.start_run(identity, plan)
+    identity = identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": url})
+    write_record(folder.identity, identity)
+    return identity

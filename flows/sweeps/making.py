@@ -1,0 +1,159 @@
+"""Make a sweep: check the configurations of all of its trials, then write what is to be tried."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import math
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onward.flows.sweeps.choice import combination
+from onward.flows.sweeps.settings import Space, cannot_vary, setting
+from onward.tasks.registered_models import store_of, with_registered
+from onward.trainer.config.loading import PATHS, Check, Override, load_config, settings_of, values_at
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.urls import is_registered
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.run.records import write_record
+from onward.trainer.run.sweeps import Sweep, SweepDir, describe_settings
+
+MAX_TRIALS = 1000
+MAX_NAME = 90
+"""Characters of a sweep's name; those of its trials end with their number."""
+MAX_NAMED = 3
+"""Combinations that a message names."""
+
+
+def make_sweep(
+    source: RunConfig | Mapping[str, Any] | Path,
+    overrides: Sequence[Override],
+    space: Space,
+    *,
+    trials: int = 0,
+    prune: bool = False,
+    seed: int = 0,
+    check: Check = lambda sections: (),
+) -> SweepDir:
+    """Check the configurations of all trials, then write `sweep.json` into a new directory and return it.
+
+    Raises ConfigError with everything that is wrong in any of them; of a search space its bounds are checked.
+    """
+    settings, problems = settings_of(source, [*overrides, *space.fixed])
+    choices = {key: tuple(_anchored(key, value) for value in values) for key, values in space.choices.items()}
+    ranges = space.ranges
+    problems += cannot_vary(settings, (*choices, *ranges))
+    if prune and "train.evaluation_period" not in choices and not setting(settings, "train.evaluation_period"):
+        problems.append(
+            "--prune compares evaluations while trials are trained, and train.evaluation_period is 0; set it, such as "
+            "train.evaluation_period=100"
+        )
+    number = math.prod(map(len, choices.values()))
+    if ranges and trials < 1:
+        which = " and ".join(ranges)
+        problems.append(f"{which}: a range has no last value; say how many trials to make, such as --trials 20")
+    elif not ranges and trials:
+        problems.append(
+            f"--trials {trials}: these settings have {number} combinations, and all of them are tried; leave --trials "
+            "out, or give a range such as log(1e-5, 1e-2)"
+        )
+    elif max(number if not ranges else 0, trials) > MAX_TRIALS:
+        problems.append(
+            f"{trials or number} trials are more than {MAX_TRIALS}; try fewer values, or a range with --trials"
+        )
+    else:
+        problems += _all_problems(settings, choices, ranges, check)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    if (ranges or prune) and importlib.util.find_spec("optuna") is None:
+        what = "--prune" if not ranges else "a range of values"
+        raise RuntimeUnavailable(f"{what} needs optuna, not installed here: pip install 'onward[sweep]'")
+    first = load_config(settings, _corner(choices, ranges).items())
+    pin_registered_model(settings, first)
+    sweep = Sweep(
+        sweep_id=str(uuid.uuid4()),
+        name=first.name[:MAX_NAME],
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        settings=settings,
+        choices=choices,
+        ranges=ranges,
+        num_trials=trials if ranges else number,
+        seed=seed,
+        prune=prune,
+        metric=first.checkpoint.best_metric,
+        greatest=first.checkpoint.greatest_is_best,
+        experiment=first.monitor.experiment,
+        tracking_uri=store_of(first.monitor),
+    )
+    folder = SweepDir.of(sweep.sweep_id)
+    (folder.root / "trials").mkdir(parents=True)
+    write_record(folder.sweep, sweep)
+    return folder
+
+
+def _anchored(key: str, value: Any) -> Any:
+    """Return a value as trials use it: a path is relative to the working directory, also when the sweep is resumed."""
+    return values_at(settings_of({}, [(key, value)])[0], key.split("."))[0] if key in PATHS else value
+
+
+def pin_registered_model(settings: dict[str, Any], config: RunConfig) -> None:
+    """Replace an alias in `model.path` by the version that it names now: it may move while the sweep runs."""
+    path = str(settings.get("model", {}).get("path", ""))
+    if path.startswith("models:/") and is_registered(path):
+        copies = with_registered(config)
+        key = next(copy.key for copy in (copies.copies if copies else ()) if copy.url == path)
+        settings["model"]["path"] = "models:/" + key.partition(" ")[0]
+
+
+# -- what is wrong with the configurations
+
+
+def _all_problems(
+    settings: Mapping[str, Any], choices: Mapping[str, Sequence[Any]], ranges: Mapping[str, Any], check: Check
+) -> list[str]:
+    """Return what is wrong with any configuration, each problem once, with the settings that cause it."""
+    causes: dict[str, list[dict[str, Any]]] = {}
+    tried = [*_combinations(choices, ranges)]
+    for values in tried:
+        try:
+            load_config(settings, values.items(), check=check)
+        except ConfigError as error:
+            for problem in error.problems:
+                causes.setdefault(problem, []).append(values)
+    return [
+        problem if len(found) == len(tried) else f"with {_named(found)}: {problem}" for problem, found in causes.items()
+    ]
+
+
+def _named(found: Sequence[dict[str, Any]]) -> str:
+    """Name combinations by the settings that have one value in all of them."""
+    common = {key: value for key, value in found[0].items() if all(each[key] == value for each in found)}
+    if common:
+        return describe_settings(common)
+    few = " or ".join(describe_settings(each) for each in found[:MAX_NAMED])
+    return few + (f" or {len(found) - MAX_NAMED} others" if len(found) > MAX_NAMED else "")
+
+
+def _combinations(choices: Mapping[str, Sequence[Any]], ranges: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Yield what is checked: every combination of a grid; of a search space each value and each bound by itself."""
+    if not ranges:
+        for number in range(1, math.prod(map(len, choices.values())) + 1):
+            yield combination(choices, number)
+        return
+    corner = _corner(choices, ranges)
+    yield corner
+    for key, values in choices.items():
+        yield from ({**corner, key: value} for value in values[1:])
+    for key, bounds in ranges.items():
+        yield {**corner, key: _number(bounds.kind, bounds.high)}
+
+
+def _corner(choices: Mapping[str, Sequence[Any]], ranges: Mapping[str, Any]) -> dict[str, Any]:
+    first = {key: values[0] for key, values in choices.items()}
+    return first | {key: _number(bounds.kind, bounds.low) for key, bounds in ranges.items()}
+
+
+def _number(kind: str, value: float) -> float | int:
+    return int(value) if kind == "int" else value

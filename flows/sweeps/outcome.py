@@ -1,0 +1,118 @@
+"""The outcome of a sweep, read from its directory alone: what `onward sweep` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from onward.flows.runs import is_running
+from onward.trainer.errors import ConfigError
+from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.records import Record, RunIdentity, read_record
+from onward.trainer.run.sweeps import Sweep, SweepDir, SweepResult, Trial, all_sweeps, best_of, shown
+
+
+class SweepOutcome(Record):
+    """The trials of a sweep, and the best one."""
+
+    sweep_id: str
+    name: str
+    state: Literal["running", "exported", "interrupted", "failed"]
+    """`interrupted`: it has trials left, or its best one is not exported yet; `onward sweep --resume` goes on.
+    `failed`: no trial is complete."""
+    created_at: str
+    """ISO 8601, UTC."""
+    metric: str
+    """The metric by which trials are compared."""
+    greatest: bool
+    """Whether a greater value is better."""
+    num_trials: int
+    trials: tuple[Trial, ...]
+    """Those that have begun."""
+    best: int
+    """The number of the best complete trial so far; 0 without one."""
+    model: str
+    """The best trial's exported file; "" as long as it is not exported."""
+    sha256: str
+    registered: str
+    """Name and version in MLflow's model registry; "" if it is not registered."""
+    promotion: str
+    """What became of `export.alias`, and why; "" without an alias."""
+    directory: str
+    mlflow_run_id: str
+    """The MLflow run above those of the trials."""
+    tracking_uri: str
+    prefect_url: str
+
+
+def outcome_of(folder: SweepDir) -> SweepOutcome:
+    """Return the state of a sweep, read from its directory alone."""
+    plan, trials = read_record(folder.sweep, Sweep), folder.trials()
+    identity = read_record(folder.identity, RunIdentity) if folder.identity.exists() else None
+    result = read_record(folder.result, SweepResult) if folder.result.exists() else None
+    best = best_of(trials, greatest=plan.greatest)
+    all_ended = len(trials) == plan.num_trials and all(each.status != "running" for each in trials)
+    return SweepOutcome(
+        sweep_id=plan.sweep_id,
+        name=plan.name,
+        state="running"
+        if is_running(RunDir(folder.root))
+        else "exported"
+        if result
+        else "failed"
+        if all_ended and best is None
+        else "interrupted",
+        created_at=plan.created_at,
+        metric=plan.metric,
+        greatest=plan.greatest,
+        num_trials=plan.num_trials,
+        trials=trials,
+        best=best.number if best else 0,
+        model=str(result.model) if result else "",
+        sha256=result.sha256 if result else "",
+        registered=result.registered if result else "",
+        promotion=result.promotion if result else "",
+        directory=str(folder.root),
+        mlflow_run_id=identity.mlflow_run_id if identity else "",
+        tracking_uri=identity.tracking_uri if identity else "",
+        prefect_url=identity.prefect_url if identity else "",
+    )
+
+
+def table_of(trials: Sequence[Trial], metric: str, best: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the heads and the rows of the table of trials: settings, metric, steps, duration, status, reason."""
+    keys = list(trials[0].settings) if trials else []
+    heads = ("trial", *keys, metric, "steps", "seconds", "status", "run")
+    rows = [
+        (
+            str(each.number),
+            *(shown(each.settings[key]) for key in keys),
+            f"{each.value:.6g}" if each.status == "complete" else "",
+            str(each.step),
+            f"{each.elapsed_s:.1f}",
+            f"{each.status}, the best" if each.number == best else each.status,
+            each.run_id[:8],
+        )
+        for each in trials
+    ]
+    return heads, rows
+
+
+def find_sweep(text: str) -> SweepDir:
+    """Return the sweep that `text` names: `last`, the first characters of an id, or a sweep's name (the newest one).
+
+    Raises ConfigError, which lists the newest sweeps.
+    """
+    sweeps = all_sweeps()
+    if text == "last" and sweeps:
+        return sweeps[0]
+    if len(by_id := [each for each in sweeps if each.root.name.startswith(text)]) == 1:
+        return by_id[0]
+    if by_name := [each for each in sweeps if read_record(each.sweep, Sweep).name == text]:
+        return by_name[0]
+    newest = ", ".join(f"{each.root.name[:8]} ({read_record(each.sweep, Sweep).name})" for each in sweeps[:5])
+    problem = f"no sweep has the name or id {text!r}"
+    if by_id:
+        problem = f"the ids of {len(by_id)} sweeps begin with {text!r}; type more of it"
+    hint = f"the newest sweeps are {newest}" if newest else f"there are no sweeps under {onward_home()}"
+    raise ConfigError(f"{problem}; {hint}")

@@ -1,0 +1,124 @@
+"""One trial of a sweep: begin it, train it from where it is, and read its result."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from typing import Any
+
+from prefect import State
+
+from onward.flows.local_run import readable_log
+from onward.flows.progress import live_progress
+from onward.flows.sweeps.choice import choose_settings
+from onward.flows.train_onnx import train_onnx
+from onward.tasks.export import choose
+from onward.tasks.pruning import history
+from onward.trainer.checkpoint.retention import announced
+from onward.trainer.config.loading import load_config
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import CheckpointError, ConfigError, OnwardError, RuntimeUnavailable
+from onward.trainer.events import last_beat
+from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.records import RunIdentity, TrainResult, read_record, write_record
+from onward.trainer.run.sweeps import Membership, Pruned, Sweep, SweepDir, Trial
+
+DATA_SECTIONS = ("model", "data", "loss", "graph", "lora")
+"""Sections that decide what the shards contain."""
+
+
+def trial_config(sweep: Sweep, trial: Trial) -> RunConfig:
+    """Return the configuration of a trial. All trials register under the sweep's name, and have names of their own."""
+    config = load_config(sweep.settings, trial.settings.items())
+    export = config.export.model_copy(update={"register_as": config.export.register_as or config.name})
+    monitor = config.monitor.model_copy(update={"tracking_uri": sweep.tracking_uri})
+    name = f"{sweep.name}-{trial.number}"
+    return config.model_copy(update={"name": name, "export": export, "monitor": monitor})
+
+
+def begin(folder: SweepDir, plan: Sweep, number: int) -> Trial:
+    """Return a trial as it is recorded; of a new one, choose the settings and write its record."""
+    if folder.trial(number).exists():
+        return read_record(folder.trial(number), Trial)
+    settings = choose_settings(plan, number, folder.trials(), lambda trial: history(trial, plan.metric))
+    trial = Trial(number=number, run_id=str(uuid.uuid4()), settings=settings)
+    write_record(folder.trial(number), trial)
+    return trial
+
+
+def train(trial: Trial, plan: Sweep, identity: RunIdentity, *, exports: bool = False) -> State[Any] | None:
+    """Run a trial's flow, from where it is; return its final state, or None if it was pruned before."""
+    run = trial.run
+    if run.pruned.exists() and not exports:
+        return None
+    run.root.mkdir(parents=True, exist_ok=True)
+    member = Membership(
+        sweep_id=plan.sweep_id, number=trial.number, mlflow_run_id=identity.mlflow_run_id, exports=exports
+    )
+    write_record(run.trial, member)
+    with readable_log(run), live_progress(run):
+        config = trial_config(plan, trial)
+        state: State[Any] = train_onnx(**dict(config), resume=trial.run_id, return_state=True)  # type: ignore[arg-type]
+    return state
+
+
+def result_of(trial: Trial, plan: Sweep, state: State[Any] | None, *, first: Trial) -> Trial:
+    """Return the trial with its result.
+
+    Raises what is no result of its settings: RuntimeUnavailable, and errors that Onward does not raise on purpose.
+    """
+    run = trial.run
+    trained = read_record(run.train, TrainResult) if run.train.exists() else None
+    known: dict[str, Any] = {"ended_at_ms": time.time_ns() // 1_000_000}
+    if trained is not None:
+        known |= {"step": trained.step, "elapsed_s": trained.elapsed_s}
+    if run.pruned.exists() and (trained is None or trained.status != "done"):
+        pruned = read_record(run.pruned, Pruned)
+        return trial.model_copy(update={**known, "status": "pruned", "reason": pruned.reason})
+    assert state is not None
+    try:
+        if not state.is_completed():
+            state.result()  # raises the error of the run
+        state.result()
+        value = value_of(run, plan)
+        refuse_other_ground(trial, first, plan)
+    except RuntimeUnavailable:
+        raise
+    except OnwardError as error:
+        failed = {
+            "status": "failed",
+            "reason": str(error).splitlines()[0],
+            "step": known.get("step", last_beat(run.heartbeat).step),
+        }
+        return trial.model_copy(update={**known, **failed})
+    return trial.model_copy(update={**known, "status": "complete", "value": value})
+
+
+def value_of(run: RunDir, plan: Sweep) -> float:
+    """Return the metric of the checkpoint that would be exported. Raises CheckpointError if it has none."""
+    chosen = choose(announced(run), read_settings(run).export.checkpoint)
+    value = chosen.metrics.get(plan.metric, math.nan)
+    if not math.isfinite(value):
+        known = ", ".join(sorted(chosen.metrics))
+        raise CheckpointError(f"{plan.metric} of {chosen.path.name} is {value}; it has {known}")
+    return value
+
+
+def refuse_other_ground(trial: Trial, first: Trial, plan: Sweep) -> None:
+    """Raise ConfigError when a trial began with another model file or other data than the first one did."""
+    if first.number == trial.number or not first.run.identity.exists():
+        return
+    before, now = (read_record(each.run.identity, RunIdentity).model_sha256 for each in (first, trial))
+    if "model.path" not in plan.tried and before != now:
+        raise ConfigError(
+            f"the model file changed while the sweep ran: SHA-256 {now[:12]}, of trial {first.number} {before[:12]}"
+        )
+    if any(key.partition(".")[0] in DATA_SECTIONS for key in plan.tried) or not first.run.shards.is_symlink():
+        return
+    # the shard cache names a directory by the key of its content
+    before, now = (each.run.shards.readlink().name for each in (first, trial))
+    if before != now:
+        raise ConfigError(
+            f"the data changed while the sweep ran: key {now[:12]}, of trial {first.number} {before[:12]}"
+        )

@@ -30,7 +30,7 @@ COPY infra /source/infra
 # One call of pip, so that torch and torchvision match. The Open MPI of the extra `mpi` serves one machine; on a cluster
 # build the image on one that has the cluster's MPI and leave the extra out.
 RUN if [ "$DEVICE" = cpu ]; then export PIP_EXTRA_INDEX_URL="$CPU_WHEELS"; fi; \
-    python -m pip install --no-cache-dir -c /source/.ci/constraints.txt "/source[flow,mpi,metrics,remote,gcs,azure,huggingface,text,audio]" && rm -rf /source
+    python -m pip install --no-cache-dir -c /source/.ci/constraints.txt "/source[flow,mpi,metrics,sweep,remote,gcs,azure,huggingface,text,audio]" && rm -rf /source
 
 RUN useradd --create-home onward && mkdir /work && chown onward /work
 USER onward

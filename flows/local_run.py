@@ -174,7 +174,7 @@ def run_sweep(folder: SweepDir) -> None:
     mark_orphaned_runs_crashed()
     name = read_record(folder.sweep, Sweep).name
     with prefect.tags("sweep"), readable_log(RunDir(folder.root)):
-        state: State[object] = sweep_onnx(folder.root.name, name=name, return_state=True)
+        state = sweep_onnx(folder.root.name, name=name, return_state=True)
     if state.is_cancelled():
         raise Stopped(state.message or "the sweep was stopped")
     state.result(_sync=True)  # type: ignore[call-overload]

@@ -28,6 +28,7 @@ from onward.trainer.run.records import (
     read_record,
 )
 from onward.trainer.run.stopping import command_to_go_on
+from onward.trainer.run.sweeps import membership
 
 WORST = 3
 """Classes that a status names for each loss."""
@@ -62,6 +63,8 @@ class RunStatus(Record):
     """The classes with the least F1 in the last evaluation, where a confusion matrix is kept."""
     rehearsal: str
     """What was rehearsed before the run was launched, in one line; "" for a run of an earlier version."""
+    trial: str
+    """The number of the trial and its sweep; "" for a run that is no trial."""
     error: str
     """The error of the first rank that failed in the last attempt; "" if none did. Of a damaged run, the file's."""
     data: str
@@ -119,6 +122,7 @@ def describe(run: RunDir) -> RunStatus:
         to_go_on=to_go_on,
         worst_classes=tuple(_worst(confusions, run)),
         rehearsal=read_record(run.rehearsal, Rehearsal).summary if run.rehearsal.exists() else "",
+        trial=f"{trial.number} of sweep {trial.sweep_id}" if (trial := membership(run)) else "",
         error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}" if error else "",
         data=_data(run),
         directory=str(run.root),

@@ -74,6 +74,10 @@ def reason_to_prune(
     """
     if not values or len(others) < LEAST_COMPLETE:
         return ""
+    step = max(values)
+    numbers = [value for value in values.values() if not math.isnan(value)]
+    if not numbers:
+        return f"pruned at step {step}: {metric} was never a number"
     import optuna
     from optuna.trial import TrialState, create_trial
 
@@ -84,9 +88,7 @@ def reason_to_prune(
     trial = create_trial(state=TrialState.RUNNING, intermediate_values=dict(values))
     if not optuna.pruners.MedianPruner(n_startup_trials=LEAST_COMPLETE).prune(study, trial):
         return ""
-    step = max(values)
-    numbers = [value for value in values.values() if not math.isnan(value)]
-    best = (max if greatest else min)(numbers, default=math.nan)
+    best = (max if greatest else min)(numbers)
     there = [other[step] for other in others if not math.isnan(other.get(step, math.nan))]
     median = f"{statistics.median(there):.6g}" if there else "unknown"
     return (

@@ -50,6 +50,7 @@ EXECUTED = (
     "docs/how-to/new-operator.md",
     "docs/how-to/use-from-python.md",
     "docs/how-to/write-a-config.md",
+    "docs/how-to/sweep.md",
 )
 BASE = {
     "model": {"path": "model.onnx"},

@@ -17,16 +17,14 @@ from onward.flows.api import (
     plan,
     promote,
     resume,
-    resume_sweep,
     run,
     runs,
     status,
-    sweep,
-    sweeps,
     to_module,
     write,
 )
 from onward.flows.first_config import init
+from onward.flows.sweeps.api import resume_sweep, sweep, sweeps
 from onward.trainer.errors import (
     CheckpointError,
     ConfigError,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.flows import api
 from onward.flows.commands.common import Json, print_json
+from onward.flows.sweeps import api
 
 if TYPE_CHECKING:
     from onward.flows.sweeps.outcome import SweepOutcome

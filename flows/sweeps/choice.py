@@ -1,7 +1,7 @@
 """Choose the settings of a trial: all combinations of values, or by Optuna in ranges.
 
     trial 1, 2, ... of a grid      the n-th combination; the last setting changes fastest
-    trial n of a search space      Optuna's TPE sampler, seeded with seed + n, given the results of the trials before
+    trial n of a search space      Optuna's TPE sampler, seeded with the seed and n, and the results before
 
 Both depend on records alone. Optuna's own storage is not used: it would be a second state beside the records, and
 Optuna does not keep the state of its sampler in it.
@@ -10,6 +10,7 @@ Optuna does not keep the state of its sampler in it.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def choose_settings(
     space = _distributions(sweep)
     study = optuna.create_study(
         direction="maximize" if sweep.greatest else "minimize",
-        sampler=optuna.samplers.TPESampler(seed=sweep.seed + number),
+        sampler=optuna.samplers.TPESampler(seed=zlib.crc32(f"{sweep.seed} {number}".encode())),
     )
     for trial in before:
         # a choice is stored by its place: Optuna's categories can be numbers and texts, but not lists

@@ -123,15 +123,18 @@ def _all_problems(
             for problem in error.problems:
                 causes.setdefault(problem, []).append(values)
     return [
-        problem if len(found) == len(tried) else f"with {_named(found)}: {problem}" for problem, found in causes.items()
+        problem if len(found) == len(tried) else f"with {_named(found, tried)}: {problem}"
+        for problem, found in causes.items()
     ]
 
 
-def _named(found: Sequence[dict[str, Any]]) -> str:
-    """Name combinations by the settings that have one value in all of them."""
+def _named(found: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]) -> str:
+    """Name combinations by the settings that have one value in all of them, if possible by one that no other has."""
     common = {key: value for key, value in found[0].items() if all(each[key] == value for each in found)}
+    others = [each for each in tried if each not in found]
+    own = {key: value for key, value in common.items() if all(each[key] != value for each in others)}
     if common:
-        return describe_settings(common)
+        return describe_settings(own or common)
     few = " or ".join(describe_settings(each) for each in found[:MAX_NAMED])
     return few + (f" or {len(found) - MAX_NAMED} others" if len(found) > MAX_NAMED else "")
 

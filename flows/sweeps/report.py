@@ -31,7 +31,7 @@ def start_run(identity: RunIdentity, plan: Sweep) -> tuple[str, str]:
     Raises RuntimeUnavailable when MLflow refuses or cannot be reached.
     """
     tags = {"onward.sweep": plan.sweep_id, "mlflow.note.content": _note(plan, identity)}
-    params = {f"tried.{key}": ", ".join(map(str, values)) for key, values in plan.choices.items()}
+    params: dict[str, Any] = {f"tried.{key}": ", ".join(map(str, values)) for key, values in plan.choices.items()}
     params |= {f"tried.{key}": _bounds(bounds) for key, bounds in plan.ranges.items()}
     params |= {"num_trials": plan.num_trials, "metric": plan.metric, "greatest_is_best": plan.greatest}
     try:

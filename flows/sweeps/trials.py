@@ -59,7 +59,7 @@ def train(trial: Trial, plan: Sweep, identity: RunIdentity, *, exports: bool = F
     write_record(run.trial, member)
     with readable_log(run), live_progress(run):
         config = trial_config(plan, trial)
-        state: State[Any] = train_onnx(**dict(config), resume=trial.run_id, return_state=True)  # type: ignore[arg-type]
+        state: State[Any] = train_onnx(**dict(config), resume=trial.run_id, return_state=True)
     return state
 
 

@@ -1,0 +1,86 @@
+"""The functions behind `onward sweep`. Importing this module is quick, as that of flows/api.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from onward.flows.api import Config, Overrides, exit_on_sigterm, parts_of, require_flow
+from onward.trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onward.flows.sweeps.outcome import SweepOutcome
+
+
+def sweep(
+    config: Config,
+    space: Mapping[str, Any] | Iterable[str],
+    overrides: Overrides = (),
+    /,
+    *,
+    trials: int = 0,
+    prune: bool = False,
+    seed: int = 0,
+) -> SweepOutcome:
+    """Train a model with several settings, one after the other; export and register the best one; return all results.
+
+        onward.sweep("config.toml", {"optimizer.learning_rate": [1e-4, 3e-4, 1e-3]})
+        onward.sweep("config.toml", {"optimizer.learning_rate": "log(1e-5, 1e-2)"}, trials=20, prune=True)
+
+    `space`: setting -> a list of values, or a range "log(a, b)", "uniform(a, b)" or "int(a, b)"; or lines as on the
+    command line. Without a range, all combinations are tried. `overrides`: the same for all trials. `trials`: how many,
+    where there is a range. `prune`: end trials that are worse than the median of those before. `seed`: of the choice of
+    values in ranges. Raises as `onward.run`, and from the main thread like it; a trial that fails is a result, and
+    TrainingFailed says that all have failed.
+    """
+    require_flow("onward.sweep")
+    from onward.flows.sweeps.making import make_sweep
+    from onward.flows.sweeps.settings import read_space
+
+    source, changes, check = parts_of(config, overrides, {})
+    wanted = read_space(space)
+    folder = make_sweep(source, changes, wanted, trials=trials, prune=prune, seed=seed, check=check)
+    return _run_sweep(folder.root.name)
+
+
+def resume_sweep(sweep: str = "last") -> SweepOutcome:
+    """Continue a sweep that was killed or stopped: the trials that have not ended, each from its newest checkpoint.
+
+    `sweep`: a name, the beginning of an id, or "last". A sweep that has ended is returned as it is. Raises ConfigError
+    when there is no such sweep or it is running; else as `onward.sweep`, and from the main thread like it.
+    """
+    require_flow("onward.resume_sweep")
+    from onward.flows.runs import is_running
+    from onward.flows.sweeps.outcome import find_sweep, outcome_of
+    from onward.trainer.run.directory import RunDir
+
+    folder = find_sweep(sweep)
+    if is_running(RunDir(folder.root)):
+        raise ConfigError(f"the sweep {folder.root.name} is running already; wait for its end, or stop it first")
+    return outcome_of(folder) if folder.result.exists() else _run_sweep(folder.root.name)
+
+
+def sweeps() -> list[SweepOutcome]:
+    """Return every sweep under ONWARD_HOME with its trials, the newest first."""
+    from onward.flows.sweeps.outcome import outcome_of
+    from onward.trainer.run.sweeps import all_sweeps
+
+    return [outcome_of(folder) for folder in all_sweeps()]
+
+
+def _run_sweep(sweep_id: str) -> SweepOutcome:
+    from onward.flows.local_run import prefect_server, run_sweep
+    from onward.flows.sweeps.outcome import outcome_of
+    from onward.trainer.run.sweeps import SweepDir
+
+    folder = SweepDir.of(sweep_id)
+    with exit_on_sigterm(), prefect_server():
+        print(f"onward: sweep {folder.root}", file=sys.stderr)
+        try:
+            run_sweep(folder)
+        except BaseException:
+            if not folder.result.exists():
+                print(f"onward: to continue the sweep: onward sweep --resume {sweep_id}", file=sys.stderr)
+            raise
+    return outcome_of(folder)

@@ -142,9 +142,10 @@ def train_onnx(
         if trained.is_cancelled():
             return Cancelled(message=f"stopped; to continue: {command_to_continue(run)}")
         keeping.result()  # raises the error of the checkpoint task, if it failed
+        result = cast(TrainResult, trained.result())  # raises that of the training
         if (trial := membership(run)) and not trial.exports:
             return Completed(message=f"trial {trial.number} is trained; the best trial of the sweep is exported")
-        exported = export_model(run, cast(TrainResult, trained.result()), announced(run))
+        exported = export_model(run, result, announced(run))
         return ask_for_approval(run, exported)
 
 

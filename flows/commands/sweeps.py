@@ -76,7 +76,7 @@ def _list(found: list[SweepOutcome], *, as_json: bool) -> None:
     rows = []
     for each in found:
         ended = sum(trial.status != "running" for trial in each.trials)
-        value = next((f"{trial.value:.6g}" for trial in each.trials if trial.number == each.best), "")
+        value = next((f"{trial.value:.6g}" for trial in each.trials if each.best == trial.number), "")
         rows.append((each.sweep_id[:8], each.name, each.state, f"{ended}/{each.num_trials}", value, each.created_at))
     table(rows, heads=("sweep", "name", "state", "trials", "best", "created"))
 

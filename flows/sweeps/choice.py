@@ -51,7 +51,7 @@ def choose_settings(
         study.add_trial(
             optuna.trial.create_trial(
                 state=states[trial.status],
-                value=trial.value if trial.status == "complete" else None,
+                value=trial.value,
                 params={key: trial.settings[key] for key in sweep.ranges} | places,
                 distributions=space,
                 intermediate_values=dict(history(trial)) if trial.status == "pruned" else {},

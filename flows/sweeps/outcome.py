@@ -87,7 +87,7 @@ def table_of(trials: Sequence[Trial], metric: str, best: int) -> tuple[tuple[str
         (
             str(each.number),
             *(shown(each.settings[key]) for key in keys),
-            f"{each.value:.6g}" if each.status == "complete" else "",
+            "" if each.value is None else f"{each.value:.6g}",
             str(each.step),
             f"{each.elapsed_s:.1f}",
             f"{each.status}, the best" if each.number == best else each.status,

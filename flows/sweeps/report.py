@@ -58,7 +58,7 @@ def _bounds(bounds: Range) -> str:
 
 def ending(trial: Trial, plan: Sweep) -> str:
     """Return how a trial ended, as a clause."""
-    if trial.status == "complete":
+    if trial.value is not None:
         return f"{plan.metric} {trial.value:.6g} in {trial.elapsed_s:.1f} s"
     return trial.reason if trial.status == "pruned" else f"{trial.status}: {trial.reason}"
 
@@ -71,11 +71,11 @@ def record(tracker: Tracker, trial: Trial, plan: Sweep) -> None:
     """
     key = f"{VALUE}/{plan.metric}"
     with _tolerant():
-        if trial.status == "complete":
+        if trial.value is not None:
             tracker.log_batch([Point(key, trial.value, trial.ended_at_ms, trial.number)])
         if trial.run.identity.exists():
             own = Tracker(tracker.tracking_uri, read_record(trial.run.identity, RunIdentity).mlflow_run_id)
-            if trial.status == "complete":
+            if trial.value is not None:
                 own.log_batch([Point(key, trial.value, trial.ended_at_ms, trial.step)])
             own.set_tags({"onward.trial.status": trial.status, "onward.trial.reason": trial.reason[:5000]})
 
@@ -89,7 +89,7 @@ def show(tracker: Tracker, plan: Sweep, trials: Sequence[Trial], best: Trial | N
     with contextlib.suppress(Exception):  # a missing table must not fail the sweep
         create_table_artifact(entries, key="sweep", description=f"The trials of {plan.name}")
     with _tolerant():
-        if best is not None:
+        if best is not None and best.value is not None:
             tracker.log_batch([Point(f"best/{plan.metric}", best.value, best.ended_at_ms, 0)])
             tags = {f"onward.best.{key}": str(value) for key, value in best.settings.items()}
             tracker.set_tags({"onward.best_trial": str(best.number), **tags})

@@ -85,6 +85,7 @@ def test_six_learning_rates_killed_twice_and_resumed_lose_no_trial_repeat_none_a
     facts = workshop.onward("sweep", "--resume", "last", limit_s=1200)
     assert [folder.trial(number).read_bytes() for number in (1, 2, 3)] == before
     trials = facts["trials"]
+    print(json.dumps(trials, indent=1))
     assert [each["settings"]["optimizer.learning_rate"] for each in trials] == [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1e30]
     assert [each["status"] for each in trials] == ["complete"] * 5 + ["failed"]
     assert "step " in trials[5]["reason"]
@@ -131,7 +132,7 @@ def shown(workshop: Workshop, folder: SweepDir, facts: dict[str, Any], runs: lis
     for trial in facts["trials"]:
         child = children[trial["run_id"]]
         assert float(child.data.params["optimizer.learning_rate"]) == trial["settings"]["optimizer.learning_rate"]
-        assert child.data.metrics.get("trial/evaluation/loss") == trial["value"] or trial["status"] == "failed"
+        assert child.data.metrics.get("trial/evaluation/loss") == trial["value"]
         assert child.info.status == ("FINISHED" if trial["status"] == "complete" else "FAILED")
     assert [file.path for file in client.list_artifacts(parent.info.run_id)] == ["trials.csv"]
     with sqlite3.connect(workshop.home / "prefect" / "prefect.db") as shown:

@@ -15,7 +15,6 @@ before it alone, so a sweep that was killed and resumed tries what one without i
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -78,8 +77,8 @@ class Trial(Record):
     settings: dict[str, Any]
     """The settings in which trials differ -> their values in this one."""
     status: Status = "running"
-    value: float = math.nan
-    """The metric of the checkpoint that would be exported; NaN if there is none."""
+    value: float | None = None
+    """The metric of the checkpoint that would be exported; None unless the trial is complete."""
     step: int = 0
     elapsed_s: float = 0.0
     """Wall time of its training loop, summed over attempts."""
@@ -172,9 +171,9 @@ def membership(run: RunDir) -> Membership | None:
 
 def best_of(trials: tuple[Trial, ...], *, greatest: bool) -> Trial | None:
     """Return the complete trial with the best value, the first of equals; None without one."""
-    complete = [each for each in trials if each.status == "complete"]
     sign = -1.0 if greatest else 1.0
-    return min(complete, key=lambda each: (sign * each.value, each.number), default=None)
+    complete = [(sign * each.value, each.number, each) for each in trials if each.value is not None]
+    return min(complete, default=(None, None, None))[-1]
 
 
 def describe_settings(settings: dict[str, Any]) -> str:

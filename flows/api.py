@@ -245,9 +245,9 @@ def export(source: AnyPath, output: AnyPath, *, variants: Sequence[str] = (), tr
     """Write a checkpoint's weights into its ONNX file at `output`, and verify the result under onnxruntime.
 
     `source`: a checkpoint directory, or a run as `status` takes it. `variants`: further files to write, of
-    "optimized", "fp16", "bf16", "int8_dynamic", "int8_static", "without_loss", "with_preprocessing". `training`: also
-    write the graphs that train the model without torch. Raises ExportRefused with every failed check; no file is
-    written then.
+    "optimized", "fp16", "bf16", "fp16_compute", "int8_dynamic", "int8_static", "without_loss", "with_preprocessing".
+    `training`: also write the graphs that train the model without torch. Raises ExportRefused with every failed check;
+    no file is written then.
     """
     require_flow("onward.export")
     from onward.flows.runs import find_checkpoint

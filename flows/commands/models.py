@@ -14,7 +14,8 @@ from onward.flows.commands.common import Json, Output, print_facts, print_json
 
 # The kinds of export.variants, repeated because importing the configuration would slow `--help` down; a test compares.
 VariantKind = StrEnum(
-    "VariantKind", ["optimized", "fp16", "bf16", "int8_dynamic", "int8_static", "without_loss", "with_preprocessing"]
+    "VariantKind",
+    ["optimized", "fp16", "bf16", "fp16_compute", "int8_dynamic", "int8_static", "without_loss", "with_preprocessing"],
 )
 
 

@@ -59,7 +59,7 @@ STEPS: tuple[Step, ...] = (
     Step(
         "settings",
         "test_settings",
-        "every precision, fp16 overflow, recomputation, ZeRO 1-3, channels_last, LoRA: trains, and exports",
+        "every precision, fp16 overflow, recomputation, ZeRO 1-3, channels_last, LoRA: trains, exports; CUDA provider",
         (*PYTEST, "onnxruntime"),
         keyword="not compile",
     ),

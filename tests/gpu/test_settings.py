@@ -14,6 +14,7 @@ from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.distributed.weights import weights_in
 from onward.trainer.export import export
+from onward.trainer.export.variants import make_variant
 from onward.trainer.model.compile import missing_compiler
 from onward.trainer.run.directory import RunDir
 from tests.gpu import ranks
@@ -123,7 +124,10 @@ def test_the_exported_file_gives_the_same_results_under_the_cuda_provider(
     for model, (_, columns) in MODELS.items():
         run = make(tmp_path / model, model, {})
         ranks.train(run)
-        path, results = exported(run).path, []
+        made, results = exported(run), []
+        path = made.path
+        assert made.cuda is not None, "the export has compared them itself"
+        record_property(f"{model}, recorded by the export", made.cuda.model_dump())
         inputs = {name: array for name, array in columns(16).items() if name != "label"}
         for provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
             session = onnxruntime.InferenceSession(path, providers=[provider])
@@ -133,3 +137,10 @@ def test_the_exported_file_gives_the_same_results_under_the_cuda_provider(
         difference = float(np.abs(results[0] - results[1]).max() / np.abs(results[0]).max())
         record_property(model, difference)
         assert difference <= 1e-3
+        assert made.cuda.difference <= 1e-3
+        half = make_variant("fp16_compute", path, data=evaluation_data(run), tolerance=0.02)
+        assert half.cuda is not None
+        record_property(f"{model} in half precision", half.cuda.model_dump())
+        assert not half.refused
+        assert half.cuda.difference <= 2e-2
+        assert half.cuda.latency_ratio > 0

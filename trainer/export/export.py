@@ -38,6 +38,7 @@ from onward.trainer.data.losses_from_data import with_balanced_weights, with_cla
 from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUnavailable
+from onward.trainer.export.cuda_provider import check_on_cuda
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.export.verification import ROUNDED, Expected, changed_tensors, verify
@@ -121,6 +122,7 @@ def export(
             config.model,
         )
         runner = verify(written, expected, data=data, config=config.export)
+        cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
         after = runner.evaluate()
         tested = OnnxRunner(written, test).evaluate() if test else {}
         changed = len(changed_tensors(written, expected.original, expected.weights))
@@ -139,6 +141,7 @@ def export(
         changed=changed,
         removed=dict(removed),
         judged_by=runner.runtime,
+        cuda=cuda,
     )
     write_record(folder / "model.json", exported)
     return exported

@@ -35,10 +35,11 @@ from torch import Tensor, nn
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.differences import output_difference
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.index import HALF_TYPES
-from onward.trainer.onnx_graph.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.onnxruntime_session import Device, open_session
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +67,19 @@ class OnnxRunner:
     A file that begins with pre-processing is given the numbers of rows, and fed these rows as the data has them. Of its
     outputs only that of the trained part is compared and evaluated.
 
-    `widen`: run a file in half precision as a copy in fp32. Raises ExportRefused when neither onnxruntime nor
-    onnx.reference can load it.
+    `widen`: run a file in half precision as a copy in fp32. `device`: where onnxruntime runs it. Raises ExportRefused
+    when neither onnxruntime nor onnx.reference can load it.
     """
 
-    def __init__(self, model: ModelFile | onnx.ModelProto, data: EvaluationData, *, widen: bool = True) -> None:
-        self._data = data
+    def __init__(
+        self,
+        model: ModelFile | onnx.ModelProto,
+        data: EvaluationData,
+        *,
+        widen: bool = True,
+        device: Device = "cpu",
+    ) -> None:
+        self._data, self._device = data, device
         structure = model.proto if isinstance(model, ModelFile) else model
         stored = {tensor.name for tensor in structure.graph.initializer}
         self._inputs = [value for value in structure.graph.input if value.name not in stored]
@@ -106,7 +114,7 @@ class OnnxRunner:
                 results = module(*self._as_trained(inputs))
             expected = [results] if len(self.outputs) == 1 else results
             for name, ours, theirs in zip(self.outputs, expected, run(inputs), strict=True):
-                difference, sentence = _output_difference(ours, theirs)
+                difference, sentence = output_difference(ours, theirs)
                 # written with `not`, because every comparison with NaN is false
                 if not (math.isnan(worst[name][0]) or difference <= worst[name][0]):  # NaN is the worst of all
                     worst[name] = (difference, f"output {name!r}, {where}: {sentence}")
@@ -133,6 +141,19 @@ class OnnxRunner:
                 results = self.run([tensor[start:stop] for tensor in self._inputs_of(batch)])
                 metrics.update([self._without_padding(each, stop - start) for each in results], labels, stop - start)
         return {f"{self._data.split}/{name}": value for name, value in metrics.compute().items()}
+
+    def on(self, device: Device) -> OnnxRunner:
+        """Return a runner of the same file on another device."""
+        return OnnxRunner(self._model, self._data, widen=False, device=device)
+
+    def difference_from(self, other: OnnxRunner, *, batches: int) -> float:
+        """Return the greatest difference of the outputs from those of another runner, as `compare` measures it."""
+        found = [
+            output_difference(theirs, ours)[0]
+            for _, inputs, _ in self._samples(batches)
+            for theirs, ours in zip(other.run(inputs), self.run(inputs), strict=True)
+        ]
+        return math.nan if any(map(math.isnan, found)) else max(found, default=math.nan)
 
     def row_totals(self) -> tuple[EvaluationMetrics, Tensor]:
         """Return the totals of each row of the split alone, fp64 [rows, n], and metrics that read their sums.
@@ -252,7 +273,7 @@ class OnnxRunner:
         """Open a session, of a copy with an older IR version if onnxruntime refuses only the version."""
         opened = model.path if isinstance(model, ModelFile) else model
         try:
-            return open_session(opened)
+            return open_session(opened, device=self._device)
         except Exception as error:
             newest = re.search(r"max supported IR version: (\d+)", str(error))
             # only the text of the error has the number that this onnxruntime supports
@@ -261,7 +282,7 @@ class OnnxRunner:
             copy = full_copy(model)
             copy.ir_version = int(newest[1])
             self.runtime += f", on a copy of IR version {copy.ir_version}"
-            return open_session(copy)
+            return open_session(copy, device=self._device)
 
     def _fallbacks(self, rows: int) -> Iterator[tuple[Compute, int, str]]:
         """Yield (what computes, rows of one call, its name) for a batch that the runtime so far fails on."""
@@ -363,31 +384,3 @@ def _reference(model: ModelFile | onnx.ModelProto) -> ReferenceEvaluator:
 
 def _is_part_of_onnx(kind: type[Any]) -> bool:
     return kind.__module__.split(".")[0] == "onnx"
-
-
-# -- differences
-
-
-def relative_difference(ours: Array, theirs: Array) -> tuple[float, str]:
-    """Return (greatest |difference| / greatest |value|, a clause with both); NaN for a NaN, or for other shapes.
-
-    Equal values, infinite ones included, have no difference.
-    """
-    if ours.shape != theirs.shape:
-        return float("nan"), f"shape {list(theirs.shape)} instead of {list(ours.shape)}"
-    with np.errstate(invalid="ignore"):
-        differences = np.where(ours == theirs, 0.0, np.abs(ours - theirs))
-    greatest = float(np.abs(ours[np.isfinite(ours)]).max(initial=0.0))
-    difference = float(differences.max(initial=0.0))
-    relative = difference / greatest if greatest else difference
-    return relative, f"greatest difference {difference:.3g}, greatest value {greatest:.3g}"
-
-
-def _output_difference(ours: Any, theirs: Any) -> tuple[float, str]:
-    """Return `relative_difference` of an output; of a sequence, that of its worst tensor."""
-    if isinstance(ours, Tensor):
-        return relative_difference(ours.detach().double().numpy(), np.asarray(theirs).astype(np.float64))
-    if len(ours) != len(theirs):
-        return math.nan, f"{len(theirs)} tensors instead of {len(ours)}"
-    found = [_output_difference(*pair) for pair in zip(ours, theirs, strict=True)]
-    return max(found, key=lambda each: math.inf if math.isnan(each[0]) else each[0], default=(0.0, "no tensor"))

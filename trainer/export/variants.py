@@ -2,6 +2,7 @@
 
     optimized      onnxruntime's own graph optimisation, for any processor
     fp16, bf16     weights stored in half the bytes; a Cast before their first reader converts them to fp32
+    fp16_compute   weights, activations and products in fp16 (half_precision.py)
     int8_dynamic   weights in 8 bits, activations quantized when the model runs
     int8_static    both in 8 bits, calibrated on evaluation data
     with_preprocessing   the file behind nodes that compute its inputs of raw data (with_preprocessing.py)
@@ -17,12 +18,9 @@ import contextlib
 import itertools
 import logging
 import math
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -31,6 +29,9 @@ from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.cuda_provider import has_cuda, measure_on_cuda
+from onward.trainer.export.half_precision import in_half_precision, refuse_overflow
+from onward.trainer.export.latency import latency_on_evaluation
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import Array, EvaluationData, OnnxRunner
 from onward.trainer.export.without_loss import write_without_loss
@@ -43,8 +44,6 @@ from onward.trainer.run.records import Variant
 log = logging.getLogger(__name__)
 
 CALIBRATION_BATCHES = 32
-LATENCY_ROUNDS = 15
-"""Runs of each of the two files, alternately; the figure is the ratio of the medians."""
 MIN_HALVED_ELEMENTS = 1024
 """Halving a smaller tensor saves less than the Cast node costs."""
 
@@ -75,19 +74,24 @@ def make_variant(
             else:
                 MAKERS[kind](file, partial, runner)
                 # without widening: a variant is measured in the precision that it is made for
-                measured = OnnxRunner(ModelFile.read(partial), data, widen=False).evaluate()
+                made = OnnxRunner(ModelFile.read(partial), data, widen=False)
+                measured = made.evaluate()
             found = base.model_copy(
                 update={
                     "path": target,
                     "bytes": partial.stat().st_size,
                     "size_ratio": partial.stat().st_size / size,
                     "metrics": measured,
-                    "latency_ratio": _latency_on_evaluation(exported, partial, runner),
+                    "latency_ratio": latency_on_evaluation(exported, partial, runner),
                 }
             )
             # inside of durable_file: leaving it by an error removes the partial file
             if measured and (lost := too_much(before, measured, tolerance)):
                 raise ExportRefused(lost)
+            if kind == "fp16_compute" and has_cuda():
+                found = found.model_copy(update={"cuda": measure_on_cuda(exported, partial, runner, made)})
+                if found.cuda and found.cuda.metrics and (lost := too_much(before, found.cuda.metrics, tolerance)):
+                    raise ExportRefused(f"on a GPU {lost}")
     except (ExportRefused, OSError) as error:
         return base.model_copy(update={"refused": str(error)})
     except Exception as error:  # errors of quantizers and of onnxruntime have no common base class
@@ -128,24 +132,6 @@ def too_much(before: dict[str, float], after: dict[str, float], tolerance: float
         f"{name} {before[name]:.4f} -> {after[name]:.4f}, a loss of {lost:.3g}, "
         f"above export.variant_tolerance {tolerance:g}"
     )
-
-
-def _latency_on_evaluation(exported: Path, variant: Path, runner: OnnxRunner) -> float:
-    """Return the variant's time for one evaluation batch over the exported file's."""
-    feed, sessions = next(runner.feeds()), [open_session(path) for path in (exported, variant)]
-    return latency_ratio(sessions, [{value.name: feed[value.name] for value in s.get_inputs()} for s in sessions])
-
-
-def latency_ratio(sessions: Sequence[Any], feeds: Sequence[Mapping[str, Any]]) -> float:
-    """Return the time of the second of two sessions over that of the first, each with its inputs."""
-    times: list[list[float]] = [[], []]
-    for _ in range(LATENCY_ROUNDS + 1):
-        for session, feed, column in zip(sessions, feeds, times, strict=True):  # alternately: both meet the same load
-            started_at = time.perf_counter()
-            session.run(None, dict(feed))
-            column.append(time.perf_counter() - started_at)
-    ours, theirs = (statistics.median(column[1:]) for column in times)  # the first run of each warms up
-    return theirs / ours
 
 
 # -- the kinds
@@ -193,6 +179,12 @@ def _halved(element_type: int) -> Callable[..., None]:
         target.write_bytes(model.SerializeToString())
 
     return make
+
+
+def _computing_in_half(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+    with tempfile.TemporaryDirectory(prefix="onward-half-") as folder:
+        refuse_overflow(_with_initializers(exported), _Calibration(runner), Path(folder))
+    target.write_bytes(in_half_precision(_with_initializers(exported)).SerializeToString())
 
 
 def _with_initializers(exported: ModelFile) -> onnx.ModelProto:
@@ -270,6 +262,7 @@ MAKERS: dict[str, Callable[[ModelFile, Path, OnnxRunner], None]] = {
     "optimized": _optimized,
     "fp16": _halved(TensorProto.FLOAT16),
     "bf16": _halved(TensorProto.BFLOAT16),
+    "fp16_compute": _computing_in_half,
     "int8_dynamic": _dynamic,
     "int8_static": _static,
 }

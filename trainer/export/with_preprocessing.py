@@ -29,12 +29,12 @@ from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export import image_nodes
+from onward.trainer.export.differences import relative_difference
 from onward.trainer.export.image_nodes import fitted_pixels
+from onward.trainer.export.latency import latency_ratio
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import relative_difference
 from onward.trainer.export.preprocessing import describe
 from onward.trainer.export.raw_rows import read_raw_rows
-from onward.trainer.export.variants import latency_ratio
 from onward.trainer.onnx_graph.builder import GraphExtender
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.run.directory import RunDir, read_config

@@ -159,6 +159,19 @@ class MetricsSummary(Record):
     """Why the run was done before its last step ([stop]); else empty."""
 
 
+class CudaCheck(Record):
+    """What onnxruntime's CUDA provider gave, where there is one; its matrix products are computed without TF32."""
+
+    difference: float = math.nan
+    """The greatest difference from the outputs on the CPU, relative to the output's largest value."""
+    latency_ratio: float = math.nan
+    """Of a variant: its time for an evaluation batch over the exported file's, both on the GPU."""
+    metrics: dict[str, float] = {}
+    """Of a variant: its metrics on all evaluation data."""
+    not_run: str = ""
+    """Why it was not run there; else empty."""
+
+
 class Variant(Record):
     """A further file made of the exported one, and its size, speed and metrics beside it."""
 
@@ -175,6 +188,8 @@ class Variant(Record):
     """Its metrics on all evaluation data."""
     refused: str = ""
     """The reason if the variant was refused; else empty."""
+    cuda: CudaCheck | None = None
+    """Of a variant that computes in half precision, on a GPU; None without one."""
 
 
 class Comparison(Record):
@@ -229,6 +244,8 @@ class ExportedModel(Record):
     """Nodes that only training needs and that were removed: kind -> number."""
     judged_by: str = "onnxruntime"
     """The runtime that evaluated the file."""
+    cuda: CudaCheck | None = None
+    """The same file on a GPU; None where onnxruntime has no CUDA provider."""
     beside: tuple[Path, ...] = ()
     """Its external data files."""
     variants: tuple[Variant, ...] = ()

@@ -80,10 +80,12 @@ CASES = [
     ("digits", "optimized", 0.9, 1.6),
     ("digits", "fp16", 0.5, 0.8),
     ("digits", "bf16", 0.5, 0.8),
+    ("digits", "fp16_compute", 0.5, 0.9),
     ("digits", "int8_static", 0.3, 1.5),
     ("text", "optimized", 0.5, 1.6),
     ("text", "fp16", 0.5, 0.8),
     ("text", "bf16", 0.5, 0.8),
+    ("text", "fp16_compute", 0.5, 0.8),
     ("text", "int8_dynamic", 0.2, 0.8),
     ("text", "int8_static", 0.2, 1.0),
 ]

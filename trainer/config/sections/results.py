@@ -91,12 +91,23 @@ class ExportConfig(Section):
     """Also write the files that continue training with onnxruntime alone, without torch: model_with_loss.onnx,
     eval.onnx, training.onnx and optimizer.onnx."""
     variants: tuple[
-        Literal["optimized", "fp16", "bf16", "int8_dynamic", "int8_static", "without_loss", "with_preprocessing"], ...
+        Literal[
+            "optimized",
+            "fp16",
+            "bf16",
+            "fp16_compute",
+            "int8_dynamic",
+            "int8_static",
+            "without_loss",
+            "with_preprocessing",
+        ],
+        ...,
     ] = ()
-    """Further files for deployment: onnxruntime's graph optimisation, half-precision weights, 8-bit quantization
-    (static: calibrated on evaluation data). Each is evaluated, and refused by `variant_tolerance`. `without_loss`: of a
-    graph that computes its own loss, the file without the loss and the labels. `with_preprocessing`: the file behind
-    nodes that compute its inputs of raw columns, and of the pixels of images of any size."""
+    """Further files for deployment: onnxruntime's graph optimisation, half-precision weights (`fp16_compute`: products,
+    too), 8-bit quantization (static: calibrated on evaluation data). Each is evaluated, and refused by
+    `variant_tolerance`. `without_loss`: of a graph that computes its own loss, the file without loss and labels.
+    `with_preprocessing`: the file behind nodes that compute its inputs of raw columns, and of the pixels of images of
+    any size."""
     variant_tolerance: PositiveFloat = 0.02
     """How much worse a variant may be than the exported file: in accuracy, absolute; without an accuracy, in the
     evaluation loss, relative."""

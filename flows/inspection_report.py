@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from onward.trainer.diagnostics.doctor import Diagnosis, Operator, Unsupported, Weight
     from onward.trainer.parallel.plan_record import Plan
     from onward.trainer.proposal.initialise import Proposed
-    from onward.trainer.run.records import PreprocessingTrial, PreprocessingTrials
+    from onward.trainer.run.trial_records import PreprocessingTrial, PreprocessingTrials
 
 MAX_ROWS = 12
 """Rows of one table that are shown without --all."""

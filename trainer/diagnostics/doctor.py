@@ -34,7 +34,8 @@ from onward.trainer.onnx_import.quantized_weights import with_dequantized
 from onward.trainer.onnx_import.roles import find_roles
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
-from onward.trainer.run.records import ExporterWarning, PreprocessingTrials, Record
+from onward.trainer.run.records import ExporterWarning, Record
+from onward.trainer.run.trial_records import PreprocessingTrials
 
 IN_FRONT = "onnxruntime, in front"
 """How the nodes of the pre-processing are imported."""

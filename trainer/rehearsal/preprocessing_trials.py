@@ -38,7 +38,7 @@ from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.rehearsal.preprocessing_candidates import Settings, candidates
-from onward.trainer.run.records import PreprocessingTrial, PreprocessingTrials
+from onward.trainer.run.trial_records import PreprocessingTrial, PreprocessingTrials
 
 FIRST_ROWS, KEPT = 32, 1 / 3
 """Rows of the first round; each round keeps this share of the candidates and takes the inverse more rows."""

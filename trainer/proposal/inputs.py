@@ -207,6 +207,10 @@ def propose_columns(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], ke
         if stacked := _stacked(facts, info, free):
             draft.set(f"{INPUTS}.{info.name}", stacked, f"as many columns of numbers as {info.name} takes")
             free = [name for name in free if name not in _expanded(stacked, facts)]
+        elif categories := _categories(facts, info, free):
+            draft.set(f"{INPUTS}.{info.name}", categories, f"{info.name} takes integers: ids of these texts")
+            draft.set("data.table.categories", categories, "0 = unknown, then the texts, sorted")
+            free = [name for name in free if name not in categories]
         elif choices := [name for name in free if fits(facts, info, name)]:
             draft.ask(f"{INPUTS}.{info.name}", f"the column for {info.name}", dict.fromkeys(choices, ""))
         else:
@@ -238,6 +242,16 @@ def _stacked(facts: Facts, info: TensorInfo, free: Sequence[str]) -> list[str] |
         groups.setdefault(re.sub(r"\d+$", "", name), []).append(name)
     numbered = [names for names in groups.values() if len(names) == shape[0] > 1]
     return _pattern(numbered[0], facts) or numbered[0] if len(numbered) == 1 else []
+
+
+def _categories(facts: Facts, info: TensorInfo, free: Sequence[str]) -> list[str]:
+    """Return the columns of texts whose ids an input of integers may take; [] if they are not as many."""
+    texts = [name for name in free if facts.column(name).dtype == TEXT]
+    fitting = info.dtype in ("int32", "int64") and info.sample_shape in (
+        (len(texts),),
+        ((),) if len(texts) == 1 else None,
+    )
+    return texts if texts and fitting else []
 
 
 def _pattern(names: Sequence[str], facts: Facts) -> str:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import onnx
 
-from onward.trainer.config.loading import Override
+from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.signature import Signature, TensorInfo, read_training_signature
+from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.errors import ConfigError
+from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.onnx_graph.outputs import readable_output
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
@@ -93,8 +95,8 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
         why=why,
         num_rows=facts.num_rows if facts.is_all and task != "causal" else None,
         is_dense=is_dense,
-        fixed_batch=_declared_batch(signature),
     )
+    _propose_fixed_batch(draft, signature)
     return draft
 
 
@@ -214,6 +216,13 @@ def _others(facts: Facts, label: str) -> list[str]:
     return [name for name in facts.numbers if name != label]
 
 
-def _declared_batch(signature: Signature) -> int:
+def _propose_fixed_batch(draft: Draft, signature: Signature) -> None:
+    """Propose the batch that a file declares, where it is right for no other."""
     batches = {info.shape[0] for info in signature.inputs if info.shape}
-    return next(iter(batches)) or 0 if len(batches) == 1 else 0
+    declared = next(iter(batches)) if len(batches) == 1 else None
+    if not declared or draft.questions:
+        return
+    try:
+        choose_fixed_batch(with_columns(load_config(draft.settings())))
+    except ConfigError as error:
+        draft.set("train.global_batch_size", declared, f"the file declares it: {error.problems[0].split('; ')[0]}")

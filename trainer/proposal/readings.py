@@ -134,29 +134,29 @@ def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]
         return
     output, labels = (None, *sample), (None, *shape)
     most = int(values.max())
-    axes = [axis for axis in _class_axes(output, labels) if output[axis] is None or (output[axis] or 0) > most]
-    lengths = ", ".join(str(output[axis]) for axis in axes)
-    if axes:
-        # with one axis that fits by shape alone nothing needs to be set
-        certain = len(axes) == 1 and len(_class_axes(output, labels)) == 1
-        settings = {} if certain or len(axes) > 1 else {"class_axis": axes[0]}
-        why = f"{name} holds classes up to {most}, one for each place of the output, which has {lengths} scores"
-        yield Reading(name, "cross_entropy", why, settings, axes=tuple(axes) if len(axes) > 1 else ())
+    axes = [axis for axis in _class_axes(output, labels) if most < (output[axis] or most + 1)]
+    if not axes:
+        return
+    try:  # as training finds it
+        found = find_class_axis(output, labels, declared=output)
+    except ConfigError:
+        found = 0
+    lengths = " or ".join(str(output[axis] or "any number of") for axis in ([found] if found in axes else axes))
+    why = f"{name} holds classes up to {most}, one for each place of the output, which has {lengths} scores"
+    settings = {"class_axis": axes[0]} if len(axes) == 1 and found != axes[0] else {}
+    is_open = len(axes) > 1 and found not in axes
+    yield Reading(name, "cross_entropy", why, settings, axes=tuple(axes) if is_open else ())
 
 
 def _class_axes(output: Dims, labels: Dims) -> list[int]:
-    """Return the axes that may have the classes, as class_axis.py finds them."""
-    found = []
-    for axis in range(1, len(output)):
-        rest = (*output[:axis], *output[axis + 1 :])
-        if len(rest) == len(labels) and all(
-            None in pair or pair[0] == pair[1] for pair in zip(rest, labels, strict=True)
-        ):
-            found.append(axis)
-    try:
-        return [find_class_axis(output, labels, declared=output)]
-    except ConfigError:
-        return found
+    """Return the axes without which an output has the shape of the labels."""
+    rests = {axis: (*output[:axis], *output[axis + 1 :]) for axis in range(1, len(output))}
+    return [
+        axis
+        for axis, rest in rests.items()
+        if len(rest) == len(labels)
+        and all(None in pair or pair[0] == pair[1] for pair in zip(rest, labels, strict=True))
+    ]
 
 
 def _of_same_shape(facts: Facts, column: Column, values: np.ndarray[Any, np.dtype[Any]]) -> tuple[str, str]:

@@ -15,8 +15,10 @@ import onnx
 
 from onward.trainer.data.columns import TEXT
 from onward.trainer.data.signature import Signature, TensorInfo
-from onward.trainer.data.text.graph_limits import embedding_rows
+from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
+from onward.trainer.data.text.special_tokens import END, MASK
 from onward.trainer.data.text.text_columns import ROLES
+from onward.trainer.data.text.tokenizer import open_tokenizer
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.proposal.draft import Draft
@@ -25,6 +27,8 @@ from onward.trainer.rehearsal.data_of_model import LABELS
 
 ID_INPUTS = ("input_ids", "ids", "tokens", "token_ids")
 TEXT_COLUMNS = ("text", "sentence", "review", "content", "document", "question", "prompt", "body")
+LENGTH = 128
+"""Tokens in a sample where the model does not say it."""
 BYTES = 256
 """Rows of an embedding of bytes."""
 
@@ -53,7 +57,7 @@ def propose_tokenizer(draft: Draft, model: Path, signature: Signature, *, source
     if tokenizer := find_tokenizer(model, source):
         draft.set("data.text.tokenizer", tokenizer, "found beside the model or the data")
     elif is_text and (embedding_rows(_graph(model), ids.name) or (0, ""))[0] == BYTES:
-        length = ids.shape[1] if ids.shape and ids.shape[1] else 128
+        length = ids.shape[1] if ids.shape and ids.shape[1] else LENGTH
         draft.set("data.format", "text", f"{ids.name} indexes an embedding of {BYTES} rows: the tokens are bytes")
         draft.set("data.sequence_length", length, "bytes in a sample")
         return
@@ -92,7 +96,11 @@ def propose_task(draft: Draft, model: Path, signature: Signature, outputs: Seque
         return "tokens"
     order = _reads_later_tokens(model, ids, output) if output else None
     vocabulary = f"{output.name if output else 'the loss'} has a score for each of {rows[0] if rows else 'the'} tokens"
-    if order is None:
+    has_end, has_mask = (_has_token(draft, usual) for usual in (END, MASK))
+    if order is None and has_end != has_mask:
+        order, how = has_mask, f"by its tokens: it has {'one that masks' if has_mask else 'none that masks'}"
+        draft.set("data.text.task", "masked" if has_mask else "causal", f"{vocabulary}; {how}")
+    elif order is None:
         draft.ask(
             "data.text.task",
             vocabulary,
@@ -102,7 +110,39 @@ def propose_task(draft: Draft, model: Path, signature: Signature, outputs: Seque
         draft.set("data.text.task", "masked", f"{vocabulary}, which depend on later tokens, too: tried on the file")
     else:
         draft.set("data.text.task", "causal", f"{vocabulary}, which depend on earlier ones only: tried on the file")
+    _propose_windows(draft, model, signature, ids)
+    task = draft.value("data.text.task")
+    if task == "causal" and not has_end:
+        _ask_for_token(draft, "end_token", "the token that ends a text")
+    if task == "masked" and not has_mask:
+        _ask_for_token(draft, "mask_token", "the token that replaces masked ones")
     return str(draft.value("data.text.task", "causal"))
+
+
+def _has_token(draft: Draft, usual: Sequence[str]) -> bool:
+    """Return whether the tokenizer has one of these tokens; false without a tokenizer."""
+    path = draft.value("data.text.tokenizer")
+    if path is None:
+        return False
+    try:
+        return open_tokenizer(Path(path)).find("", "", usual) is not None
+    except ConfigError:  # several, of which the user has to name one
+        return False
+
+
+def _ask_for_token(draft: Draft, name: str, what: str) -> None:
+    if (path := draft.value("data.text.tokenizer")) is not None:
+        special = open_tokenizer(Path(path)).special_ids
+        draft.ask(f"data.text.{name}", what, dict.fromkeys(special, ""))
+
+
+def _propose_windows(draft: Draft, model: Path, signature: Signature, ids: TensorInfo) -> None:
+    """Propose the length of a sample where the model has none, and samples of one text where it has other inputs."""
+    names = {*ROLES, ids.name}
+    if others := [info.name for info in signature.fed if info.name not in names]:
+        draft.set("data.text.packing", "none", f"{', '.join(others)} has a value for each text")
+    elif not (ids.shape and ids.shape[1]) and position_rows(_graph(model)) is None:
+        draft.set("data.text.max_length", LENGTH, "the model takes any length; tokens in a sample")
 
 
 def _reads_later_tokens(model: Path, ids: TensorInfo, output: TensorInfo) -> bool | None:

@@ -91,18 +91,16 @@ def _is_uniform(value: Array) -> bool:
 
 
 def propose_training(
-    draft: Draft, family: Family, *, trained: bool, why: str, num_rows: int | None, is_dense: bool, fixed_batch: int
+    draft: Draft, family: Family, *, trained: bool, why: str, num_rows: int | None, is_dense: bool
 ) -> None:
     """Propose [train], [optimizer] and [schedule].
 
     num_rows: those of the source; None if they are not known. is_dense: whether each row has many targets, such as the
-    pixels of a mask or the tokens of a text. fixed_batch: the batch that the file declares; 0 or 1 = any.
+    pixels of a mask or the tokens of a text.
     """
     size, reason = (8, "each row has many targets") if is_dense else (32, "a usual size")
     while num_rows and size > 4 and num_rows < 10 * size:
         size, reason = size // 2, f"so that {num_rows} rows are at least 10 steps"
-    if fixed_batch > 1:
-        size, reason = fixed_batch, "the batch that the file declares"
     draft.set("train.global_batch_size", size, reason)
     steps = STEPS_TRAINED if trained else STEPS_FRESH
     if not draft.is_given("train.num_steps"):

@@ -55,12 +55,17 @@ Check = tuple[str, Callable[[], None]]
 
 
 def checks(
-    config: RunConfig, trainable: TrainableModel, trained: ImportedGraph, use: BatchUse, findings: Findings
+    config: RunConfig,
+    trainable: TrainableModel,
+    use: BatchUse,
+    findings: Findings,
+    *,
+    with_teacher: ImportedGraph | None = None,
 ) -> list[Check]:
     """Return the checks of a run. Each adds to `findings`, and raises no error of the graph.
 
-    trained: the module that is trained: that of `trainable`, or with a teacher beside it. use: how a file of fixed
-    batch is trained, which `config.model.fixed_batch` says as well.
+    use: how a file of fixed batch is trained, which `config.model.fixed_batch` says as well. with_teacher: the module
+    that is trained, where it is not that of `trainable`.
     Reads the first rows of the data. Raises DataError when there are none, ConfigError for an unknown `model.output`.
     """
     arithmetic = _arithmetic(config, findings)
@@ -71,6 +76,7 @@ def checks(
     most = max(config.micro_batch_size, config.evaluation_batch_size, PARITY_ROWS)
     rows = read_first_rows(config, signature, most)
     config = with_balanced_weights(config, rows, signature)
+    trained = with_teacher or trainable.module
     compute_teacher_apart(trained, config.model_copy(update={"precision": arithmetic}))
     graph = RehearsedGraph(
         trained,

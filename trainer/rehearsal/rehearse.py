@@ -57,7 +57,7 @@ def rehearse(folder: RunDir) -> None:
             with_teacher = open_with_teacher(config) if config.teacher.path else trainable
             _check_division(config, with_teacher.module, findings)
             with _time_limit(folder, findings, config.launch.rehearsal_timeout_s):
-                steps = checks(config, trainable, with_teacher.module, use, findings)
+                steps = checks(config, trainable, use, findings, with_teacher=with_teacher.module)
                 findings.pending = [what for what, _ in steps]
                 for _, check in steps:
                     check()

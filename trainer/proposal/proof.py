@@ -33,8 +33,9 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.precision import autocast
+from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.model.trainable import TrainableModel, open_trainable
-from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.rehearsal.checks import checks
@@ -97,11 +98,12 @@ def prove(config: RunConfig, steps: int) -> Proof:
     started_at = time.monotonic()
     config, use = choose_fixed_batch(with_columns(config))
     trainable = open_trainable(config)
+    trained = _trained_module(config, trainable)
     findings = Findings(fixed_batch=config.model.fixed_batch)
-    for _, check in checks(config, trainable, use, findings):
+    for _, check in checks(config, trainable, trained, use, findings):
         check()
     rehearsed = findings.record(elapsed_s=0.0)
-    training = _Training(config, trainable, steps)
+    training = _Training(config, trained, steps)
     before = training.first_loss()
     rate_of = partial(learning_rate, optimizer=config.optimizer, schedule=config.schedule, num_steps=steps)
     losses = [training.step(rate_of(step)) for step in range(1, steps + 1)]
@@ -124,7 +126,7 @@ def prove(config: RunConfig, steps: int) -> Proof:
 def find_rate(config: RunConfig) -> RangeTest:
     """Return the learning rate that a range test of `RANGE_STEPS` steps chooses. Raises the errors of `prove`."""
     config, _ = choose_fixed_batch(with_columns(config))
-    training = _Training(config, open_trainable(config), RANGE_STEPS)
+    training = _Training(config, _trained_module(config, open_trainable(config)), RANGE_STEPS)
     rates: list[float] = []
     losses: list[float] = []
     smoothed: list[float] = []
@@ -144,19 +146,24 @@ def find_rate(config: RunConfig) -> RangeTest:
     return RangeTest(rates=tuple(rates), losses=tuple(losses), chosen=float(f"{least / BELOW_THE_LEAST:.1g}"))
 
 
+def _trained_module(config: RunConfig, trainable: TrainableModel) -> ImportedGraph:
+    """Return the module that is trained, with a teacher beside it if there is one."""
+    return open_with_teacher(config).module if config.teacher.path else trainable.module
+
+
 class _Training:
     """Steps on the first rows, in a random order."""
 
-    def __init__(self, config: RunConfig, trainable: TrainableModel, steps: int) -> None:
+    def __init__(self, config: RunConfig, module: ImportedGraph, steps: int) -> None:
         signature = read_training_signature(config.model)
         size = config.micro_batch_size
         is_packed = config.data.text is not None and config.data.text.task in ("causal", "masked")
         rows = read_first_rows(config, signature, steps * size, spread=not is_packed)
         config = with_balanced_weights(config, rows, signature)
         arithmetic = resolve_precision(config.precision, (0, 0))
-        losses = Losses(config.losses, trainable.module.output_names, trainable.module.output_shapes)
-        self._graph = RehearsedGraph(trainable.module, losses, autocast=partial(autocast, arithmetic, CPU))
-        weights = named_weights(trainable.module)
+        losses = Losses(config.losses, module.output_names, module.output_shapes, soft=config.soft_losses)
+        self._graph = RehearsedGraph(module, losses, autocast=partial(autocast, arithmetic, CPU))
+        weights = named_weights(module)
         self._trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         self._optimizer = build_optimizer(config.optimizer, self._trained.items())
         self._config, self._number = config, 0

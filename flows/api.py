@@ -268,9 +268,15 @@ def promote(name: str, version: str | int, *, alias: str = "champion", tracking_
     require_flow("onward.promote")
     from onward.tasks.promotion import promote_by_hand
     from onward.tasks.registered_models import store_of
+    from pydantic import ValidationError
+
     from onward.trainer.config.sections.results import MonitorConfig
 
-    return promote_by_hand(store_of(MonitorConfig(tracking_uri=tracking_uri)), name, str(version), alias)
+    try:
+        monitor = MonitorConfig(tracking_uri=tracking_uri)
+    except ValidationError as error:
+        raise ConfigError(finding["msg"].removeprefix("Value error, ") for finding in error.errors()) from None
+    return promote_by_hand(store_of(monitor), name, str(version), alias)
 
 
 def doctor(

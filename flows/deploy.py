@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from typing import Any, cast
 
+from onward.infra.mlflow_store import without_password
 from onward.infra.service_definitions import CLIENT_SETTINGS, POOL
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import onward_home
+
+log = logging.getLogger(__name__)
 
 DESCRIPTION = """\
 Trains `{model}` on `{data}` with {ranks} ranks and writes the same ONNX file with trained weights.
@@ -81,5 +85,15 @@ def _check_work_pool() -> None:
 
 
 def _tracking_environment() -> dict[str, str]:
-    """Return MLFLOW_TRACKING_URI if it is set here, so that deployed runs use the same MLflow."""
-    return {name: os.environ[name] for name in ("MLFLOW_TRACKING_URI",) if name in os.environ}
+    """Return MLFLOW_TRACKING_URI if it is set here, so that deployed runs use the same MLflow.
+
+    Without a password: Prefect would store and show it. The worker's own environment has the whole URI.
+    """
+    name = "MLFLOW_TRACKING_URI"
+    if name not in os.environ:
+        return {}
+    shown = without_password(os.environ[name])
+    if shown != os.environ[name]:
+        log.warning("%s holds a password, which is not stored: set %s in the environment of the worker", name, name)
+        return {}
+    return {name: shown}

@@ -1,4 +1,7 @@
-"""Connect to an MLflow store, and translate the errors of its calls."""
+"""Connect to an MLflow store, and translate the errors of its calls.
+
+A URI may hold a password. It is read from the environment alone, and no record, log or message has it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -53,25 +57,27 @@ def translate_errors(
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import OperationalError
 
+        # MLflow's messages may hold the whole URI
+        whole, shown = with_password(store.tracking_uri), store.tracking_uri
         try:
             return method(store, *args, **kwargs)
         except MlflowException as error:
-            status = error.get_http_status_code()  # type: ignore[no-untyped-call]
+            status, text = error.get_http_status_code(), str(error).replace(whole, shown)  # type: ignore[no-untyped-call]
             if status >= 500 or status == 429:
-                raise TrackingUnavailable(
-                    f"MLflow at {store.tracking_uri} reports a temporary error: {error}"
-                ) from error
-            raise TrackingError(f"MLflow at {store.tracking_uri} refused: {error}") from error
+                raise TrackingUnavailable(f"MLflow at {shown} reports a temporary error: {text}") from error
+            raise TrackingError(f"MLflow at {shown} refused: {text}") from error
         except FileNotFoundError:
             raise  # of a file that the caller named, not of MLflow's
         except (OSError, OperationalError) as error:  # every error of the HTTP client is an OSError
-            raise TrackingUnavailable(f"MLflow at {store.tracking_uri} cannot be reached: {error}") from error
+            text = str(error).replace(whole, shown)
+            raise TrackingUnavailable(f"MLflow at {shown} cannot be reached: {text}") from error
 
     return call
 
 
 def connect(tracking_uri: str) -> MlflowClient:
-    """Return MLflow's client of a store."""
+    """Return MLflow's client of a store, given by its URI as it is recorded: without a password."""
+    tracking_uri = with_password(tracking_uri)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
@@ -81,6 +87,20 @@ def connect(tracking_uri: str) -> MlflowClient:
         if database_of(tracking_uri):
             client.search_experiments(max_results=1)  # creates the tables of a new database
     return client
+
+
+def without_password(tracking_uri: str) -> str:
+    """Return the URI of a store as it is recorded and shown."""
+    parts = urlsplit(tracking_uri)
+    if parts.password is None:
+        return tracking_uri
+    return parts._replace(netloc=f"{parts.username}@{parts.netloc.rpartition('@')[2]}").geturl()
+
+
+def with_password(tracking_uri: str) -> str:
+    """Return MLFLOW_TRACKING_URI if it is the URI of this store with a password, else the URI itself."""
+    own = os.environ.get("MLFLOW_TRACKING_URI", "")
+    return own if own and without_password(own) == tracking_uri else tracking_uri
 
 
 def database_of(tracking_uri: str) -> Path | None:

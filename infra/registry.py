@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.infra.mlflow_store import TrackingError, connect, translate_errors
+from onward.infra.mlflow_store import TrackingError, connect, translate_errors, with_password
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -129,8 +129,8 @@ class Registry:
                     download_artifacts(
                         artifact_uri=str(uri),
                         dst_path=partial,
-                        tracking_uri=self.tracking_uri,
-                        registry_uri=self.tracking_uri,
+                        tracking_uri=with_password(self.tracking_uri),
+                        registry_uri=with_password(self.tracking_uri),
                     )
                 )
             file = _onnx_file(got, for_people)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.infra.mlflow_store import TrackingError, TrackingUnavailable
+from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, without_password
 from onward.infra.registry import RegisteredVersion, Registry
 from onward.infra.tracking import local_store
 from onward.trainer.config.run_config import RunConfig
@@ -26,8 +26,10 @@ from onward.trainer.run.local_copies import LocalCopies, LocalCopy, urls_in
 
 
 def store_of(monitor: MonitorConfig) -> str:
-    """Return the tracking URI; a relative SQLite path is made absolute, for `onward resume` in another directory."""
-    chosen = monitor.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or local_store(onward_home())
+    """Return the tracking URI without a password; a relative SQLite path is made absolute, for `onward resume` in
+    another directory."""
+    named = monitor.tracking_uri or without_password(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    chosen = named or local_store(onward_home())
     # MLflow resolves a relative database against the working directory, which may differ at the next resume.
     database = chosen.removeprefix("sqlite:///")
     return chosen if database == chosen else f"sqlite:///{Path(database).absolute()}"

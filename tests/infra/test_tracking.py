@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
+import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.infra.mlflow_store import TrackingError, TrackingUnavailable
+from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, with_password, without_password
+from onward.infra.registry import Registry
 from onward.infra.tracking import (
     ModelFile,
     Point,
@@ -251,6 +256,50 @@ def test_an_unreachable_store_raises_tracking_unavailable_within_20_s() -> None:
     with pytest.raises(TrackingUnavailable):
         tracker.start_run("any", key="k", name="n", tags={}, params={})
     assert time.monotonic() - began_at < 20
+
+
+def test_a_password_is_read_from_the_environment_sent_to_the_store_and_shown_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Authorization"] or "")
+            self.send_error(403, "not you")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:s3cret@{place}/mlflow")
+        recorded = without_password(os.environ["MLFLOW_TRACKING_URI"])
+        assert recorded == f"http://me@{place}/mlflow"
+        with pytest.raises(TrackingError) as caught:
+            Registry(recorded).served("digits", "champion")
+        server.shutdown()
+    assert "s3cret" not in str(caught.value)
+    assert place in str(caught.value)
+    assert {base64.b64decode(each.removeprefix("Basic ")) for each in asked} == {b"me:s3cret"}
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("sqlite:////home/me/mlflow.db", "sqlite:////home/me/mlflow.db"),
+        ("https://mlflow.example/a", "https://mlflow.example/a"),
+        ("postgresql://me:a%40b@db:5432/mlflow?sslmode=require", "postgresql://me@db:5432/mlflow?sslmode=require"),
+        ("https://:token@mlflow.example", "https://@mlflow.example"),
+    ],
+)
+def test_a_uri_is_recorded_without_its_password(uri: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert without_password(uri) == shown
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert with_password(shown) == uri
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://other:pw@mlflow.example/b")
+    assert with_password(shown) == shown, "that of another store is not sent to this one"
 
 
 def test_a_database_that_cannot_be_opened_raises_tracking_unavailable(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -50,6 +51,16 @@ class MonitorConfig(Section):
     """Glob patterns of weights whose L2 norm and gradient norm are recorded."""
     summary_period: PositiveInt = 100
     """Steps between histograms and norms."""
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _has_no_password(cls, uri: str) -> str:
+        if urlsplit(uri).password is not None:
+            raise ValueError(
+                "a password in a setting would get into records and logs: leave the setting empty, and set "
+                "MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, in the environment"
+            )
+        return uri
 
 
 class PromoteConfig(Section):

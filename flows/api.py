@@ -266,10 +266,10 @@ def promote(name: str, version: str | int, *, alias: str = "champion", tracking_
     version that does not exist, RuntimeUnavailable when MLflow cannot be reached.
     """
     require_flow("onward.promote")
-    from onward.tasks.promotion import promote_by_hand
-    from onward.tasks.registered_models import store_of
     from pydantic import ValidationError
 
+    from onward.tasks.promotion import promote_by_hand
+    from onward.tasks.registered_models import store_of
     from onward.trainer.config.sections.results import MonitorConfig
 
     try:

@@ -449,3 +449,10 @@ def test_several_losses_are_filled_in_and_overridden_one_by_one() -> None:
     with pytest.raises(ConfigError, match=r"loss.1.weight: Input should be greater than 0") as refusal:
         load_config(given, ["loss.1.weight=-1", "loss.0.wieght=1"])
     assert "unknown key loss.0.wieght; did you mean loss.0.weight?" in refusal.value.problems
+
+
+def test_a_password_in_a_setting_is_refused_and_not_repeated() -> None:
+    raw = {"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 1}}
+    with pytest.raises(ConfigError, match="set MLFLOW_TRACKING_URI") as caught:
+        build_config({**raw, "monitor": {"tracking_uri": "postgresql://me:s3cret@db/mlflow"}})
+    assert "s3cret" not in str(caught.value)

@@ -100,7 +100,7 @@ def prove(config: RunConfig, steps: int) -> Proof:
     trainable = open_trainable(config)
     trained = _trained_module(config, trainable)
     findings = Findings(fixed_batch=config.model.fixed_batch)
-    for _, check in checks(config, trainable, trained, use, findings):
+    for _, check in checks(config, trainable, use, findings, with_teacher=trained):
         check()
     rehearsed = findings.record(elapsed_s=0.0)
     training = _Training(config, trained, steps)

@@ -1,12 +1,16 @@
 """The command `onward`: its commands in groups, with examples and exit statuses, and what happens on an error.
 
 The commands themselves are in `onward.flows.commands`. An error that Onward raises on purpose ends the process with
-the error's exit status (onward.trainer.errors); Ctrl-C with 130.
+the error's exit status (onward.trainer.errors); Ctrl-C with 130; any other error with 1.
 """
 
 from __future__ import annotations
 
+import errno
+import shlex
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -120,16 +124,41 @@ reference.command(epilog=notes("onward reference gpt2 --vocab-size 256 -o gpt2.o
 
 
 def main() -> None:
-    """Run a command; print an error that Onward raises on purpose as a list on stderr, and exit with its status."""
+    """Run a command. Print an error as one line for each problem on stderr, and exit with its status.
+
+    The traceback of an error that nobody has foreseen goes into a file: it would hide the line that explains the error.
+    """
     try:
         app()
     except OnwardError as error:
         _exit_with(error)
-    # A path that the user gave, or one below ONWARD_HOME, cannot be read or written.
-    except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+    except OSError as error:
+        # A path that the user gave, or one below ONWARD_HOME, cannot be read or written; or a disk is full.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f" of {error.filename}" if error.filename else ""
+            _exit_with(RuntimeUnavailable(f"the disk{where} is full: free some space, and repeat the command"))
+        if error.filename is None:
+            _exit_unexpectedly(error)
         _exit_with(RuntimeUnavailable(f"cannot use {error.filename}: {error.strerror}"))
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        _exit_unexpectedly(error)
+
+
+def _exit_unexpectedly(error: Exception) -> NoReturn:
+    """Say what happened in one line, and in which file the traceback is; exit with status 1."""
+    # in the directory for temporary files: ONWARD_HOME may be what cannot be written
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="onward-error-", suffix=".log", delete=False) as file:
+            file.write(f"onward {shlex.join(sys.argv[1:])}\n{traceback.format_exc()}")
+        where = f"the traceback is in {file.name}"
+    except OSError:
+        traceback.print_exc()
+        where = "the traceback is above"
+    _exit_with(
+        OnwardError(f"unexpected {type(error).__name__}: {error}; {where}. This is an error of Onward's: report it")
+    )
 
 
 def _exit_with(error: OnwardError) -> NoReturn:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -359,6 +361,43 @@ def test_a_path_that_cannot_be_written_is_reported_in_one_line(
     status, said = ending(capsys, monkeypatch, "reference", "squeezenet", "--image-size", "17", "-o", str(target))
     assert (status, said.count("\n")) == (3, 1)
     assert f"cannot use {home / 'file'}: " in said
+
+
+def test_an_unforeseen_error_is_one_line_with_the_file_of_its_traceback(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> list[Any]:
+        raise TypeError("a list is not a number")
+
+    monkeypatch.setattr(cli.training.api, "runs", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    status, said = ending(capsys, monkeypatch, "runs")
+    assert (status, said.count("\n")) == (1, 1)
+    found = re.fullmatch(
+        r"  - unexpected TypeError: a list is not a number; the traceback is in (\S+)\. This .*\n", said
+    )
+    assert found
+    report = Path(found[1]).read_text()
+    assert report.startswith("onward runs\nTraceback (most recent call last):")
+    assert 'raise TypeError("a list is not a number")' in report
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    status, said = ending(capsys, monkeypatch, "runs")
+    assert status == 1
+    assert said.startswith("Traceback")
+    assert "a list is not a number; the traceback is above" in said
+
+
+def test_a_full_disk_is_reported_in_one_line(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file, where in (("/home/me/big", " of /home/me/big"), (None, "")):
+
+        def fail(file: str | None = file) -> list[Any]:
+            raise OSError(errno.ENOSPC, "No space left on device", file)
+
+        monkeypatch.setattr(cli.training.api, "runs", fail)
+        status, said = ending(capsys, monkeypatch, "runs")
+        assert (status, said) == (3, f"  - the disk{where} is full: free some space, and repeat the command\n")
 
 
 def walk(group: Group) -> Iterator[tuple[str, Any]]:

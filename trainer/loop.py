@@ -109,7 +109,7 @@ def train(
         trained,
         seed=config.train.seed,
         elsewhere=model.trained_names,
-        total_squares=model.total_squares,
+        parts=model.part_sums,
     )
     scaler = LossScaler(config.precision)
     averages = Averages(
@@ -150,7 +150,11 @@ def train(
     if checkpoint is not None:
         name = f"checkpoint {checkpoint.path}"
         found, averaged = average_shapes(config.average, model.averaged_shapes, name, checkpoint.shapes)
-        expected = model.checkpoint_shapes | optimizer_shapes(config.optimizer, model.trained_shapes) | averaged
+        expected = (
+            model.checkpoint_shapes
+            | optimizer_shapes(config.optimizer, model.trained_shapes, model.matrices)
+            | averaged
+        )
         check_fit(name, found, expected)
         checkpoint.manifest.state.check_reachable(name, config, num_rows=batches.num_rows)
         placements = {key: placement for key, (_, placement) in parts.items() if key in expected}

@@ -21,11 +21,13 @@ OptimizerName = Literal[
     "rmsprop",
     "adagrad",
     "lion",
+    "adafactor",
+    "muon",
 ]
 
 ADAM = ("alpha", "beta", "epsilon", "bias_correction")
 RATIOS = ("ratio_min", "ratio_max")
-SETTINGS = (*ADAM, *RATIOS, "moments", "weight_decay_mode", "momentum", "nesterov")
+SETTINGS = (*ADAM, *RATIOS, "moments", "weight_decay_mode", "momentum", "nesterov", "adafactor", "muon")
 """All settings of [optimizer] that only some rules take."""
 
 
@@ -46,7 +48,7 @@ class UpdateRule:
 
     def takes_of_weight(self) -> set[str]:
         """Return the settings of [[optimizer.weights]] that it reads, beside those which every rule reads."""
-        return set(self.takes) & {*ADAM, *RATIOS, "momentum"}
+        return set(self.takes) & {*ADAM, *RATIOS, "momentum", "rule"}
 
 
 UPDATE_RULES: dict[str, UpdateRule] = {
@@ -59,6 +61,12 @@ UPDATE_RULES: dict[str, UpdateRule] = {
     "rmsprop": UpdateRule(("beta", "epsilon", "moments"), defaults={"beta": 0.99}),
     "adagrad": UpdateRule(("epsilon",), defaults={"epsilon": 1e-10}),
     "lion": UpdateRule(("alpha", "beta", "moments"), defaults={"beta": 0.99}, rates=(0.0, 4e-4)),
+    "adafactor": UpdateRule(("epsilon", "adafactor"), defaults={"epsilon": 2.0**-23}, rates=(2.5e-3, math.inf)),
+    "muon": UpdateRule(
+        (*ADAM, "momentum", "nesterov", "muon", "rule"),
+        defaults={"momentum": 0.95, "nesterov": True},
+        rates=(2e-3, 0.2),
+    ),
 }
 """`optimizer.name` -> what the rule takes."""
 

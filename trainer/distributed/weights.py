@@ -82,6 +82,10 @@ class Placement:
         """Return the number of elements of the local tensor."""
         return math.prod(self.local_shape)
 
+    def of_dims(self, dims: Sequence[int]) -> Placement:
+        """Return the placement of a tensor that has these dimensions of this one."""
+        return Placement(tuple(self.shape[dim] for dim in dims), tuple(self.intervals[dim] for dim in dims))
+
     def narrow(self, dim: int, start: int, stop: int) -> Placement:
         """Return the placement of rows `start` to `stop` of the local tensor along `dim`."""
         held, offset = [], 0
@@ -169,6 +173,8 @@ class Weight:
     retention: float = field(default=0.0, compare=False)
     """For a running statistic: the factor by which one micro-batch multiplies the old value, that is 1 - momentum of
     its BatchNormalization. 0 if that is unknown."""
+    outputs: int | None = field(default=None, compare=False)
+    """Of the matrix of a hidden layer that Muon takes by default: the dimension of the output features."""
     stage: int = 0
     """Index of the pipeline stage whose copy this is."""
 

@@ -13,7 +13,7 @@ from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
 from onward.trainer.optim.moments import Group
-from onward.trainer.optim.rules.rule import TotalSquares, UpdateContext
+from onward.trainer.optim.rules.rule import NoOtherParts, OtherParts, UpdateContext
 from onward.trainer.optim.rules.table import RULES
 from onward.trainer.optim.weight_settings import WeightSettings, settings_of
 
@@ -38,21 +38,24 @@ def build_optimizer(
     *,
     seed: int = 0,
     elsewhere: Collection[str] = (),
-    total_squares: TotalSquares = lambda squares: squares,
+    parts: OtherParts | None = None,
 ) -> torch.optim.Optimizer:
     """Build the configured optimizer over weights, each of which must have a gradient at every step.
 
     Weights with equal settings share a group. seed: of rounding to bf16. elsewhere: names of weights that other ranks
-    train. total_squares, for LAMB: takes the fp64 squared norms [2, n] of this rank's parts of the n weights, in the
-    order given, and of their directions, and returns those of the full weights; called once per step, with [2, 0] on
-    the CPU where there are no weights. Raises ConfigError listing the patterns of `optimizer.weights` that match no
-    trained weight.
+    train. parts: the ranks that hold the other parts of these weights, if there are any; LAMB, Adafactor and Muon sum
+    over them. Raises ConfigError listing the patterns of `optimizer.weights` that match no trained weight.
     """
     groups: dict[Any, Group] = {}
     names = set(elsewhere)
     for number, weight in enumerate(as_weights(weights)):
         names.add(weight.name)
-        settings = settings_of(config, weight.name)
+        settings = settings_of(config, weight.name, outputs=weight.outputs)
+        if settings.rule == "muon" and len(weight.placement.shape) < 2:
+            raise ConfigError(
+                f"optimizer.weights: rule 'muon' of {weight.name!r} {list(weight.placement.shape)} needs a matrix; "
+                "leave it to 'adamw'"
+            )
         # also by type, because torch's foreach and fused kernels take lists of one type
         group = groups.setdefault((settings, weight.tensor.dtype), _group(settings))
         for key, value in (("params", weight.tensor), ("weights", weight), ("numbers", number)):
@@ -63,7 +66,7 @@ def build_optimizer(
             f"optimizer.weights: pattern {pattern!r} matches no weight that is trained" for pattern in sorted(unused)
         )
     rule = RULES[config.name]
-    context = UpdateContext(seed, total_squares, rule.state)
+    context = UpdateContext(seed, parts or NoOtherParts(), rule.state)
     # torch's Optimizer refuses an empty list of groups; a rank may hold no trained weight
     optimizer = rule.make(list(groups.values()) or [_group(settings_of(config, ""))], config, context)
     set_learning_rate(optimizer, config.learning_rate)

@@ -11,28 +11,39 @@ from torch import Tensor
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Placement, check_fit, optimizer_key, optimizer_state_in
 from onward.trainer.optim.optimizers import Weights, as_weights
-from onward.trainer.optim.rules.rule import state_dtype
+from onward.trainer.optim.rules.rule import dims_of, state_dtype
 from onward.trainer.optim.rules.table import RULES
 from onward.trainer.optim.weight_settings import settings_of
 
 
-def optimizer_shapes(config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return checkpoint key -> full shape of all state, given the full shapes of all trained weights by name."""
+def optimizer_shapes(
+    config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]], matrices: Mapping[str, int] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Return checkpoint key -> full shape of all state, given the full shapes of all trained weights by name.
+
+    matrices: name -> dimension of the output features, of the weights that Muon takes by default.
+    """
+    outputs = matrices or {}
     return {
-        optimizer_key(name, field): tuple(shape[dim] for dim in dims)
+        optimizer_key(name, field): tuple(shape[dim] for dim in dims_of(field, len(shape)))
         for name, shape in shapes.items()
-        for field, dims in RULES[config.name].state(settings_of(config, name), len(shape)).items()
+        for field in _fields(config, name, outputs.get(name), len(shape))
     }
 
 
 def state_bytes(config: OptimizerConfig, weights: Weights) -> int:
     """Return the size of the state of these weights, or parts of weights, but for their numbers of updates."""
-    return sum(
-        math.prod(weight.tensor.shape[dim] for dim in dims) * state_dtype(field, config, weight.tensor.dtype).itemsize
-        for weight in as_weights(weights)
-        for field, dims in RULES[config.name].state(settings_of(config, weight.name), weight.tensor.ndim).items()
-        if dims or field != "step"
-    )
+    total = 0
+    for weight in as_weights(weights):
+        shape, dtype = weight.tensor.shape, weight.tensor.dtype
+        for field in _fields(config, weight.name, weight.outputs, len(shape)):
+            numel = math.prod(shape[dim] for dim in dims_of(field, len(shape)))
+            total += numel * state_dtype(field, config, dtype).itemsize if field != "step" else 0
+    return total
+
+
+def _fields(config: OptimizerConfig, name: str, outputs: int | None, ndim: int) -> tuple[str, ...]:
+    return RULES[config.name].state(settings_of(config, name, outputs=outputs), ndim)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, Tensor]:
@@ -72,6 +83,6 @@ def _state(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, list
     for weight in as_weights(weights):
         for key, tensor in optimizer.state[weight.tensor].items():
             # moments are sharded like their weight; `step` is one number on every rank
-            placement = weight.placement if tensor.shape == weight.tensor.shape else Placement.full(tensor.shape)
+            placement = weight.placement.of_dims(dims_of(key, weight.tensor.ndim))
             state.setdefault(optimizer_key(weight.name, key), []).append((tensor, placement))
     return state

@@ -24,11 +24,18 @@ class WeightSettings:
     ratio_min: float
     ratio_max: float
     momentum: float
+    rule: str
+    """Of Muon: "muon" or "adamw"; else ""."""
 
 
-def settings_of(config: OptimizerConfig, name: str) -> WeightSettings:
-    """Return the settings of the weight of this initializer name."""
-    values: dict[str, Any] = {field.name: getattr(config, field.name, 1.0) for field in fields(WeightSettings)}
+def settings_of(config: OptimizerConfig, name: str, *, outputs: int | None = None) -> WeightSettings:
+    """Return the settings of the weight of this initializer name.
+
+    outputs: as in Weight: not None for the matrices that Muon takes by default.
+    """
+    values: dict[str, Any] = {field.name: getattr(config, field.name, None) for field in fields(WeightSettings)}
+    values["learning_rate_scale"] = 1.0
+    values["rule"] = "" if config.name != "muon" else "adamw" if outputs is None else "muon"
     # a scale of quantization whose factor decayed to 1 would go back to that of the file
     if any(fnmatchcase(name, pattern) for pattern in (*config.no_decay, f"*{LOG_FACTOR}")):
         values["weight_decay"] = 0.0
@@ -41,4 +48,6 @@ def settings_of(config: OptimizerConfig, name: str) -> WeightSettings:
             f"optimizer.weights: of {name!r}, ratio_min {values['ratio_min']:g} is above ratio_max "
             f"{values['ratio_max']:g}"
         )
+    if values["rule"] == "adamw":
+        values["learning_rate_scale"] *= config.muon.adamw_learning_rate / config.learning_rate
     return WeightSettings(**values)

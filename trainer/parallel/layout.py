@@ -36,6 +36,7 @@ from onward.trainer.onnx_import.quantizer_scales import RangeObserver
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
 from onward.trainer.parallel.device import CPU, Device
+from onward.trainer.parallel.matrices import find_matrices
 from onward.trainer.parallel.memory import activation_budget
 from onward.trainer.parallel.pipeline.balance import choose_cuts, choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import CutPoint, cuts_by_name, find_cut_points
@@ -78,6 +79,9 @@ class Layout:
     """The classes of the logits that this tensor-parallel rank computes; None = all."""
     shared: Mapping[str, tuple[int, ...]]
     """Initializer name -> pipeline coordinates of the ranks that hold it, for every weight that several stages hold."""
+    matrices: Mapping[str, int]
+    """Initializer name -> dimension of the output features, of the weights that Muon takes by default; the same on all
+    ranks. Empty for the other optimizers."""
     largest: Layout | None
     """The layout of the last tensor-parallel rank, without data; None if this is it."""
     device: Device
@@ -104,6 +108,7 @@ class Layout:
                         # a replicated weight is counted by tensor rank 0, a sharded one by the holder of each part
                         counted=first and (here.tensor == 0 or name in self.placements),
                         retention=retention.get(name, 0.0),
+                        outputs=self.matrices.get(name),
                         stage=stage.index,
                     )
                 )
@@ -130,17 +135,20 @@ def build_layout(
     if config.parallel.data > 1 and (problems := _conditional_updates(module)):
         raise ConfigError(problems)
     interleave_teacher(module.graph)
+    flattens = config.optimizer.muon.convolutions == "flatten"
+    # before the graph is divided
+    matrices = find_matrices(module, convolutions=flattens) if config.optimizer.name == "muon" else {}
     last = config.parallel.tensor - 1
     # divided in place like the module itself, but only its shapes are used
     # before the module itself is divided, which happens in place
     module_of_last = module if rank == last else _copy_without_data(module)
     division = _divide(module_of_last, config, rank=last, group=group, device=device)
     cuts = _find_cuts(module_of_last, config, example, autocast, with_costs=with_costs)
-    largest = _cut(module_of_last, division, cuts, config, device)
+    largest = _cut(module_of_last, division, cuts, config, device, matrices)
     if rank == last:
         return largest
     own = _divide(module, config, rank=rank, group=group, device=device)
-    return replace(_cut(module, own, cuts, config, device), largest=largest)
+    return replace(_cut(module, own, cuts, config, device, matrices), largest=largest)
 
 
 # -- tensor parallelism
@@ -225,14 +233,21 @@ def _find_cuts(
     return Cuts(stage_cuts, unit_cuts, node_costs)
 
 
-def _cut(module: ImportedGraph, division: _Division, cuts: Cuts, config: RunConfig, device: Device) -> Layout:
+def _cut(
+    module: ImportedGraph,
+    division: _Division,
+    cuts: Cuts,
+    config: RunConfig,
+    device: Device,
+    matrices: Mapping[str, int],
+) -> Layout:
     """Split the divided graph into stages of units."""
     units = iter(split(module, sorted({*cuts.stages, *cuts.units}, key=lambda point: point.position)))
     ends = [0, *(point.position for point in cuts.stages), len(partitioned_nodes(module.graph))]
     sizes = [1 + sum(begin < point.position < end for point in cuts.units) for begin, end in itertools.pairwise(ends)]
     stages = build_stages(module, [[*itertools.islice(units, size)] for size in sizes], cuts.node_costs)
     shared = _shared_weights(stages, config.parallel.pipeline)
-    return Layout(tuple(stages), cuts, *division, shared=shared, largest=None, device=device)
+    return Layout(tuple(stages), cuts, *division, shared=shared, matrices=matrices, largest=None, device=device)
 
 
 def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:

@@ -45,6 +45,7 @@ from onward.trainer.parallel.layout import (
     stored_places,
     stored_tensors,
 )
+from onward.trainer.parallel.part_sums import PartSums
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.reducer import Reducer, is_statistic
@@ -69,9 +70,10 @@ class RankModel:
     """Graph inputs of a micro-batch -> this rank's stages, with the shapes that cross their borders for those."""
     reported_weights: frozenset[Weight]
     """The weights whose values this rank reports: exactly one rank reports each part."""
-    total_squares: Callable[[Tensor], Tensor]
-    """Squared norms of this rank's parts of its trained weights -> those of the full weights. Collective: every rank
-    of the axes that shard them."""
+    part_sums: PartSums
+    """Sums over the ranks that hold the other parts of this rank's trained weights."""
+    matrices: Mapping[str, int]
+    """Initializer name -> dimension of the output features, of the weights that Muon takes by default."""
 
     @property
     def trained(self) -> list[Weight]:
@@ -202,7 +204,8 @@ def build_rank_model(
         statistics_names=statistics_names,
         shapes_of=partial(_stages_for_inputs, module, own, layout.stages, autocast),
         reported_weights=_reported_weights(weights, reducer.weights, mesh),
-        total_squares=_total_squares(weights, reducer.weights, mesh, layout.placements),
+        part_sums=PartSums(weights, reducer.weights, mesh, layout.placements),
+        matrices=layout.matrices,
     )
 
 
@@ -273,32 +276,3 @@ def _reported_weights(weights: Sequence[Weight], held: Sequence[Weight], mesh: D
         for part, weight in zip(held, weights, strict=True)
         if part.counted and (first_group if part.placement != weight.placement else first_replica)
     )
-
-
-def _total_squares(
-    weights: Sequence[Weight], held: Sequence[Weight], mesh: DeviceMesh, placements: Mapping[str, Placement]
-) -> Callable[[Tensor], Tensor]:
-    """Return a function that sums squares [..., n] of the parts of n trained weights over the axes that shard them."""
-    by_tensor = torch.tensor([weight.name in placements for weight in weights if weight.trained])
-    by_zero = torch.tensor(
-        [part.placement != weight.placement for part, weight in zip(held, weights, strict=True) if weight.trained]
-    )
-    axes = [
-        (mesh.get_group(axis), sharded)
-        for axis, sharded in (("shard", by_zero), ("tensor", by_tensor))
-        if mesh.get_group(axis).size() > 1
-    ]
-
-    # copied to the device of the weights once: the host waits for a copy
-    device = next((weight.tensor.device for weight in held if weight.trained), None)
-    axes = [(group, sharded.to(device)) for group, sharded in axes]
-
-    def total(squares: Tensor) -> Tensor:
-        for group, mask in axes:
-            # replicated weights must not be counted once per rank, so they go in as 0 and come out as they were
-            parts = torch.where(mask, squares, 0.0)
-            dist.all_reduce(parts, group=group)
-            squares = torch.where(mask, parts, squares)
-        return squares
-
-    return total

@@ -27,6 +27,7 @@ from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.optim.moments import CHUNK, hash_offset, noise, put_positions, round_
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
+from onward.trainer.optim.rules.rule import NoOtherParts, OtherParts
 from onward.trainer.optim.rules.table import RULES as RULE_TABLE
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.optim.state import (
@@ -282,6 +283,8 @@ RULES: list[dict[str, Any]] = [
     {"name": "adagrad"},
     {"name": "lion"},
     {"name": "lion", "moments": "bf16"},
+    {"name": "adafactor"},
+    {"name": "muon"},
 ]
 
 
@@ -417,15 +420,29 @@ class Sums:
         self.barrier = threading.Barrier(num_ranks, timeout=20)
         self.given = [torch.empty(0)] * num_ranks
 
-    def of(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def total(squares: Tensor) -> Tensor:
-            self.given[rank] = squares
-            self.barrier.wait()
-            result = torch.stack(self.given).sum(0)
-            self.barrier.wait()
-            return result
+    def of(self, rank: int) -> OtherParts:
+        return PartsOnThreads(self, rank)
 
-        return total
+
+class PartsOnThreads:
+    """All weights are sharded over all ranks."""
+
+    def __init__(self, sums: Sums, rank: int) -> None:
+        self.sums, self.rank = sums, rank
+
+    def squares(self, squares: Tensor) -> Tensor:
+        self.sums.given[self.rank] = squares
+        self.sums.barrier.wait()
+        result = torch.stack(self.sums.given).sum(0)
+        self.sums.barrier.wait()
+        return result
+
+    def sum(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+        assert len(tensors) == len(numbers)
+        return [self.squares(tensor) for tensor in tensors]
+
+    def share(self, number: int) -> tuple[int, int]:
+        return self.rank, len(self.sums.given)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -434,17 +451,22 @@ def test_parts_of_weights_go_where_the_whole_weights_go(settings: dict[str, Any]
     config = OptimizerConfig.model_validate(settings | {"weight_decay": 0.1, "learning_rate": 0.01})
     torch.manual_seed(0)
     whole = [("w", nn.Parameter(torch.randn(3, 5))), ("b", nn.Parameter(torch.randn(7)))]
-    reference, sums, places = build_optimizer(config, whole, seed=5), Sums(3), LAYOUTS[layout]
+    sums, places = Sums(3), LAYOUTS[layout]
+
+    def weight(name: str, tensor: Tensor, placement: Placement) -> Weight:
+        return Weight(name, tensor, placement, trained=True, outputs=1 if name == "w" else None)
+
+    reference = build_optimizer(config, [weight(n, w, Placement.full(w.shape)) for n, w in whole], seed=5)
     ranks = [
-        [Weight(n, nn.Parameter(take(w.detach(), places[n][rank])), places[n][rank], trained=True) for n, w in whole]
+        [weight(n, nn.Parameter(take(w.detach(), places[n][rank])), places[n][rank]) for n, w in whole]
         for rank in range(3)
     ]
-    optimizers = [build_optimizer(config, ranks[r], seed=5, total_squares=sums.of(r)) for r in range(3)]
+    optimizers = [build_optimizer(config, ranks[r], seed=5, parts=sums.of(r)) for r in range(3)]
     for _ in range(5):
-        for name, weight in whole:
-            weight.grad = torch.randn_like(weight)
+        for name, full in whole:
+            full.grad = torch.randn_like(full)
             for part in (part for rank in ranks for part in rank if part.name == name):
-                part.tensor.grad = take(weight.grad, part.placement)
+                part.tensor.grad = take(full.grad, part.placement)
         reference.step()
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda optimizer: optimizer.step(), optimizers))
@@ -454,6 +476,8 @@ def test_parts_of_weights_go_where_the_whole_weights_go(settings: dict[str, Any]
         assert found.keys() == expected.keys()
         for name, (part, placement) in found.items():
             torch.testing.assert_close(part.float(), take(expected[name].float(), placement), rtol=1e-5, atol=1e-7)
+            # full matrices are put together exactly and computed with by one rank
+            assert config.name != "muon" or torch.equal(part, take(expected[name], placement))
 
 
 @pytest.mark.parametrize("settings", RULES, ids=lambda settings: "-".join(map(str, settings.values())))
@@ -484,17 +508,17 @@ def test_copies_of_a_weight_stay_equal_and_are_saved_once(settings: dict[str, An
 
 @pytest.mark.parametrize("name", UPDATE_RULES)
 def test_a_rank_without_a_trained_weight_takes_part(name: str) -> None:
-    asked = []
+    class Asked(NoOtherParts):
+        def squares(self, squares: Tensor) -> Tensor:
+            asked.append(tuple(squares.shape))
+            return squares
 
-    def total(squares: Tensor) -> Tensor:
-        asked.append(squares.shape)
-        return squares
-
+    asked: list[tuple[int, ...]] = []
     config = OptimizerConfig.model_validate({"name": name, "weights": [WeightAttributes(pattern="h.*")]})
-    optimizer = build_optimizer(config, [], elsewhere=["h.0"], total_squares=total)
+    optimizer = build_optimizer(config, [], elsewhere=["h.0"], parts=Asked())
     set_learning_rate(optimizer, 0.1)
     optimizer.step()
-    assert asked == ([(2, 0)] if name == "lamb" else [])
+    assert asked == ([(2, 0)] if name in ("lamb", "adafactor") else [])
     assert optimizer_parts(optimizer, []) == {}
     with pytest.raises(ConfigError, match=r"pattern 'h\.\*' matches no weight"):
         build_optimizer(config, [], elsewhere=["g.0"])

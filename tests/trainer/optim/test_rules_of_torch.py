@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from onward.trainer.config.sections.training import OptimizerConfig
+from onward.trainer.distributed.weights import Placement, Weight
+from onward.trainer.errors import ConfigError
 from onward.trainer.optim.optimizers import build_optimizer, set_learning_rate
 
 SHAPES = ((7, 5), (6,), (4, 3, 2, 2), ())
@@ -38,6 +40,19 @@ REFERENCES: dict[str, tuple[dict[str, Any], Callable[[list[nn.Parameter]], torch
     "adagrad": (
         {"name": "adagrad", "learning_rate": 0.01, "weight_decay": 0.1},
         lambda w: torch.optim.Adagrad(w, lr=0.01, weight_decay=0.1),
+    ),
+    "adafactor": (
+        {"name": "adafactor", "learning_rate": 0.5, "weight_decay": 0.1},
+        lambda w: torch.optim.Adafactor(w, lr=0.5, weight_decay=0.1),
+    ),
+    "adafactor with other settings": (
+        {
+            "name": "adafactor",
+            "learning_rate": 0.01,
+            "epsilon": 0.3,
+            "adafactor": {"decay_exponent": 0.5, "epsilon_scale": 2.0, "clip": 1.2},
+        },
+        lambda w: torch.optim.Adafactor(w, lr=0.01, eps=(0.3, 2.0), d=1.2, beta2_decay=-0.5),
     ),
 }
 """Case -> [optimizer], and the same optimizer of torch."""
@@ -96,6 +111,81 @@ def test_lion_keeps_to_its_formula_element_by_element() -> None:
         torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
 
 
+# -- Muon
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon for the matrix, AdamW with a rate of its own for the rest."""
+
+    def __init__(self, weights: list[nn.Parameter], rate: float, **settings: Any) -> None:
+        super().__init__(weights, {})
+        rest = [weight for weight in weights if weight.ndim != 2]
+        self.both = (
+            torch.optim.Muon(weights[:1], lr=rate, weight_decay=0.1, **settings),
+            torch.optim.AdamW(rest, lr=3e-4, weight_decay=0.1),
+        )
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for each in self.both:
+            each.step()
+
+
+def muon_of_onward(*, outputs: int = 0, **settings: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    def make(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+        values = {"name": "muon", "learning_rate": 0.02, "weight_decay": 0.1, "no_decay": [], **settings}
+        named = [
+            Weight(f"w{n}", w, Placement.full(w.shape), trained=True, outputs=outputs if w.ndim == 2 else None)
+            for n, w in enumerate(weights)
+        ]
+        return build_optimizer(OptimizerConfig.model_validate(values), named)
+
+    return make
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_takes_the_steps_of_torchs_muon_bit_for_bit_and_those_of_adamw_for_the_rest(
+    scale: str, nesterov: bool
+) -> None:
+    settings = {"nesterov": nesterov, "muon": {"arithmetic": "bf16", "scale": scale}}
+    found = weights_after(muon_of_onward(**settings))
+    wanted = weights_after(lambda w: MuonAndAdamW(w, 0.02, nesterov=nesterov, adjust_lr_fn=scale))
+    assert torch.equal(found[0], wanted[0])
+    for ours, theirs in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    exact = weights_after(muon_of_onward(**settings | {"muon": {"scale": scale}}))
+    torch.testing.assert_close(exact[0], found[0], rtol=0, atol=0.02)
+    assert not torch.equal(exact[0], found[0])
+
+
+def test_muon_of_a_matrix_stored_as_inputs_x_outputs_is_the_transpose_of_the_other() -> None:
+    """ONNX's MatMul stores [in, out], torch's Linear [out, in]; the factor of the step depends on which is which."""
+
+    def after(transposed: bool) -> Tensor:
+        torch.manual_seed(0)
+        matrix, gradient = torch.randn(2, 7, 3).unbind()
+        weight = nn.Parameter(matrix.t().contiguous() if transposed else matrix)
+        weight.grad = gradient.t().contiguous() if transposed else gradient
+        muon_of_onward(outputs=int(transposed))([weight]).step()
+        return weight.detach().t() if transposed else weight.detach()
+
+    assert torch.equal(after(False), after(True))
+
+
+def test_muon_flattens_kernels_and_refuses_what_is_no_matrix() -> None:
+    torch.manual_seed(0)
+    kernel = nn.Parameter(torch.randn(4, 3, 2, 2))
+    flat = nn.Parameter(kernel.detach().flatten(1).clone())
+    kernel.grad = torch.randn_like(kernel)
+    flat.grad = kernel.grad.flatten(1)
+    config = OptimizerConfig.model_validate({"name": "muon", "weights": [{"pattern": "w", "rule": "muon"}]})
+    for weight in (kernel, flat):
+        build_optimizer(config, [("w", weight)]).step()
+    assert torch.equal(kernel.flatten(1), flat)
+    with pytest.raises(ConfigError, match=r"rule 'muon' of 'w' \[5\].*needs a matrix"):
+        build_optimizer(config, [("w", nn.Parameter(torch.ones(5)))])
+
+
 # -- settings of single weights
 
 OF_WEIGHTS: list[dict[str, Any]] = [
@@ -109,6 +199,7 @@ OF_WEIGHTS: list[dict[str, Any]] = [
     {"name": "rmsprop", "beta": 0.7, "epsilon": 0.01},
     {"name": "adagrad", "epsilon": 0.01},
     {"name": "lion", "alpha": 0.5, "beta": 0.7},
+    {"name": "adafactor", "epsilon": 0.3},
 ]
 
 

@@ -60,10 +60,11 @@ def optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
     name, rule = optimizer.name, UPDATE_RULES[optimizer.name]
     for setting in SETTINGS:
         value, default = getattr(optimizer, setting), OptimizerConfig.model_fields[setting].default
+        shown = f"{setting} {value!r}" if not isinstance(value, Section) else setting
         if setting not in (*rule.takes, *rule.ignores) and value not in (default, rule.defaults.get(setting)):
-            yield f"optimizer.{setting} {value!r} is for {rules_that_take(setting)}, not for {name}"
+            yield f"optimizer.{shown} is for {rules_that_take(setting)}, not for {name}"
     for each in optimizer.weights:
-        for setting in sorted({*SETTINGS} & each.model_dump(exclude_none=True).keys() - rule.takes_of_weight()):
+        for setting in sorted({*SETTINGS, "rule"} & each.model_dump(exclude_none=True).keys() - rule.takes_of_weight()):
             yield (
                 f"optimizer.weights: {setting} {getattr(each, setting)!r} of pattern {each.pattern!r} is for "
                 f"{rules_that_take(setting)}, not for {name}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from onward.trainer.config.section import Decay, Fraction, Section
 from onward.trainer.config.update_rules import UPDATE_RULES, OptimizerName
@@ -79,41 +79,79 @@ class WeightAttributes(Section):
     """Replaces `optimizer.ratio_max`."""
     momentum: Decay | None = None
     """Replaces `optimizer.momentum`."""
+    rule: Literal["muon", "adamw"] | None = None
+    """Muon only: which of the two updates the weight. By default Muon takes the matrices that nothing but matrix
+    products of hidden layers read; AdamW takes embeddings, the layers before the outputs, and all that is no matrix."""
+
+
+class AdafactorConfig(Section):
+    """Settings of Adafactor."""
+
+    decay_exponent: PositiveFloat = 0.8
+    """The mean squares decay by 1 - t^-decay_exponent in step t."""
+    epsilon_scale: NonNegativeFloat = 1e-3
+    """The least RMS of a weight by which its step is scaled (epsilon 2 of the paper)."""
+    clip: PositiveFloat = 1.0
+    """The largest RMS of an update before it is scaled."""
+
+
+class MuonConfig(Section):
+    """Settings of Muon, which updates the matrices of hidden layers; AdamW updates all other weights."""
+
+    adamw_learning_rate: PositiveFloat = 3e-4
+    """The learning rate of the weights that AdamW updates; the schedule scales it as it does `optimizer.learning_rate`.
+    """
+    scale: Literal["original", "match_rms_adamw"] = "original"
+    """The step of a matrix [out, in] is multiplied by sqrt(max(1, out / in)), or by 0.2 sqrt(max(out, in)): with
+    `match_rms_adamw`, learning rate and weight decay are those of AdamW."""
+    steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz iterations."""
+    arithmetic: Literal["fp32", "bf16"] = "fp32"
+    """The type of the Newton-Schulz products. `bf16` is that of torch.optim.Muon, faster on GPUs; results of different
+    layouts then differ by its rounding."""
+    convolutions: Literal["adamw", "flatten"] = "adamw"
+    """Kernels of convolutions: updated by AdamW, or by Muon as matrices [out, in x height x width]."""
 
 
 class OptimizerConfig(Section):
     """The update rule. Formulas: the docstrings of trainer/optim/rules/."""
 
     name: OptimizerName = "adamw"
-    """Adam (see `weight_decay_mode`), AdamW, LAMB, SGD with momentum, NAdam, RAdam, RMSprop, Adagrad, or Lion."""
+    """Adam (see `weight_decay_mode`), AdamW, LAMB, SGD with momentum, NAdam, RAdam, RMSprop, Adagrad, Lion,
+    Adafactor, or Muon for matrices with AdamW for the rest."""
     learning_rate: PositiveFloat = 1e-3
     """The learning rate that the learning-rate schedule scales. Usual: Lion 1e-4, a tenth of Adam's; NAdam 2e-3;
-    RMSprop and Adagrad 1e-2. `onward run` warns where a rule needs another order of magnitude."""
+    RMSprop, Adagrad and Adafactor 1e-2; Muon 0.02. `onward run` warns where a rule needs another order of magnitude."""
     alpha: Decay = 0.9
     """Decay of the first moment (beta1)."""
     beta: Decay = 0.999
     """Decay of the second moment (beta2); in Lion that of its only moment. Lion and RMSprop: 0.99 where it is not
     given."""
     epsilon: NonNegativeFloat = 1e-8
-    """Added to the square root of the second moment. Adagrad: 1e-10 where it is not given."""
+    """Added to the square root of the second moment. Adagrad: 1e-10, Adafactor: 2^-23 where it is not given."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay: added to the gradient in SGD, RMSprop and Adagrad, decoupled in all others."""
     weight_decay_mode: Literal["pytorch", "huggingface"] = "pytorch"
     """Adam only: apply the decay with the update (`pytorch`; ONNX Runtime's mode 0) or after it (`huggingface`; mode
     1)."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """The type that stores the moments; not for SGD and Adagrad. bf16 halves their memory; values are rounded
-    stochastically."""
+    """The type that stores the moments; not for SGD, Adagrad, Adafactor and Muon. bf16 halves their memory; values are
+    rounded stochastically."""
     bias_correction: bool = True
-    """Adam, AdamW and LAMB only: divide the moments by 1 - alpha^t and 1 - beta^t."""
+    """Adam, AdamW (of Muon too) and LAMB only: divide the moments by 1 - alpha^t and 1 - beta^t."""
     ratio_min: NonNegativeFloat = 0.0
     """LAMB only: smallest trust ratio."""
     ratio_max: PositiveFloat = 1e30
     """LAMB only: largest trust ratio."""
     momentum: Decay = 0.0
-    """SGD only: the share of the velocity that is kept from the step before."""
+    """SGD and Muon only: the share of the velocity that is kept from the step before. Muon: 0.95 where it is not given.
+    """
     nesterov: bool = False
-    """SGD only: Nesterov momentum."""
+    """SGD and Muon only: Nesterov momentum. Muon: true where it is not given."""
+    adafactor: AdafactorConfig = AdafactorConfig()
+    """Settings of Adafactor."""
+    muon: MuonConfig = MuonConfig()
+    """Settings of Muon."""
     no_decay: tuple[str, ...] = ("*bias*", "*gamma*", "*beta*", "*LayerNorm*")
     """Glob patterns of weights without weight decay (the rule of ONNX Runtime's trainer)."""
     weights: tuple[WeightAttributes, ...] = ()

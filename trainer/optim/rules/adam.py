@@ -34,9 +34,13 @@ class Adam(Rule):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every weight from its gradient."""
         for group in self.param_groups:
-            for batch in segments(self, group, gradients_of(group), unsplit=self._config.moments == "fp32"):
-                with in_fp32(batch, seed=self._context.seed, step=group["updates"]) as moments:
-                    self._update(group, batch, *moments)
+            self.update_group(group)
+
+    def update_group(self, group: Group) -> None:
+        """Update the weights of one group from their gradients."""
+        for batch in segments(self, group, gradients_of(group), unsplit=self._config.moments == "fp32"):
+            with in_fp32(batch, seed=self._context.seed, step=group["updates"]) as moments:
+                self._update(group, batch, *moments)
 
     def _update(self, group: Group, batch: list[Segment], first: list[Tensor], second: list[Tensor]) -> None:
         settings: WeightSettings = group["settings"]

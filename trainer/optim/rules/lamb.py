@@ -3,50 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.optim.moments import Group, Segment, in_fp32, segments
-from onward.trainer.optim.rules.rule import Rule, UpdateContext, gradients_of
+from onward.trainer.optim.rules.rule import NormedRule, UpdateContext, gradients_of
 from onward.trainer.optim.weight_settings import WeightSettings
 
 
-class Lamb(Rule):
+class Lamb(NormedRule):
     """LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning"), with limits on the trust ratio.
 
     m, v, c1, c2 as in Adam;  d = λw + (m/c1) / (√(v/c2) + ε)
     w ← w - η·clamp(‖w‖/‖d‖, ratio_min, ratio_max)·d, the clamp being 1 when either norm is 0.
 
-    Each norm is that of one full weight: `total_squares` sums the squares of its parts on all ranks, once per step.
+    Each norm is that of one full weight: the squares of its parts are summed over the ranks, once per step.
     Source: orttraining, cuda/optimizer/lamb.cu. A step overwrites the gradients with the directions, which would need
     as much memory again.
     """
 
     def __init__(self, groups: list[Group], config: OptimizerConfig, context: UpdateContext) -> None:
         super().__init__(groups, config, context)
-        # group by group, the place of each weight in the order given; made once, because an index that is a list would
-        # be copied to the GPU in every step, and the host would wait for the copy
-        device = next((weight.device for group in groups for weight in group["params"]), None)
-        self._places = torch.tensor([number for group in groups for number in group["numbers"]], device=device).long()
         limits = [
             [each.ratio_min, each.ratio_max] for group in groups for each in [group["settings"]] * len(group["params"])
         ]
         # [2, weights], in the order given
-        self._limits = torch.empty(2, len(limits), dtype=torch.float64, device=device)
-        self._limits[:, self._places] = torch.tensor(limits, dtype=torch.float64, device=device).view(-1, 2).t()
+        self._limits = torch.empty(2, len(limits), dtype=torch.float64, device=self.places.device)
+        self._limits[:, self.places] = self._limits.new_tensor(limits).view(-1, 2).t()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every weight from its gradient. Collective, as `total_squares` is."""
+        """Update every weight from its gradient. Collective: every rank of the axes that shard the weights."""
         directions = [self._directions(group) for group in self.param_groups]
-        lengths, norms = self._context.total_squares(self._squares(directions)).sqrt()
+        lengths, norms = self.full_norms(directions)
         ratios = (lengths / norms).clamp(*self._limits)
         # a weight of zeros would never change (ratio 0), and a direction of zeros would divide by 0
         ratios = torch.where((lengths > 0) & (norms > 0), ratios, 1.0).float()
-        in_groups = ratios[self._places].split_with_sizes([len(direction) for direction in directions])
+        in_groups = ratios[self.places].split_with_sizes([len(direction) for direction in directions])
         for group, direction, own in zip(self.param_groups, directions, in_groups, strict=True):
             if direction:
                 torch._foreach_mul_(direction, list(own.unbind()))
@@ -76,12 +71,3 @@ class Lamb(Rule):
         torch._foreach_div_(gradients, 1.0 - alpha**updates if corrected else 1.0)
         # after the quotient: decoupled decay, which the moments do not see, but the trust ratio does
         torch._foreach_add_(gradients, [segment.weight for segment in batch], alpha=settings.weight_decay)
-
-    def _squares(self, directions: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return [2, weights] squared norms of weights and directions; fp64 keeps their square roots exact."""
-        squares = torch.zeros(2, len(self._places), dtype=torch.float64, device=self._places.device)
-        weights = [group["params"] for group in self.param_groups]
-        for row, lists in zip(squares, (weights, directions), strict=True):
-            if norms := [torch.stack(torch._foreach_norm(tensors)) for tensors in lists if tensors]:
-                row[self._places] = torch.cat([norm.double() for norm in norms]).square()
-        return squares

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,13 +14,51 @@ from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.optim.moments import Group, in_fp32, segments
 from onward.trainer.optim.weight_settings import WeightSettings
 
-TotalSquares = Callable[[Tensor], Tensor]
-"""[2, weights] squared norms of this rank's parts of weights and directions -> those of the full weights."""
-Dims = tuple[int, ...]
-"""Dimensions of a weight."""
-State = Callable[[WeightSettings, int], dict[str, Dims]]
-"""Settings and number of dimensions of a weight -> field of its state -> the dimensions of the weight that it has:
-all for a moment, () for one number."""
+State = Callable[[WeightSettings, int], tuple[str, ...]]
+"""Settings and number of dimensions of a weight -> the fields of its state."""
+
+
+def dims_of(field: str, ndim: int) -> tuple[int, ...]:
+    """Return the dimensions of a weight that a field of its state has: all, but for counts and sums of rows."""
+    dims = tuple(range(ndim))
+    match field:
+        case "step":
+            return ()
+        case "row":
+            return dims[:-1]
+        case "column":
+            return (*dims[:-2], dims[-1])
+        case _:
+            return dims
+
+
+class OtherParts(Protocol):
+    """The ranks that hold the other parts of this rank's weights (trainer/parallel/part_sums.py)."""
+
+    def squares(self, squares: Tensor) -> Tensor:
+        """Return the squared norms of full weights, given those [..., weights] of this rank's parts."""
+
+    def sum(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+        """Return the sum of each tensor over the ranks that hold parts of the weight of that number."""
+
+    def share(self, number: int) -> tuple[int, int]:
+        """Return (number of this rank among those that hold parts of a weight, how many they are)."""
+
+
+class NoOtherParts:
+    """For a rank that holds its weights in full."""
+
+    def squares(self, squares: Tensor) -> Tensor:
+        """Return the argument."""
+        return squares
+
+    def sum(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+        """Return the argument."""
+        return list(tensors)
+
+    def share(self, number: int) -> tuple[int, int]:
+        """Return that this rank is the only one."""
+        return 0, 1
 
 
 @dataclass(frozen=True)
@@ -28,7 +67,7 @@ class UpdateContext:
 
     seed: int
     """Seed of stochastic rounding."""
-    total_squares: TotalSquares
+    parts: OtherParts
     state: State
 
 
@@ -46,8 +85,8 @@ def make_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, state:
     """Create the state of every weight, zeros."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
-            for field, dims in state(group["settings"], weight.ndim).items():
-                shape = [weight.shape[dim] for dim in dims]
+            for field in state(group["settings"], weight.ndim):
+                shape = [weight.shape[dim] for dim in dims_of(field, weight.ndim)]
                 dtype = torch.float32 if field == "step" else state_dtype(field, config, weight.dtype)
                 optimizer.state[weight][field] = torch.zeros(shape, dtype=dtype, device=weight.device)
 
@@ -85,10 +124,30 @@ class ElementwiseRule(Rule, ABC):
         """
 
 
-def all_dims(*names: str) -> State:
-    """Return the state of a rule that counts its updates and keeps tensors of the shape of the weight."""
+class NormedRule(Rule):
+    """A rule that needs norms of full weights and of their updates."""
 
-    def state(settings: WeightSettings, ndim: int) -> dict[str, Dims]:
-        return {"step": (), **{name: tuple(range(ndim)) for name in names}}
+    def __init__(self, groups: list[Group], config: OptimizerConfig, context: UpdateContext) -> None:
+        super().__init__(groups, config, context)
+        # made once, because an index that is a list would be copied to the GPU in every step, and the host would wait
+        device = next((weight.device for group in groups for weight in group["params"]), None)
+        self.places = torch.tensor([number for group in groups for number in group["numbers"]], device=device).long()
+        """Group by group, the place of each weight in the order given."""
 
-    return state
+    def full_norms(self, updates: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return the L2 norms [weights] of full weights and of their updates, fp64, in the order given.
+
+        updates: this rank's parts, group by group. fp64 keeps the square roots exact. Collective.
+        """
+        squares = torch.zeros(2, len(self.places), dtype=torch.float64, device=self.places.device)
+        weights = [group["params"] for group in self.param_groups]
+        for row, lists in zip(squares, (weights, updates), strict=True):
+            if norms := [torch.stack(torch._foreach_norm(tensors)) for tensors in lists if tensors]:
+                row[self.places] = torch.cat([norm.double() for norm in norms]).square()
+        lengths, sizes = self._context.parts.squares(squares).sqrt()
+        return lengths, sizes
+
+
+def counted(*fields: str) -> State:
+    """Return the state of a rule that counts its updates and has these fields for every weight."""
+    return lambda settings, ndim: ("step", *fields)

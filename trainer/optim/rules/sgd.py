@@ -6,7 +6,7 @@ import torch
 
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.optim.moments import Group
-from onward.trainer.optim.rules.rule import Dims, UpdateContext, make_state
+from onward.trainer.optim.rules.rule import UpdateContext, make_state
 from onward.trainer.optim.weight_settings import WeightSettings
 
 
@@ -24,6 +24,6 @@ def sgd(groups: list[Group], config: OptimizerConfig, context: UpdateContext) ->
     return optimizer
 
 
-def sgd_state(settings: WeightSettings, ndim: int) -> dict[str, Dims]:
+def sgd_state(settings: WeightSettings, ndim: int) -> tuple[str, ...]:
     """Return the fields of the state: a velocity where there is momentum."""
-    return {"momentum_buffer": tuple(range(ndim))} if settings.momentum else {}
+    return ("momentum_buffer",) if settings.momentum else ()

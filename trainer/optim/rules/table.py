@@ -9,11 +9,13 @@ import torch
 
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.optim.moments import Group
+from onward.trainer.optim.rules.adafactor import Adafactor, adafactor_state
 from onward.trainer.optim.rules.adam import Adam
 from onward.trainer.optim.rules.adaptive import Adagrad, NAdam, RAdam, RMSprop
 from onward.trainer.optim.rules.lamb import Lamb
 from onward.trainer.optim.rules.lion import Lion
-from onward.trainer.optim.rules.rule import State, UpdateContext, all_dims
+from onward.trainer.optim.rules.muon import Muon, muon_state
+from onward.trainer.optim.rules.rule import State, UpdateContext, counted
 from onward.trainer.optim.rules.sgd import sgd, sgd_state
 
 
@@ -27,13 +29,15 @@ class NamedRule:
 
 
 RULES: dict[str, NamedRule] = {
-    "adam": NamedRule(Adam, all_dims("moment_1", "moment_2")),
-    "adamw": NamedRule(Adam, all_dims("moment_1", "moment_2")),
-    "lamb": NamedRule(Lamb, all_dims("moment_1", "moment_2")),
+    "adam": NamedRule(Adam, counted("moment_1", "moment_2")),
+    "adamw": NamedRule(Adam, counted("moment_1", "moment_2")),
+    "lamb": NamedRule(Lamb, counted("moment_1", "moment_2")),
     "sgd": NamedRule(sgd, sgd_state),
-    "nadam": NamedRule(NAdam, all_dims("moment_1", "moment_2")),
-    "radam": NamedRule(RAdam, all_dims("moment_1", "moment_2")),
-    "rmsprop": NamedRule(RMSprop, all_dims("moment_2")),
-    "adagrad": NamedRule(Adagrad, all_dims("sum_of_squares")),
-    "lion": NamedRule(Lion, all_dims("moment_1")),
+    "nadam": NamedRule(NAdam, counted("moment_1", "moment_2")),
+    "radam": NamedRule(RAdam, counted("moment_1", "moment_2")),
+    "rmsprop": NamedRule(RMSprop, counted("moment_2")),
+    "adagrad": NamedRule(Adagrad, counted("sum_of_squares")),
+    "adafactor": NamedRule(Adafactor, adafactor_state),
+    "muon": NamedRule(Muon, muon_state),
+    "lion": NamedRule(Lion, counted("moment_1")),
 }

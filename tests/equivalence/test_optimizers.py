@@ -1,0 +1,113 @@
+"""Promise 3 for every optimizer: every layout trains what one rank trains, and continues the checkpoints of others.
+
+Gradients that are 0 but for rounding, such as those of the biases of keys, would be scaled to the size of all others:
+so `epsilon` is 1e-3 wherever there is one. Lion has none, so its steps may differ where a gradient is almost 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onward.trainer.config.update_rules import UPDATE_RULES
+from onward.trainer.run.directory import RunDir
+from tests.equivalence import layouts
+from tests.equivalence.layouts import ALONE, MODELS, NUM_STEPS, TOLERANCE, Case, make_case, tensors, trained
+from tests.equivalence.test_layouts import with_a_planted_overflow
+from tests.support.ranks import run_ranks
+from tests.support.runs import assert_equal_bits, events, final_tensors, losses
+
+GPT2, BERT, LLAMA, CONV = MODELS
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {"weight_decay_mode": "huggingface"},
+    "adamw": {"weights": [{"pattern": "*mlp*", "alpha": 0.5, "beta": 0.9}]},
+    "lamb": {"weights": [{"pattern": "*mlp*", "ratio_max": 0.1}]},
+    "sgd": {"epsilon": 1e-8, "momentum": 0.9, "learning_rate": 0.05},
+    "nadam": {},
+    "radam": {},
+    "rmsprop": {},
+    "adagrad": {},
+    "lion": {"epsilon": 1e-8, "learning_rate": 1e-4},
+    "adafactor": {"learning_rate": 1e-2},
+    "muon": {"learning_rate": 0.02, "muon": {"convolutions": "flatten"}},
+}
+"""`optimizer.name` -> its other settings."""
+LAYOUTS = (("dp2", 0), ("tp2", 0), ("pp2", 0), ("dp2", 1), ("dp2", 3), ("dp2 x tp2", 3), ("2x2x2", 2))
+
+
+def case(model: str, name: str, layout: str, zero: int = 0, **sections: Any) -> Case:
+    replicas = layouts.LAYOUTS[layout].get("data", 1)
+    batches = {"global_batch_size": 8, "gradient_accumulation_steps": 4 // replicas}
+    return Case(model, layout, zero, {"optimizer": {"name": name, **OPTIMIZERS[name]}, "train": batches, **sections})
+
+
+def largest_difference(found: RunDir, wanted: RunDir, name: str) -> float:
+    """Of losses and weights, relative to the largest value of each tensor. Lion: without a twentieth of each tensor."""
+    assert losses(found).keys() <= losses(wanted).keys()
+    worst = [abs(loss / losses(wanted)[step] - 1) for step, loss in losses(found).items()]
+    mine, theirs = (tensors(run, NUM_STEPS, "model/") for run in (found, wanted))
+    assert mine.keys() == theirs.keys()
+    for key, weight in theirs.items():
+        difference = (mine[key] - weight).abs().flatten().sort().values / max(float(weight.abs().max()), 1e-6)
+        kept = len(difference) - (len(difference) // 20 if name == "lion" else 0)
+        worst.append(float(difference[:kept].max()))
+    return max(worst)
+
+
+def test_every_optimizer_is_in_the_matrix() -> None:
+    assert OPTIMIZERS.keys() == UPDATE_RULES.keys()
+
+
+@pytest.mark.mpi
+def test_optimizers_that_need_full_weights_train_on_shards_of_shards_what_one_rank_trains(tmp_path: Path) -> None:
+    names = ("adafactor", "muon")
+    cases = [case(GPT2, name, layout, zero) for name in names for layout, zero in ((ALONE, 0), ("dp2 x tp2", 3))]
+    runs = list(trained(cases, tmp_path).values())
+    found = {name: largest_difference(runs[2 * n + 1], runs[2 * n], name) for n, name in enumerate(names)}
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", [GPT2, CONV])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_in_every_layout_what_one_rank_trains(name: str, model: str, tmp_path: Path) -> None:
+    alone, *cases = [case(model, name, *each) for each in ((ALONE, 0), *LAYOUTS)]
+    runs = trained([alone, *cases], tmp_path)
+    found = {each.name: largest_difference(runs[each], runs[alone], name) for each in cases}
+    assert {each: difference for each, difference in found.items() if difference > TOLERANCE} == {}
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lion", "nadam", "adafactor", "muon"])
+def test_a_checkpoint_of_every_optimizer_is_continued_by_another_layout(name: str, tmp_path: Path) -> None:
+    first = trained([case(GPT2, name, "dp2 x tp2", 3)], tmp_path / "first")
+    (run,) = first.values()
+    saved = {"checkpoint": {"period": 1, "load": str(run.checkpoint(1))}}
+    others = [case(GPT2, name, *each, **saved) for each in ((ALONE, 0), ("pp2", 0), ("tp2", 0), ("dp2 x tp2", 3))]
+    runs = {each.layout: make_case(each, tmp_path / str(place)) for place, each in enumerate(others)}
+    for size in (1, 2, 4):
+        roots = [str(runs[each.layout].root) for each in others if each.world_size == size]
+        run_ranks(size, "tests.equivalence.layouts:train_all", roots, timeout_s=300)
+    for other in runs.values():
+        assert sorted(losses(other)) == [2, 3]
+        assert largest_difference(other, run, name) <= TOLERANCE
+    assert_equal_bits(final_tensors(runs["dp2 x tp2"]), final_tensors(run))
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_an_overflow_skips_the_step_of_an_optimizer_that_sums_over_ranks(name: str, tmp_path: Path) -> None:
+    run = make_case(case(GPT2, name, "tp2 x pp2", 0, precision={"compute": "fp16", "initial_scale": 1024.0}), tmp_path)
+    planted = "tests.equivalence.test_layouts:with_a_planted_overflow"
+    assert with_a_planted_overflow.__name__ in planted
+    steps = run_ranks(4, planted, str(run.root), 3, 2, timeout_s=300)
+    assert steps == [layouts.NUM_STEPS] * 4
+    skipped = [event for event in events(run, "scalars") if event.fields["values"].get("train/skipped")]
+    assert [(event.step, event.fields["values"]["train/loss_scale"]) for event in skipped] == [(2, 512.0)]
+    assert sorted(losses(run)) == [1, 2, 3]

@@ -1,0 +1,32 @@
+"""Find the weights that Muon takes by default: the matrices of the hidden layers of a graph.
+
+    input -- embedding -- linear -- ... -- linear -- head -- output
+             AdamW        Muon             Muon      AdamW            biases, norms, scalars: AdamW
+
+Keller Jordan 2024 (https://kellerjordan.github.io/posts/muon/): "Muon is only for the hidden layers of a network".
+"""
+
+from __future__ import annotations
+
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis
+
+
+def find_matrices(module: ImportedGraph, *, convolutions: bool) -> dict[str, int]:
+    """Return initializer name -> the dimension of the output features, of each matrix of a hidden layer.
+
+    Matrices that are read by anything but matrix products, such as tied embeddings, are left out; so are those of the
+    last products before an output, and adapters. convolutions: also return the kernels of convolutions.
+    """
+    graph = GraphAnalysis(module, module.onnx_names)
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    heads = set(graph.nearest_products(output))
+    found: dict[str, int] = {}
+    refused: set[str] = set()
+    for node, product in graph.products.items():
+        readers = set(graph.readers(product.path))
+        hidden = node not in heads and readers <= graph.products.keys() and not product.is_low_rank
+        if not hidden or (product.is_convolution and not convolutions):
+            refused.add(product.name)
+        found[product.name] = product.outputs
+    return {name: outputs for name, outputs in found.items() if name not in refused}

@@ -215,7 +215,7 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "momentum of LAMB by pattern": (
         {"optimizer": {"name": "lamb", "weights": [{"pattern": "*", "momentum": 0.9, "ratio_max": 2.0}]}},
-        ["optimizer.weights: momentum 0.9 of pattern '*' is for sgd, not for lamb"],
+        ["optimizer.weights: momentum 0.9 of pattern '*' is for sgd and muon, not for lamb"],
     ),
     "ratios of Adam by pattern": (
         {"optimizer": {"weights": [{"pattern": "*", "ratio_max": 2.0}]}},
@@ -223,7 +223,19 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "bias correction of Lion": (
         {"optimizer": {"name": "lion", "bias_correction": False}},
-        ["optimizer.bias_correction False is for adam, adamw and lamb, not for lion"],
+        ["optimizer.bias_correction False is for adam, adamw, lamb and muon, not for lion"],
+    ),
+    "Muon without Muon": (
+        {"optimizer": {"muon": {"adamw_learning_rate": 0.1}}},
+        ["optimizer.muon is for muon, not for adamw"],
+    ),
+    "a rule by pattern of AdamW": (
+        {"optimizer": {"weights": [{"pattern": "*", "rule": "muon"}]}},
+        ["optimizer.weights: rule 'muon' of pattern '*' is for muon, not for adamw"],
+    ),
+    "moments of Adafactor": (
+        {"optimizer": {"name": "adafactor", "moments": "bf16"}},
+        ["optimizer.moments 'bf16' is for adam,", "not for adafactor"],
     ),
     "training files of Lion": (
         {"optimizer": {"name": "lion"}, "export": {"training": True}},

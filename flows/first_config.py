@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onward.trainer.errors import ConfigError
+
 if TYPE_CHECKING:
     from onward.flows.api import AnyPath, Overrides
     from onward.trainer.proposal.initialise import Proposed
@@ -33,9 +35,16 @@ def init(
     the record says why a written configuration does not train. Raises ConfigError for an `output` that exists (without
     `force`), and ConfigError, DataError or UnsupportedModel where nothing can be proposed; nothing is written then.
     """
-    from onward.trainer.data.reading.fetching import local_model
+    from onward.tasks.registered_models import with_registered
+    from onward.trainer.data.reading.fetching import fetch
     from onward.trainer.proposal.initialise import initialise
 
+    named = {"model": {"path": os.fspath(model)}, "data": {"source": os.fspath(data)}}
+    copies, problems = fetch(named, with_registered(named))
+    if problems:
+        raise ConfigError(problems)
     changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
-    path, source = local_model(Path(model)), os.fspath(data)
-    return initialise(path, source, Path(output), changes, force=force, steps=steps, range_test=range_test)
+    path, source = Path(named["model"]["path"]), named["data"]["source"]
+    return initialise(
+        path, source, Path(output), changes, copies=copies, force=force, steps=steps, range_test=range_test
+    )

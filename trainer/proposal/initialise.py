@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.urls import url_of
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.proposal.draft import Draft
@@ -15,7 +16,10 @@ from onward.trainer.proposal.proof import Proof, RangeTest, find_rate, prove
 from onward.trainer.proposal.propose import propose
 from onward.trainer.proposal.toml_text import as_text, reasons, shown_choices
 from onward.trainer.run.durable_files import durable_file
+from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import Record
+
+NO_COPIES = LocalCopies()
 
 
 class Guess(Record):
@@ -54,25 +58,30 @@ def initialise(
     target: Path,
     given: Iterable[Override] = (),
     *,
+    copies: LocalCopies = NO_COPIES,
     force: bool = False,
     steps: int = 20,
     range_test: bool = False,
 ) -> Proposed:
     """Write the configuration `target` for a model and data; train `steps` steps of it, 0 = none.
 
-    force: replace a file. Raises ConfigError for a file that exists, and the errors of `propose` and `load_config`;
-    nothing is written then. While a question is open nothing is trained.
+    copies: where the files are that model and source name by URL; the configuration has the URLs. force: replace a
+    file. Raises ConfigError for a file that exists, and the errors of `propose` and `load_config`; nothing is written
+    then. While a question is open nothing is trained.
     """
     if target.is_dir():
         raise ConfigError(f"{target} is a directory; name the file to write, such as {target / 'config.toml'}")
     if target.exists() and not force:
         raise ConfigError(f"{target} exists already; name another file with -o, or replace it with --force")
-    draft = propose(model, source, given)
+    places = {copy.url: str(copy.path) for copy in copies.copies}
+    local = Path(places.get(url_of(model), model))
+    draft = propose(local, places.get(url_of(source), source), given)
     found = None
     if range_test and not draft.questions:
         found = find_rate(load_config(draft.settings(), check=check_files_and_data))
         draft.set("optimizer.learning_rate", found.chosen, found.summary)
-    config = _write(draft, target, f"{model.name} on {Path(source).absolute().name}, as `onward init` proposes it.")
+    title = f"{model.name} on {Path(source).absolute().name}, as `onward init` proposes it."
+    config = _write(draft, target, as_text(draft, target, title, {path: url for url, path in places.items()}), copies)
     result = Proposed(
         path=target,
         guesses=tuple(Guess(setting=key, value=value, reason=why) for key, value, why in reasons(draft)),
@@ -91,23 +100,27 @@ def initialise(
         return result.model_copy(update={"refused": error.problems})
 
 
-def _write(draft: Draft, target: Path, title: str) -> RunConfig | None:
-    """Write the file durably; return its configuration, None while it has questions. Raises ConfigError if it would not
-    load, and writes nothing then."""
-    text = as_text(draft, target, title)
+def _write(draft: Draft, target: Path, text: str, copies: LocalCopies) -> RunConfig | None:
+    """Write the file durably; return its configuration with local paths, None while it has questions.
+
+    Raises ConfigError if it would not load, and writes nothing then.
+    """
     config = None
     with durable_file(target) as partial:
         partial.write_text(text, encoding="utf-8")
         if draft.questions:
-            _check_with_choices(draft)
+            _check_with_choices(draft, copies)
         else:
             # a run without a name has that of the file, which is another one while it is written
             name = re.sub(r"[^A-Za-z0-9._-]", "-", target.stem)
-            config = load_config(partial, [("name", name)], check=check_files_and_data)
+            config = load_config(
+                partial, [("name", name)], check=lambda sections: check_files_and_data(sections, copies)
+            )
+            config = with_copies(config, copies)
     return config
 
 
-def _check_with_choices(draft: Draft) -> None:
+def _check_with_choices(draft: Draft, copies: LocalCopies) -> None:
     """Raise ConfigError if the settings contradict each other under the first choice of each question."""
     if all(entry.choices for entry in draft.questions.values()):
-        load_config(draft.settings(), check=check_files_and_data)
+        load_config(draft.settings(), check=lambda sections: check_files_and_data(sections, copies))

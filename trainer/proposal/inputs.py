@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.columns import TEXT
@@ -74,12 +73,9 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
         _propose_images(draft, source)
     elif Path(source).is_dir() and not _format(source) and (suffix := _text_suffix(Path(source))):
         draft.set("data.text_files", f"*{suffix}", "the files of text")
-    elif Path(source).is_dir() and _format(source, audio=AudioConfig()) == "audio":
-        draft.set("data.format", "audio", "audio files in a folder for each class")
-        draft.set("data.audio.column", "audio", "the files")
 
 
-def _format(source: str, **tables: ImageConfig | AudioConfig) -> str:
+def _format(source: str, **tables: ImageConfig) -> str:
     try:
         return sources.locate(source, DataConfig.model_validate({"source": source, **tables})).format
     except DataError:

@@ -7,6 +7,7 @@ import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from onward.trainer.config.loading import BUNDLED_SOURCES
@@ -33,14 +34,14 @@ TABLES = (
 PATHS = ("model.path", "data.source", "data.evaluation_source", "data.test_source", "data.text.tokenizer")
 
 
-def as_text(draft: Draft, target: Path, title: str) -> str:
-    """Return the content of the file `target`; title: what its first line says."""
+def as_text(draft: Draft, target: Path, title: str, urls: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the content of the file `target`; title: what its first line says. urls: local copy -> its URL."""
     tables: dict[str, list[str]] = {}
     for key, entry in draft.entries.items():
         if key.startswith(f"{INPUTS}."):
             continue
         *outer, name = parts_of(key)
-        shown = Entry(_relative(key, entry.value, target), entry.reason, entry.choices)
+        shown = Entry(_relative(key, entry.value, target, urls), entry.reason, entry.choices)
         if shown.value == {}:  # a table without settings, such as [data.image]
             tables.setdefault(key, []).extend(_comment(shown.reason))
         else:
@@ -111,10 +112,13 @@ def _shortened(lines: list[str]) -> list[str]:
     return lines
 
 
-def _relative(key: str, value: Any, target: Path) -> Any:
-    """Return a path relative to the folder of the file, unless it is elsewhere."""
+def _relative(key: str, value: Any, target: Path, urls: Mapping[str, str]) -> Any:
+    """Return a path relative to the folder of the file, unless it is elsewhere; of a local copy its URL."""
     if key not in PATHS or not isinstance(value, str | Path) or value in (OPEN, *BUNDLED_SOURCES) or url_of(str(value)):
         return value
+    for local, url in urls.items():
+        if str(value) == local or str(value).startswith(f"{local}/"):
+            return f"{url}{str(value).removeprefix(local)}"
     path = Path(value).expanduser().absolute()
     near = os.path.relpath(path, target.absolute().parent)
     return str(path) if near.startswith("../..") else near

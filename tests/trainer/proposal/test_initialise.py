@@ -10,6 +10,8 @@ import pytest
 import onward
 from onward.trainer.config.loading import load_config
 from onward.trainer.diagnostics.config_check import check_files_and_data
+from onward.trainer.errors import ConfigError
+from tests.support.remote_servers import web_server
 from tests.support.unseen import UNSEEN
 
 PROPOSED: dict[str, dict[str, Any]] = {
@@ -45,6 +47,26 @@ def test_the_configuration_of_a_model_never_seen_trains_as_written(kind: str, tm
         )
     assert settings.keys() >= {"optimizer.learning_rate", "train.global_batch_size"}
     assert all(guess.reason for guess in found.guesses)
+
+
+def test_a_model_and_data_behind_urls_are_proposed_by_their_urls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
+    data = UNSEEN["parquet regression"](tmp_path)
+    files = {"m/model.onnx": (tmp_path / "model.onnx").read_bytes(), "d/crops.parquet": data.read_bytes()}
+    with web_server(files) as web:
+        model, source = f"{web.url}/m/model.onnx", f"{web.url}/d/crops.parquet"
+        found = onward.init(model, source, output=tmp_path / "config.toml")
+        assert found.proof is not None
+        config = load_config(tmp_path / "config.toml")
+        assert str(config.model.path).endswith("/m/model.onnx")
+        assert config.data.source == source
+        text = (tmp_path / "config.toml").read_text()
+        assert f'path = "{model}"' in text
+        with pytest.raises(ConfigError, match=r"absent\.csv"):
+            onward.init(model, f"{web.url}/absent.csv", output=tmp_path / "other.toml")
+    assert not (tmp_path / "other.toml").exists()
 
 
 def setting(config: Any, key: str) -> Any:

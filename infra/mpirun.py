@@ -122,6 +122,9 @@ class MpiJob:
         An exception that a signal handler raises here (Ctrl-C, Prefect's cancellation) stops the job, gives it
         `grace_s` to save, and is passed on. Raises LaunchError.
         """
+        # not at the top: the guard is this file as a program, without Onward's package
+        from onward.infra.parent_death import signalled_with_parent
+
         # two jobs of one run directory would write the same checkpoints
         wait_until_free(self.run_dir)
         argv, tag, started_at = self.argv(), uuid.uuid4().hex, time.monotonic()
@@ -129,7 +132,8 @@ class MpiJob:
         stop = threading.Event()
         with _guard(tag, min(self.grace_s, GUARD_GRACE_S)), self.log.open("ab") as log:
             mpirun = subprocess.Popen(
-                argv,
+                # should the guard be killed, too: mpirun passes SIGUSR1 on, and the ranks save and exit
+                signalled_with_parent(argv, signal.SIGUSR1),
                 env={**environment, **self._temporary_directory(tag), TAG: tag},
                 cwd=self.cwd or self.run_dir,
                 stdin=subprocess.DEVNULL,

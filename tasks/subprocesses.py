@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from onward.infra.parent_death import signalled_with_parent
 
 TAIL_LINES = 20
 PYTHON: tuple[str, ...] = (sys.executable,)
@@ -15,7 +18,8 @@ def run_module(*arguments: str, folder: Path, log: Path) -> str:
     """Run `python -m ARGUMENTS` to its end; return "" on success, else how it ended and the last lines of `log`."""
     with log.open("wb") as output:
         ended = subprocess.run(
-            [*PYTHON, "-m", *arguments],
+            # a killed flow must not leave a process behind that writes into the directory of a resumed run
+            signalled_with_parent([*PYTHON, "-m", *arguments], signal.SIGKILL),
             cwd=folder,  # `-m` imports from the working directory first, so it must not be a directory of the user's
             stdin=subprocess.DEVNULL,
             stdout=output,

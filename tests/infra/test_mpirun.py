@@ -256,3 +256,18 @@ def test_after_the_flow_process_was_killed_the_job_ends_within_15_s(tmp_path: Pa
     until(lambda: not processes(tmp_path), 15)
     assert (tmp_path / "saved-0").exists() == saves
     assert running_job(tmp_path) is None
+
+
+@pytest.mark.mpi
+def test_after_the_guard_and_the_flow_process_were_killed_the_ranks_save_and_exit(tmp_path: Path) -> None:
+    supervisor = psutil.Popen(
+        [sys.executable, "-m", "tests.support.rank_programs", "supervise", str(tmp_path), "behaved"], cwd=ROOT
+    )
+    until(lambda: both_up(tmp_path))
+    (guard,) = [each for each in supervisor.children() if mpirun.__file__ in each.cmdline()]
+    guard.kill()
+    supervisor.kill()
+    supervisor.wait()
+    until(lambda: not processes(tmp_path), 15)
+    assert (tmp_path / "saved-0").exists()
+    assert (tmp_path / "saved-1").exists()

@@ -36,6 +36,7 @@ from onward.trainer.events import EventWriter, Heartbeat
 from onward.trainer.model.metrics.measures import Counts
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
+from onward.trainer.model.soft_labels import with_soft_labels
 from onward.trainer.model.summaries import summarise
 from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.optim.averages import Averages, average_shapes
@@ -79,16 +80,23 @@ def train(
     signature = read_training_signature(config.model)
     share = {"replica": here.data, "num_replicas": dims.data}
     rows = open_shards(run.shards, "train")
+    held_out = open_shards(run.shards, "evaluation", most=config.data.evaluation_rows)
+    rows, held_out = with_soft_labels((rows, held_out), config, signature, run.teacher, mpi, beat=heartbeat.beat)
     config = with_balanced_weights(config, rows, signature)
     batches = Batches(rows, config, signature, **share, device=mpi.device)
-    held_out = open_shards(run.shards, "evaluation", most=config.data.evaluation_rows)
     config = with_bytes_of_targets(config, held_out, signature)
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
     example, one_shape, beat = batches.example().inputs, batches.one_shape, heartbeat.beat
     model = build_rank_model(
-        open_with_teacher(config), config, mesh, mpi, example=example, one_shape=one_shape, beat=beat
+        open_with_teacher(config, cached=bool(rows.soft_labels)),
+        config,
+        mesh,
+        mpi,
+        example=example,
+        one_shape=one_shape,
+        beat=beat,
     )
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(

@@ -12,9 +12,21 @@ import pytest
 from onward.trainer.run.directory import RunDir
 from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, tensors, trained
 from tests.support import graphs
-from tests.support.runs import events, losses
+from tests.support.runs import (
+    assert_equal_bits,
+    events,
+    final_tensors,
+    losses,
+    make_run,
+    tiny_text,
+    train_run,
+    train_until,
+)
 
 GPT2, BERT, LLAMA, CONV = MODELS
+LARGER = graphs.tiny_transformer(width=48, seed=7)
+MATCHED = {"student": "Add_35", "teacher": "Add_62", "weight": 0.1}
+"""The results of the first layer of the model, 32 wide, and of the second layer of the teacher, 48 wide."""
 
 
 def teacher(folder: Path, model: onnx.ModelProto, **settings: Any) -> dict[str, Any]:
@@ -38,8 +50,7 @@ def compared(
 
 @pytest.mark.mpi
 def test_two_replicas_and_two_stages_learn_from_a_teacher_what_one_rank_learns(tmp_path: Path) -> None:
-    larger = graphs.tiny_transformer(width=48, seed=7)
-    sections = {"teacher": teacher(tmp_path, larger, temperature=3.0, weight=50.0)}
+    sections = {"teacher": teacher(tmp_path, LARGER, temperature=3.0, weight=50.0)}
     runs = compared(GPT2, [("dp2", 0), ("pp2", 0)], sections, tmp_path)
     alone = next(iter(runs.values()))
     before, after = (event.fields["values"] for event in events(alone, "evaluation"))
@@ -54,11 +65,7 @@ def test_two_replicas_and_two_stages_learn_from_a_teacher_what_one_rank_learns(t
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_layout_learns_from_a_teacher_what_one_rank_learns(tmp_path: Path) -> None:
-    larger, matched = (
-        graphs.tiny_transformer(width=48, seed=7),
-        {"student": "Add_35", "teacher": "Add_62", "weight": 0.1},
-    )
-    sections = {"teacher": teacher(tmp_path / "gpt2", larger, match=[matched])}
+    sections = {"teacher": teacher(tmp_path / "gpt2", LARGER, match=[MATCHED])}
     wanted = [("dp2", 3), ("tp2", 0), ("pp2 interleaved", 0), ("2x2x2", 0), ("dp2 x pp2", 3)]
     runs = compared(GPT2, wanted, sections, tmp_path / "texts")
     for run in runs.values():
@@ -74,10 +81,63 @@ def test_every_layout_learns_from_a_teacher_what_one_rank_learns(tmp_path: Path)
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_a_teacher_in_bf16_teaches_alike_in_every_layout_that_divides_no_product(tmp_path: Path) -> None:
-    larger = graphs.tiny_transformer(width=48, seed=7)
-    in_bf16 = {"teacher": teacher(tmp_path, larger, compute="bf16", weight=50.0)}
+    in_bf16 = {"teacher": teacher(tmp_path, LARGER, compute="bf16", weight=50.0)}
     runs = compared(GPT2, [("dp2", 0), ("dp2", 3), ("pp2", 0)], in_bf16, tmp_path / "bf16")
-    in_fp32 = compared(GPT2, [], {"teacher": teacher(tmp_path, larger, weight=50.0)}, tmp_path / "fp32")
+    in_fp32 = compared(GPT2, [], {"teacher": teacher(tmp_path, LARGER, weight=50.0)}, tmp_path / "fp32")
     (bf16, *_), (fp32,) = runs.values(), in_fp32.values()
     assert losses(bf16)[1] != losses(fp32)[1]
     assert losses(bf16) == pytest.approx(losses(fp32), rel=1e-2)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_soft_labels_that_are_computed_once_teach_what_the_teacher_beside_the_model_teaches(tmp_path: Path) -> None:
+    sections = {"teacher": teacher(tmp_path, LARGER, match=[MATCHED])}
+    (beside,) = compared(GPT2, [], sections, tmp_path / "beside").values()
+    sections["teacher"]["cache"] = "float32"
+    cases = [Case(GPT2, layout, 0, sections) for layout in (ALONE, "dp2", "pp2", "tp2")]
+    for run in trained(cases, tmp_path / "cached").values():
+        found = differences(run, beside)
+        assert max(found[name] for name in ("loss", "evaluation", "gradients", "parameters")) <= TOLERANCE, found
+        assert len(list((run.root / "teacher").glob("*.npy"))) == 4
+    sections["teacher"]["cache"] = "float16"
+    (halves,) = compared(GPT2, [], sections, tmp_path / "halves").values()
+    assert losses(halves) == pytest.approx(losses(beside), rel=1e-3)
+
+
+# -- killed and resumed
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["none", "float32"])
+def test_a_run_with_a_teacher_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path: Path, cache: str) -> None:
+    section = teacher(tmp_path, LARGER, match=[MATCHED], cache=cache)
+    settings: dict[str, Any] = {
+        "train": {"global_batch_size": 8, "num_steps": 16, "gradient_accumulation_steps": 2, "seed": 5},
+        "parallel": {"data": 2},
+        "checkpoint": {"period": 5},
+        "teacher": section,
+        "graph": {"dropout": 0.2},
+    }
+    student, rows = graphs.tiny_transformer(), tiny_text(60)
+    undisturbed = make_run(tmp_path / "undisturbed", student, rows, **settings)
+    train_run(undisturbed)
+    killed = make_run(tmp_path / "killed", student, rows, **settings)
+    for step in (3, 7):
+        train_until(killed, lambda event, step=step: event.step >= step and event.kind == "scalars", rank=step % 2)
+    assert train_run(killed).attempt == 3
+    assert_equal_bits(final_tensors(killed), final_tensors(undisturbed))
+    assert losses(killed) == losses(undisturbed)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_soft_label_that_has_changed_on_the_disk_is_refused(tmp_path: Path) -> None:
+    section = teacher(tmp_path, LARGER, cache="float16")
+    run = make_run(tmp_path, graphs.tiny_transformer(), tiny_text(20), teacher=section, train={"num_steps": 2})
+    train_run(run)
+    file = next((run.root / "teacher").glob("train-*.npy"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(AssertionError, match="does not have the content that was written"):
+        train_run(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,27 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_written(
         configured(model, teacher=settings)
     assert refusal.value.exit_code == 2
     assert not home.exists(), "something was written"
+
+
+def test_outputs_whose_length_follows_the_rows_are_not_stored(
+    configured: Configured, home: Path, tmp_path: Path
+) -> None:
+    onnx.save_model(graphs.tiny_bert(of_tokens=True), tmp_path / "tokens.onnx")
+    rows = [{"input_ids": [1] * n, "attention_mask": [1] * n, "label": [0] * n} for n in (3, 5, 4, 7, 2) * 4]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"teacher\.cache 'float16': the rows of input_ids, .* padded"):
+        configured(
+            graphs.tiny_bert(of_tokens=True),
+            model={"path": tmp_path / "tokens.onnx"},
+            data={"source": str(tmp_path / "rows.jsonl")},
+            teacher={"cache": "float16"},
+        )
+    assert not home.exists()
+
+
+def test_what_changes_in_each_epoch_is_not_computed_once(configured: Configured) -> None:
+    with pytest.raises(ConfigError, match=r"data\.image\.augment changes the images in each epoch"):
+        configured(LARGER, teacher={"cache": "float16"}, data={"image": {"augment": {"flip": 0.5}}})
 
 
 def test_a_teacher_that_changes_after_the_run_began_is_refused(configured: Configured) -> None:

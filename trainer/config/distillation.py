@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.errors import ConfigError
@@ -132,6 +133,17 @@ def teacher_output(soft: SoftLoss, first: str, known: Sequence[str]) -> str:
         f"the teacher has no output {name!r}, but {', '.join(known)}; say in teacher.output which of them {name!r} is "
         "to learn"
     )
+
+
+def cache_problems(teacher: TeacherConfig, data: DataConfig) -> Iterable[str]:
+    """Yield why a teacher's outputs cannot be computed once for each row."""
+    if not teacher.path or teacher.cache == "none":
+        return
+    key = f"teacher.cache {teacher.cache!r} computes the teacher's outputs once for each row"
+    if data.image and data.image.augment != type(data.image.augment)():
+        yield f"{key}, but data.image.augment changes the images in each epoch; set teacher.cache = 'none'"
+    if data.text and data.text.task == "masked":
+        yield f"{key}, but data.text.task 'masked' draws other words in each epoch; set teacher.cache = 'none'"
 
 
 def teacher_problems(teacher: TeacherConfig, model: ModelConfig, losses: Sequence[LossConfig]) -> Iterable[str]:

@@ -45,6 +45,8 @@ class FirstRows:
     """The numbers of rows for training and for evaluation; None if they were not counted."""
     fitted: Mapping[str, Fitted]
     """What was found on the data, by column: on all rows if they were counted, else on the first of them."""
+    soft_labels: tuple[str, ...] = ()
+    """A teacher's outputs are computed when training begins."""
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Return rows by number, int64 [n], from 0."""

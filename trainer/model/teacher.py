@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import onnx
 import torch
 from torch import Tensor, fx, nn
 
@@ -29,6 +30,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.distributed.weights import PROJECTION, TEACHER
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.trainable import TrainableModel, open_trainable
+from onward.trainer.onnx_graph.index import dims_of
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
@@ -37,30 +39,38 @@ from onward.trainer.onnx_import.imported_graph import (
     TEACHER_MODULE,
     ImportedGraph,
     mark_constants_nonpersistent,
+    output_nodes,
 )
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.trial_sizes import declared_batch
 
 
-def open_with_teacher(config: RunConfig) -> TrainableModel:
+def open_with_teacher(config: RunConfig, *, cached: bool = False) -> TrainableModel:
     """Return what `open_trainable` does, with the teacher in the module if there is one; the same bits on every rank.
 
-    With a teacher the result is for training only: it cannot be written back. Raises the errors of `open_trainable`,
-    and ConfigError when the two files do not fit together.
+    With a teacher the result is for training only: it cannot be written back. cached: what the teacher computes becomes
+    further inputs of the module, in the order of the soft losses. Raises the errors of `open_trainable`, and
+    ConfigError when the two files do not fit together.
     """
     if not config.teacher.path:
         return open_trainable(config)
     soft = config.soft_losses
     trainable = open_trainable(config, also=tuple(each.student for each in soft if each.student))
-    teacher, outputs = _open_teacher(config, trainable.module.output_names[0])
-    merged = _merged(trainable.module, teacher, config)
-    _add_outputs(merged, teacher, soft, outputs, seed=config.train.seed)
+    part, outputs = _teacher_part(config, trainable.module.output_names[0])
+    shapes = {value.name: dims_of(value) for value in part.graph.output}
+    if cached:
+        merged = _with_soft_labels(trainable.module, soft)
+    else:
+        merged = _merged(trainable.module, _imported(part, config), outputs, config)
+    kept = {merged.output_names[0], *(output for loss in config.losses for output in loss.outputs)}
+    kept |= {each.student for each in soft if not each.matched}
+    _add_outputs(merged, soft, [shapes[output] for output in outputs], kept=kept, seed=config.train.seed)
     return replace(trainable, module=merged)
 
 
-def _open_teacher(config: RunConfig, first: str) -> tuple[ImportedGraph, list[str]]:
-    """Import the teacher; return it, untrained and in inference form, and its output for each soft loss.
+def _teacher_part(config: RunConfig, first: str) -> tuple[onnx.ModelProto, list[str]]:
+    """Return the part of the teacher's graph that is computed, and its output for each soft loss.
 
     first: the model's first output.
     """
@@ -75,12 +85,17 @@ def _open_teacher(config: RunConfig, first: str) -> tuple[ImportedGraph, list[st
             "computed for a teacher; export it without"
         )
     try:
-        part = extract_subgraph(model, settings)
+        return extract_subgraph(model, settings), outputs
     except ConfigError as error:
         raise ConfigError(
             [problem.replace("model.output", "teacher: the teacher's tensor") for problem in error.problems]
         ) from error
-    if declared_batch(part.graph) and (use := batch_use(part, path.parent, outputs=settings.outputs)).kind != "any":
+
+
+def _imported(part: onnx.ModelProto, config: RunConfig) -> ImportedGraph:
+    """Import the teacher, untrained and in inference form."""
+    path, names = Path(config.teacher.path), [value.name for value in part.graph.output]
+    if declared_batch(part.graph) and (use := batch_use(part, path.parent, outputs=names)).kind != "any":
         raise ConfigError(
             f"teacher.path {path} declares a batch of {use.declared}, and no other is proved right ({use.reason}); "
             "export the teacher with a dynamic batch"
@@ -91,11 +106,27 @@ def _open_teacher(config: RunConfig, first: str) -> tuple[ImportedGraph, list[st
     for each in teacher.modules():
         if isinstance(each, BatchNorm):
             each.frozen = True
-    return teacher, outputs
+    return teacher
 
 
-def _merged(module: ImportedGraph, teacher: ImportedGraph, config: RunConfig) -> ImportedGraph:
-    """Return a module of both graphs on the same inputs; it shares all tensors with the two."""
+def _with_soft_labels(module: ImportedGraph, soft: Sequence[SoftLoss]) -> ImportedGraph:
+    """Return the module with an input for what the teacher computed for each soft loss, which it returns as it is."""
+    graph = copy.deepcopy(module.graph)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        added = [graph.placeholder(f"soft_labels_{each.place}") for each in soft]
+    _return_also(graph, added)
+    names = tuple(each.teacher_output for each in soft)
+    merged = _like(module, graph)
+    merged.input_names, merged.output_names = (*module.input_names, *names), (*module.output_names, *names)
+    return merged
+
+
+def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str], config: RunConfig) -> ImportedGraph:
+    """Return a module of both graphs on the same inputs; it shares all tensors with the two.
+
+    outputs: the teacher's for each soft loss.
+    """
     if taken := [name for name in module.onnx_names.values() if name.startswith((TEACHER, PROJECTION))]:
         raise ConfigError(
             f"the weight {taken[0]!r} of the model has the name of a teacher's; rename it to train with one"
@@ -116,22 +147,31 @@ def _merged(module: ImportedGraph, teacher: ImportedGraph, config: RunConfig) ->
         for node in teacher.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 copies[node] = _copied(graph, node, copies)
-    outputs = teacher.graph.output_node().args[0]
-    ends = [copies[node] for node in ([outputs] if isinstance(outputs, fx.Node) else outputs)]  # type: ignore[union-attr]
-    own = graph.output_node().args[0]
-    graph.output_node().args = (((own,) if isinstance(own, fx.Node) else tuple(own)) + tuple(ends),)  # type: ignore[arg-type]
+    ends = dict(zip(teacher.output_names, output_nodes(teacher.graph), strict=True))
+    _return_also(graph, [copies[ends[name]] for name in outputs])
     module.add_module(TEACHER_MODULE, teacher)
-    merged = ImportedGraph(module, graph, "ImportedGraph")
+    merged = _like(module, graph)
     delattr(module, TEACHER_MODULE)
-    for name in ImportedGraph.__annotations__:
-        setattr(merged, name, getattr(module, name))
-    merged.output_names = (*module.output_names, *(TEACHER + name for name in teacher.output_names))
+    merged.output_names = (*module.output_names, *(each.teacher_output for each in config.soft_losses))
     paths = {f"{TEACHER_MODULE}.{path}": TEACHER + name for path, name in teacher.onnx_names.items()}
     merged.onnx_names = {**module.onnx_names, **paths}
     frozen = {TEACHER + name: replace(role, kind="frozen") for name, role in teacher.roles.items()}
     merged.roles = {**module.roles, **frozen}
     mark_constants_nonpersistent(merged)
     return merged
+
+
+def _like(module: ImportedGraph, graph: fx.Graph) -> ImportedGraph:
+    """Return a module of another graph with the tensors, modules and names of this one."""
+    result = ImportedGraph(module, graph, "ImportedGraph")
+    for name in ImportedGraph.__annotations__:
+        setattr(result, name, getattr(module, name))
+    mark_constants_nonpersistent(result)
+    return result
+
+
+def _return_also(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    graph.output_node().args = ((*output_nodes(graph), *nodes),)
 
 
 def _copied(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -148,32 +188,37 @@ def _copied(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> f
 
 
 def _add_outputs(
-    module: ImportedGraph, teacher: ImportedGraph, soft: Sequence[SoftLoss], outputs: Sequence[str], *, seed: int
+    module: ImportedGraph,
+    soft: Sequence[SoftLoss],
+    theirs: Sequence[Sequence[int | None] | None],
+    *,
+    kept: set[str],
+    seed: int,
 ) -> None:
-    """Replace what the module returns by the file's outputs and what the soft losses read, in place."""
-    nodes = dict(zip(module.output_names, module.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
-    inner = {each.student for each in soft if each.matched}
-    found = {name: node for name, node in nodes.items() if name not in inner and not name.startswith(TEACHER)}
+    """Replace what the module returns by the file's outputs and what the soft losses read, in place.
+
+    theirs: the declared shape of what the teacher computes for each soft loss. kept: outputs that the losses read.
+    """
+    nodes = dict(zip(module.output_names, output_nodes(module.graph), strict=True))
+    inner = {each.student for each in soft if each.matched} - kept
+    found = {name: node for name, node in nodes.items() if name not in inner}
     shapes, problems = dict(module.output_shapes), list[str]()
-    for each, output in zip(soft, outputs, strict=True):
-        found[each.teacher_output] = nodes[TEACHER + output]
+    for each, dims in zip(soft, theirs, strict=True):
+        shapes[each.teacher_output] = None if dims is None else tuple(dims)
         if not each.matched:
             continue
-        found[each.own_output] = nodes[each.student]
-        theirs = teacher.output_shapes[output]
         try:
-            sizes = projected_sizes(each, shapes.get(each.student), theirs)
+            sizes = projected_sizes(each, shapes.get(each.student), dims)
         except ConfigError as error:
             problems += error.problems
             continue
-        if sizes:
-            found[each.own_output] = _projected(module, each, nodes[each.student], sizes, seed)
-        shapes[each.own_output] = theirs
+        node = nodes[each.student]
+        found[each.own_output] = _projected(module, each, node, sizes, seed) if sizes else node
+        shapes[each.own_output] = shapes[each.teacher_output]
     if problems:
         raise ConfigError(problems)
     module.graph.output_node().args = (tuple(found.values()),)
     module.output_names, module.output_shapes = tuple(found), shapes
-    module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()
 

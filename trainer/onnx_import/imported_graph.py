@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -75,6 +76,12 @@ def mark_constants_nonpersistent(module: ImportedGraph) -> None:
             owner, _, attribute = path.rpartition(".")
             # torch has no public way to change this after registration
             module.get_submodule(owner)._non_persistent_buffers_set.add(attribute)
+
+
+def output_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes whose values a graph returns, in order; a graph may return one alone or a tuple."""
+    outputs = graph.output_node().args[0]
+    return [outputs] if isinstance(outputs, fx.Node) else list(cast("Sequence[fx.Node]", outputs))
 
 
 def takes_any_batch(module: ImportedGraph) -> bool:

@@ -19,7 +19,7 @@ from onward.trainer.config.sections.training import OptimizerConfig, PrecisionCo
 from onward.trainer.config.update_rules import UPDATE_RULES
 from onward.trainer.data.batches.batches import Batch, check_last_samples, one_batch
 from onward.trainer.data.file_rows import FileRows
-from onward.trainer.data.first_rows import read_first_rows
+from onward.trainer.data.first_rows import FirstRows, read_first_rows
 from onward.trainer.data.losses_from_data import with_balanced_weights
 from onward.trainer.data.signature import model_digest, read_training_signature
 from onward.trainer.diagnostics.audit_input import audit_of_run
@@ -84,6 +84,7 @@ def checks(
         autocast=partial(autocast, arithmetic, CPU),
         metrics=config.metrics,
     )
+    _check_cache(config, rows, trained, findings)
     if rows.counts is None and (config.train.num_epochs or rows.num_rows > 1):
         findings.not_rehearsed.append(
             "the smaller micro-batches at the end of the data: its samples are counted only while it is sharded, "
@@ -246,6 +247,21 @@ def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> 
             f"({_few(list(trained))}). The loss reads {graph.loss_outputs}; name another tensor in model.output, "
             "train other weights (model.train), or look at the data"
         )
+
+
+def _check_cache(config: RunConfig, rows: FirstRows, trained: ImportedGraph, findings: Findings) -> None:
+    """Refuse to store a teacher's outputs whose length follows that of the rows, which are padded with their batch."""
+    varying = [name for name, column in rows.columns.items() if column.variable]
+    if not config.teacher.path or config.teacher.cache == "none" or not varying:
+        return
+    for soft in config.soft_losses:
+        shape = trained.output_shapes[soft.teacher_output]
+        if shape is None or None in shape[1:]:
+            findings.refuse(
+                f"teacher.cache {config.teacher.cache!r}: the rows of {', '.join(varying)} have lengths of their own, "
+                f"and so have the teacher's outputs {soft.teacher or soft.student or 'for them'}, as they are padded "
+                "with their batch; set teacher.cache = 'none'"
+            )
 
 
 def _check_counts(losses: Losses, batch: Batch, findings: Findings) -> None:

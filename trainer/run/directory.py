@@ -16,6 +16,7 @@ it.
         preflight/              preflight.log, one RankReport per rank          init runtime
         job.json                the newest job: its tag, command and start time (infra/mpirun.py)
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
+        teacher/                what the teacher computes of each row (teacher.cache)    all ranks
         attempt                 the number of the attempt that owns the directory (the fence)   train
         attempts/001/           train.log, result.json (AttemptResult)          train, rank 0
         attempts/001/rank-00003.traceback   Python tracebacks of a rank that a signal or its watchdog ended; else empty
@@ -102,6 +103,10 @@ class RunDir:
     @property
     def shards(self) -> Path:
         return self.root / "shards"
+
+    @property
+    def teacher(self) -> Path:
+        return self.root / "teacher"
 
     @property
     def fence(self) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from onward.trainer.config.distillation import teacher_problems
+from onward.trainer.config.distillation import cache_problems, teacher_problems
 from onward.trainer.config.losses import LossConfig, contradictions, export_problems, filled, key_of, setting_problems
 from onward.trainer.config.metric_names import has_no_direction
 from onward.trainer.config.sections.data import DataConfig
@@ -47,6 +47,7 @@ def losses(
     if model.num_classes == 1 and losses and losses[0].name == "cross_entropy":
         yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
     yield from teacher_problems(teacher, model, losses)
+    yield from cache_problems(teacher, data)
     if teacher.path and export.training:
         yield "export.training writes graphs without the teacher, which would train for labels alone; set it to false"
     if teacher.path and parallel.reduction == "adasum":

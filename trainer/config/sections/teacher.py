@@ -52,6 +52,10 @@ class TeacherConfig(Section):
     """The input with 0 where outputs do not count, such as `attention_mask`, for data without labels."""
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """The type of the teacher's matrix products and convolutions; `auto` = `precision.compute`."""
+    cache: Literal["none", "float16", "float32"] = "none"
+    """Compute the teacher's outputs once for each row, before training, and store them in the run directory in this
+    type; `none` = compute them in every step. Each rank then runs the undivided teacher for a while. Not for data that
+    is drawn anew in each epoch (augmentation, masked words), nor for outputs whose length varies."""
     match: tuple[MatchConfig, ...] = ()
     """Tensors inside the two models that are matched, too: `[[teacher.match]]` tables."""
 

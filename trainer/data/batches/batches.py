@@ -48,7 +48,8 @@ class Batch:
     """One micro-batch of B samples on the device, from the loader through the pipeline to the loss."""
 
     inputs: tuple[Tensor, ...]
-    """In the graph's input order, each [B, ...]; more rows where a graph of fixed batch needs them (`filled_to`)."""
+    """In the graph's input order, and behind them the outputs of a teacher that were computed before, each [B, ...];
+    more rows where a graph of fixed batch needs them (`filled_to`)."""
     labels: tuple[Tensor | None, ...]
     """For each loss [B, ...]: int64 for cross-entropy, else fp32; None when the graph computes the loss. Then for each
     loss against the teacher which targets count, bool; None = all."""
@@ -91,6 +92,11 @@ class Rows(Protocol):
     @property
     def fitted(self) -> Mapping[str, Fitted]:
         """Column -> what was found on the data for it."""
+        ...
+
+    @property
+    def soft_labels(self) -> tuple[str, ...]:
+        """Columns with outputs of a teacher, which are inputs of the graph that is trained."""
         ...
 
     def read(self, rows: Array) -> dict[str, Values]: ...
@@ -271,6 +277,7 @@ class _Collate:
         self._losses = config.losses
         self._counters = [target_counter(loss) for loss in config.losses]
         self._soft_losses = config.soft_losses
+        self._soft_columns = shards.soft_labels
         self._input_names = [info.name for info in signature.inputs]
         self.full = config.model.fixed_batch in ("own", "joint")
         """Whether the graph takes micro-batches of one size only, so that smaller ones are filled up."""
@@ -348,8 +355,9 @@ class _Collate:
         counted = [counted_targets(each, self._losses, labels, self._mask(each, tensors)) for each in self._soft_losses]
         sums = [len(rows) if each is None else float(each.sum()) for each in counted]
         soft_counts = [0.0 if is_padding else float(number) for number in sums]
+        soft_labels = [torch.from_numpy(np.asarray(columns[name])) for name in self._soft_columns]
         return Batch(
-            inputs=tuple(self._copies.start(tensor) for tensor in tensors),
+            inputs=tuple(self._copies.start(tensor) for tensor in (*tensors, *soft_labels)),
             labels=tuple(None if each is None else self._copies.start(each) for each in (*labels, *counted)),
             size=len(rows),
             num_targets=(*counts, *soft_counts),

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from onward.trainer.data.columns import Array, Column, Schema, Values
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.permutation import hash_key, keyed_hash
 from onward.trainer.data.storage.arrow_files import ArrowReader
+from onward.trainer.data.storage.soft_labels import SoftLabelFiles
 from onward.trainer.data.storage.tensorproto_files import ProtoReader
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import sha256
@@ -151,9 +153,25 @@ class Shards:
         self.columns: Schema = {column.name: column for column in columns}
         self.pad_values = manifest.pad_values
         self.fitted = manifest.fitted
+        self._soft_labels: SoftLabelFiles | None = None
+
+    @property
+    def soft_labels(self) -> tuple[str, ...]:
+        """The outputs of a teacher that are read with each row."""
+        return self._soft_labels.names if self._soft_labels else ()
+
+    def with_soft_labels(self, files: SoftLabelFiles) -> Shards:
+        """Return the split with a teacher's outputs as further columns."""
+        found = copy.copy(self)
+        found._soft_labels = files
+        return found
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Read rows [n], in this order: column -> array [n, *shape], or a list of n arrays (variable length)."""
+        soft = self._soft_labels.read(rows) if self._soft_labels else {}
+        return self._read(rows) | soft
+
+    def _read(self, rows: Array) -> dict[str, Values]:
         rows = rows if self._chosen is None else self._chosen[rows]
         files = np.searchsorted(self._starts, rows, side="right") - 1
         parts = {

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent, output_nodes
 from onward.trainer.parallel.pipeline.cut_points import CutPoint
 from onward.trainer.parallel.pipeline.rematerialise import (
     is_length,
@@ -32,7 +32,7 @@ from onward.trainer.parallel.pipeline.rematerialise import (
     rematerialised_for,
     tensors_read,
 )
-from onward.trainer.parallel.pipeline.stage import Part, output_nodes
+from onward.trainer.parallel.pipeline.stage import Part
 
 
 def split(module: ImportedGraph, cuts: Sequence[CutPoint]) -> list[Part]:

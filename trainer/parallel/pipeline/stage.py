@@ -12,12 +12,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, output_nodes
 from onward.trainer.parallel.cost import NodeCost
 
 
@@ -108,12 +107,6 @@ def build_stages(
         received_meta, output_meta = (tuple(_meta(name, costs) for name in names) for names in (received, sent))
         stages.append(Stage(number, len(parts_of_stages), chain, received, positions, sent, received_meta, output_meta))
     return stages
-
-
-def output_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes whose values a graph returns, in order; a graph may return one alone or a tuple."""
-    outputs = graph.output_node().args[0]
-    return [outputs] if isinstance(outputs, fx.Node) else list(cast("Sequence[fx.Node]", outputs))
 
 
 def _meta(name: str, costs: Mapping[str, NodeCost]) -> Tensor:

@@ -15,30 +15,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from prefect import State, flow, runtime
-from prefect.client.schemas.objects import FlowRun
-from prefect.flows import Flow
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled
 
-from onward.flows.runs import end_mlflow_run, run_directory_of
 from onward.flows.sweeps import report
 from onward.flows.sweeps.trials import begin, result_of, train
+from onward.flows.train_onnx import end_mlflow_run_as
 from onward.infra.service_state import try_lock
-from onward.infra.tracking import Status, Tracker
+from onward.infra.tracking import Tracker
 from onward.trainer.errors import ConfigError, TrainingFailed
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
 from onward.trainer.run.sweeps import Sweep, SweepDir, SweepResult, best_of, describe_settings
 
 log = logging.getLogger(__name__)
-
-
-def end_mlflow_run_as(status: Status) -> Any:
-    """Return a state hook that sets the status of the sweep's MLflow run."""
-
-    def hook(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-        end_mlflow_run(run_directory_of(flow_run.id, flow_run.parameters), status)
-
-    return hook
 
 
 @flow(

@@ -7,19 +7,22 @@ import importlib.util
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from onward.flows.sweeps.choice import combination
 from onward.flows.sweeps.settings import Space, cannot_vary, setting
 from onward.tasks.registered_models import store_of, with_registered
-from onward.trainer.config.loading import PATHS, Check, Override, load_config, settings_of, values_at
+from onward.trainer.config.loading import PATHS, Check, Override, load_config, replaced, settings_of, values_at
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.urls import is_registered
+from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.records import write_record
 from onward.trainer.run.sweeps import Sweep, SweepDir, describe_settings
 
+REGISTERED = ("model.path", "teacher.path")
+"""Settings that may name a registered model."""
 MAX_TRIALS = 1000
 MAX_NAME = 90
 """Characters of a sweep's name; those of its trials end with their number."""
@@ -71,7 +74,10 @@ def make_sweep(
         what = "--prune" if not ranges else "a range of values"
         raise RuntimeUnavailable(f"{what} needs optuna, not installed here: pip install 'onward[sweep]'")
     first = load_config(settings, _corner(choices, ranges).items())
-    pin_registered_model(settings, first)
+    pin = partial(_pinned, monitor=first.monitor)
+    for key in REGISTERED:
+        settings = replaced(settings, key.split("."), pin)
+        choices |= {key: tuple(map(pin, choices[key]))} if key in choices else {}
     sweep = Sweep(
         sweep_id=str(uuid.uuid4()),
         name=first.name[:MAX_NAME],
@@ -98,13 +104,13 @@ def _anchored(key: str, value: Any) -> Any:
     return values_at(settings_of({}, [(key, value)])[0], key.split("."))[0] if key in PATHS else value
 
 
-def pin_registered_model(settings: dict[str, Any], config: RunConfig) -> None:
-    """Replace an alias in `model.path` by the version that it names now: it may move while the sweep runs."""
-    path = str(settings.get("model", {}).get("path", ""))
-    if path.startswith("models:/") and is_registered(path):
-        copies = with_registered(config)
-        key = next(copy.key for copy in (copies.copies if copies else ()) if copy.url == path)
-        settings["model"]["path"] = "models:/" + key.partition(" ")[0]
+def _pinned(path: Any, monitor: MonitorConfig) -> Any:
+    """Return `models:/NAME/VERSION` in place of an alias, which may move while the sweep runs; else the path."""
+    if not str(path).startswith("models:/"):
+        return path
+    copies = with_registered({"model": {"path": path}, "monitor": monitor})
+    assert copies is not None
+    return "models:/" + copies.copies[0].key.partition(" ")[0]
 
 
 # -- what is wrong with the configurations

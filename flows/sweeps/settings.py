@@ -93,12 +93,22 @@ def cannot_vary(settings: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
                 f"{key} can only differ between trials with data.evaluation_source, so that all are "
                 "evaluated on the same rows"
             )
-        elif (section == "loss" or key == "model.loss") and best_metric.endswith("loss"):
+        elif _changes_metric(settings, key, best_metric):
             problems.append(
                 f"{key} changes what {best_metric} means, so it cannot be the metric by which trials "
                 "are compared; set checkpoint.best_metric to another one, such as evaluation/accuracy"
             )
     return problems
+
+
+def _changes_metric(settings: Mapping[str, Any], key: str, metric: str) -> bool:
+    """Return whether a setting changes what is measured as the metric."""
+    section = key.partition(".")[0]
+    if section == "teacher":
+        return metric.endswith("distillation") or (
+            metric.endswith("loss") and setting(settings, "model.loss") == "teacher"
+        )
+    return (section == "loss" or key == "model.loss") and metric.endswith("loss")
 
 
 def setting(settings: Mapping[str, Any], key: str) -> Any:

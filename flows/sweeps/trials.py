@@ -18,12 +18,23 @@ from onward.tasks.pruning import history
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import CheckpointError, ConfigError, OnwardError, RuntimeUnavailable
+from onward.trainer.errors import (
+    ConfigError,
+    DataError,
+    DeviceAssertion,
+    Diverged,
+    OutOfMemory,
+    TrainingFailed,
+    UnsupportedModel,
+)
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_settings
 from onward.trainer.run.records import RunIdentity, TrainResult, read_record, write_record
 from onward.trainer.run.sweeps import Membership, Pruned, Sweep, SweepDir, Trial
 
+RESULTS = (ConfigError, DataError, UnsupportedModel, Diverged, OutOfMemory, DeviceAssertion, TrainingFailed)
+"""Errors that can come from the settings of a trial. Any other one, such as of a full disk, ends the sweep, and the
+trial goes on when it is resumed."""
 DATA_SECTIONS = ("model", "data", "loss", "graph", "lora")
 """Sections that decide what the shards contain."""
 
@@ -64,28 +75,22 @@ def train(trial: Trial, plan: Sweep, identity: RunIdentity, *, exports: bool = F
 
 
 def result_of(trial: Trial, plan: Sweep, state: State[Any] | None, *, first: Trial) -> Trial:
-    """Return the trial with its result.
-
-    Raises what is no result of its settings: RuntimeUnavailable, and errors that Onward does not raise on purpose.
-    """
+    """Return the trial with its result. Raises every other error than those of RESULTS."""
     run = trial.run
     trained = read_record(run.train, TrainResult) if run.train.exists() else None
     known: dict[str, Any] = {"ended_at_ms": time.time_ns() // 1_000_000}
     if trained is not None:
         known |= {"step": trained.step, "elapsed_s": trained.elapsed_s}
-    if run.pruned.exists() and (trained is None or trained.status != "done"):
+    if run.pruned.exists() and not (state is not None and state.is_completed()):  # else it was done before it stopped
         pruned = read_record(run.pruned, Pruned)
         return trial.model_copy(update={**known, "status": "pruned", "reason": pruned.reason})
     assert state is not None
     try:
         if not state.is_completed():
             state.result()  # raises the error of the run
-        state.result()
         value = value_of(run, plan)
         refuse_other_ground(trial, first, plan)
-    except RuntimeUnavailable:
-        raise
-    except OnwardError as error:
+    except RESULTS as error:
         failed = {
             "status": "failed",
             "reason": str(error).splitlines()[0],
@@ -96,12 +101,12 @@ def result_of(trial: Trial, plan: Sweep, state: State[Any] | None, *, first: Tri
 
 
 def value_of(run: RunDir, plan: Sweep) -> float:
-    """Return the metric of the checkpoint that would be exported. Raises CheckpointError if it has none."""
+    """Return the metric of the checkpoint that would be exported. Raises ConfigError if it has none."""
     chosen = choose(announced(run), read_settings(run).export.checkpoint)
     value = chosen.metrics.get(plan.metric, math.nan)
     if not math.isfinite(value):
         known = ", ".join(sorted(chosen.metrics))
-        raise CheckpointError(f"{plan.metric} of {chosen.path.name} is {value}; it has {known}")
+        raise ConfigError(f"{plan.metric} of {chosen.path.name} is {value}; it has {known}")
     return value
 
 

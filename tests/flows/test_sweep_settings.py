@@ -15,14 +15,17 @@ import onward
 from onward.flows.sweeps.choice import choose_settings
 from onward.flows.sweeps.making import make_sweep
 from onward.flows.sweeps.outcome import find_sweep, outcome_of, table_of
-from onward.flows.sweeps.settings import read_space, split
+from onward.flows.sweeps.settings import cannot_vary, read_space, split
 from onward.flows.sweeps.trials import trial_config
+from onward.infra.registry import Registry
 from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record, write_record
 from onward.trainer.run.sweeps import Membership, Range, Sweep, SweepDir, Trial, best_of
+from tests.infra.test_tracking import adder
 from tests.support.graphs import tiny_conv_net
+from tests.support.stores import new_run, tracking_store
 
 CONFIG = """
 [model]
@@ -190,6 +193,24 @@ def test_settings_by_which_trials_could_not_be_compared_are_refused(folder: Path
     np.savez(folder / "other.npz", **np.load(folder / "data.npz"))
     (problem,) = refused(folder, *words)
     assert said in problem
+
+
+def test_a_teacher_may_differ_unless_the_metric_is_measured_against_it() -> None:
+    plain: dict[str, Any] = {"model": {"path": "m.onnx"}}
+    assert cannot_vary(plain, ["teacher.temperature"]) == []
+    (problem,) = cannot_vary({"model": {"loss": "teacher"}}, ["teacher.temperature"])
+    assert "teacher.temperature changes what evaluation/loss means" in problem
+    assert cannot_vary({"checkpoint": {"best_metric": "evaluation/distillation"}}, ["teacher.weight"])
+
+
+def test_a_registered_model_is_the_version_that_its_alias_names_when_the_sweep_starts(folder: Path) -> None:
+    tracker, registry = new_run(), Registry(tracking_store())
+    tracker.register_model(adder(folder, by=1.0), name="swept")
+    registry.set_alias(registry.version("swept", "1"), "champion")
+    words = ["model.path=models:/swept@champion", "optimizer.learning_rate=1e-3,1e-2"]
+    space = read_space([*words, f"monitor.tracking_uri={tracking_store()}"])
+    sweep = read_record(make_sweep(folder / "digits.toml", (), space).sweep, Sweep)
+    assert sweep.settings["model"]["path"] == "models:/swept/1"
 
 
 def test_a_loss_may_differ_where_another_metric_decides(folder: Path) -> None:

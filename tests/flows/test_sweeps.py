@@ -180,6 +180,12 @@ def test_a_sweep_that_is_interrupted_and_cancelled_goes_on_and_prunes_what_is_wo
     shown = api(url, f"/flow_runs/{flow_run_id}") if workshop.processes() else {"state_type": "CANCELLED"}
     assert shown["state_type"] == "CANCELLED"
 
+    process = workshop.start("sweep", "--resume", folder.root.name)
+    until(lambda: reached(third, 30, attempt=2), limit_s=300)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 143, error[-3000:]
+
     facts = workshop.onward("sweep", "--resume", folder.root.name, limit_s=900)
     trials = facts["trials"]
     assert [each["status"] for each in trials] == ["complete", "complete", "complete", "pruned"]

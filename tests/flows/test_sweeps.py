@@ -146,7 +146,7 @@ def shown(workshop: Workshop, folder: SweepDir, facts: dict[str, Any], runs: lis
         ).fetchall()
         (table,) = shown.execute("select data from artifact where key = 'sweep'").fetchone()
     shown.close()
-    assert above == (9,), "6 trials, 2 of them in two flow runs, and the export of the best one"
+    assert above in [(8,), (9,)], "6 trials, one or two of them in two flow runs, and the export of the best one"
     assert sorted(states) == [("COMPLETED",), ("CRASHED",), ("CRASHED",)]
     rows = json.loads(json.loads(table)) if isinstance(json.loads(table), str) else json.loads(table)
     assert [row["status"] for row in rows].count("complete, the best") == 1

@@ -22,7 +22,7 @@ from tests.support.workshop import Workshop, api, finished, reached, until
 
 pytestmark = [pytest.mark.usefixtures("only_servers"), pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-SHORT = ("parallel.data=1", "train.num_steps=300", "train.evaluation_period=150", "checkpoint.period=25")
+SHORT = ("parallel.data=1", "train.num_steps=300", "checkpoint.period=25")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,8 @@ def started(workshop: Workshop, *words: str) -> tuple[Any, SweepDir]:
     sweeps = workshop.home / "sweeps"
     before = set(sweeps.glob("*/sweep.json"))
     process = workshop.start("sweep", str(workshop.root / "config.toml"), *words)
-    new = until(lambda: next(iter(set(sweeps.glob("*/sweep.json")) - before), None), limit_s=120)
+    new = until(lambda: process.poll() or next(iter(set(sweeps.glob("*/sweep.json")) - before), None), limit_s=120)
+    assert not isinstance(new, int), process.communicate()[1]
     return process, SweepDir(new.parent)
 
 

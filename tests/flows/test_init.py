@@ -57,6 +57,16 @@ def test_what_is_guessed_and_the_next_command_are_printed(tmp_path: Path) -> Non
     assert "2 steps of 8 rows" in forced.output
 
 
+def test_the_page_shows_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "write-a-config.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    ended = CliRunner().invoke(app, ["init", "machine.onnx", "machine.csv", "-o", "machine.toml"])
+    assert ended.exit_code == 0, ended.output
+    assert Path("machine.toml").read_text() == page.split("```toml\n")[1].split("```")[0]
+    assert "20 steps of 16 rows" in ended.output
+
+
 def test_an_open_question_ends_with_status_2_and_so_does_a_run(tmp_path: Path) -> None:
     onnx.save(graphs.tiny_mlp(), tmp_path / "model.onnx")
     x = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)

@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 MOST_ROWS = 20_000
 """Rows that are read at most; what is found in them is said to be of the first rows."""
+MOST_BYTES = 64 << 20
+"""About the most that these rows may take."""
 MOST_VALUES = 4096
 """Numbers in one cell of a column whose values are read."""
 FEW_FILES = 40
@@ -76,8 +78,8 @@ class Facts:
         return f"{self.num_rows} rows" if self.is_all else f"the first {self.num_rows} rows"
 
     @cached_property
-    def _files(self) -> Mapping[str, Sequence[Any]]:
-        """Return column -> paths or contents in its first cells, of columns of bytes and texts."""
+    def cells(self) -> Mapping[str, Sequence[Any]]:
+        """Return column -> its first cells as they are, of columns of bytes and texts."""
         names = [name for name, column in self.schema.items() if column.dtype in (BYTES, TEXT)]
         for block, _ in sources.read(self.data, names, names):
             return {name: list(block.cells[name][:FEW_FILES]) for name in names if name in block.cells}
@@ -88,7 +90,7 @@ class Facts:
         from PIL import Image, UnidentifiedImageError
 
         found = []
-        for cell in self._files.get(column, ()):
+        for cell in self.cells.get(column, ()):
             content = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
             source = io.BytesIO(content) if isinstance(content, bytes) else self.folder / str(content)
             try:
@@ -104,7 +106,7 @@ class Facts:
 
     def looks_like_images(self, column: str) -> bool:
         """Return whether the first cells of a column are encoded images, or paths of such."""
-        cells = self._files.get(column, ())
+        cells = self.cells.get(column, ())
         paths = [cell for cell in cells if isinstance(cell, str)]
         if paths:
             return all(path.lower().endswith(IMAGE_SUFFIXES) for path in paths)
@@ -121,7 +123,7 @@ def read_facts(data: DataConfig) -> Facts:
         if column.dtype == TEXT or (column.holds_numbers and math.prod(column.shape) <= MOST_VALUES)
     ]
     parts: dict[str, list[Values]] = {name: [] for name in small}
-    missing, num_rows, is_all = dict.fromkeys(small, 0), 0, True
+    missing, num_rows, num_bytes, is_all = dict.fromkeys(small, 0), 0, 0, True
     # a column of large cells alone: only to count its rows
     names = small or list(schema)[:1]
     for block, held_out in sources.read(data, names, [name for name in small if schema[name].dtype == TEXT]):
@@ -131,8 +133,9 @@ def read_facts(data: DataConfig) -> Facts:
             good = np.setdiff1d(np.arange(count), np.array(list(bad), np.int64))
             parts[name].append([values[at] for at in good] if isinstance(values, list) else values[good])
             missing[name] += len(bad)
+            num_bytes += count * math.prod(schema[name].shape) * 8
         num_rows += count
-        if num_rows >= MOST_ROWS:
+        if num_rows >= MOST_ROWS or num_bytes >= MOST_BYTES:
             is_all = False
             break
     if not num_rows:

@@ -37,7 +37,13 @@ from onward.trainer.proposal.masks import propose_masks
 from onward.trainer.proposal.readings import Reading, readings
 from onward.trainer.proposal.tables import feeding, propose_tables
 from onward.trainer.proposal.targets import Target
-from onward.trainer.proposal.texts import ids_input, propose_task, propose_text_column, propose_tokenizer
+from onward.trainer.proposal.texts import (
+    ids_input,
+    propose_task,
+    propose_text_column,
+    propose_tokenizer,
+    propose_word_labels,
+)
 from onward.trainer.proposal.training import family_of, propose_training, trained_before
 from onward.trainer.proposal.tried import propose_tried
 
@@ -53,7 +59,7 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     draft.set("model.path", str(path), "")
     signature = _signature(draft, model, path)
     loss = None if draft.is_given("model.loss") else outputs.own_loss(signature)
-    found = [] if loss else outputs.targets(model, signature)
+    found = [] if loss else outputs.targets(model, signature, draft.value("model.output"))
     facts, is_text = _read_data(draft, path, source, signature)
     images = [info for info in signature.fed if info.shape is not None and len(info.shape) == 4]
     if "data.image" in draft.entries or "data.image.column" in draft.entries:
@@ -71,15 +77,8 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
         if loss.name != signature.outputs[0].name:
             draft.set("model.output", loss.name, "the loss")
         propose_columns(draft, facts, others, ())
-    elif task in ("causal", "masked") or facts.format == "text":
-        draft.set("model.loss", "cross_entropy", "of the tokens")
-        draft.set("metrics", ["perplexity"], "")
-        propose_columns(draft, facts, others, ("label",))
     else:
-        if images and (masks := propose_masks(draft, facts, found)):
-            propose_columns(draft, facts, others, masks)
-        else:
-            _propose_labels(draft, model, facts, others, found)
+        _propose_learned(draft, model, facts, others, found, task=task, has_images=bool(images))
     trained, why = trained_before(model, path.parent)
     propose_tables(draft, facts, others, trained=trained is not False)
     if trained is not False and not draft.questions and task not in ("causal", "masked", "tokens"):
@@ -98,6 +97,30 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     )
     _propose_fixed_batch(draft, signature)
     return draft
+
+
+def _propose_learned(
+    draft: Draft,
+    model: onnx.ModelProto,
+    facts: Facts,
+    inputs: Sequence[TensorInfo],
+    found: Sequence[Target],
+    *,
+    task: str,
+    has_images: bool,
+) -> None:
+    """Propose the losses, the labels and the columns of `inputs`."""
+    if task in ("causal", "masked") or facts.format == "text":
+        draft.set("model.loss", "cross_entropy", "of the tokens")
+        draft.set("metrics", ["perplexity"], "")
+        propose_columns(draft, facts, inputs, ("label",))
+    elif task == "tokens":
+        propose_word_labels(draft, facts, found[0].info)
+        propose_columns(draft, facts, inputs, (draft.value("data.label", ""),))
+    elif has_images and (masks := propose_masks(draft, facts, found)):
+        propose_columns(draft, facts, inputs, masks)
+    else:
+        _propose_labels(draft, model, facts, inputs, found)
 
 
 def _signature(draft: Draft, model: onnx.ModelProto, path: Path) -> Signature:

@@ -40,8 +40,11 @@ def own_loss(signature: Signature) -> TensorInfo | None:
     return next((found[0] for found in (named, scalars) if len(found) == 1), None)
 
 
-def targets(model: onnx.ModelProto, signature: Signature) -> list[Target]:
-    """Return the outputs of floats with the scores behind them."""
+def targets(model: onnx.ModelProto, signature: Signature, given: object = None) -> list[Target]:
+    """Return the outputs of floats with the scores behind them; given: `model.output`, which then decides."""
+    if given:
+        named = [given] if isinstance(given, str) else list(given)  # type: ignore[call-overload]
+        return [Target(info, info.name) for info in signature.outputs if info.name in named]
     found = []
     for info in signature.outputs:
         scores = next(score_tensors(model.graph, [info.name]), None)
@@ -145,7 +148,7 @@ def _propose_one(
         draft.set("model.loss", ways[0].loss, ways[0].reason if ways[0].label == "label" else "")
     is_classes = ways[0].loss in ("cross_entropy", "bce_with_logits")
     tensor = target.scores if is_classes else target.info.name
-    if tensor != target.info.name:
+    if tensor != target.info.name or tensor not in {value.name for value in model.graph.output}:
         draft.set("model.output", tensor, target.scores_reason)
     elif not first:
         draft.set("model.output", tensor, "the output that has labels")

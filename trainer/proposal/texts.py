@@ -27,6 +27,7 @@ from onward.trainer.rehearsal.data_of_model import LABELS
 
 ID_INPUTS = ("input_ids", "ids", "tokens", "token_ids")
 TEXT_COLUMNS = ("text", "sentence", "review", "content", "document", "question", "prompt", "body")
+WORD_LABELS = ("tags", "ner_tags", "pos_tags", "ner", "pos")
 LENGTH = 128
 """Tokens in a sample where the model does not say it."""
 BYTES = 256
@@ -117,6 +118,39 @@ def propose_task(draft: Draft, model: Path, signature: Signature, outputs: Seque
     if task == "masked" and not has_mask:
         _ask_for_token(draft, "mask_token", "the token that replaces masked ones")
     return str(draft.value("data.text.task", "causal"))
+
+
+def propose_word_labels(draft: Draft, facts: Facts, output: TensorInfo) -> None:
+    """Propose the columns of words and of their labels, which have as many words in each row.
+
+    Raises ConfigError if there are no two such columns.
+    """
+    words = {
+        name: [cell.split() if isinstance(cell, str) else [str(each) for each in cell or ()] for cell in cells]
+        for name, cells in facts.cells.items()
+        if facts.column(name).dtype == TEXT
+    }
+    lengths = {name: [len(row) for row in rows] for name, rows in words.items()}
+    alike = [name for name in words if sum(lengths[name] == other for other in lengths.values()) > 1]
+    if len(alike) < 2:
+        raise ConfigError(
+            f"output {output.name} has scores for each word, but no two columns of {facts.data.source} have as many "
+            f"words in each row: {', '.join(facts.schema)}; name them: data.text.columns=... and data.label=..."
+        )
+    kinds = {name: len({word for row in words[name] for word in row}) for name in alike}
+    named = [name for name in alike if name.lower() in (*LABELS, *WORD_LABELS)]
+    label = named[0] if len(named) == 1 else min(kinds, key=kinds.__getitem__)
+    label = draft.value("data.label", label)
+    draft.set("data.label", label, f"{kinds.get(label, 0)} different labels; as many in each row as it has words")
+    draft.set("model.loss", "cross_entropy", "of each word")
+    others = [name for name in alike if name != label]
+    if len(others) > 1:
+        draft.ask("data.text.columns", "the column of the words", dict.fromkeys(others, ""))
+    elif draft.value("data.text.columns") != others[0]:
+        draft.set("data.text.columns", others[0], "the column of the words")
+    classes = output.shape[2] if output.shape else None
+    if classes is not None and kinds.get(label, 0) > classes:
+        draft.set("model.num_classes", kinds[label], f"a new head: the output has {classes} scores")
 
 
 def _has_token(draft: Draft, usual: Sequence[str]) -> bool:

@@ -468,3 +468,49 @@ def test_a_password_in_a_setting_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError, match="set MLFLOW_TRACKING_URI") as caught:
         build_config({**raw, "monitor": {"tracking_uri": "postgresql://me:s3cret@db/mlflow"}})
     assert "s3cret" not in str(caught.value)
+
+
+OPEN = """
+[model]
+path = "m.onnx"
+# the loss: "mse" or
+# "l1"
+loss = "?"  # either
+[data]
+source = "digits"
+# "a" or "b"
+inputs = { "x.1" = "?", y = "c" }
+[[loss]]
+output = "one"
+label = "?"
+[[loss]]
+# "d" or "e"
+'label' = '?'
+[train]
+num_steps = 1
+freeze = ["?"]
+"""
+
+
+def test_every_open_question_is_refused_at_once_with_its_line_and_the_comment_above_it(tmp_path: Path) -> None:
+    path = tmp_path / "open.toml"
+    path.write_text(OPEN)
+    with pytest.raises(ConfigError) as refused:
+        load_config(path)
+    assert refused.value.problems == (
+        f'{path}, line 6: model.loss is open ("?"); decide: the loss: "mse" or "l1"',
+        f'{path}, line 10: data.inputs.x.1 is open ("?"); decide: "a" or "b"',
+        f'{path}, line 13: loss.0.label is open ("?"); give it a value',
+        f'{path}, line 16: loss.1.label is open ("?"); decide: "d" or "e"',
+    ), "and nothing else, such as the unknown key"
+    with pytest.raises(ConfigError, match=r"^line 10|line 10: data.inputs"):
+        load_config(path, ["model.loss=mse", "loss.0.label=k", "loss.1.label=l"])
+
+
+def test_questions_may_come_from_python_and_the_command_line_and_a_list_may_hold_the_pattern() -> None:
+    asked = {**GOOD, "data": {"source": "digits", "label": "?"}}
+    with pytest.raises(ConfigError, match=r'data.label is open \("\?"\); give it a value'):
+        load_config(asked)
+    with pytest.raises(ConfigError, match=r"model.loss is open"):
+        load_config(GOOD, ['model.loss="?"'])
+    assert load_config(GOOD, ['model.freeze=["?"]']).model.freeze == ("?",)

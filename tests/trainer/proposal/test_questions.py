@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,24 @@ def test_an_output_without_labels_is_not_trained_and_named(tmp_path: Path) -> No
     found = initialised(tmp_path, arrays(tmp_path, x=X, label=np.arange(120) % 3))
     assert "not trained, for want of labels: output embedding" in found.notes
     assert load_config(tmp_path / "config.toml").model.output == "logits"
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_words_and_their_labels_are_the_columns_with_as_many_words_in_each_row(kind: str, tmp_path: Path) -> None:
+    size = bert_tokenizer(tmp_path / "tokenizer.json").get_vocab_size()
+    onnx.save(graphs.tiny_token_classifier(vocab_size=size, num_classes=3), tmp_path / "model.onnx")
+    words, tags = ["Anna", "lives", "in", "Berlin"], ["PER", "O", "O", "LOC"]
+    rows = [(words[: 2 + at % 3], tags[: 2 + at % 3]) for at in range(60)]
+    data = tmp_path / f"data.{kind}"
+    if kind == "csv":
+        write_csv(data, ("sentence", "classes"), [(" ".join(row), " ".join(own)) for row, own in rows])
+    else:
+        data.write_text("\n".join(json.dumps({"sentence": row, "classes": own}) for row, own in rows))
+    found = initialised(tmp_path, data, steps=5)
+    assert found.proof is not None, found.refused
+    config = load_config(tmp_path / "config.toml")
+    assert config.data.text is not None
+    assert (config.data.text.task, config.data.text.columns, config.data.label) == ("tokens", "sentence", "classes")
 
 
 def test_masks_of_255_mean_the_second_class_or_no_label(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from tests.support.runs import assert_equal_bits, events, final_tensors, losses
 GPT2, BERT, LLAMA, CONV = MODELS
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"weight_decay_mode": "huggingface"},
-    "adamw": {"weights": [{"pattern": "*mlp*", "alpha": 0.5, "beta": 0.9}]},
-    "lamb": {"weights": [{"pattern": "*mlp*", "ratio_max": 0.1}]},
+    "adamw": {"weights": [{"pattern": "*1*weight", "alpha": 0.5, "beta": 0.9}]},
+    "lamb": {"weights": [{"pattern": "*1*weight", "ratio_max": 0.1}]},
     "sgd": {"epsilon": 1e-8, "momentum": 0.9, "learning_rate": 0.05},
     "nadam": {},
     "radam": {},

@@ -47,6 +47,10 @@ SETTINGS: dict[str, Sections] = {
     "compile, autotuned": {"graph": {"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}},
     "compile, repeated blocks": {"graph": {"compile": True, "compile_regions": "repeated"}},
     "compile, bf16": {"graph": {"compile": True}, "precision": {"compute": "bf16"}},
+    "Lion": {"optimizer": {"name": "lion", "learning_rate": 1e-3}},
+    "Adafactor": {"optimizer": {"name": "adafactor", "learning_rate": 2e-2}},
+    "Muon": {"optimizer": {"name": "muon", "learning_rate": 0.02, "muon": {"convolutions": "flatten"}}},
+    "Muon, bf16": {"optimizer": {"name": "muon", "learning_rate": 0.02, "muon": {"arithmetic": "bf16"}}},
 }
 REHEARSED = ("fp32", "bf16", "recompute whole", "ZeRO 3", "LoRA", "compile")
 MODELS = {"GPT-2": (graphs.tiny_transformer, tiny_text), "conv net": (graphs.tiny_resnet, tiny_images)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -47,30 +47,34 @@ def build_optimizer(
     over them. Raises ConfigError listing the patterns of `optimizer.weights` that match no trained weight.
     """
     groups: dict[Any, Group] = {}
-    names = set(elsewhere)
+    shapes: dict[str, tuple[int, ...]] = {}
     for number, weight in enumerate(as_weights(weights)):
-        names.add(weight.name)
+        shapes[weight.name] = weight.placement.shape
         settings = settings_of(config, weight.name, outputs=weight.outputs)
-        if settings.rule == "muon" and len(weight.placement.shape) < 2:
-            raise ConfigError(
-                f"optimizer.weights: rule 'muon' of {weight.name!r} {list(weight.placement.shape)} needs a matrix; "
-                "leave it to 'adamw'"
-            )
         # also by type, because torch's foreach and fused kernels take lists of one type
         group = groups.setdefault((settings, weight.tensor.dtype), _group(settings))
         for key, value in (("params", weight.tensor), ("weights", weight), ("numbers", number)):
             group[key].append(value)
-    unused = {each.pattern for each in config.weights if not any(fnmatchcase(name, each.pattern) for name in names)}
-    if unused:
-        raise ConfigError(
-            f"optimizer.weights: pattern {pattern!r} matches no weight that is trained" for pattern in sorted(unused)
-        )
+    if problems := list(settings_problems(config, {*elsewhere, *shapes}, shapes)):
+        raise ConfigError(problems)
     rule = RULES[config.name]
     context = UpdateContext(seed, parts or NoOtherParts(), rule.state)
     # torch's Optimizer refuses an empty list of groups; a rank may hold no trained weight
     optimizer = rule.make(list(groups.values()) or [_group(settings_of(config, ""))], config, context)
     set_learning_rate(optimizer, config.learning_rate)
     return optimizer
+
+
+def settings_problems(
+    config: OptimizerConfig, names: Collection[str], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
+    """Yield what is wrong with `optimizer.weights`, given the names of all trained weights and the shapes of some."""
+    unused = {each.pattern for each in config.weights if not any(fnmatchcase(name, each.pattern) for name in names)}
+    for pattern in sorted(unused):
+        yield f"optimizer.weights: pattern {pattern!r} matches no weight that is trained"
+    for name, shape in shapes.items():
+        if len(shape) < 2 and settings_of(config, name).rule == "muon":
+            yield f"optimizer.weights: rule 'muon' of {name!r} {list(shape)} needs a matrix; leave it to 'adamw'"
 
 
 def _group(settings: WeightSettings) -> Group:

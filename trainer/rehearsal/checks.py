@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import read_as_logits
-from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig
-from onward.trainer.config.update_rules import UPDATE_RULES
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.data.batches.batches import Batch, check_last_samples, one_batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.first_rows import FirstRows, read_first_rows
@@ -42,6 +41,7 @@ from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 from onward.trainer.rehearsal.sizes import Kind, Size, sizes_of_run
+from onward.trainer.rehearsal.update_checks import update_problems, update_warnings
 from onward.trainer.run.records import ExporterWarning
 
 CPU = torch.device("cpu")
@@ -165,24 +165,16 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     audit = audit_of_run(extract_subgraph(trainable.model, settings), trainable.module, trainable.base)
     audit.batch = use
     outputs = [w for name in config.model.outputs for w in output_warnings(trainable.model, audit.model.graph, name)]
-    findings.warnings = (*exporter_warnings(audit), *outputs, *_rate_warnings(config.optimizer), *_same_teacher(config))
+    updates = update_warnings(config.optimizer, trainable.module)
+    findings.warnings = (*exporter_warnings(audit), *outputs, *updates, *_same_teacher(config))
+    for problem in update_problems(config.optimizer, trainable.module):
+        findings.refuse(problem)
     for problem in refused_warnings(findings.warnings, config.model.accept):
         findings.refuse(problem)
     for loss in [each for each in config.losses if each.name == "file"]:
         found = output_warnings(trainable.model, audit.model.graph, loss.outputs[0])
         for problem in read_as_logits(loss, config.metrics) if "probabilities" in [w.key for w in found] else ():
             findings.refuse(problem)
-
-
-def _rate_warnings(optimizer: OptimizerConfig) -> Iterator[ExporterWarning]:
-    low, high = UPDATE_RULES[optimizer.name].rates
-    if not low <= optimizer.learning_rate <= high:
-        yield ExporterWarning(
-            key="learning_rate",
-            what=f"optimizer.learning_rate {optimizer.learning_rate:g} is unusual for {optimizer.name}, which is used "
-            f"with rates from {low:g}" + (f" to {high:g}" if high < math.inf else ""),
-            remedy="set optimizer.learning_rate, or find it with a short run at each of several rates",
-        )
 
 
 def _same_teacher(config: RunConfig) -> list[ExporterWarning]:

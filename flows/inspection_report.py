@@ -274,6 +274,10 @@ def show_plan(found: Plan, *, everything: bool) -> None:
     if found.parallel.tensor > 1 and found.replicated:
         _title("replicated on every tensor-parallel rank")
         table(_few(list(found.replicated), everything=everything))
+    if found.rates:
+        _title("layers and learning rates (optimizer.layer_decay)")
+        rates = [(each.weight, str(each.layer), f"{each.learning_rate:.3g}") for each in found.rates]
+        table(_few(rates, everything=everything), heads=("weight", "layer", "rate"))
     if found.considered:
         _title("considered")
         for line in _few([(line,) for line in found.considered], everything=everything):

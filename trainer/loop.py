@@ -118,6 +118,7 @@ def train(
         seed=config.train.seed,
         elsewhere=model.trained_names,
         parts=model.part_sums,
+        layer_scales=model.layer_scales,
     )
     scaler = LossScaler(config.precision)
     averages = Averages(

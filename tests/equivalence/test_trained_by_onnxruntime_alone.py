@@ -120,6 +120,7 @@ MODELS: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray[Any, Any]], Any]] 
         pytest.param("conv net", SGD, marks=pytest.mark.slow),
         pytest.param("transformer", ADAMW, marks=pytest.mark.slow),
         pytest.param("transformer", SGD, marks=pytest.mark.slow),
+        pytest.param("transformer", ADAMW | {"layer_decay": 0.75}, marks=pytest.mark.slow),
         pytest.param("two losses", ADAMW, marks=pytest.mark.slow),
     ],
 )

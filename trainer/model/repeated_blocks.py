@@ -71,6 +71,13 @@ def outline_repeated_blocks(module: fx.GraphModule) -> list[Block]:
     return made
 
 
+def repeated_blocks(module: fx.GraphModule, calls: Sequence[fx.Node]) -> list[list[list[fx.Node]]]:
+    """Return the runs of equal consecutive blocks among some calls of the graph: of each run, each block's nodes."""
+    runs = sorted(_Sequence(module, calls).find(0, len(calls)))
+    firsts = [range(run.start, run.end, run.period) for run in runs]
+    return [[list(calls[first : first + each.step]) for first in each] for each in firsts]
+
+
 def _with_rests(runs: Sequence[_Run], end: int) -> Iterator[_Run]:
     """Yield the runs, and what is before, between and behind them as runs of one block."""
     position = 0

@@ -17,6 +17,7 @@ from onward.trainer.optim.rules.rule import NoOtherParts, OtherParts, UpdateCont
 from onward.trainer.optim.rules.table import RULES
 from onward.trainer.optim.weight_settings import WeightSettings, settings_of
 
+NO_SCALES: Mapping[str, float] = {}
 Weights = Iterable[Weight | tuple[str, Tensor]]
 """Trained weights; a pair of initializer name and parameter is a weight that this rank holds in full."""
 
@@ -39,18 +40,22 @@ def build_optimizer(
     seed: int = 0,
     elsewhere: Collection[str] = (),
     parts: OtherParts | None = None,
+    layer_scales: Mapping[str, float] = NO_SCALES,
 ) -> torch.optim.Optimizer:
     """Build the configured optimizer over weights, each of which must have a gradient at every step.
 
     Weights with equal settings share a group. seed: of rounding to bf16. elsewhere: names of weights that other ranks
     train. parts: the ranks that hold the other parts of these weights, if there are any; LAMB, Adafactor and Muon sum
-    over them. Raises ConfigError listing the patterns of `optimizer.weights` that match no trained weight.
+    over them. layer_scales: name -> factor on the learning rate (model/layers.py), which multiplies that of
+    `optimizer.weights`; 1 for a weight without one. Raises ConfigError listing the patterns of `optimizer.weights` that
+    match no trained weight.
     """
     groups: dict[Any, Group] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for number, weight in enumerate(as_weights(weights)):
         shapes[weight.name] = weight.placement.shape
         settings = settings_of(config, weight.name, outputs=weight.outputs)
+        settings = settings.scaled(layer_scales.get(weight.name, 1.0))
         # also by type, because torch's foreach and fused kernels take lists of one type
         group = groups.setdefault((settings, weight.tensor.dtype), _group(settings))
         for key, value in (("params", weight.tensor), ("weights", weight), ("numbers", number)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,6 +26,10 @@ class WeightSettings:
     momentum: float
     rule: str
     """Of Muon: "muon" or "adamw"; else ""."""
+
+    def scaled(self, factor: float) -> WeightSettings:
+        """Return the settings with another learning rate: multiplied by the factor of the weight's layer."""
+        return replace(self, learning_rate_scale=self.learning_rate_scale * factor)
 
 
 def settings_of(config: OptimizerConfig, name: str, *, outputs: int | None = None) -> WeightSettings:

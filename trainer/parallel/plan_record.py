@@ -82,6 +82,16 @@ class Traffic(Record):
     bytes: int
 
 
+class PlannedRate(Record):
+    """The learning rate of one weight under `optimizer.layer_decay`."""
+
+    weight: str
+    layer: int
+    """From 0 at the inputs."""
+    learning_rate: float
+    """Before the learning-rate schedule."""
+
+
 class Plan(Record):
     """How the ranks divide a model and its batches, and what that takes."""
 
@@ -107,6 +117,8 @@ class Plan(Record):
     traffic: tuple[Traffic, ...]
     bubble: float
     """The share of a step in which a pipeline rank waits, if all stages take equally long."""
+    rates: tuple[PlannedRate, ...] = ()
+    """Of each trained weight, in the order of the graph; () without `optimizer.layer_decay`."""
     considered: tuple[str, ...] = ()
     """With `auto`: every other division, and why it was not chosen."""
 

@@ -32,15 +32,18 @@ from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model import precision
 from onward.trainer.model.fixed_batch import choose_fixed_batch
+from onward.trainer.model.layers import layer_scales, number_layers
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.optim.weight_settings import settings_of
 from onward.trainer.parallel.device import CONTEXT_BYTES, describe, reserve, typical
 from onward.trainer.parallel.dry_run import dry_run
 from onward.trainer.parallel.estimate import Estimate, RankEstimate
 from onward.trainer.parallel.layout import build_layout, drop_data, recompute_units
+from onward.trainer.parallel.matrices import find_matrices
 from onward.trainer.parallel.memory import estimate_memory
-from onward.trainer.parallel.plan_record import Plan
+from onward.trainer.parallel.plan_record import Plan, PlannedRate
 
 AXES = ("data", "tensor", "pipeline")
 
@@ -57,12 +60,13 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
     if config.model.fixed_batch == "auto":  # `onward plan`; a rehearsal has chosen it
         config, _ = choose_fixed_batch(config)
     module = module or open_with_teacher(config).module
+    rates = _rates(module, config)
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
     if config.parallel.sizes == "auto":
-        return _choose(module, config, device)
+        return _choose(module, config, device).model_copy(update={"rates": rates})
     try:
-        return _estimate(module, config, device).record()
+        return _estimate(module, config, device).record().model_copy(update={"rates": rates})
     except (RuntimeError, ValueError, IndexError) as error:  # those of torch, for shapes that do not fit
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UnsupportedModel(
@@ -70,6 +74,21 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
             f"its results: {type(error).__name__}: {reason}; `onward run` tries it on the first rows of the data and "
             "names the node"
         ) from error
+
+
+def _rates(module: ImportedGraph, config: RunConfig) -> tuple[PlannedRate, ...]:
+    """Return the layer and the learning rate of each trained weight; () without `optimizer.layer_decay`."""
+    scales = layer_scales(module, config.optimizer.layer_decay)
+    if not scales:
+        return ()
+    optimizer, flattens = config.optimizer, config.optimizer.muon.convolutions == "flatten"
+    matrices = find_matrices(module, convolutions=flattens) if optimizer.name == "muon" else {}
+    found = []
+    for name, layer in number_layers(module).items():
+        settings = settings_of(optimizer, name, outputs=matrices.get(name)).scaled(scales[name])
+        rate = optimizer.learning_rate * settings.learning_rate_scale
+        found.append(PlannedRate(weight=name, layer=layer, learning_rate=rate))
+    return tuple(found)
 
 
 def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -31,6 +31,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight, checkpoint_key, slices
 from onward.trainer.model import precision
 from onward.trainer.model.channels_last import use_channels_last
+from onward.trainer.model.layers import layer_scales
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
@@ -66,6 +67,8 @@ class RankModel:
     """Names of the weights that are trained, on whichever rank."""
     statistics_names: frozenset[str]
     """Names of the running statistics, on whichever rank."""
+    layer_scales: Mapping[str, float]
+    """Name of a trained weight -> factor on its learning rate; without a name it is 1."""
     shapes_of: Callable[[Sequence[Tensor]], Sequence[Stage]]
     """Graph inputs of a micro-batch -> this rank's stages, with the shapes that cross their borders for those."""
     reported_weights: frozenset[Weight]
@@ -160,6 +163,7 @@ def build_rank_model(
         name for name, tensor in stored.items() if is_statistic(tensor) and not name.startswith(TEACHER)
     )
 
+    scales = layer_scales(module, config.optimizer.layer_decay)  # of the graph before it is divided
     device = typical(mpi.device.type, config.precision.compute)
     layout = build_layout(module, config, example, rank=here.tensor, group=group, autocast=autocast, device=device)
     own = layout.of(here.pipeline, config.parallel.pipeline)
@@ -202,6 +206,7 @@ def build_rank_model(
         shapes=shapes,
         trained_names=trained_names,
         statistics_names=statistics_names,
+        layer_scales=scales,
         shapes_of=partial(_stages_for_inputs, module, own, layout.stages, autocast),
         reported_weights=_reported_weights(weights, reducer.weights, mesh),
         part_sums=PartSums(weights, reducer.weights, mesh, layout.placements),

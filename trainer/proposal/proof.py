@@ -31,6 +31,7 @@ from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
+from onward.trainer.model.layers import layer_scales
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.teacher import open_with_teacher
@@ -165,7 +166,8 @@ class _Training:
         self._graph = RehearsedGraph(module, losses, autocast=partial(autocast, arithmetic, CPU))
         weights = named_weights(module)
         self._trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-        self._optimizer = build_optimizer(config.optimizer, self._trained.items())
+        scales = layer_scales(module, config.optimizer.layer_decay)
+        self._optimizer = build_optimizer(config.optimizer, self._trained.items(), layer_scales=scales)
         self._config, self._number = config, 0
 
         def batch(number: int) -> Batch:

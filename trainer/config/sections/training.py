@@ -152,6 +152,10 @@ class OptimizerConfig(Section):
     """Settings of Adafactor."""
     muon: MuonConfig = MuonConfig()
     """Settings of Muon."""
+    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """The factor on the learning rate from one layer of the graph to the one before it, from the outputs backwards;
+    0.75 is usual for fine-tuning. `learning_rate_scale` of `optimizer.weights` multiplies it. `onward plan` prints the
+    layer and the rate of each weight."""
     no_decay: tuple[str, ...] = ("*bias*", "*gamma*", "*beta*", "*LayerNorm*")
     """Glob patterns of weights without weight decay (the rule of ONNX Runtime's trainer)."""
     weights: tuple[WeightAttributes, ...] = ()

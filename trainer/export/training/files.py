@@ -37,6 +37,7 @@ from onward.trainer.errors import ExportRefused
 from onward.trainer.export.training.gradients import gradient_of, training_model, updated
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
 from onward.trainer.export.training.optimizer_graph import optimizer_model
+from onward.trainer.model.layers import layer_scales
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
@@ -126,6 +127,16 @@ class TrainingArtifacts(_Record):
     """Output of optimizer.onnx: the global norm before clipping; nothing is usable when it is not finite."""
 
 
+def _layer_scales(model: onnx.ModelProto, config: RunConfig) -> dict[str, float]:
+    """Return name -> factor on the learning rate, by the layers of the graph as training imports it."""
+    if config.optimizer.layer_decay == 1.0:
+        return {}
+    widen = config.model.fixed_batch in ("auto", "any")
+    module = to_module(model, fuse=config.graph.fuse, tie=config.model.tie, train=config.model.train, widen=widen)
+    select_trained(module, train=config.model.train, freeze=config.model.freeze)
+    return layer_scales(module, config.optimizer.layer_decay)
+
+
 def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, base: Path) -> TrainingArtifacts:
     """Write the four files, the initial weights and training.json into `folder`; each is complete or absent.
 
@@ -155,7 +166,12 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     tensors = {name: tensor.detach() for name, tensor in named_weights(module).items()}
     trained = {name: tensors[name] for name in training.weights}
     update = optimizer_model(
-        config.optimizer, trained, clip_norm=config.train.clip_norm, gradient=gradient_of, updated=updated
+        config.optimizer,
+        trained,
+        clip_norm=config.train.clip_norm,
+        gradient=gradient_of,
+        updated=updated,
+        layer_scales=_layer_scales(model, config),
     )
     own = [*training.weights, *training.statistics]
     evaluation = evaluation_model(model, losses, names=names, weights=own, copies=module.copies)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.onnx_graph.builder import GraphExtender
-from onward.trainer.optim.optimizers import build_optimizer
+from onward.trainer.optim.optimizers import NO_SCALES, build_optimizer
 from onward.trainer.optim.state import optimizer_tensors
 from onward.trainer.optim.weight_settings import WeightSettings
 
@@ -48,6 +48,7 @@ def optimizer_model(
     clip_norm: float,
     gradient: Callable[[str], str],
     updated: Callable[[str], str],
+    layer_scales: Mapping[str, float] = NO_SCALES,
 ) -> UpdateModel:
     """Make the graph of one update of `weights` (the trained ones, by name), with clipping and attributes of weights.
 
@@ -56,7 +57,7 @@ def optimizer_model(
     build_optimizer does.
     """
     # the same optimizer as in training decides learning rate scales, decay and state, so that the two cannot differ
-    optimizer = build_optimizer(config, weights.items())
+    optimizer = build_optimizer(config, weights.items(), layer_scales=layer_scales)
     groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
     state: dict[str, dict[str, str]] = {name: {} for name in weights}
     for path in optimizer_tensors(optimizer, weights.items()):

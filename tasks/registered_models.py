@@ -40,17 +40,15 @@ def with_registered(sections: RunConfig | Mapping[str, Any], known: LocalCopies 
 
     Raises ConfigError for what MLflow does not have, RuntimeUnavailable when it cannot be reached.
     """
-    named = [
-        url for setting, url in urls_in(sections) if setting in ("model.path", "teacher.path") and is_registered(url)
-    ]
+    named = [(setting, url) for setting, url in urls_in(sections) if setting in fetching.MODELS and is_registered(url)]
     if not named:
         return known
     monitor = dict(sections).get("monitor")
     registry = Registry(store_of(monitor if isinstance(monitor, MonitorConfig) else MonitorConfig()))
     before = {copy.url: copy for copy in (known.copies if known else ())}
-    for url in named:
+    for setting, url in named:
         if url not in before or not before[url].path.exists():
-            before[url] = _fetched(url, registry, before.get(url))
+            before[url] = _fetched(url, registry, before.get(url), setting=setting)
     return LocalCopies(copies=tuple(before.values()))
 
 
@@ -62,7 +60,7 @@ def local_model(location: Path) -> Path:
     return _fetched(url, Registry(store_of(MonitorConfig())), None).path
 
 
-def _fetched(url: str, registry: Registry, pinned: LocalCopy | None) -> LocalCopy:
+def _fetched(url: str, registry: Registry, pinned: LocalCopy | None, *, setting: str = "model.path") -> LocalCopy:
     """Download what a URL names now, or the version that a run began with."""
     try:
         if pinned and not url.startswith("runs:/"):
@@ -88,9 +86,9 @@ def _fetched(url: str, registry: Registry, pinned: LocalCopy | None) -> LocalCop
                 root.rename(place)
             file = place / arrived.relative_to(root)
     except TrackingUnavailable as error:
-        raise RuntimeUnavailable(f"model.path: {error}") from error
+        raise RuntimeUnavailable(f"{setting}: {error}") from error
     except TrackingError as error:
-        raise ConfigError(f"model.path: {error}") from error
+        raise ConfigError(f"{setting}: {error}") from error
     key = f"{version.name}/{version.version} " if version else ""
     copy = LocalCopy(url=url, path=file, key=key + model_digest(file), bytes=file.stat().st_size)
     if pinned and pinned.key != copy.key:

@@ -11,8 +11,10 @@ import onnx
 import pytest
 import torch
 
+from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading.digits import digits_block
+from onward.trainer.export.export import Checkpoint, export
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.run.directory import RunDir
 from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, tensors, trained
@@ -217,3 +219,27 @@ def test_a_soft_label_that_has_changed_on_the_disk_is_refused(tmp_path: Path) ->
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(AssertionError, match="does not have the content that was written"):
         train_run(run)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_student_learns_without_labels_and_its_file_is_exported(tmp_path: Path) -> None:
+    larger = graphs.tiny_mlp(outputs=3, hidden=48, seed=6)
+    run = make_run(
+        tmp_path,
+        graphs.tiny_mlp(outputs=3),
+        {"features": np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)},
+        model={"loss": "teacher"},
+        teacher=teacher(tmp_path, larger, loss="mse"),
+        train={"num_steps": 60, "global_batch_size": 32},
+        optimizer={"learning_rate": 0.02},
+        export={"promote_if": "never"},
+    )
+    metrics = train_run(run).metrics
+    first = events(run, "evaluation")[0].fields["values"]
+    assert metrics["evaluation/loss"] == metrics["evaluation/distillation"] < 0.2 * first["evaluation/loss"]
+    trained_weights = Checkpoint(step=60, weights=tensors(run, 60, "model/"))
+    made = export(run, trained_weights, data=evaluation_data(run), folder=tmp_path / "export")
+    assert made.after == {}
+    assert made.changed == 4
+    assert [value.name for value in onnx.load(made.path).graph.output] == ["prediction"]

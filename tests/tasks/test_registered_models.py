@@ -11,9 +11,10 @@ from onward.infra.registry import Registry
 from onward.tasks.registered_models import local_model, with_registered
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
-from onward.trainer.run.local_copies import LocalCopies
+from onward.trainer.run.local_copies import LocalCopies, with_copies
 from tests.infra.test_tracking import adder
 from tests.support.stores import free_port, new_run, tracking_store
 
@@ -57,6 +58,17 @@ def test_an_alias_means_the_version_that_it_names_now_and_for_a_resumed_run_the_
     assert copied(config, began) == began
     assert copy.path.read_bytes() == files[0].path.read_bytes()
     assert copied(config).copies[0].path.read_bytes() == files[1].path.read_bytes()
+
+
+def test_a_teacher_is_named_like_the_model(tmp_path: Path) -> None:
+    file = adder(tmp_path, by=7.0)
+    new_run().register_model(file, name="a-teacher")
+    config = config_of("model.onnx")
+    taught = config.model_copy(update={"teacher": TeacherConfig(path="models:/a-teacher/1")})
+    assert Path(with_copies(taught, copied(taught)).teacher.path).read_bytes() == file.path.read_bytes()
+    unknown = config.model_copy(update={"teacher": TeacherConfig(path="models:/a-teacher@champion")})
+    with pytest.raises(ConfigError, match=r"teacher\.path: models:/a-teacher@champion: a-teacher has no alias"):
+        with_registered(unknown)
 
 
 def test_what_the_registry_lacks_is_refused_with_what_it_has_and_an_outage_is_none_of_the_users_errors(

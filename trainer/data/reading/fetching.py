@@ -25,6 +25,10 @@ DIRECTORIES = ("data.", "checkpoint.load")
 """Settings, or the beginnings of their names, that may name several files."""
 
 
+MODELS = ("model.path", "teacher.path")
+"""The settings that name an ONNX file, which may have external data beside it."""
+
+
 def fetch(sections: RunConfig | Mapping[str, Any], known: LocalCopies | None = None) -> tuple[LocalCopies, list[str]]:
     """Return local copies of everything that the sections name by URL, and a sentence for each that cannot be had.
 
@@ -80,8 +84,10 @@ def _kept(copy: LocalCopy) -> LocalCopy:
 
 def _fetched(setting: str, url: str) -> LocalCopy:
     if is_registered(url):
-        raise ConfigError(f"{url} names a model of MLflow, and only model.path may; `onward run` downloads it")
-    if setting == "model.path":
+        raise ConfigError(
+            f"{url} names a model of MLflow, and only model.path may, and teacher.path; `onward run` downloads it"
+        )
+    if setting in MODELS:
         return _model(url)
     copy = _several(url)
     if copy.path.is_dir() and not setting.startswith(DIRECTORIES):

@@ -46,6 +46,8 @@ class Facts:
     missing: Mapping[str, int]
     """Column -> the number of rows in which its value is missing or bad."""
     num_rows: int
+    num_training: int
+    """Those of them that are not for evaluation."""
     is_all: bool
     """Whether the source has no more rows."""
     folder: Path
@@ -123,7 +125,7 @@ def read_facts(data: DataConfig) -> Facts:
         if column.dtype == TEXT or (column.holds_numbers and math.prod(column.shape) <= MOST_VALUES)
     ]
     parts: dict[str, list[Values]] = {name: [] for name in small}
-    missing, num_rows, num_bytes, is_all = dict.fromkeys(small, 0), 0, 0, True
+    missing, num_rows, num_training, num_bytes, is_all = dict.fromkeys(small, 0), 0, 0, 0, True
     # a column of large cells alone: only to count its rows
     names = small or list(schema)[:1]
     for block, held_out in sources.read(data, names, [name for name in small if schema[name].dtype == TEXT]):
@@ -135,6 +137,7 @@ def read_facts(data: DataConfig) -> Facts:
             missing[name] += len(bad)
             num_bytes += count * math.prod(schema[name].shape) * 8
         num_rows += count
+        num_training += int((~held_out).sum())
         if num_rows >= MOST_ROWS or num_bytes >= MOST_BYTES:
             is_all = False
             break
@@ -142,7 +145,7 @@ def read_facts(data: DataConfig) -> Facts:
         raise DataError(f"{data.source} holds no row to train on")
     first = source.files[0][1] if source.files else Path()
     joined = {name: _joined(each) for name, each in parts.items()}
-    return Facts(data, source.format, schema, joined, missing, num_rows, is_all, first.parent)
+    return Facts(data, source.format, schema, joined, missing, num_rows, num_training, is_all, first.parent)
 
 
 def _joined(parts: list[Values]) -> Values:

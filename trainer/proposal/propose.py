@@ -81,7 +81,8 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
         _propose_learned(draft, model, facts, others, found, task=task, has_images=bool(images))
     trained, why = trained_before(model, path.parent)
     propose_tables(draft, facts, others, trained=trained is not False)
-    if trained is not False and not draft.questions and task not in ("causal", "masked", "tokens"):
+    can_try = not draft.questions and not _declared_batch(signature) and task not in ("causal", "masked", "tokens")
+    if trained is not False and can_try:
         is_better = propose_tried(draft)
         if trained is None and is_better is False:
             trained, why = False, "the file itself is no better than chance on these rows"
@@ -92,7 +93,7 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
         family_of(model.graph),
         trained=trained is not False,
         why=why,
-        num_rows=facts.num_rows if facts.is_all and task != "causal" else None,
+        num_rows=facts.num_training if facts.is_all and task != "causal" else None,
         is_dense=is_dense,
     )
     _propose_fixed_batch(draft, signature)
@@ -241,11 +242,16 @@ def _others(facts: Facts, label: str) -> list[str]:
 
 def _propose_fixed_batch(draft: Draft, signature: Signature) -> None:
     """Propose the batch that a file declares, where it is right for no other."""
-    batches = {info.shape[0] for info in signature.inputs if info.shape}
-    declared = next(iter(batches)) if len(batches) == 1 else None
+    declared = _declared_batch(signature)
     if not declared or draft.questions:
         return
     try:
         choose_fixed_batch(with_columns(load_config(draft.settings())))
     except ConfigError as error:
         draft.set("train.global_batch_size", declared, f"the file declares it: {error.problems[0].split('; ')[0]}")
+
+
+def _declared_batch(signature: Signature) -> int:
+    """Return the fixed number of rows that all inputs declare; 0 if there is none."""
+    batches = {info.shape[0] for info in signature.inputs if info.shape}
+    return (next(iter(batches)) or 0) if len(batches) == 1 else 0

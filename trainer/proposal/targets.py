@@ -168,6 +168,8 @@ def _propose_one(
     if way.sorted_ids:
         draft.set("data.classes", "sorted", way.reason)
     _propose_class_order(draft, model, facts, way)
+    if way.loss == "cross_entropy" and isinstance(way.label, str) and len(different := facts.distinct(way.label)) == 1:
+        draft.notes.append(f"every label is {different[0]!r} in {facts.rows}: nothing can be learned from one class")
 
 
 def _propose_class_order(draft: Draft, model: onnx.ModelProto, facts: Facts, way: Reading) -> None:

@@ -58,7 +58,8 @@ def propose_tokenizer(draft: Draft, model: Path, signature: Signature, *, source
     if tokenizer := find_tokenizer(model, source):
         draft.set("data.text.tokenizer", tokenizer, "found beside the model or the data")
     elif is_text and (embedding_rows(_graph(model), ids.name) or (0, ""))[0] == BYTES:
-        length = ids.shape[1] if ids.shape and ids.shape[1] else LENGTH
+        positions = position_rows(_graph(model))
+        length = ids.shape[1] if ids.shape and ids.shape[1] else min(positions[0] if positions else LENGTH, LENGTH)
         draft.set("data.format", "text", f"{ids.name} indexes an embedding of {BYTES} rows: the tokens are bytes")
         draft.set("data.sequence_length", length, "bytes in a sample")
         return

@@ -95,16 +95,16 @@ def propose_training(
 ) -> None:
     """Propose [train], [optimizer] and [schedule].
 
-    num_rows: those of the source; None if they are not known. is_dense: whether each row has many targets, such as the
+    num_rows: those to train on; None if they are not known. is_dense: whether each row has many targets, such as the
     pixels of a mask or the tokens of a text.
     """
     size, reason = (8, "each row has many targets") if is_dense else (32, "a usual size")
     while num_rows and size > 4 and num_rows < 10 * size:
-        size, reason = size // 2, f"so that {num_rows} rows are at least 10 steps"
+        size, reason = size // 2, f"small, because there are {num_rows} rows"
     draft.set("train.global_batch_size", size, reason)
     steps = STEPS_TRAINED if trained else STEPS_FRESH
     if not draft.is_given("train.num_steps"):
-        per_epoch = math.ceil(0.9 * num_rows / size) if num_rows else 0
+        per_epoch = math.ceil(num_rows / size) if num_rows else 0
         epochs = max(1, min(10 if trained else 50, round(steps / per_epoch))) if per_epoch else (1 if trained else 3)
         about = f"about {epochs * per_epoch} steps" if per_epoch else "the rows were not all counted"
         draft.set("train.num_epochs", epochs, about)

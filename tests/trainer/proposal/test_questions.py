@@ -340,6 +340,39 @@ def test_words_and_their_labels_are_the_columns_with_as_many_words_in_each_row(k
     assert (config.data.text.task, config.data.text.columns, config.data.label) == ("tokens", "sentence", "classes")
 
 
+def test_files_named_train_val_and_test_are_the_splits(tmp_path: Path) -> None:
+    onnx.save(graphs.tiny_mlp(), tmp_path / "model.onnx")
+    (tmp_path / "data").mkdir()
+    for name in ("train", "val", "test"):
+        write_csv(tmp_path / "data" / f"{name}.csv", (*"abcd", "target"), np.column_stack([X, X.sum(1)]).tolist())
+    config = _config(tmp_path, tmp_path / "data")
+    sources = config.data.source, config.data.evaluation_source, config.data.test_source
+    assert [Path(each).name for each in sources] == ["train.csv", "val.csv", "test.csv"]
+
+
+def test_texts_for_an_embedding_of_256_rows_are_bytes_in_windows_that_the_positions_allow(tmp_path: Path) -> None:
+    onnx.save(graphs.tiny_transformer(vocab_size=256), tmp_path / "model.onnx")
+    (tmp_path / "notes").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "notes" / f"{name}.md").write_text(f"hello {name} " * 200)
+    found = initialised(tmp_path, tmp_path / "notes", steps=5)
+    assert found.proof is not None, found.refused
+    config = load_config(tmp_path / "config.toml")
+    assert (config.data.format, config.data.sequence_length, config.data.text_files) == ("text", 16, "*.md")
+
+
+def test_a_batch_that_the_file_declares_and_needs_is_the_batch(tmp_path: Path) -> None:
+    g = GraphWriter("joint")
+    x = g.input("x", (6, 4))
+    x = g.op("Sub", x, g.op("ReduceMean", x, g.weight("axes", [0])))
+    g.op("MatMul", x, g.weight("w", g.normal(0.5, 4, 3)), outputs="y")
+    g.output("y", (6, 3))
+    onnx.save(g.model(), tmp_path / "model.onnx")
+    config = _config(tmp_path, arrays(tmp_path, x=X, label=np.arange(120) % 3))
+    assert config.train.global_batch_size == 6
+    assert "the file declares it" in (tmp_path / "config.toml").read_text()
+
+
 def test_masks_of_255_mean_the_second_class_or_no_label(tmp_path: Path) -> None:
     from onward.trainer.onnx_graph.small_models import build_unet
 

@@ -56,10 +56,10 @@ def teacher_compute(config: RunConfig) -> str:
 def compute_teacher_apart(module: ImportedGraph, config: RunConfig) -> None:
     """Let the teacher compute in its own type, in place; to be called once layers have been searched for."""
     compute = teacher_compute(config)
-    if not compute:
+    nodes = [node for node in module.graph.nodes if node.meta.get("teacher")]
+    if not compute or not nodes:  # soft labels that were computed before have no teacher beside the model
         return
     beside = module.get_submodule(TEACHER_MODULE)
-    nodes = [node for node in module.graph.nodes if node.meta.get("teacher")]
     for number, node in enumerate(nodes):
         if node.op == "call_function" and node.target in CAST:
             beside.add_module(f"computed_{number}", Computed(node.target, compute))

@@ -147,3 +147,16 @@ def test_a_matched_tensor_of_another_width_is_projected(tmp_path: Path) -> None:
     outputs = dict(zip(module.output_names, module(torch.randn(5, 4)), strict=True))
     assert outputs["matched:1"].shape == outputs["teacher:1"].shape == (5, 24)
     assert outputs["matched:1"].requires_grad
+
+
+def test_soft_labels_that_were_computed_before_are_inputs_that_come_out_as_they_are(tmp_path: Path) -> None:
+    student, teacher = graphs.tiny_mlp(outputs=3), graphs.tiny_mlp(outputs=3, hidden=24, seed=2)
+    config = configured(tmp_path, student, teacher, teacher={"cache": "float16", "compute": "bf16"})
+    module = open_with_teacher(config, cached=True).module
+    compute_teacher_apart(module, config)
+    assert module.input_names == ("features", "teacher:0")
+    rows, soft_labels = torch.randn(5, 4), torch.randn(5, 3)
+    prediction, found = module(rows, soft_labels)
+    assert found is soft_labels
+    torch.testing.assert_close(prediction, to_module(student)(rows), rtol=0, atol=0)
+    assert not [name for name in named_weights(module) if name.startswith("teacher:")]

@@ -16,18 +16,19 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra import mpirun
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.update_rules import UPDATE_RULES
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RankReport, RuntimeReport, read_record, write_record
 
 log = logging.getLogger(__name__)
 
-MEMORY_FACTOR = 6
-"""Memory of one rank, at least, as a multiple of the model file's size: weights, gradients, two optimizer moments, the
-reducer's buckets and one copy for a checkpoint. Activations are not included; their size is not known here."""
+MEMORY_FACTOR = 4
+"""Memory of one rank, at least, as a multiple of the model file's size: weights, gradients, the reducer's buckets and
+one copy for a checkpoint. The optimizer's state is added. Activations are not; their size is not known here."""
 
-CHECKPOINT_FACTOR = 3
-"""Size of one checkpoint as a multiple of the model file's size: weights and two optimizer moments."""
+CHECKPOINT_FACTOR = 1
+"""Size of one checkpoint as a multiple of the model file's size: the weights. The state of the optimizer is added."""
 
 
 @task(name="init runtime", task_run_name="init runtime", cache_policy=NO_CACHE)
@@ -106,12 +107,14 @@ def problems(report: RuntimeReport, config: RunConfig, *, model_bytes: int) -> I
             yield f"{where} has world size {rank.world_size}, but the job needs {config.world_size} ranks"
         if rank.all_reduce != rank.all_reduce_expected:
             yield f"{where}: all-reduce returned {rank.all_reduce:g}, expected {rank.all_reduce_expected:g}"
-    yield from _memory(ranks, need_bytes=MEMORY_FACTOR * model_bytes)
-    copies = (config.checkpoint.keep_newest + 2) * CHECKPOINT_FACTOR  # 2: the best one, and the one being written
+    state = UPDATE_RULES[config.optimizer.name].state_copies
+    yield from _memory(ranks, need_bytes=(MEMORY_FACTOR + state) * model_bytes)
+    # 2: the best one, and the one being written
+    copies = (config.checkpoint.keep_newest + 2) * (CHECKPOINT_FACTOR + state)
     if report.disk_free_bytes < copies * model_bytes:
         yield (
             f"{_mb(report.disk_free_bytes)} of disk are free, but {config.checkpoint.keep_newest + 2} checkpoints of "
-            f"{_mb(CHECKPOINT_FACTOR * model_bytes)} need {_mb(copies * model_bytes)}; make room or lower "
+            f"{_mb((CHECKPOINT_FACTOR + state) * model_bytes)} need {_mb(copies * model_bytes)}; make room or lower "
             "checkpoint.keep_newest"
         )
 

@@ -12,6 +12,7 @@ from onward.infra import mpirun
 from onward.tasks.init_runtime import devices, init_runtime, problems
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RankReport, RuntimeReport, read_record, write_record
@@ -157,6 +158,21 @@ def reported(*changes: dict[str, Any], disk: int = PLENTY) -> RuntimeReport:
 )
 def test_all_problems_are_reported_with_their_numbers(report: RuntimeReport, sentences: list[str]) -> None:
     assert [*problems(report, config(Path("model.onnx")), model_bytes=MODEL_BYTES)] == sentences
+
+
+def test_an_optimizer_with_less_state_needs_less_memory_and_disk() -> None:
+    small = reported({"memory_bytes": 9_000_000}, {"memory_bytes": 9_000_000}, disk=9_000_000)
+    chosen = config(Path("model.onnx"))
+
+    def found(name: str) -> list[str]:
+        optimizer = OptimizerConfig.model_validate({"name": name})
+        with_it = chosen.model_copy(update={"optimizer": optimizer})
+        sentences = problems(small, with_it, model_bytes=MODEL_BYTES)
+        return [sentence.split(" need ")[-1].split(";")[0] for sentence in sentences]
+
+    assert found("adafactor") == []
+    assert found("lion")[1:] == ["10 MB"]
+    assert len(found("adamw")) == 2
 
 
 def test_the_log_says_which_ranks_share_a_gpu_and_how_their_tensors_are_sent() -> None:

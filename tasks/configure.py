@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedMo
 from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
 from onward.trainer.run.directory import RunDir, read_config, read_settings, refusal_in
 from onward.trainer.run.local_copies import LocalCopies, with_copies
+from onward.trainer.run.quantized_record import Quantized
 from onward.trainer.run.records import Refusal, Rehearsal, RunIdentity, own_error, read_record, write_record
 from onward.trainer.run.sweeps import membership
 
@@ -82,7 +84,9 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
             log.info("[stop] was %s, and is now %s", _table(saved.stop), _table(config.stop))
         _write_copies(run, copies)
     else:
-        config, found = rehearse(config, copies)
+        if config.quantize.aware:
+            quantize(run, config, copies)
+        config, found = rehearse(config, copies, quantized=run.quantized)
         _write_copies(run, copies)
         write_record(run.rehearsal, found)  # before config.json, with which a run has begun and is not rehearsed again
         write_record(run.config, config)
@@ -125,15 +129,31 @@ def _table(section: Section) -> str:
     return ", ".join(f"{name} = {value}" for name, value in section.model_dump(mode="json").items()) or "empty"
 
 
-def rehearse(config: RunConfig, copies: LocalCopies = NONE) -> tuple[RunConfig, Rehearsal]:
+def quantize(run: RunDir, config: RunConfig, copies: LocalCopies = NONE) -> None:
+    """Make RUN_DIR/quantized: the model with QuantizeLinear and DequantizeLinear, which the run trains, and its record.
+
+    Raises that process's error: ConfigError or DataError.
+    """
+    with _process("quantize", config, copies) as folder:
+        shutil.rmtree(run.quantized, ignore_errors=True)
+        shutil.copytree(folder / "quantized", run.quantized)
+    made = read_record(run.quantized / "quantized.json", Quantized)
+    kernels = ", ".join(f"{count} {name}" for name, count in made.kernels.items())
+    log.info("quantize.aware: %d values are quantized; onnxruntime will run %s", made.nodes, kernels)
+
+
+def rehearse(
+    config: RunConfig, copies: LocalCopies = NONE, *, quantized: Path | None = None
+) -> tuple[RunConfig, Rehearsal]:
     """Run a few micro-batches in a process of its own; return the configuration, with chosen sizes, and the record.
 
     With `parallel.sizes = "auto"` the process first chooses the sizes; sizes that are given are tried on the graph.
     Raises that process's error, ConfigError with everything that is wrong, or RuntimeUnavailable when it crashes.
+    quantized: the directory of the model that `quantize.aware` has made.
     """
     if config.launch.rehearsal == "off":
-        return _planned(config, copies), Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
-    with _process("rehearse", config, copies) as folder:
+        return _planned(config, copies, quantized), Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
+    with _process("rehearse", config, copies, quantized=quantized) as folder:
         if config.parallel.sizes == "auto":
             config = with_plan(config, read_record(folder / "plan.json", Plan))
         found = read_record(RunDir(folder).rehearsal, Rehearsal)
@@ -141,40 +161,49 @@ def rehearse(config: RunConfig, copies: LocalCopies = NONE) -> tuple[RunConfig, 
     return config.model_copy(update={"model": model}), found
 
 
-def _planned(config: RunConfig, copies: LocalCopies) -> RunConfig:
+def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None) -> RunConfig:
     """Return the configuration, with the sizes that the planner chose; sizes that are given are tried on the graph."""
     if not needs_plan(config):
         return config
     try:
-        return with_plan(config, plan(config, copies))
+        return with_plan(config, plan(config, copies, quantized))
     except UnsupportedModel:
         if may_train_unplanned(config):
             return config
         raise
 
 
-def plan(config: RunConfig, copies: LocalCopies = NONE) -> Plan:
+def plan(config: RunConfig, copies: LocalCopies = NONE, quantized: Path | None = None) -> Plan:
     """Return the plan of a run: layout, memory and messages. A process of its own makes it, because it imports torch.
 
     Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like that), or
     RuntimeUnavailable when the process ends without a plan.
     """
-    with _process("plan", config, copies) as folder:
+    with _process("plan", config, copies, quantized=quantized) as folder:
         return read_record(folder / "plan.json", Plan)
 
 
 @contextlib.contextmanager
-def _process(command: str, config: RunConfig, copies: LocalCopies) -> Iterator[Path]:
+def _process(command: str, config: RunConfig, copies: LocalCopies, *, quantized: Path | None = None) -> Iterator[Path]:
     """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
     with tempfile.TemporaryDirectory(prefix=f"onward-{command}-") as name:
         folder = Path(name)
         write_record(folder / "config.json", with_columns(with_copies(config, copies)))
-        ending = run_module("onward.trainer", command, str(folder), folder=folder, log=folder / "process.log")
-        if refusal_in(folder).exists():
-            raise own_error(read_record(refusal_in(folder), Refusal))
-        if ending:
-            raise RuntimeUnavailable(f"`python -m onward.trainer {command}` {ending}")
+        if quantized is not None and quantized.is_dir():
+            shutil.copytree(quantized, RunDir(folder).quantized)
+        elif config.quantize.aware and command != "quantize":
+            _run("quantize", folder)
+        _run(command, folder)
         yield folder
+
+
+def _run(command: str, folder: Path) -> None:
+    """Run one command of the trainer on the configuration in `folder`. Raises its error, or RuntimeUnavailable."""
+    ending = run_module("onward.trainer", command, str(folder), folder=folder, log=folder / "process.log")
+    if refusal_in(folder).exists():
+        raise own_error(read_record(refusal_in(folder), Refusal))
+    if ending:
+        raise RuntimeUnavailable(f"`python -m onward.trainer {command}` {ending}")
 
 
 def _log(found: Rehearsal) -> None:

@@ -34,7 +34,7 @@ from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.signature import TensorInfo, model_digest, read_signature
 from onward.trainer.diagnostics.config_check import export_conflicts
 from onward.trainer.errors import CheckpointError, ConfigError, DataError, ExportRefused, RuntimeUnavailable
-from onward.trainer.run.directory import RunDir, example_in, read_config, refusal_in, variant_in
+from onward.trainer.run.directory import RunDir, example_in, read_config, read_config_as_given, refusal_in, variant_in
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import (
     CheckpointInfo,
@@ -77,7 +77,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
         problems += error.problems
     try:
         if config.export.path:
-            _deliver(config, exported)
+            _deliver(read_config_as_given(run), exported)
     except RuntimeUnavailable as error:
         problems += error.problems
     if problems:
@@ -104,7 +104,7 @@ def export_file(
     """
     restore_copies(run)
     extras = extras or read_config(run).export
-    source = read_config(run).model.path
+    source = read_config_as_given(run).model.path
     if out and (problems := export_conflicts(out.absolute(), source, extras.variants)):
         raise ConfigError(problems)  # before the export, which takes minutes for a large model
     if out is None:

@@ -7,6 +7,7 @@
     python -m onward.trainer variant RUN_DIR KIND              write one variant of the exported file
     python -m onward.trainer compare RUN_DIR SERVED.onnx       evaluate the served file beside the exported one
     python -m onward.trainer plan FOLDER                       estimate the layout: plan.json, or refused.json
+    python -m onward.trainer quantize FOLDER                   insert QuantizeLinear: quantized/, or refused.json
     python -m onward.trainer rehearse FOLDER                   run a few rows: rehearsal.json, or refused.json
 
 All settings are in RUN_DIR/config.json. Exit status: 0 done, 75 stopped after saving a checkpoint, 70 failed
@@ -30,7 +31,7 @@ from onward.trainer.distributed.preflight import run_preflight
 from onward.trainer.distributed.processes import connect, die_with_parent, disconnect, launched_rank
 from onward.trainer.errors import ExportRefused, Stopped
 from onward.trainer.events import Heartbeat
-from onward.trainer.run.directory import RunDir, comparison_in, read_config, variant_in
+from onward.trainer.run.directory import RunDir, comparison_in, read_config, read_config_as_given, variant_in
 from onward.trainer.run.records import ExportedModel, read_record, write_record
 
 if TYPE_CHECKING:
@@ -187,6 +188,18 @@ def make_plan(folder: RunDir) -> int:
     return 0
 
 
+def make_quantized(folder: RunDir) -> int:
+    """Insert QuantizeLinear into the model of `config.json` in `folder`; write quantized/ there."""
+    die_with_parent()
+    from onward.trainer.export import export, quantize_aware
+
+    with export.exit_with_refusal(folder.root):
+        config = read_config_as_given(folder)
+        made = quantize_aware.make_quantized(config, folder.quantized / config.model.path.name)
+        write_record(folder.quantized / "quantized.json", made)
+    return 0
+
+
 def make_rehearsal(folder: RunDir) -> int:
     """Rehearse the run of `config.json` in `folder`, and write rehearsal.json there."""
     die_with_parent()
@@ -210,6 +223,7 @@ def main() -> int:
         ("variant", "write one variant of the exported file"),
         ("compare", "evaluate the served file beside the exported one"),
         ("plan", "estimate the layout of a run"),
+        ("quantize", "insert QuantizeLinear and DequantizeLinear into a float model"),
         ("rehearse", "run a few micro-batches forward and backward, and compare the file with onnxruntime"),
     ):
         command = commands.add_parser(name, help=summary)
@@ -224,6 +238,8 @@ def main() -> int:
         return 0
     if arguments.command == "plan":
         return make_plan(arguments.run)
+    if arguments.command == "quantize":
+        return make_quantized(arguments.run)
     if arguments.command == "rehearse":
         return make_rehearsal(arguments.run)
     if arguments.command == "variant":

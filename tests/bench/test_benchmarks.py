@@ -22,6 +22,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "pipeline_bubble": ("--ranks", "2", "--micro-batches", "2", "--forward-ms", "1"),
     "recompute": (),
     "roles": ("swish",),
+    "quantization": ("--models", "mobile_net", "--steps", "3"),
     "rehearsal": ("--rounds", "1"),
     "reduction": ("--sizes-kib", "64", "--rounds", "3"),
     "sharding_memory": ("2", "4"),

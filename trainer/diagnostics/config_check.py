@@ -28,7 +28,7 @@ from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import computed_columns
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.sources import locate
-from onward.trainer.data.signature import Signature, read_training_signature
+from onward.trainer.data.signature import Signature, model_bytes, read_training_signature
 from onward.trainer.data.storage.sharding import infer_schema, try_first_rows
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
@@ -43,6 +43,7 @@ from onward.trainer.onnx_graph.loss_files import (
     too_old,
     unknown_shape,
 )
+from onward.trainer.onnx_graph.quantizing import quantizing_problems
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
 from onward.trainer.run.stores import refuse_unwritable
@@ -75,6 +76,7 @@ def check_local_files(sections: Sections) -> list[str]:
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
+            misfits += _quantizing(config)
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)
                 misfits = data_problems(config, found, signature, fitted=fitted)
@@ -103,6 +105,14 @@ def _training_files(config: RunConfig, signature: Signature) -> list[str]:
             except Refused as error:
                 problems += [f"export.training: {problem}" for problem in error.problems]
     return problems
+
+
+def _quantizing(config: RunConfig) -> list[str]:
+    """Return why the model cannot be quantized as `quantize.aware` says."""
+    if not config.quantize.aware:
+        return []
+    model, size = onnx.load(config.model.path, load_external_data=False), model_bytes(config.model.path)
+    return quantizing_problems(model, config.quantize, size=size)
 
 
 def _metrics(sections: Sections) -> list[str]:

@@ -41,16 +41,18 @@ from onward.trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUn
 from onward.trainer.export.cuda_provider import check_on_cuda
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.quantize_aware import integer_kernels
 from onward.trainer.export.verification import ROUNDED, Expected, changed_tensors, verify
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
+from onward.trainer.onnx_graph.quantizing import store_integers
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
-from onward.trainer.run.directory import RunDir, example_in, read_config, refusal_in
+from onward.trainer.run.directory import RunDir, example_in, read_config, read_config_as_given, refusal_in
 from onward.trainer.run.durable_files import fsync, write_durably
 from onward.trainer.run.records import ExportedModel, Refusal, RunIdentity, read_record, write_record
 
@@ -109,6 +111,8 @@ def export(
     # the tensors between which is trained must keep their names, so that this part can be cut out of the result
     removed = strip_training(original, keep=kept, base=source.parent)
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
+    if config.quantize.aware:
+        store_integers(original)
     with _staging_directory(folder) as staging:
         before = OnnxRunner(trained_part(original, source, staging / "before", config.model), data).evaluate()
         load_weights(trainable.module, checkpoint.weights)
@@ -123,7 +127,11 @@ def export(
         )
         runner = verify(written, expected, data=data, config=config.export)
         cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
-        after = runner.evaluate()
+        after, fp32, kernels = runner.evaluate(), dict[str, float](), dict[str, int]()
+        if config.quantize.aware:
+            given = read_config_as_given(run).model.path
+            fp32 = OnnxRunner(ModelFile.read(given), data).evaluate() if given.is_file() else {}
+            kernels = integer_kernels(path)
         tested = OnnxRunner(written, test).evaluate() if test else {}
         changed = len(changed_tensors(written, expected.original, expected.weights))
         # the model is moved last: it names the other files, so it must not appear before them
@@ -135,8 +143,11 @@ def export(
         beside=tuple(files[:-1]),
         step=checkpoint.step,
         parity=runner.parity,
+        neighbours=runner.neighbours,
         before=before,
         after=after,
+        fp32=fp32,
+        kernels=kernels,
         test=tested,
         changed=changed,
         removed=dict(removed),

@@ -37,9 +37,11 @@ from onward.trainer.data.file_rows import FileRows
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.differences import output_difference
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
+from onward.trainer.export.neighbours import Neighbours
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.index import HALF_TYPES
 from onward.trainer.onnx_graph.onnxruntime_session import Device, open_session
+from onward.trainer.onnx_graph.quantizing import output_steps
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class OnnxRunner:
         self.runtime = "onnxruntime"
         """What runs the file, for the record."""
         self._rounds = any("Quantize" in node.op_type or "QLinear" in node.op_type for node in structure.graph.node)
+        self._steps = output_steps(structure) if self._rounds else {}
         self._widened = widen and in_half_precision(structure)
         if self._widened:
             model, self.runtime = fp32_copy(model), "onnxruntime, on an fp32 copy of the file"
@@ -99,6 +102,9 @@ class OnnxRunner:
         """Rows that one call takes; 0 = any number."""
         self.parity = math.nan
         """The greatest relative difference that `compare` found."""
+        self.neighbours = 0.0
+        """Of a file that rounds to integers: the greatest share of an output's elements that `compare` found more than
+        the tolerance apart."""
 
     # -- what it measures
 
@@ -107,25 +113,30 @@ class OnnxRunner:
 
         An output differs if its greatest difference, relative to its greatest value, is above `tolerance`. The
         greatest over all outputs becomes `parity`. `module` takes the inputs and returns the outputs in order.
+
+        Of a file with QuantizeLinear, few elements may be further apart (`Neighbours`).
         """
         worst = dict.fromkeys(self.outputs, (0.0, ""))
+        apart = {name: Neighbours(self._steps.get(name, 0.0), tolerance) for name in self.outputs if self._rounds}
         for where, inputs, run in self._samples(batches):
             with torch.no_grad():
                 results = module(*self._as_trained(inputs))
             expected = [results] if len(self.outputs) == 1 else results
             for name, ours, theirs in zip(self.outputs, expected, run(inputs), strict=True):
                 difference, sentence = output_difference(ours, theirs)
+                if name in apart:
+                    apart[name].add(ours, theirs)
                 # written with `not`, because every comparison with NaN is false
                 if not (math.isnan(worst[name][0]) or difference <= worst[name][0]):  # NaN is the worst of all
                     worst[name] = (difference, f"output {name!r}, {where}: {sentence}")
-        hint = "; the file rounds to integers, and kernels may choose neighbours: export.tolerance says what is allowed"
         problems = [
             f"{sentence}: {self.runtime} is {difference:.3g} off the torch module, above export.tolerance {tolerance:g}"
-            + (hint if self._rounds else "")
-            for difference, sentence in worst.values()
+            + (f"; {apart[name]}" if name in apart else "")
+            for name, (difference, sentence) in worst.items()
             # likewise: a NaN is a problem
-            if not difference <= tolerance
+            if not difference <= tolerance and not (name in apart and apart[name].allowed)
         ]
+        self.neighbours = max((each.share for each in apart.values()), default=0.0)
         self.parity = max(difference for difference, _ in worst.values())
         return problems
 

@@ -183,7 +183,7 @@ def _halved(element_type: int) -> Callable[..., None]:
 
 def _computing_in_half(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-half-") as folder:
-        refuse_overflow(_with_initializers(exported), _Calibration(runner), Path(folder))
+        refuse_overflow(_with_initializers(exported), Calibration(runner, CALIBRATION_BATCHES), Path(folder))
     target.write_bytes(in_half_precision(_with_initializers(exported)).SerializeToString())
 
 
@@ -210,18 +210,18 @@ def _unused_name(name: str, taken: set[str]) -> str:
 
 def _dynamic(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
-        prepared = _prepared(exported, Path(folder))
+        ready = prepared(exported, Path(folder))
         # convolutions are left out: onnxruntime has a fast kernel for them with calibrated activations only
-        quantize_dynamic(prepared, target, op_types_to_quantize=["MatMul", "Gemm", "LSTM", "Gather", "Attention"])
+        quantize_dynamic(ready, target, op_types_to_quantize=["MatMul", "Gemm", "LSTM", "Gather", "Attention"])
     _refuse_unquantized(target, "no MatMul, Gemm, LSTM or embedding; int8_static quantizes convolutions")
 
 
 def _static(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
         quantize_static(
-            _prepared(exported, Path(folder)),
+            prepared(exported, Path(folder)),
             target,
-            _Calibration(runner),
+            Calibration(runner, CALIBRATION_BATCHES),
             # one scale for each output channel: channels whose weights differ in magnitude keep their precision
             per_channel=True,
             weight_type=QuantType.QInt8,
@@ -229,7 +229,7 @@ def _static(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
     _refuse_unquantized(target, "no layer that onnxruntime quantizes")
 
 
-def _prepared(exported: ModelFile, folder: Path) -> Path:
+def prepared(exported: ModelFile, folder: Path) -> Path:
     """Write a copy with the shapes of all values, which quantizers need."""
     given, prepared = folder / "given.onnx", folder / "prepared.onnx"
     onnx.save_model(_with_initializers(exported), given)
@@ -248,11 +248,11 @@ def _refuse_unquantized(target: Path, nothing: str) -> None:
         raise ExportRefused(f"nothing was quantized: {nothing}")
 
 
-class _Calibration(CalibrationDataReader):  # type: ignore[misc]
-    """Evaluation batches in the interface of onnxruntime's quantizer."""
+class Calibration(CalibrationDataReader):  # type: ignore[misc]
+    """Batches in the interface of onnxruntime's quantizer. most: how many, None = all."""
 
-    def __init__(self, runner: OnnxRunner) -> None:
-        self._feeds: Iterator[dict[str, Array]] = itertools.islice(runner.feeds(), CALIBRATION_BATCHES)
+    def __init__(self, runner: OnnxRunner, most: int | None = None) -> None:
+        self._feeds: Iterator[dict[str, Array]] = itertools.islice(runner.feeds(), most)
 
     def get_next(self) -> dict[str, Array] | None:
         return next(self._feeds, None)

@@ -150,10 +150,12 @@ class _Search:
             return "no QuantizeLinear has it"
         if any(self._source(node.input[0], name) != name for node in quantizing[1:]) and self.mode == "recalibrate":
             return "it is that of several values"
-        # int8 with the zero point 0 is symmetric; a zero point that other scales share cannot follow this one
+        # int8 with the zero point 0 is symmetric; a zero point that other scales share cannot follow this one; where
+        # it is the least integer, the node may stand for a Relu that the quantizer removed, and must go on cutting off
         shared = any(node.input[1] != name for node, _ in self.readers.get(zero, ()))
         symmetric = first.dtype in (torch.int8, torch.int16) and not first.any()
-        moves = bool(zero) and not shared and not symmetric and self.mode == "recalibrate"
+        cuts = float(first) == common["bounds"][0]
+        moves = bool(zero) and not (shared or symmetric or cuts) and self.mode == "recalibrate"
         state = f"{name}{LOG_FACTOR if self.mode == 'train' else RANGE}"
         return Quantizer(kind="activation", state=state, moves_zero=moves, layout=(0, 0), **common)
 

@@ -13,6 +13,7 @@ it.
         trial.json              Membership: of which sweep the run is a trial    the sweep
         pruned.json             Pruned: why the trial ends early       monitor
         runtime.json            RuntimeReport                  init runtime
+        quantized/              the model with QuantizeLinear, quantized.json (Quantized)  configure
         preflight/              preflight.log, one RankReport per rank          init runtime
         job.json                the newest job: its tag, command and start time (infra/mpirun.py)
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
@@ -83,6 +84,10 @@ class RunDir:
     @property
     def rehearsal(self) -> Path:
         return self.root / "rehearsal.json"
+
+    @property
+    def quantized(self) -> Path:
+        return self.root / "quantized"
 
     @property
     def identity(self) -> Path:
@@ -261,8 +266,19 @@ def refusal_in(export: Path) -> Path:
 def read_config(run: RunDir) -> RunConfig:
     """Read the resolved configuration of a run, with the paths of local copies in place of URLs.
 
-    Raises ConfigError if it is absent or invalid.
+    With `quantize.aware` the model is that of RUN_DIR/quantized. Raises ConfigError if it is absent or invalid.
     """
+    config = read_config_as_given(run)
+    if not config.quantize.aware:
+        return config
+    path = run.quantized / config.model.path.name
+    if not path.is_file():
+        raise ConfigError(f"{path} is gone: the run trains this file, which was made when it began; put it back")
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
+def read_config_as_given(run: RunDir) -> RunConfig:
+    """Return `read_config` with the model that the user gave, also where `quantize.aware` has made another of it."""
     config = read_settings(run)
     return with_copies(config, read_record(run.remote, LocalCopies)) if run.remote.exists() else config
 

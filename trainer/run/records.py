@@ -232,12 +232,20 @@ class ExportedModel(Record):
     step: int
     parity: float
     """Greatest difference of onnxruntime from the trained module, relative to the output's largest value."""
+    neighbours: float = 0.0
+    """Of a file that rounds to integers: the greatest share of an output's elements for which onnxruntime has chosen
+    another integer than the module, and which are therefore further apart than `export.tolerance`."""
     before: dict[str, float]
     """Metrics of the original file on all evaluation data."""
     after: dict[str, float]
     """Metrics of the exported file on all evaluation data, under onnxruntime."""
     test: dict[str, float] = {}
     """Its metrics on `data.test_source`, by which nothing was chosen; {} without one."""
+    fp32: dict[str, float] = {}
+    """With `quantize.aware`: metrics of the float file, before any node was inserted. `before` are those with the nodes
+    and without training, which is static quantization."""
+    kernels: dict[str, int] = {}
+    """With `quantize.aware`: the operators on integers that onnxruntime runs for the exported file, with numbers."""
     changed: int
     """Number of initializers whose bytes differ from the original file."""
     removed: dict[str, int] = {}

@@ -94,6 +94,7 @@ def make(tmp_path: Path) -> Make:
         path.write_bytes(model.SerializeToString())
         run = RunDir(tmp_path / "run")
         sections = {"train": {"num_steps": 1}, "data": {"source": "digits"}, "model": {"path": path}}
+        sections["quantize"] = {"scales": "frozen"}  # as `to_module` below imports it
         write_record(run.config, build_config(sections | {"export": settings}))
         write_record(run.identity, RunIdentity(run_id="1", name="n", created_at="", model_sha256=digest(path)))
         module = to_module(model)

@@ -115,6 +115,17 @@ def test_ranges_are_moving_averages_and_zero_points_follow_them():
     torch.testing.assert_close(named_weights(module)["sx.range"][1], after[1])
 
 
+def test_what_the_file_cuts_off_below_0_is_cut_off_after_recalibration():
+    """onnxruntime's quantizer removes a Relu in front of a QuantizeLinear whose zero point is the least integer."""
+    model = small(PRODUCT, zx=np.uint8(0))
+    module = to_module(model, scales="recalibrate")
+    x = torch.tensor([[1.0, -4.0, 40.0]])
+    torch.testing.assert_close(module.train()(x), x.relu() @ torch.from_numpy(WEIGHT), atol=0.6, rtol=0.05)
+    written = stored_weights(module)
+    assert "zx" not in written
+    assert written["sx"] == pytest.approx(named_weights(module)["sx.range"][1].item() / 255)
+
+
 def test_scales_of_weights_grow_with_the_greatest_value_of_their_channel():
     model = small(PRODUCT)
     module = to_module(model, scales="recalibrate")

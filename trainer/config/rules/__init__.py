@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from onward.trainer.config.rules import measures, model_and_data, ranks, results, updates
+from onward.trainer.config.rules import measures, model_and_data, quantization, ranks, results, updates
 
 Sections = Mapping[str, Any]
 
@@ -41,6 +41,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     ranks.compilation,
     results.export,
     model_and_data.balance,
+    quantization.aware,
 )
 """Each rule names the sections it reads as its parameters."""
 

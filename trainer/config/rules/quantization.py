@@ -34,7 +34,7 @@ def aware(
             f"quantize.aware: quantized products are not divided, so that parallel.tensor {parallel.tensor} is not "
             "possible; use parallel.data, parallel.pipeline or parallel.zero"
         )
-    for kind in ("fp16", "bf16", "int8_dynamic", "int8_static"):
+    for kind in ("fp16", "fp16_compute", "bf16", "int8_dynamic", "int8_static"):
         if kind in export.variants:
             yield f"export.variants {kind!r}: the file that quantize.aware exports is in 8 bits already; remove it"
     if export.training:

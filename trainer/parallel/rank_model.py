@@ -86,7 +86,8 @@ class RankModel:
     @property
     def averaged(self) -> list[Weight]:
         """Return this rank's weights of which there may be a moving average: what changes during training."""
-        return [weight for weight in self.reducer.weights if weight.name in self.averaged_shapes]
+        names = self.trained_names | self.statistics_names
+        return [weight for weight in self.reducer.weights if weight.name in names]
 
     @property
     def averaged_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from onward.trainer.config.sections.training import AverageConfig
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.optim.averages import Averages, average_shapes, exported_weights
+from onward.trainer.parallel.planner import plan
+from tests.support.graphs import tiny_mlp
 
 CPU = torch.device("cpu")
 
@@ -252,3 +255,18 @@ def test_settings_that_contradict_each_other_are_refused_all_at_once(
 def test_a_start_after_the_last_step_of_some_epochs_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"step 50 would be the first of the average, but there are 20 steps"):
         Averages(AverageConfig(kind="ema", start=50), [], num_steps=20, device=CPU)
+
+
+def test_the_estimate_of_memory_counts_the_average_as_one_more_moment(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(tiny_mlp().SerializeToString())
+    np.savez(tmp_path / "data.npz", features=np.zeros((20, 4), np.float32), label=np.zeros((20, 1), np.float32))
+    settings: dict[str, Any] = {
+        "model": {"path": tmp_path / "model.onnx", "loss": "mse"},
+        "data": {"source": str(tmp_path / "data.npz")},
+        "train": {"num_steps": 4, "global_batch_size": 4},
+        "launch": {"device": "cpu"},
+    }
+    without, with_average = (plan(build_config(settings | more)) for more in ({}, {"average": {"kind": "ema"}}))
+    (plain,), (averaged,) = without.memory, with_average.memory
+    assert averaged.optimizer - plain.optimizer == 4 * sum(stage.parameters for stage in without.stages)
+    assert averaged.weights == plain.weights

@@ -200,12 +200,12 @@ def average_key(name: str, kind: str) -> str:
 
 
 def averages_in(tensors: Mapping[str, T], kind: str) -> dict[str, T]:
-    """Return the moving averages of a kind among the tensors of a checkpoint, by initializer name."""
+    """Return the moving averages of a kind among the tensors of a checkpoint, by initializer name; no projection's."""
     before, _, after = average_key("\0", kind).partition("\0")
     return {
         key.removeprefix(before).removesuffix(after): tensor
         for key, tensor in tensors.items()
-        if key.startswith(before) and key.endswith(after)
+        if key.startswith(before) and key.endswith(after) and not key.startswith(before + PROJECTION)
     }
 
 

@@ -18,6 +18,7 @@ from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.columns import Column
 from onward.trainer.data.first_rows import FirstRows
 from onward.trainer.data.signature import read_training_signature
+from onward.trainer.distributed.weights import average_key, averages_in, checkpoint_key, weights_in
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.teacher_loss import TeacherLoss
 from onward.trainer.model.teacher import open_with_teacher, projected_sizes
@@ -160,3 +161,11 @@ def test_soft_labels_that_were_computed_before_are_inputs_that_come_out_as_they_
     assert found is soft_labels
     torch.testing.assert_close(prediction, to_module(student)(rows), rtol=0, atol=0)
     assert not [name for name in named_weights(module) if name.startswith("teacher:")]
+
+
+def test_a_projection_is_in_checkpoints_and_in_nothing_that_is_exported() -> None:
+    keys = [checkpoint_key(name) for name in ("w", "projection:1")]
+    keys += [average_key(name, "ema") for name in ("w", "projection:1")]
+    tensors = dict.fromkeys(keys, torch.zeros(1))
+    assert len(tensors) == 4
+    assert list(weights_in(tensors)) == list(averages_in(tensors, "ema")) == ["w"]

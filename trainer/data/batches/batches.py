@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
 from onward.trainer.data.batches.batch_computations import open_batch_transforms
@@ -352,25 +351,21 @@ class _Collate:
         counters = zip(self._counters, labels, strict=True)
         counts = [0.0 if is_padding else float(counter(each, len(rows))) for counter, each in counters]
         tensors = tensors[: self._num_inputs]
-        counted = [counted_targets(each, self._losses, labels, self._mask(each, tensors)) for each in self._soft_losses]
-        sums = [len(rows) if each is None else float(each.sum()) for each in counted]
-        soft_counts = [0.0 if is_padding else float(number) for number in sums]
+        inputs = dict(zip(self._input_names, tensors, strict=True))
+        counted = [counted_targets(each, self._losses, labels, inputs.get(each.mask)) for each in self._soft_losses]
+        counts += [0.0 if is_padding else float(len(rows) if each is None else each.sum()) for each in counted]
         soft_labels = [torch.from_numpy(np.asarray(columns[name])) for name in self._soft_columns]
         return Batch(
             inputs=tuple(self._copies.start(tensor) for tensor in (*tensors, *soft_labels)),
             labels=tuple(None if each is None else self._copies.start(each) for each in (*labels, *counted)),
             size=len(rows),
-            num_targets=(*counts, *soft_counts),
+            num_targets=tuple(counts),
             label_ranges=tuple(map(label_range, labels, self._losses)),
             rows=rows,
             is_padding=is_padding,
             filled_to=len(tensors[0]) if len(tensors[0]) > len(rows) else 0,
             group=group,
         )
-
-    def _mask(self, loss: SoftLoss, inputs: Sequence[Tensor]) -> Tensor | None:
-        """Return the input that says which targets of a soft loss count."""
-        return inputs[self._input_names.index(loss.mask)] if loss.mask else None
 
     def _tensor(self, feed: Feed, columns: Mapping[str, Values], lengths: Mapping[str, int]) -> Tensor:
         arrays = [

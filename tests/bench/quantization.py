@@ -25,9 +25,10 @@ from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, 
 from tests.support import mobile_models, runs
 
 MODELS = {
-    "mobile_net": (mobile_models.mobile_net, mobile_models.digits),
-    "bert": (mobile_models.bert, mobile_models.words),
+    "mobile_net": (mobile_models.mobile_net, mobile_models.digits, 1e-3),
+    "bert": (mobile_models.bert, mobile_models.words, 5e-4),
 }
+"""Name -> the graph, the data, and the learning rate of the second run."""
 ACCURACY = "evaluation/accuracy"
 
 
@@ -49,7 +50,7 @@ def insert_nodes(run: RunDir) -> None:
 
 def compare(name: str, folder: Path, *, steps: int, **quantized: Any) -> tuple[ExportedModel, ExportedModel]:
     """Return the records of a model after fp32 training, with its int8_static, and after that with `quantize.aware`."""
-    build, columns = MODELS[name]
+    build, columns, learning_rate = MODELS[name]
     how: dict[str, Any] = {
         "data": {"evaluation_fraction": 0.3},
         "optimizer": {"name": "adamw", "learning_rate": 3e-3},
@@ -64,7 +65,7 @@ def compare(name: str, folder: Path, *, steps: int, **quantized: Any) -> tuple[E
         train=train,
         export={"variants": ["int8_static"], "variant_tolerance": 1.0},
     )
-    how["optimizer"] = {"name": "adamw", "learning_rate": 1e-3}
+    how["optimizer"] = {"name": "adamw", "learning_rate": learning_rate}
     after = trained(
         folder / "aware",
         onnx.load(before.path),

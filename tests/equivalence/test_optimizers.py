@@ -37,7 +37,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"learning_rate": 0.02, "muon": {"convolutions": "flatten"}},
 }
 """`optimizer.name` -> its other settings."""
-LAYOUTS = (("dp2", 0), ("tp2", 0), ("pp2", 0), ("dp2", 1), ("dp2", 3), ("dp2 x tp2", 3), ("2x2x2", 2))
+LAYOUTS = (
+    *(("dp2", 0), ("tp2", 0), ("pp2", 0), ("dp2", 1), ("dp2", 3), ("dp2 x tp2", 3), ("2x2x2", 2)),
+    *(("pp2 interleaved", 0), ("dp4 hybrid", 2), ("tp3", 0)),
+)
 
 
 def case(model: str, name: str, layout: str, zero: int = 0, **sections: Any) -> Case:

@@ -86,6 +86,13 @@ def test_a_run_is_rehearsed_at_its_micro_batch_and_at_the_ends_of_its_data(confi
     assert [warning.key for warning in found.warnings] == ["folded_batch_norm"]
 
 
+def test_patterns_of_no_weight_and_a_rule_of_no_weight_are_refused(home: Path, configured: Configured) -> None:
+    optimizer = {"name": "muon", "weights": [{"pattern": "haed.*", "alpha": 0.5}]}
+    pattern, rule = refused(home, configured, tiny_conv_net(), tiny_images(25), optimizer=optimizer)
+    assert pattern == "optimizer.weights: pattern 'haed.*' matches no weight that is trained"
+    assert rule.startswith("optimizer.name 'muon': no trained weight is a matrix of a hidden layer; use adamw")
+
+
 def test_a_padding_micro_batch_is_rehearsed(configured: Configured) -> None:
     # 17 training rows: the last step has one row for 2 replicas
     found = configured(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from onward.trainer.config.loading import BUNDLED_SOURCES
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.columns import TEXT
@@ -52,6 +53,8 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
     """Propose data.source and what belongs to it, of the path (or name, or URL) that the user gave."""
     path, source = Path(given), given
     training = evaluation = test = None
+    if given not in BUNDLED_SOURCES and not path.exists() and not set(given) & set("*?["):
+        raise DataError(f"there is no file or directory {given}")
     if path.is_dir():
         splits = {name.stem.lower(): name for name in sorted(path.iterdir()) if not name.name.startswith(".")}
         found = [

@@ -119,9 +119,9 @@ def _relative(key: str, value: Any, target: Path, urls: Mapping[str, str]) -> An
     for local, url in urls.items():
         if str(value) == local or str(value).startswith(f"{local}/"):
             return f"{url}{str(value).removeprefix(local)}"
-    path = Path(value).expanduser().absolute()
+    path = os.path.normpath(Path(value).expanduser().absolute())
     near = os.path.relpath(path, target.absolute().parent)
-    return str(path) if near.startswith("../..") else near
+    return path if near.startswith("../..") else near
 
 
 def _key(name: str) -> str:

@@ -58,6 +58,7 @@ class MedianRule:
         ):
             write_record(self._run.pruned, Pruned(step=event.step, reason=reason))
             log.info("%s", reason)
+            self.poll()  # at once: the monitor may spend seconds on sending metrics before its next call
 
     def poll(self) -> None:
         """Let the job save and stop if the trial is pruned. Again at every call: the job may not have begun."""

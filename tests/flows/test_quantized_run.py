@@ -1,0 +1,52 @@
+"""Quantization-aware training through the command line: an 8-bit file from a float model, killed once on the way."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto
+
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import ExportedModel, read_record
+from tests.support.workshop import Workshop, finished, ranks_of, reached, until
+
+pytestmark = [
+    pytest.mark.usefixtures("only_servers"),
+    pytest.mark.mpi,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
+
+
+def test_a_trained_float_file_becomes_a_registered_8_bit_file_that_onnxruntime_runs_on_integers(tmp_path: Path) -> None:
+    workshop = Workshop.made(tmp_path)
+    try:
+        config = str(tmp_path / "config.toml")
+        floats = workshop.onward("run", config, "train.num_steps=200", "parallel.data=1")
+        aware = (config, f'model.path="{floats["model"]}"', "quantize.aware=true", "optimizer.learning_rate=3e-4")
+        process = workshop.start("run", *aware)
+        run = workshop.new_run()
+        until(lambda: reached(run, 100), limit_s=300)
+        ranks_of(run)[1].send_signal(signal.SIGKILL)
+        found = finished(process)
+        assert (found["state"], found["attempts"]) == ("exported", 2)
+        assert found["registered"].endswith("version 2")
+        exported = read_record(RunDir(Path(found["directory"])).exported, ExportedModel)
+    finally:
+        workshop.close()
+    model, before = onnx.load(found["model"]), onnx.load(floats["model"])
+    assert [each.name for each in model.graph.output] == [each.name for each in before.graph.output]
+    names = {tensor.name for tensor in model.graph.initializer if tensor.data_type == TensorProto.INT8}
+    assert names & {tensor.name for tensor in before.graph.initializer}, "weights keep their names, in 8 bits"
+    assert sum(exported.kernels.values()) > 0
+    assert exported.fp32["evaluation/accuracy"] == pytest.approx(floats["after"]["evaluation/accuracy"])
+    assert exported.after["evaluation/accuracy"] >= exported.before["evaluation/accuracy"]
+    session = onnxruntime.InferenceSession(found["model"])
+    images = np.load(tmp_path / "data.npz")["image"][:8]
+    (logits,) = session.run(None, {session.get_inputs()[0].name: images})
+    assert logits.shape == (8, 4)

@@ -39,6 +39,8 @@ class MedianRule:
             folder = SweepDir.of(trial.sweep_id)
             sweep = read_record(folder.sweep, Sweep)
             if sweep.prune and not trial.exports:
+                import optuna  # noqa: F401  now: a decision that waits for the import may come after the last step
+
                 self._sweep = sweep
                 # the trials before it have ended, so what they have logged does not change any more
                 complete = [each for each in folder.trials() if each.status == "complete"]

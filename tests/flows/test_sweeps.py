@@ -160,7 +160,7 @@ def test_a_sweep_that_is_interrupted_and_cancelled_goes_on_and_prunes_what_is_wo
 ) -> None:
     rates = "optimizer.learning_rate=1e-2,3e-3,1e-3,1e-6"
     # long enough that the last trial does not end before it is stopped
-    words = ("parallel.data=1", "train.num_steps=3000", "checkpoint.period=25", "train.evaluation_period=50")
+    words = ("parallel.data=1", "train.num_steps=6000", "checkpoint.period=25", "train.evaluation_period=50")
     process, folder = started(workshop, rates, *words, "--prune", "export.alias=")
     second = run_of(workshop, folder, 2)
     until(lambda: reached(second, 30), limit_s=300)
@@ -195,7 +195,7 @@ def test_a_sweep_that_is_interrupted_and_cancelled_goes_on_and_prunes_what_is_wo
     facts = workshop.onward("sweep", "--resume", folder.root.name, limit_s=900)
     trials = facts["trials"]
     assert [each["status"] for each in trials] == ["complete", "complete", "complete", "pruned"]
-    assert trials[3]["step"] < 3000
+    assert trials[3]["step"] < 6000
     assert trials[3]["reason"].startswith("pruned at step 50: the best evaluation/loss so far is ")
     pruned = RunDir(workshop.home / "runs" / trials[3]["run_id"])
     (mlflow_run,) = workshop.mlflow_runs(pruned)

@@ -149,9 +149,9 @@ class OptimizerConfig(Section):
     nesterov: bool = False
     """SGD and Muon only: Nesterov momentum. Muon: true where it is not given."""
     adafactor: AdafactorConfig = AdafactorConfig()
-    """Settings of Adafactor."""
+    """Adafactor only: `[optimizer.adafactor]`."""
     muon: MuonConfig = MuonConfig()
-    """Settings of Muon."""
+    """Muon only: `[optimizer.muon]`."""
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """The factor on the learning rate from one layer of the graph to the one before it, from the outputs backwards;
     0.75 is usual for fine-tuning. `learning_rate_scale` of `optimizer.weights` multiplies it. `onward plan` prints the

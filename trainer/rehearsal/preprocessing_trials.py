@@ -35,8 +35,10 @@ from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.export.export import trained_part
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.model.fixed_batch import use_of_part
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.onnx_import.trial_sizes import declared_batch
 from onward.trainer.rehearsal.preprocessing_candidates import Settings, candidates
 from onward.trainer.run.trial_records import PreprocessingTrial, PreprocessingTrials
 
@@ -66,7 +68,14 @@ def try_preprocessings(config: RunConfig, rows: int) -> PreprocessingTrials:
         raise ConfigError("model.num_classes makes a new head, which no preprocessing can fit; leave it out")
     with tempfile.TemporaryDirectory(prefix="onward-trials-") as folder:
         file = ModelFile.read(config.model.path)
-        runner = OnnxRunner(trained_part(file.proto, file.path, Path(folder), config.model), _no_data(config))
+        part = trained_part(file.proto, file.path, Path(folder), config.model)
+        proto = part.proto if isinstance(part, ModelFile) else part
+        if declared_batch(proto.graph) and (use := use_of_part(proto, config)).kind == "joint":
+            raise ConfigError(
+                f"the file declares a batch of {use.declared} and its rows depend on each other ({use.reason}): "
+                "preprocessings cannot be tried on single rows"
+            )
+        runner = OnnxRunner(part, _no_data(config))
         experiment = _Experiment(config, signature, runner, rows)
         ranked = experiment.ranked([_Trial(settings) for settings in candidates(config, signature)])
     return experiment.record(ranked)

@@ -246,6 +246,18 @@ def test_a_loss_without_labels_is_refused(tmp_path: Path) -> None:
         onward.doctor(tmp_path / "model.onnx", pictures(tmp_path / "data", each=3), ["model.loss=output"])
 
 
+def test_a_file_whose_rows_depend_on_each_other_is_refused(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 17]>
+    g (float[4, 3] x) => (float[4, 3] logits) { w = Softmax<axis = 0> (x) y = Mul (x, w) logits = Add (y, bias) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(3, np.float32), "bias"))
+    onnx.save(model, tmp_path / "model.onnx")
+    rows = np.random.default_rng(0)
+    np.savez(tmp_path / "data.npz", x=rows.normal(size=(50, 3)).astype(np.float32), label=rows.integers(0, 3, 50))
+    with pytest.raises(ConfigError, match=r"declares a batch of 4 and its rows depend on each other .*cannot be tried"):
+        onward.doctor(tmp_path / "model.onnx", tmp_path / "data.npz")
+
+
 def test_the_best_order_agrees_with_the_most_pairs_and_moves_no_class_without_need() -> None:
     assert best_order(np.array([[0, 2], [0, 2], [1, 1], [2, 0], [3, 3]])) == {0: 2, 1: 1, 2: 0, 3: 3}
     assert best_order(np.array([[0, 0], [1, 0], [2, 2]])) == {0: 0, 1: 1, 2: 2}

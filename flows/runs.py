@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onward.infra.mlflow_store import TrackingError
 from onward.infra.service_state import try_lock
@@ -19,6 +19,8 @@ from onward.trainer.run.download_cleaning import Cleaned, clean
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.sweeps import SweepDir, membership
+
+T = TypeVar("T")
 
 
 def run_directory_of(flow_run_id: object, parameters: Mapping[str, Any]) -> RunDir:
@@ -112,19 +114,28 @@ def find_run(text: str) -> RunDir:
     if (path := Path(text)).is_dir() and RunDir(path).config.exists():
         return RunDir(path.resolve())
     runs = all_runs()
-    if text == "last" and runs:
-        return runs[0]
-    if len(by_id := [run for run in runs if run.root.name.startswith(text)]) == 1:
+    names = [identity.name if (identity := identity_of(run)) else "" for run in runs]
+    return chosen(text, [(run, run.root.name, name) for run, name in zip(runs, names, strict=True)], kind="run")
+
+
+def chosen(text: str, known: Sequence[tuple[T, str, str]], *, kind: str) -> T:
+    """Return what `text` names: `last`, the first characters of an id, or a name, of several the newest.
+
+    known: (run or sweep, its id, its name or "" if that is damaged), the newest first. Raises ConfigError, which lists
+    the newest ones.
+    """
+    if text == "last" and known:
+        return known[0][0]
+    if len(by_id := [each for each, identity, _ in known if identity.startswith(text)]) == 1:
         return by_id[0]
-    names = {run: identity.name if (identity := identity_of(run)) else "damaged" for run in runs}
-    if by_name := [run for run in runs if names[run] == text and identity_of(run)]:
+    if by_name := [each for each, _, name in known if name and name == text]:
         return by_name[0]
-    newest = ", ".join(f"{run.root.name[:8]} ({names[run]})" for run in runs[:5])
-    problem = f"no run has the name or id {text!r}"
+    newest = ", ".join(f"{identity[:8]} ({name or 'damaged'})" for _, identity, name in known[:5])
+    problem = f"no {kind} has the name or id {text!r}"
     if by_id:
-        problem = f"the ids of {len(by_id)} runs begin with {text!r}; type more of it"
-    hint = f"the newest runs are {newest}" if newest else f"there are no runs under {onward_home()}"
-    raise ConfigError(f"{problem}; {hint}")
+        problem = f"the ids of {len(by_id)} {kind}s begin with {text!r}; type more of it"
+    none = f"there are no {kind}s under {onward_home()}"
+    raise ConfigError(f"{problem}; {f'the newest {kind}s are {newest}' if newest else none}")
 
 
 def find_checkpoint(text: str) -> tuple[RunDir, Path]:

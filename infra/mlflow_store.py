@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
@@ -40,11 +40,19 @@ class TrackingUnavailable(TrackingError):
     """MLflow cannot be reached or has an internal error; the same call may be repeated later."""
 
 
-class Store(Protocol):
-    """Something that calls MLflow."""
+class Store:
+    """An MLflow store, connected to when it is first called."""
+
+    def __init__(self, tracking_uri: str) -> None:
+        self.tracking_uri = tracking_uri
+        """As it is recorded: without a password."""
+        self._connected: MlflowClient | None = None
 
     @property
-    def tracking_uri(self) -> str: ...
+    def _client(self) -> MlflowClient:
+        if self._connected is None:
+            self._connected = connect(self.tracking_uri)
+        return self._connected
 
 
 def translate_errors(

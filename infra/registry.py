@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.infra.mlflow_store import TrackingError, connect, translate_errors, with_password
+from onward.infra.mlflow_store import Store, TrackingError, translate_errors, with_password
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 _VERSION = re.compile(r"models:/([^/@]+)(?:@([A-Za-z0-9_-]+)|/(\d+|latest))")
@@ -34,18 +33,8 @@ class RegisteredVersion:
     """Digest of the ONNX file with its external data, as Onward registered it; "" for a version of other origin."""
 
 
-class Registry:
+class Registry(Store):
     """The model registry of an MLflow store (see Tracker). Every call may be repeated after an outage."""
-
-    def __init__(self, tracking_uri: str) -> None:
-        self.tracking_uri = tracking_uri
-        self._connected: MlflowClient | None = None
-
-    @property
-    def _client(self) -> MlflowClient:
-        if self._connected is None:
-            self._connected = connect(self.tracking_uri)
-        return self._connected
 
     @translate_errors
     def served(self, name: str, alias: str) -> RegisteredVersion | None:

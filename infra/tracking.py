@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from onward.infra.mlflow_store import connect, database_of, translate_errors
+from onward.infra.mlflow_store import Store, database_of, translate_errors
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities import LoggedModel
 
 RUN_KEY = "onward.run_id"
@@ -82,7 +81,7 @@ def metric_name(key: str) -> str:
     return posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", key)).lstrip("/.")[:250] or "_"
 
 
-class Tracker:
+class Tracker(Store):
     """One MLflow run in the store at `tracking_uri`. Several threads and processes may use the store.
 
     tracking_uri: `http://...`, or a database such as `sqlite:////home/me/mlflow.db`; its artifacts are then in the
@@ -90,15 +89,8 @@ class Tracker:
     """
 
     def __init__(self, tracking_uri: str, run_id: str = "") -> None:
-        self.tracking_uri = tracking_uri
+        super().__init__(tracking_uri)
         self.run_id = run_id
-        self._connected: MlflowClient | None = None
-
-    @property
-    def _client(self) -> MlflowClient:
-        if self._connected is None:
-            self._connected = connect(self.tracking_uri)
-        return self._connected
 
     @property
     def _database(self) -> Path | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from onward.flows.runs import is_running
-from onward.trainer.errors import ConfigError
-from onward.trainer.run.directory import RunDir, onward_home
+from onward.flows.runs import chosen, is_running
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Record, RunIdentity, read_record
 from onward.trainer.run.sweeps import Sweep, SweepDir, SweepResult, Trial, all_sweeps, best_of, shown
 
@@ -103,16 +102,5 @@ def find_sweep(text: str) -> SweepDir:
 
     Raises ConfigError, which lists the newest sweeps.
     """
-    sweeps = all_sweeps()
-    if text == "last" and sweeps:
-        return sweeps[0]
-    if len(by_id := [each for each in sweeps if each.root.name.startswith(text)]) == 1:
-        return by_id[0]
-    if by_name := [each for each in sweeps if read_record(each.sweep, Sweep).name == text]:
-        return by_name[0]
-    newest = ", ".join(f"{each.root.name[:8]} ({read_record(each.sweep, Sweep).name})" for each in sweeps[:5])
-    problem = f"no sweep has the name or id {text!r}"
-    if by_id:
-        problem = f"the ids of {len(by_id)} sweeps begin with {text!r}; type more of it"
-    hint = f"the newest sweeps are {newest}" if newest else f"there are no sweeps under {onward_home()}"
-    raise ConfigError(f"{problem}; {hint}")
+    named = [(each, each.root.name, read_record(each.sweep, Sweep).name) for each in all_sweeps()]
+    return chosen(text, named, kind="sweep")

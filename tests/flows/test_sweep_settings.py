@@ -282,6 +282,14 @@ def test_the_best_trial_is_complete_and_the_first_of_equals() -> None:
     assert best_of(trials[:1], greatest=False) is None
 
 
+def test_a_damaged_sweep_is_named_and_hides_no_other(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = made(folder, "optimizer.learning_rate=1e-3,1e-2")
+    damaged, _ = made(folder, "optimizer.learning_rate=1e-3,1e-2")
+    damaged.sweep.write_text("{")
+    assert find_sweep("last").root == first.root
+    assert str(damaged.sweep) in caplog.text
+
+
 def test_a_sweep_is_described_by_its_directory_and_found_by_name_id_and_last(folder: Path) -> None:
     first, plan = made(folder, "optimizer.learning_rate=1e-3,1e-2")
     second, _ = made(folder, "optimizer.learning_rate=1e-3,1e-2")

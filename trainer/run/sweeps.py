@@ -15,12 +15,16 @@ before it alone, so a sweep that was killed and resumed tries what one without i
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.records import Record, read_record
+
+log = logging.getLogger(__name__)
 
 Status: TypeAlias = Literal["running", "complete", "pruned", "failed"]
 
@@ -159,9 +163,14 @@ class SweepDir:
 
 
 def all_sweeps() -> list[SweepDir]:
-    """Return the sweeps under the home directory, newest first."""
-    found = [SweepDir(path.parent) for path in (onward_home() / "sweeps").glob("*/sweep.json")]
-    return sorted(found, key=lambda each: read_record(each.sweep, Sweep).created_at, reverse=True)
+    """Return the sweeps under the home directory, newest first; a damaged one is left out, and logged."""
+    found: list[tuple[str, SweepDir]] = []
+    for path in (onward_home() / "sweeps").glob("*/sweep.json"):
+        try:
+            found.append((read_record(path, Sweep).created_at, SweepDir(path.parent)))
+        except OnwardError as error:
+            log.warning("this sweep is left out: %s", error)
+    return [each for _, each in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
 def membership(run: RunDir) -> Membership | None:

@@ -72,7 +72,7 @@ def make_sweep(
         raise ConfigError(dict.fromkeys(problems))
     if (ranges or prune) and importlib.util.find_spec("optuna") is None:
         what = "--prune" if not ranges else "a range of values"
-        raise RuntimeUnavailable(f"{what} needs optuna, not installed here: pip install 'onward[sweep]'")
+        raise RuntimeUnavailable(f"{what} needs optuna, which is not installed here: `pip install optuna`")
     first = load_config(settings, _corner(choices, ranges).items())
     pin = partial(_pinned, monitor=first.monitor)
     for key in REGISTERED:

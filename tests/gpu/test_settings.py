@@ -130,8 +130,6 @@ def test_the_exported_file_gives_the_same_results_under_the_cuda_provider(
         ranks.train(run)
         made, results = exported(run), []
         path = made.path
-        assert made.cuda is not None, "the export has compared them itself"
-        record_property(f"{model}, recorded by the export", made.cuda.model_dump())
         inputs = {name: array for name, array in columns(16).items() if name != "label"}
         for provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
             session = onnxruntime.InferenceSession(path, providers=[provider])
@@ -141,6 +139,9 @@ def test_the_exported_file_gives_the_same_results_under_the_cuda_provider(
         difference = float(np.abs(results[0] - results[1]).max() / np.abs(results[0]).max())
         record_property(model, difference)
         assert difference <= 1e-3
+        # behind the sessions: a provider that is listed may not start on this machine
+        assert made.cuda is not None, "the export has compared them itself"
+        record_property(f"{model}, recorded by the export", made.cuda.model_dump())
         assert made.cuda.difference <= 1e-3
         half = make_variant("fp16_compute", path, data=evaluation_data(run), tolerance=0.02)
         assert half.cuda is not None

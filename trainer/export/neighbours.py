@@ -63,7 +63,7 @@ class Neighbours:
 
     def __str__(self) -> str:
         return (
-            "the file rounds to integers, and kernels may choose neighbours: "
+            "the file rounds to integers, and two runtimes may round to neighbouring ones: "
             f"{100 * MOST_NEIGHBOURS:g} % of the elements may be apart by up to {MOST_STEPS} steps of 8 bits, here "
             f"{100 * self.share:.2g} % are, by up to {self.steps:.3g}; export.tolerance says what is allowed for all"
         )

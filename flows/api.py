@@ -117,17 +117,18 @@ def run(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunOut
     return _train(checked_config(config, overrides, **sections))
 
 
-def resume(run: str = "last", overrides: Overrides = (), /) -> RunOutcome:
+def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool = False) -> RunOutcome:
     """Continue a run that was killed, stopped or failed, from its newest complete checkpoint; return how it ended.
 
         onward.resume("last", {"stop.max_hours": 16})
 
     `run`: a name, the beginning of an id, a directory, or "last". `overrides`: settings of [stop], with which a run
-    goes on that had ended by them; all others stay what they were. Raises ConfigError when there is no such run or it
-    is running; else as `onward.run`, and from the main thread like it.
+    goes on that had ended by them; all others stay what they were. `from_start`: begin again at step 0, if all of its
+    checkpoints are damaged. Raises ConfigError when there is no such run or it is running, CheckpointError when all of
+    its checkpoints are damaged; else as `onward.run`, and from the main thread like it.
     """
     require_flow("onward.resume")
-    from onward.flows.runs import command_to_continue, find_run, is_running
+    from onward.flows.runs import command_to_continue, discard_damaged, find_run, is_running
     from onward.trainer.config.loading import load_config
     from onward.trainer.run.directory import onward_home, read_settings
     from onward.trainer.run.local_copies import LocalCopies
@@ -151,6 +152,8 @@ def resume(run: str = "last", overrides: Overrides = (), /) -> RunOutcome:
             f"{', '.join(fixed)}: a run keeps the configuration that it began with, but for [stop]; resume it without "
             "changes, or start a new run"
         )
+    if from_start:
+        discard_damaged(found)
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
     resolved = load_config(read_settings(found), changes, check=lambda sections: _problems(sections, known))
     return _train(resolved, resume=found.root.name)

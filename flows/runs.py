@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from onward.infra.mlflow_store import TrackingError
 from onward.infra.service_state import try_lock
 from onward.infra.tracking import Status, Tracker
-from onward.trainer.checkpoint.retention import announced
-from onward.trainer.checkpoint.verification import newest_complete
+from onward.trainer.checkpoint.retention import announced, discard, list_checkpoints, list_damaged
+from onward.trainer.checkpoint.verification import all_damaged, newest_complete
 from onward.trainer.errors import CheckpointError, ConfigError, OnwardError
 from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
 from onward.trainer.run.download_cleaning import Cleaned, clean
@@ -138,6 +138,19 @@ def chosen(text: str, known: Sequence[tuple[T, str, str]], *, kind: str) -> T:
     raise ConfigError(f"{problem}; {f'the newest {kind}s are {newest}' if newest else none}")
 
 
+def discard_damaged(run: RunDir) -> None:
+    """Let a run that has damaged checkpoints only begin again at step 0; they are renamed and kept.
+
+    Raises ConfigError when one of them is complete.
+    """
+    if (newest := newest_complete(run)) is not None:
+        raise ConfigError(
+            f"{newest.path} is complete, so `onward resume {run.root.name}` goes on from step {newest.info.step}, and "
+            "needs no --from-start; to train from step 0 without it, start a new run"
+        )
+    discard(run)
+
+
 def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     """Return the run and the checkpoint that `text` names: a checkpoint directory, or a run as in `find_run`.
 
@@ -154,6 +167,8 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     if best:
         return run, best[0]
     newest = newest_complete(run)
+    if newest is None and (damaged := [path.name for path in (*list_checkpoints(run), *list_damaged(run))]):
+        raise all_damaged(run, sorted({name.removesuffix(".damaged") for name in damaged}, reverse=True))
     if newest is None:
         raise CheckpointError(
             f"{run.root.name} has no complete checkpoint yet; `onward resume {run.root.name[:8]}` continues training"

@@ -27,6 +27,8 @@ from onward.trainer.run.records import Record, read_record, write_record
 
 OUTAGE_PERIOD_S = 5.0
 """Seconds until MLflow is tried again after an outage."""
+MAX_TAG_CHARACTERS = 5000
+"""Longest text of a tag that every MLflow store keeps."""
 TAIL_BYTES = 256
 """Bytes before the cursor whose checksum shows that the log is still the same one."""
 
@@ -128,6 +130,7 @@ class RetryingShipper:
             self._shipper.ship()
             if self._tags:
                 self._shipper.tracker.set_tags(self._tags)
+                self._tags = {}
             while self._classes:
                 self._shipper.tracker.log_file(self._classes[0], "classes")
                 self._classes.pop(0)
@@ -144,13 +147,18 @@ class RetryingShipper:
         self._due, self._status = Periodic(0.0), status
         return True
 
+    def tag(self, name: str, text: str) -> None:
+        """Set a tag of the MLflow run with the next tick that reaches MLflow."""
+        self._tags[name] = text[:MAX_TAG_CHARACTERS]
+
     def finish(self, status: Status, *, patience_s: float, ended_early: str = "", classes: Sequence[Path] = ()) -> None:
         """Send the rest and the final status; give up after `patience_s`.
 
         ended_early: why, or "". classes: files with the table of classes, which become artifacts.
         """
         deadline = time.monotonic() + patience_s
-        self._tags = {"onward.ended_early": ended_early} if ended_early else {}
+        if ended_early:
+            self.tag("onward.ended_early", ended_early)
         self._classes = list(classes)
         while not self.tick(status):
             if time.monotonic() > deadline:

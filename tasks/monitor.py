@@ -61,6 +61,8 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
             lines.add(event)
             pruning.add(event)
             confusions |= {event.fields["loss"]: event} if event.kind == "confusion" else {}
+            if resumed := event.fields.get("resumed"):
+                shipping.tag("onward.resumed", resumed)
             offset = after
         board.flush()
         shipping.tick()
@@ -97,7 +99,7 @@ def _outcome(run: RunDir) -> Literal["FINISHED", "FAILED", "KILLED"]:
 
 
 class LogLines:
-    """Logs each evaluation, each checkpoint and an early end, and the progress every LOG_PERIOD_S."""
+    """Logs each resume, evaluation and checkpoint and an early end, and the progress every LOG_PERIOD_S."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -106,7 +108,10 @@ class LogLines:
 
     def add(self, event: Event) -> None:
         """Log a new event. Events from before the first `tick` belong to an earlier monitor."""
-        if self._live and event.kind == "evaluation":
+        if self._live and event.fields.get("resumed"):
+            log = self._log.warning if event.fields.get("damaged") else self._log.info
+            log("attempt %d %s", event.attempt, event.fields["resumed"])
+        elif self._live and event.kind == "evaluation":
             values = (f"{key} {value:.4g}" for key, value in event.fields["values"].items())
             self._log.info("step %d: %s", event.step, ", ".join(values))
         elif self._live and event.kind == "checkpoint":

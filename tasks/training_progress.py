@@ -27,8 +27,8 @@ class Progress:
     def add(self, event: Event) -> None:
         """Update the progress with the next event."""
         self.num_events += 1
-        # A resumed attempt begins at an earlier step than the last one has reached.
-        self.step = max(self.step, event.step)
+        # A resumed attempt begins at an earlier step than the last one has reached, and has those steps to make again.
+        self.step = event.step if event.kind == "start" else max(self.step, event.step)
         values = event.fields.get("values", {})
         if event.kind == "start":
             self.num_steps, self.ended_early = event.fields.get("num_steps", 0), ""

@@ -5,10 +5,11 @@ MLflow, TensorBoard and the progress bar are filled from the log. A line is
     {"at_ms": 1767225600000, "attempt": 1, "step": 12, "kind": "scalars", "values": {"train/loss": 0.5}}
 
 Kinds: `start` (an attempt begins at `step`; `num_steps`, `num_samples`, `num_parameters`, `compute`: the type of the
-products), `scalars` (`values`), `evaluation` (`values`), `confusion` (`loss`: its output if there are several, else "";
-`counts`: targets by [class][predicted class], of yes-or-no labels by [label][is][predicted]), `histogram` (`name`,
-`counts`, `edges`), `checkpoint` (`path`), `end` (`status`; `ended_early`: why, if [stop] ended the run before its last
-step, else "").
+products; `resumed`: from which checkpoint and what is made again, in a sentence, else ""; `damaged`: newer checkpoints
+that were not used), `scalars` (`values`), `evaluation` (`values`), `confusion` (`loss`: its output if there are
+several, else ""; `counts`: targets by [class][predicted class], of yes-or-no labels by [label][is][predicted]),
+`histogram` (`name`, `counts`, `edges`), `checkpoint` (`path`), `end` (`status`; `ended_early`: why, if [stop] ended
+the run before its last step, else "").
 Among the scalars are two paces since the line before: `train/samples_per_s`, and `train/data_wait`, the share of the
 time in which ranks waited for their next samples, the mean over the ranks.
 A resumed attempt repeats the steps after its checkpoint; readers keep the first line of each (key, step). A line that a
@@ -153,6 +154,8 @@ class Heartbeat:
         """The current step, for the error record."""
         self.new_shapes = False
         """Whether the next step has other shapes than those before it, for which a rank compiles again."""
+        self.step_before = last_beat(path).step
+        """The step that the former attempt was last in; 0 without one."""
         self._path = path
         self._writes = False
         self._timeout_s = self._start_timeout_s = self._compile_timeout_s = 0.0

@@ -19,7 +19,8 @@ import torch
 
 from onward.trainer.checkpoint.background import CheckpointWriter
 from onward.trainer.checkpoint.consistency import check_copies
-from onward.trainer.checkpoint.load import load, newest_complete, verify_together
+from onward.trainer.checkpoint.load import load, verify_together
+from onward.trainer.checkpoint.resume import find_resume_point
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches, evaluation_batches
@@ -152,10 +153,13 @@ def train(
 
     # -- 5. Resume, or start at zero
     state = TrainState(step=0, samples_seen=0, scaler=scaler.state(), metrics={})
-    checkpoint = newest_complete(run, mpi=mpi, beat=heartbeat.beat)
+    checkpoint, damaged, resumed = find_resume_point(
+        run, mpi=mpi, step_before=heartbeat.step_before, beat=heartbeat.beat
+    )
     of_this_run = checkpoint is not None
     if checkpoint is None and config.checkpoint.load:
-        checkpoint = verify_together(Path(config.checkpoint.load), mpi=mpi, beat=heartbeat.beat)
+        checkpoint = verify_together(Path(config.checkpoint.load).resolve(), mpi=mpi, beat=heartbeat.beat)
+        resumed = f"begins with checkpoint {checkpoint.path} of another run, at step {checkpoint.info.step}"
     if checkpoint is not None:
         name = f"checkpoint {checkpoint.path}"
         found, averaged = average_shapes(config.average, model.averaged_shapes, name, checkpoint.shapes)
@@ -175,7 +179,7 @@ def train(
         scaler.restore(state.scaler)
     check_copies(parts, mpi, beat=heartbeat.beat)  # nothing is broadcast: every rank has read its own parts
     shown = {"num_samples": num_samples, "num_parameters": model.num_parameters, "compute": config.precision.compute}
-    events.emit("start", state.step, num_steps=num_steps, **shown)
+    events.emit("start", state.step, num_steps=num_steps, resumed=resumed, damaged=damaged, **shown)
     if state.step == 0:
         state = state.evaluated(evaluate(0)).counted(config)
 

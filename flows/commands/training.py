@@ -23,13 +23,21 @@ def run(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) 
     _show(api.run(config, overrides or ()), as_json=as_json)
 
 
-def resume(run: RunName, overrides: StopOverrides = None, as_json: Json = False) -> None:
+def resume(
+    run: RunName,
+    overrides: StopOverrides = None,
+    from_start: Annotated[
+        bool,
+        typer.Option("--from-start", help="Begin again at step 0, if all checkpoints are damaged; they are kept."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Continue a run from its newest complete checkpoint.
 
     For a run that was killed, stopped or failed. It continues with its saved configuration, in the same run directory
     and the same MLflow run. A run that ended early by [stop] goes on if its limit is raised.
     """
-    _show(api.resume(run, overrides or ()), as_json=as_json)
+    _show(api.resume(run, overrides or (), from_start=from_start), as_json=as_json)
 
 
 def status(run: RunName = "last", as_json: Json = False) -> None:

@@ -101,6 +101,26 @@ def test_a_resumed_run_is_one_curve_in_mlflow_and_has_a_summary(tmp_path: Path) 
     )
 
 
+def test_a_resume_after_damage_is_said_on_the_terminal_and_in_mlflow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    attempt(run, first=1, last=7)
+    watching = threading.Thread(target=monitor.fn, args=(run,), kwargs={"tick_s": 0.02}, daemon=True)
+    watching.start()
+    wait_until(lambda: len(points(tracker, "train/loss")) == 7)
+    events = EventWriter(run.events, attempt=2, rank=0)
+    resumed = "goes on from step 5 (step-000000005); steps 6 to 7 are made again; 1 newer checkpoint is damaged"
+    events.emit("start", 5, num_steps=10, num_samples=320, resumed=resumed, damaged=["step-000000006"])
+    events.close()
+    wait_until(lambda: f"attempt 2 {resumed}" in caplog.text)
+    assert [each.levelname for each in caplog.records if resumed in each.message] == ["WARNING"]
+    run.close_log()
+    watching.join()
+    assert client(tracker).get_run(tracker.run_id).data.tags["onward.resumed"] == resumed
+
+
 @pytest.mark.parametrize(("ended", "status"), [("done", "FINISHED"), ("stopped", "KILLED"), ("", "FAILED")])
 def test_mlflow_gets_the_status_of_the_newest_attempt(tmp_path: Path, ended: str, status: str) -> None:
     tracker = new_run()
@@ -294,10 +314,13 @@ START = (0, "start", {"num_steps": 100, "num_samples": 6400})
             "step 1/100, 0.5 samples/s, 3:31:12 left",
             1.0,
         ),
-        (  # a resumed attempt begins behind where the last one died
-            events_of(START, (30, "scalars", {"values": {"train/loss": 1.0}}), (20, "start", {"num_steps": 100})),
-            "step 30/100, loss 1",
-            30.0,
+        (  # a resumed attempt begins behind where the last one died, and makes those steps again
+            events_of(
+                *(START, (30, "scalars", {"values": {"train/loss": 1.0, "train/samples_per_s": 640.0}})),
+                (20, "start", {"num_steps": 100, "num_samples": 6400}),
+            ),
+            "step 20/100, loss 1, 640 samples/s, 0:00:08 left",
+            20.0,
         ),
     ],
 )

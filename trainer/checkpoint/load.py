@@ -1,4 +1,4 @@
-"""Find, verify and load checkpoints with all ranks: each rank gets the parts that its layout needs.
+"""Verify and load checkpoints with all ranks: each rank gets the parts that its layout needs.
 
 stored pieces of model/w [8]             wanted by a rank of another layout: rows 2 to 6
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,44 +21,18 @@ from torch.distributed import ProcessGroup
 
 from onward.trainer.checkpoint.exchange import gather, in_rounds
 from onward.trainer.checkpoint.manifest import Beat, StoredPiece, TensorEntry
-from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verifying
 from onward.trainer.checkpoint.write_plan import DTYPES
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Box, Placement, check_fit, overlap, slices
 from onward.trainer.errors import CheckpointError
-from onward.trainer.run.directory import RunDir
-
-log = logging.getLogger(__name__)
 
 CHUNKS_PER_ROUND = 16
 """Chunks that a rank verifies before it exchanges results with the others, so that none waits for long."""
 
 
 # -- verifying
-
-
-def newest_complete(run: RunDir, *, mpi: MPIContext, beat: Beat = lambda: None) -> VerifiedCheckpoint | None:
-    """Return the newest checkpoint that verifies; each damaged one is logged. Collective: every rank.
-
-    All ranks get the same: the oldest of the ones they see as newest, since a network file system may not show the
-    newest one everywhere yet.
-    """
-    names = [path.name for path in list_checkpoints(run)]
-    # the oldest of them exists on every rank; "" of a rank that sees none ends the search on all
-    while oldest := min(gather(mpi, names[-1] if names else ""), key=_age):
-        try:
-            return verify_together(run.checkpoints / oldest, mpi=mpi, beat=beat)
-        except CheckpointError as error:
-            log.warning("not used: %s", error)
-        # all ranks drop the same ones, since all got the same error
-        names = [name for name in names if _age(name) < _age(oldest)]
-    return None
-
-
-def _age(name: str) -> tuple[int, str]:
-    return len(name), name
 
 
 def verify_together(

@@ -23,6 +23,7 @@ import functools
 import hashlib
 import itertools
 import re
+import stat
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -42,20 +43,26 @@ Beat = Callable[[], object]
 """Reports that the process is alive."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 NO_DIGEST = "0" * 64
+Size = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+"""A number of bytes, elements or ranks; nothing larger can be allocated or stored."""
+MAX_MANIFEST_BYTES = 1 << 30
+"""A larger file is no manifest: it would describe more than a million pieces."""
+MAX_SHOWN = 200
+"""Characters of a name that an error shows."""
 
 
 class TensorEntry(Record):
     """A tensor, or a piece of one; dtype by its safetensors name."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
 
 
 class FileEntry(Record):
     """A file of the checkpoint."""
 
     name: Annotated[str, Field(pattern=r"^rank-[0-9]{5}\.safetensors$")]  # so that it cannot leave the directory
-    bytes: int
+    bytes: Size
     sha256: Sha256
     tensors: dict[str, TensorEntry]
     """Key -> the piece."""
@@ -77,7 +84,7 @@ class Manifest(Record):
     """SHA-256 of this file with 64 zeros in place of these digits."""
     format: Literal[1, 2] = 2
     """In format 1 every tensor was stored in one piece."""
-    world_size: int
+    world_size: Size
     """Ranks that saved it; any number may load it."""
     state: TrainState
     tensors: dict[str, TensorEntry] = Field(default_factory=dict)
@@ -104,7 +111,8 @@ class Manifest(Record):
 # -- pieces
 
 
-_BOXED = re.compile(r"(.*)\[((?:\d+:\d+(?:,\d+:\d+)*)?)\]", re.DOTALL)
+_INTERVAL = "[0-9]{1,18}:[0-9]{1,18}"
+_BOXED = re.compile(rf"(.*)\[((?:{_INTERVAL}(?:,{_INTERVAL})*)?)\]", re.DOTALL)
 
 
 def piece_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
@@ -160,18 +168,21 @@ def read_manifest(path: Path) -> Manifest:
 def parse_manifest(path: Path) -> tuple[Manifest, bytes]:
     """Read the manifest of a checkpoint directory; return it and the content of the file.
 
-    Raises CheckpointError when it is missing, not valid, or not of the digest that it contains.
+    Raises CheckpointError when it is missing, not a file, not valid, or not of the digest that it contains. Symbolic
+    links are not followed: they may lead out of the run directory.
     """
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a symbolic link, not a checkpoint: put the directory itself there")
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
-        content = (path / "manifest.json").read_bytes()
+        content = _read_regular(path / "manifest.json")
         manifest = Manifest.model_validate_json(content)
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {path} is damaged: manifest.json is missing") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: manifest.json {error}") from None
     except ValidationError as error:
         wrong = error.errors()[0]
-        where = ".".join(map(str, wrong["loc"]))
+        where = ".".join(map(str, wrong["loc"]))[:MAX_SHOWN]
         raise CheckpointError(f"checkpoint {path} is damaged: manifest.json: {where} {wrong['msg']}") from None
     digest = hashlib.sha256(content.replace(manifest.sha256.encode(), NO_DIGEST.encode(), 1)).hexdigest()
     if digest != manifest.sha256:
@@ -180,3 +191,18 @@ def parse_manifest(path: Path) -> tuple[Manifest, bytes]:
             f"{manifest.sha256}"
         )
     return manifest, content
+
+
+def _read_regular(path: Path) -> bytes:
+    """Return the content of a file. Raises CheckpointError with a clause if it is absent, or something else."""
+    try:
+        kind = path.lstat()
+    except FileNotFoundError:
+        raise CheckpointError("is missing") from None
+    # anything else may lead elsewhere, or may never end: a link, a pipe, a device
+    if not stat.S_ISREG(kind.st_mode):
+        raise CheckpointError("is a symbolic link" if stat.S_ISLNK(kind.st_mode) else "is not a regular file")
+    if kind.st_size > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"has {kind.st_size:,} bytes, more than any manifest ({MAX_MANIFEST_BYTES:,})")
+    with path.open("rb") as file:
+        return file.read(MAX_MANIFEST_BYTES)

@@ -5,6 +5,7 @@ The name of a directory says what state it is in:
     step-000000100                complete, unless a disk has damaged it since
     step-000000100.partial-002    attempt 2 is writing it, or ended while writing it
     step-000000100.damaged        failed its verification; kept for inspection
+    step-000000100.discarded      was damaged; its run has begun again at step 0, as its user wanted
     step-000000100.removed        is being deleted
 
 A directory gets its plain name by a rename after every byte of it is on the disk, and loses it before it is deleted.
@@ -34,13 +35,28 @@ def list_checkpoints(run: RunDir) -> list[Path]:
     """Return the directories with the name of a complete checkpoint, oldest first."""
     found = (path for path in run.checkpoints.glob("step-*") if re.fullmatch(r"step-\d{9,}", path.name))
     # by number, because names of ten digits sort before names of nine
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=lambda path: step_in(path.name))
+
+
+def list_damaged(run: RunDir) -> list[Path]:
+    """Return the directories that were set aside as damaged, oldest first."""
+    found = (path for path in run.checkpoints.glob("step-*") if re.fullmatch(r"step-\d{9,}\.damaged", path.name))
+    return sorted(found, key=lambda path: step_in(path.name))
+
+
+def step_in(name: str) -> int:
+    """Return the step in the name of a checkpoint's directory, complete or damaged."""
+    return int(name.removeprefix("step-").partition(".")[0])
 
 
 def announced(run: RunDir) -> tuple[CheckpointInfo, ...]:
-    """Return the checkpoints that the checkpoint task has verified, oldest first; none without a readable list."""
+    """Return the checkpoints that the checkpoint task has verified, oldest first; none without a readable list.
+
+    Their paths are below this run directory, also if it was moved since the list was written.
+    """
     with contextlib.suppress(OnwardError):
-        return read_record(run.announced, Announced).checkpoints
+        known = read_record(run.announced, Announced).checkpoints
+        return tuple(each.model_copy(update={"path": run.checkpoints / each.path.name}) for each in known)
     return ()
 
 
@@ -61,11 +77,23 @@ def remove(path: Path) -> None:
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that nothing resumes from it; replaces an earlier damaged one of its step."""
-    aside = path.with_name(f"{path.name}.damaged")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
+    return _renamed(path, f"{path.name}.damaged")
+
+
+def discard(run: RunDir) -> list[Path]:
+    """Rename every checkpoint of a run that has damaged ones only, which then begins again at step 0."""
+    for path in list_checkpoints(run):
+        set_aside(path)
+    return [_renamed(path, f"{path.name.removesuffix('.damaged')}.discarded") for path in list_damaged(run)]
+
+
+def _renamed(path: Path, name: str) -> Path:
+    """Rename a directory durably; one that has the new name already is deleted."""
+    new = path.with_name(name)
+    shutil.rmtree(new, ignore_errors=True)
+    path.rename(new)
     fsync(path.parent)
-    return aside
+    return new
 
 
 def sweep(run: RunDir, *, attempt: int = 0) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
+
+from pydantic import Field
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.records import Record, StopState
 from onward.trainer.run.stopping import after_evaluation
 
+Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+
 
 class TrainState(Record):
     """The position of a training: together with the tensors, all that decides how it continues."""
 
-    step: int
+    step: Count
     """Weight updates made."""
-    samples_seen: int
+    samples_seen: Count
     scaler: dict[str, float]
     """State of the loss scaler."""
     metrics: dict[str, float]

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,10 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import CheckpointInfo
 
 log = logging.getLogger(__name__)
+
+
+MAX_HEADER_BYTES = 1 << 30
+"""A longer header of a safetensors file is not read."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def verifying(path: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[Ver
     manifest, content = parse_manifest(path)
     expected = {"manifest.json", *(file.name for file in manifest.files)}
     unexpected = sorted({entry.name for entry in path.iterdir()} - expected)
-    problems = [f"{name} does not belong to it" for name in unexpected]
+    problems = [f"{printable(name)} does not belong to it" for name in unexpected[:NUM_NAMED]]
     for number, file in enumerate(manifest.files):
         # sizes are compared by every rank, bytes by one
         for problem in _file_problems(path, file, read=number % world_size == rank):
@@ -105,11 +109,27 @@ def newest_complete(run: RunDir, *, beat: Beat = lambda: None) -> VerifiedCheckp
     return None
 
 
+def all_damaged(run: RunDir, damaged: Sequence[str], problem: str = "") -> CheckpointError:
+    """Return the error of a run that has checkpoints, all of them damaged, with what its user can do.
+
+    problem: what is wrong with one of them, if that is known.
+    """
+    many = "the only checkpoint" if len(damaged) == 1 else f"all {len(damaged)} checkpoints"
+    named = ", ".join(damaged[:NUM_NAMED]) + (" ..." if len(damaged) > NUM_NAMED else "")
+    return CheckpointError(
+        f"{many} of run {run.root.name} {'is' if len(damaged) == 1 else 'are'} damaged ({named}), so there is nothing "
+        f"to go on from{f'; {problem}' if problem else ''}; put an undamaged copy back as "
+        f"{run.checkpoints / damaged[0]}, or begin again at step 0 with `onward resume {run.root.name} --from-start`, "
+        f"which keeps the damaged ones in {run.checkpoints}, or start a new run"
+    )
+
+
 def _file_problems(path: Path, file: FileEntry, *, read: bool) -> Iterator[str]:
     """Yield what is wrong with one file, the cheapest check first. read: compare its bytes; yields "" per chunk."""
     place = path / file.name
     if place.is_symlink() or not place.is_file():
-        yield f"{file.name} is missing"
+        there = place.is_symlink() or place.exists()
+        yield f"{file.name} is {'not a regular file' if there else 'missing'}"
         return
     if (size := place.stat().st_size) != file.bytes:
         yield f"{file.name} has {size:,} bytes, not {file.bytes:,}"
@@ -133,10 +153,15 @@ def _header(path: Path) -> dict[str, TensorEntry] | None:
         # the length may be damaged as well, so never more is read than the file has
         size = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(size if size < path.stat().st_size else 0))
+            header = json.loads(file.read(size if size < min(path.stat().st_size, MAX_HEADER_BYTES) else 0))
             return {name: TensorEntry(dtype=tensor["dtype"], shape=tensor["shape"]) for name, tensor in header.items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
+
+
+def printable(name: str) -> str:
+    """Return a file name as text that every terminal and file takes, also if it is not valid UTF-8."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _tiling_problems(manifest: Manifest) -> Iterator[str]:

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from safetensors import safe_open
 
 from onward.trainer.checkpoint import consistency
 from onward.trainer.checkpoint.consistency import check_copies
-from onward.trainer.checkpoint.load import load, newest_complete, verify_together
+from onward.trainer.checkpoint.load import load, verify_together
 from onward.trainer.checkpoint.manifest import (
     NO_DIGEST,
     TensorEntry,
@@ -29,6 +30,7 @@ from onward.trainer.checkpoint.manifest import (
     read_manifest,
     split_key,
 )
+from onward.trainer.checkpoint.resume import newest_complete
 from onward.trainer.checkpoint.retention import list_checkpoints, prunable, remove
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
@@ -111,7 +113,7 @@ def flip(path: Path, *, byte: int, bit: int = 0) -> None:
 def exchange(mpi: MPIContext, root: str) -> bool:
     """Go on from the newest checkpoint, and save the next one."""
     run = RunDir(Path(root))
-    newest = newest_complete(run, mpi=mpi)
+    newest, _ = newest_complete(run, mpi=mpi)
     assert newest is not None
     state, loaded = load(newest)
     save(run, attempt=1, state=position(state.step + 1), parts=whole(tensors()), mpi=mpi)
@@ -238,7 +240,7 @@ def save_in_layouts(mpi: MPIContext, root: str) -> list[str]:
         save(run, attempt=1, state=position(step), parts=held, mpi=mpi)
     torch.distributed.barrier()
     beats: list[None] = []
-    newest = newest_complete(run, mpi=mpi, beat=lambda: beats.append(None))
+    newest, _ = newest_complete(run, mpi=mpi, beat=lambda: beats.append(None))
     assert newest is not None
     return [str(newest.path), str(len(beats)), *refused_by_all(mpi, run), *refused_when_damaged(mpi, run)]
 
@@ -273,7 +275,7 @@ def refused_when_damaged(mpi: MPIContext, run: RunDir) -> list[str]:
     torch.distributed.barrier()
     with pytest.raises(CheckpointError) as refused:
         verify_together(damaged, mpi=mpi)
-    newest = newest_complete(run, mpi=mpi)
+    newest, _ = newest_complete(run, mpi=mpi)
     assert newest is not None
     return [str(refused.value), str(newest.path)]
 
@@ -524,11 +526,36 @@ def link(path: Path) -> None:
     (path / "rank-00000.safetensors").symlink_to(path.parent / "elsewhere")
 
 
+def link_manifest(path: Path) -> None:
+    (path / "manifest.json").rename(path.parent / "elsewhere.json")
+    (path / "manifest.json").symlink_to(path.parent / "elsewhere.json")
+
+
+def link_directory(path: Path) -> None:
+    path.rename(path.parent / "elsewhere")
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def replaced(path: Path, put: Callable[[Path], object]) -> None:
+    """Put something else in the place of the manifest."""
+    (path / "manifest.json").unlink()
+    put(path / "manifest.json")
+
+
 @pytest.mark.parametrize(
     ("harm", "complaint"),
     [
         (shorten, r"rank-00000.safetensors has [\d,]+ bytes, not [\d,]+"),
-        (link, "rank-00000.safetensors is missing"),
+        (link, "rank-00000.safetensors is not a regular file"),
+        (link_manifest, "manifest.json is a symbolic link"),
+        (link_directory, "step-000000007 is a symbolic link, not a checkpoint"),
+        (lambda path: replaced(path, lambda manifest: manifest.mkdir()), "manifest.json is not a regular file"),
+        (lambda path: replaced(path, os.mkfifo), "manifest.json is not a regular file"),
+        (lambda path: replaced(path, lambda manifest: manifest.symlink_to("/dev/zero")), "is a symbolic link"),
+        (lambda path: os.truncate(path / "manifest.json", 1 << 40), "manifest.json has 1,099,511,627,776 bytes, more"),
+        (lambda path: (path / "manifest.json").write_text("[" * 100_000), "Invalid JSON: recursion limit"),
+        (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json:  Invalid JSON"),
+        (lambda path: (path / os.fsdecode(b"\xff\xfe")).touch(), r"\\udcff\\udcfe does not belong to it"),
         (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_text(""), "manifest.json:  Invalid JSON"),
@@ -561,6 +588,35 @@ def test_a_manifest_leads_to_no_file_outside_of_its_directory(run: RunDir, name:
         verify(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("world_size", True),
+        ("world_size", -1),
+        ("format", "2"),
+        ("files", {}),
+        ("files", [{"name": "rank-00000.safetensors\0", "bytes": 1, "sha256": NO_DIGEST, "tensors": {}}]),
+        ("files", [{"name": "rank-00000.safetensors", "bytes": 10**30, "sha256": NO_DIGEST, "tensors": {}}]),
+        ("tensors", {"w": {"dtype": "F32", "shape": [1 << 63]}}),
+        ("tensors", {"w": {"dtype": "F32", "shape": [-1]}}),
+        ("tensors", {"w\0": {"dtype": "F32", "shape": [2]}}),
+        ("tensors", {"w[0:" + "9" * 5000 + "]": {"dtype": "F32", "shape": [2]}}),
+        ("state", {"step": -1, "samples_seen": 0, "scaler": {}, "metrics": {}}),
+        ("state", {"step": True, "samples_seen": 0, "scaler": {}, "metrics": {}}),
+        ("state", []),
+    ],
+)
+def test_a_manifest_with_impossible_values_is_refused_in_a_sentence(run: RunDir, key: str, value: Any) -> None:
+    path = saved(run, 7)
+    forge(path, lambda manifest: manifest.update({key: value}))
+    with pytest.raises(CheckpointError, match=r"is damaged: "):
+        verify(path)
+
+
+def test_a_key_with_a_number_of_5000_digits_is_no_box(run: RunDir) -> None:
+    assert split_key("w[0:" + "9" * 5000 + "]")[1] is None
+
+
 def test_a_file_that_holds_other_tensors_than_the_manifest_says_is_refused(run: RunDir) -> None:
     path = saved(run, 7)
     forge(path, lambda manifest: manifest["files"][0]["tensors"].pop("model/empty"))
@@ -587,12 +643,12 @@ def test_a_fenced_attempt_commits_nothing(run: RunDir) -> None:
 
 
 def newest_path(run: RunDir) -> Path | None:
-    newest = newest_complete(run, mpi=ALONE)
+    newest, _ = newest_complete(run, mpi=ALONE)
     return newest and newest.path
 
 
 def test_training_goes_on_from_the_newest_that_is_whole(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    assert newest_complete(run, mpi=ALONE) is None
+    assert newest_complete(run, mpi=ALONE)[0] is None
     paths = [saved(run, step) for step in (1, 2, 10, 1_000_000_000)]
     assert list_checkpoints(run) == paths
     assert newest_path(run) == paths[3]
@@ -618,7 +674,7 @@ def newest_of_own(mpi: MPIContext, root: str) -> str | None:
         saved(run, step)
     if mpi.rank == 1:
         flip(run.checkpoint(2) / "rank-00000.safetensors", byte=500)
-    newest = newest_complete(run, mpi=mpi)
+    newest, _ = newest_complete(run, mpi=mpi)
     return newest and newest.path.name
 
 

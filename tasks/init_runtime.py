@@ -9,26 +9,30 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra import mpirun
+from onward.tasks.disk_space import shares, space_problems
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.update_rules import UPDATE_RULES
+from onward.trainer.data.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.run.causes import memory_advice
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import RankReport, RuntimeReport, read_record, write_record
+from onward.trainer.run.records import (
+    Needs,
+    RankReport,
+    Rehearsal,
+    RunIdentity,
+    RuntimeReport,
+    read_record,
+    write_record,
+)
 
 log = logging.getLogger(__name__)
-
-MEMORY_FACTOR = 4
-"""Memory of one rank, at least, as a multiple of the model file's size: weights, gradients, the reducer's buckets and
-one copy for a checkpoint. The optimizer's state is added. Activations are not; their size is not known here."""
-
-CHECKPOINT_FACTOR = 1
-"""Size of one checkpoint as a multiple of the model file's size: the weights. The state of the optimizer is added."""
 
 
 @task(name="init runtime", task_run_name="init runtime", cache_policy=NO_CACHE)
@@ -52,12 +56,27 @@ def init_runtime(run: RunDir) -> RuntimeReport:
         launch_s=launch_s,
         disk_free_bytes=shutil.disk_usage(run.root).free,
     )
-    if found := [*problems(report, config, model_bytes=config.model.path.stat().st_size)]:
+    needs = needs_of(run, config)
+    tracking_uri = read_record(run.identity, RunIdentity).tracking_uri if run.identity.exists() else ""
+    written = space_problems(shares(run, config, needs, tracking_uri=tracking_uri))
+    if found := [*problems(report, config, needs), *written]:
         raise RuntimeUnavailable(found)
     write_record(run.runtime, report)
     for line in devices(report.ranks):
         log.info(line)
+    for line in memory_warnings(report.ranks, config, needs):
+        log.warning(line)
     return report
+
+
+def needs_of(run: RunDir, config: RunConfig) -> Needs:
+    """Return what the rehearsal has computed; of a run that was not rehearsed, the weights alone."""
+    known = read_record(run.rehearsal, Rehearsal).needs if run.rehearsal.exists() else None
+    if known is not None:
+        return known
+    parallel, size = config.parallel, model_bytes(config.model.path)
+    divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
+    return Needs(rank_bytes=size // divided, checkpoint_bytes=size, model_bytes=size)
 
 
 def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
@@ -96,7 +115,7 @@ def devices(ranks: Sequence[RankReport]) -> Iterable[str]:
         yield f"{count} rank{'s' * (count > 1)} on {host}, {what}; tensors are sent by {backend}{shared}"
 
 
-def problems(report: RuntimeReport, config: RunConfig, *, model_bytes: int) -> Iterable[str]:
+def problems(report: RuntimeReport, config: RunConfig, needs: Needs) -> Iterable[str]:
     """Yield one sentence for each problem of the machine, with the numbers."""
     ranks = report.ranks
     if missing := sorted(set(range(config.world_size)) - {rank.rank for rank in ranks}):
@@ -107,29 +126,46 @@ def problems(report: RuntimeReport, config: RunConfig, *, model_bytes: int) -> I
             yield f"{where} has world size {rank.world_size}, but the job needs {config.world_size} ranks"
         if rank.all_reduce != rank.all_reduce_expected:
             yield f"{where}: all-reduce returned {rank.all_reduce:g}, expected {rank.all_reduce_expected:g}"
-    state = UPDATE_RULES[config.optimizer.name].state_copies
-    yield from _memory(ranks, need_bytes=(MEMORY_FACTOR + state) * model_bytes)
-    # 2: the best one, and the one being written
-    copies = (config.checkpoint.keep_newest + 2) * (CHECKPOINT_FACTOR + state)
-    if report.disk_free_bytes < copies * model_bytes:
-        yield (
-            f"{_mb(report.disk_free_bytes)} of disk are free, but {config.checkpoint.keep_newest + 2} checkpoints of "
-            f"{_mb((CHECKPOINT_FACTOR + state) * model_bytes)} need {_mb(copies * model_bytes)}; make room or lower "
-            "checkpoint.keep_newest"
-        )
-
-
-def _memory(ranks: Sequence[RankReport], *, need_bytes: int) -> Iterable[str]:
-    """Yield a sentence for each host or GPU with too little memory. CPU ranks share the memory of their host."""
-    # Every rank reports the free memory before training, so ranks on one device must divide it.
-    places = [(rank.host, rank.device) for rank in ranks]
-    for (host, device), count in Counter(places).items():
-        free = min(rank.memory_bytes for rank in ranks if (rank.host, rank.device) == (host, device))
-        if free < count * need_bytes:
+    for place in places(ranks):
+        if place.free_bytes < (needed := place.num_ranks * needs.rank_bytes):
             yield (
-                f"{_mb(free)} of memory are free on {host} ({device}), but its {count} ranks need at least "
-                f"{_mb(need_bytes)} each, {_mb(count * need_bytes)} together; free some or start fewer ranks per host"
+                f"{_mb(place.free_bytes)} of memory are free on {place.name}, but the weights, gradients and optimizer "
+                f"state of {place.of_ranks} need {_mb(needed)}, {_mb(needs.rank_bytes)} per rank, without activations; "
+                f"free some, or start fewer ranks per host. {memory_advice(config)}"
             )
+
+
+def memory_warnings(ranks: Sequence[RankReport], config: RunConfig, needs: Needs) -> Iterable[str]:
+    """Yield a sentence for each place where the weights fit, but perhaps not with the activations."""
+    each = needs.rank_bytes + needs.activation_bytes
+    for place in places(ranks):
+        if place.free_bytes < (needed := place.num_ranks * each):
+            yield (
+                f"{_mb(place.free_bytes)} of memory are free on {place.name}, but {place.of_ranks} may need "
+                f"{_mb(needed)}: {_mb(needs.rank_bytes)} per rank, and {_mb(needs.activation_bytes)} for the "
+                f"activations of a micro-batch. {memory_advice(config)}"
+            )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A GPU, or the CPUs of a host, whose memory its ranks share."""
+
+    name: str
+    num_ranks: int
+    free_bytes: int
+    """Before training; every rank reports it of the whole place."""
+
+    @property
+    def of_ranks(self) -> str:
+        return f"its {self.num_ranks} ranks" if self.num_ranks > 1 else "its rank"
+
+
+def places(ranks: Sequence[RankReport]) -> Iterable[Place]:
+    """Yield each place that computes, with its ranks."""
+    for (host, device), count in Counter((rank.host, rank.device) for rank in ranks).items():
+        free = min(rank.memory_bytes for rank in ranks if (rank.host, rank.device) == (host, device))
+        yield Place(f"{host} ({device})", count, free)
 
 
 def _mb(size: int) -> str:

@@ -6,16 +6,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from onward.infra import mpirun
-from onward.tasks.init_runtime import devices, init_runtime, problems
+from onward.tasks.init_runtime import devices, init_runtime, memory_warnings, needs_of, problems
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.run.causes import memory_advice
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.records import RankReport, RuntimeReport, read_record, write_record
+from onward.trainer.run.records import Needs, RankReport, RuntimeReport, read_record, write_record
+from tests.support.graphs import tiny_transformer
 
 MODEL_BYTES = 1_000_000
 PLENTY = 10**12
@@ -110,7 +112,7 @@ def _put_mpirun(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 # -- judging the reports
 
 
-def reported(*changes: dict[str, Any], disk: int = PLENTY) -> RuntimeReport:
+def reported(*changes: dict[str, Any]) -> RuntimeReport:
     """Return the report of two ranks without problems on one host, with the changes to each."""
     good: dict[str, Any] = {
         "world_size": 2,
@@ -124,7 +126,10 @@ def reported(*changes: dict[str, Any], disk: int = PLENTY) -> RuntimeReport:
         "all_reduce_expected": 3.0,
     }
     ranks = tuple(RankReport(**{**good, "rank": rank, **change}) for rank, change in enumerate(changes))
-    return RuntimeReport(ranks=ranks, launch_s=1.0, disk_free_bytes=disk)
+    return RuntimeReport(ranks=ranks, launch_s=1.0, disk_free_bytes=PLENTY)
+
+
+NEEDS = Needs(rank_bytes=6_000_000, activation_bytes=5_000_000, checkpoint_bytes=3_000_000, model_bytes=1_000_000)
 
 
 @pytest.mark.parametrize(
@@ -142,37 +147,41 @@ def reported(*changes: dict[str, Any], disk: int = PLENTY) -> RuntimeReport:
         (
             reported({"memory_bytes": 11_000_000}, {"memory_bytes": 11_000_000}),
             [
-                "11 MB of memory are free on h0 (cpu), but its 2 ranks need at least 6 MB each, 12 MB together; "
-                "free some or start fewer ranks per host"
+                "11 MB of memory are free on h0 (cpu), but the weights, gradients and optimizer state of its 2 ranks "
+                "need 12 MB, 6 MB per rank, without activations; free some, or start fewer ranks per host. "
             ],
         ),
         (  # each on a host, or a GPU, of its own
             reported({"memory_bytes": 11_000_000, "device": "cuda:0"}, {"memory_bytes": 11_000_000, "host": "h1"}),
             [],
         ),
-        (
-            reported({}, {}, disk=14_000_000),
-            ["14 MB of disk are free, but 5 checkpoints of 3 MB need 15 MB; make room or lower checkpoint.keep_newest"],
-        ),
     ],
 )
 def test_all_problems_are_reported_with_their_numbers(report: RuntimeReport, sentences: list[str]) -> None:
-    assert [*problems(report, config(Path("model.onnx")), model_bytes=MODEL_BYTES)] == sentences
+    advice = memory_advice(config(Path("model.onnx")))
+    expected = [sentence + advice if sentence.endswith(" ") else sentence for sentence in sentences]
+    assert [*problems(report, config(Path("model.onnx")), NEEDS)] == expected
 
 
-def test_an_optimizer_with_less_state_needs_less_memory_and_disk() -> None:
-    small = reported({"memory_bytes": 9_000_000}, {"memory_bytes": 9_000_000}, disk=9_000_000)
-    chosen = config(Path("model.onnx"))
+def test_ranks_whose_activations_may_not_fit_are_warned_of() -> None:
+    ranks = reported({"memory_bytes": 13_000_000, "host": "h1"}, {"memory_bytes": 10_000_000}).ranks
+    found = [*memory_warnings(ranks, config(Path("model.onnx")), NEEDS)]
+    assert len(found) == 1
+    assert found[0].startswith(
+        "10 MB of memory are free on h0 (cpu), but its rank may need 11 MB: 6 MB per rank, and 5 MB for the "
+        "activations of a micro-batch. To need less memory: "
+    )
 
-    def found(name: str) -> list[str]:
-        optimizer = OptimizerConfig.model_validate({"name": name})
-        with_it = chosen.model_copy(update={"optimizer": optimizer})
-        sentences = problems(small, with_it, model_bytes=MODEL_BYTES)
-        return [sentence.split(" need ")[-1].split(";")[0] for sentence in sentences]
 
-    assert found("adafactor") == []
-    assert found("lion")[1:] == ["10 MB"]
-    assert len(found("adamw")) == 2
+def test_a_run_without_a_rehearsal_needs_memory_for_its_weights_in_external_files_too(tmp_path: Path) -> None:
+    onnx.save_model(tiny_transformer(), tmp_path / "model.onnx", save_as_external_data=True, size_threshold=64)
+    run = RunDir(tmp_path / "run")
+    size = sum(file.stat().st_size for file in tmp_path.glob("*") if file.is_file())
+    whole = config(tmp_path / "model.onnx")
+    divided = whole.model_copy(update={"parallel": whole.parallel.model_copy(update={"tensor": 2, "zero": 3})})
+    assert size > 2 * (tmp_path / "model.onnx").stat().st_size
+    assert needs_of(run, whole) == Needs(rank_bytes=size, checkpoint_bytes=size, model_bytes=size)
+    assert needs_of(run, divided).rank_bytes == size // 4
 
 
 def test_the_log_says_which_ranks_share_a_gpu_and_how_their_tensors_are_sent() -> None:

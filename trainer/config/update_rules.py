@@ -43,8 +43,6 @@ class UpdateRule:
     """Its own defaults, where they differ from those of OptimizerConfig."""
     rates: tuple[float, float] = (0.0, math.inf)
     """The log warns of a learning rate outside of these: the source of the rule uses another order of magnitude."""
-    state_copies: int = 2
-    """Least size of its state, in copies of the weights, for the check of memory and disk before a run."""
     in_onnx: bool = False
     """Whether `export.training` can write it as an ONNX graph."""
 
@@ -60,17 +58,14 @@ UPDATE_RULES: dict[str, UpdateRule] = {
     "sgd": UpdateRule(("momentum", "nesterov"), ignores=(*ADAM, *RATIOS), in_onnx=True),
     "nadam": UpdateRule(("alpha", "beta", "epsilon", "moments")),
     "radam": UpdateRule(("alpha", "beta", "epsilon", "moments")),
-    "rmsprop": UpdateRule(("beta", "epsilon", "moments"), defaults={"beta": 0.99}, state_copies=1),
-    "adagrad": UpdateRule(("epsilon",), defaults={"epsilon": 1e-10}, state_copies=1),
-    "lion": UpdateRule(("alpha", "beta", "moments"), defaults={"beta": 0.99}, rates=(0.0, 4e-4), state_copies=1),
-    "adafactor": UpdateRule(
-        ("epsilon", "adafactor"), defaults={"epsilon": 2.0**-23}, rates=(2.5e-3, math.inf), state_copies=0
-    ),
+    "rmsprop": UpdateRule(("beta", "epsilon", "moments"), defaults={"beta": 0.99}),
+    "adagrad": UpdateRule(("epsilon",), defaults={"epsilon": 1e-10}),
+    "lion": UpdateRule(("alpha", "beta", "moments"), defaults={"beta": 0.99}, rates=(0.0, 4e-4)),
+    "adafactor": UpdateRule(("epsilon", "adafactor"), defaults={"epsilon": 2.0**-23}, rates=(2.5e-3, math.inf)),
     "muon": UpdateRule(
         (*ADAM, "momentum", "nesterov", "muon", "rule"),
         defaults={"momentum": 0.95, "nesterov": True},
         rates=(2e-3, 0.2),
-        state_copies=1,
     ),
 }
 """`optimizer.name` -> what the rule takes."""

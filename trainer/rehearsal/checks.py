@@ -38,6 +38,7 @@ from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.rehearsal.findings import Findings
+from onward.trainer.rehearsal.needs import least_needs
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 from onward.trainer.rehearsal.sizes import Kind, Size, sizes_of_run
@@ -100,7 +101,11 @@ def checks(
     def batch(number: int, kind: Kind = "evaluation") -> Batch:
         return one_batch(rows, config, signature, np.arange(number), training=kind != "evaluation")
 
-    sizes = _sizes_that_fit(graph, sizes_of_run(config, rows.counts), batch, findings)
+    kept_bytes = graph.kept_bytes_per_row(batch(1))
+    # the CPU may compute in another type than the run, which then keeps other numbers
+    is_alike = arithmetic.compute == config.precision.compute or config.launch.device == "cpu"
+    findings.needs = least_needs(trained, config, kept_bytes_per_row=kept_bytes * is_alike)
+    sizes = _sizes_that_fit(kept_bytes, sizes_of_run(config, rows.counts), findings)
     first = next(size for size in sizes if size.kind == "training")
     # a graph of fixed batch is compared on batches of that size
     number = config.micro_batch_size if use.kind != "any" else min(config.evaluation_batch_size, PARITY_ROWS)
@@ -135,14 +140,11 @@ def _arithmetic(config: RunConfig, findings: Findings) -> PrecisionConfig:
     return config.precision.model_copy(update={"compute": "fp32"})
 
 
-def _sizes_that_fit(
-    graph: RehearsedGraph, sizes: Sequence[Size], batch: Callable[[int], Batch], findings: Findings
-) -> list[Size]:
+def _sizes_that_fit(bytes_of_row: float, sizes: Sequence[Size], findings: Findings) -> list[Size]:
     """Return the sizes, smaller where the activations would take more than half of the free memory.
 
-    Measured on one row. The rank of a GPU may hold micro-batches for which this machine has no memory.
+    bytes_of_row: measured on one. The rank of a GPU may hold micro-batches for which this machine has no memory.
     """
-    bytes_of_row = graph.kept_bytes_per_row(batch(1))
     # gradients of activations are alive beside them
     most = int(free_memory(CPU) / 2 / max(2 * bytes_of_row, 1.0))
     fitting = []

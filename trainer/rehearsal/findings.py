@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.rehearsal.sizes import Size
-from onward.trainer.run.records import ExporterWarning, Rehearsal, RehearsedBatch
+from onward.trainer.run.records import ExporterWarning, Needs, Rehearsal, RehearsedBatch
 
 
 @dataclass
@@ -28,6 +28,7 @@ class Findings:
     judged_by: str = ""
     fixed_batch: FixedBatch = "auto"
     not_rehearsed: list[str] = field(default_factory=list)
+    needs: Needs | None = None
     pending: list[str] = field(default_factory=list)
     """What has not ended yet."""
 
@@ -51,6 +52,7 @@ class Findings:
             warnings=self.warnings,
             fixed_batch=self.fixed_batch,
             not_rehearsed=tuple(self.not_rehearsed),
+            needs=self.needs,
             elapsed_s=elapsed_s,
         )
 

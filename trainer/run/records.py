@@ -296,6 +296,18 @@ class RehearsedBatch(Record):
     elapsed_s: float
 
 
+class Needs(Record):
+    """Least numbers of bytes that a run needs (trainer/rehearsal/needs.py)."""
+
+    rank_bytes: int
+    """Weights, gradients and optimizer state of one rank."""
+    activation_bytes: int = 0
+    """What a micro-batch keeps for its backward pass, measured on one row; 0 = not measured."""
+    checkpoint_bytes: int
+    model_bytes: int
+    """The ONNX file with its external data."""
+
+
 class Rehearsal(Record):
     """What was run of the graph before anything was launched, and what it showed."""
 
@@ -315,6 +327,8 @@ class Rehearsal(Record):
     """The `model.fixed_batch` that was chosen for a file that declares a fixed batch."""
     not_rehearsed: tuple[str, ...] = ()
     """What was left out, and why."""
+    needs: Needs | None = None
+    """None if the graph was not opened."""
     elapsed_s: float = 0.0
     """Wall time of the process, with starting it and opening the model."""
 

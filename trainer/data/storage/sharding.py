@@ -49,6 +49,7 @@ from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.digits import digits_schema
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.described_columns import infer, merge, stored_column
+from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Shards, damaged_files
 from onward.trainer.data.storage.split_writer import SplitWriter
 from onward.trainer.errors import DataError, OnwardError
@@ -81,8 +82,7 @@ def with_class_counts(
 ) -> ShardManifest:
     """Return the manifest with the numbers of the classes that "balanced" weights need, also in the directory.
 
-    Shards without them may have been made for another loss, or by an earlier version. Processes that count the same
-    shards at once write the same manifest.
+    Shards without them were made for another loss, or by an earlier version.
     """
     # labels that transforms make with each batch are not stored
     names = counted_columns(config.losses)
@@ -172,9 +172,9 @@ def make_shards(
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data into `cache`, unless the same content is there; return (directory, manifest, was it there).
 
-    columns: the columns to read and the types they are read as; None keeps every column of numbers as it is.
-    computers: compute further columns from them.
-    Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files.
+    columns: the columns to read and the types they are read as; None keeps all of numbers. computers: add others.
+    Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files; and as
+    `check_space`.
     """
     stored = stored_columns(data, columns)
     key = _cache_key(data, stored, computers)
@@ -183,9 +183,9 @@ def make_shards(
         return final, manifest, True
     cache.mkdir(parents=True, exist_ok=True)
     for stale in cache.glob(".*.partial"):
-        # a younger one may be of a process that is still writing
-        if time.time() - stale.stat().st_mtime > STALE_S:
+        if time.time() - stale.stat().st_mtime > STALE_S:  # a younger one may be of a process that still writes
             shutil.rmtree(stale, ignore_errors=True)
+    check_space(cache, data, stored, computers)
     # beside the final directory, because a rename is atomic only inside one file system
     partial = cache / f".{key}.{uuid.uuid4().hex}.partial"
     partial.mkdir()

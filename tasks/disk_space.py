@@ -1,0 +1,106 @@
+"""Compare what a run will write with the space that is left, for each file system that it writes to.
+
+    RUN_DIR            checkpoints, the exported file and what is made of it
+    the MLflow store   the exported file, where the store is on this machine
+    export.path        the exported file
+    /tmp               the exported file, while it is packed for MLflow
+
+Directories of one file system share its space. Shards are not counted here: `shard data` knows whether they are cached.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onward.infra.mlflow_store import database_of
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.urls import url_of
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import Needs
+
+OTHER_FILES = 100
+"""About the number of files of a run beside its checkpoints: records, logs, TensorBoard, the exported files."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Something that a run will write."""
+
+    what: str
+    path: Path
+    """The directory that it is written to, or one above it that exists."""
+    bytes: int
+    files: int = 1
+
+
+def shares(run: RunDir, config: RunConfig, needs: Needs, *, tracking_uri: str) -> Iterator[Share]:
+    """Yield what the run will write, as far as it is not there yet."""
+    number = most_checkpoints(config)
+    files = number * (config.world_size + 2)  # one of each rank, the manifest and the directory
+    kept = sum(path.stat().st_size for path in run.checkpoints.glob("step-*/*") if path.is_file())
+    left = max(needs.checkpoint_bytes, number * needs.checkpoint_bytes - kept)
+    what = f"{number} checkpoints of {_mb(needs.checkpoint_bytes)}" if number > 1 else "a checkpoint"
+    yield Share(what, run.root, left, files + OTHER_FILES)
+    variants = len(config.export.variants) + config.export.training
+    made = f" and {variants} file{'s' * (variants > 1)} made of it" if variants else ""
+    yield Share(f"the exported file{made}", run.root, needs.model_bytes * (1 + variants))
+    yield Share("the exported file while it is packed", Path(tempfile.gettempdir()), needs.model_bytes)
+    if database := database_of(tracking_uri):
+        yield Share("the exported file in MLflow", _existing(database.parent), needs.model_bytes)
+    if config.export.path and not url_of(config.export.path):
+        place = _existing(Path(config.export.path).parent)
+        yield Share("the exported file at export.path", place, needs.model_bytes)
+
+
+def most_checkpoints(config: RunConfig) -> int:
+    """Return how many checkpoints of the run can be on the disk at once: the newest, the best and the one written."""
+    saving = config.checkpoint
+    most = saving.keep_newest + 2
+    if not saving.period:
+        return 1
+    # with num_epochs the number of steps is known only when the data is sharded
+    return min(most, math.ceil(config.train.num_steps / saving.period)) if config.train.num_steps else most
+
+
+def space_problems(found: Iterable[Share]) -> Iterator[str]:
+    """Yield a sentence for each file system with too little space, or too few inodes, for its shares."""
+    by_device: dict[int, list[Share]] = defaultdict(list)
+    for share in found:
+        by_device[share.path.stat().st_dev].append(share)
+    for on_it in by_device.values():
+        place = os.statvfs(on_it[0].path)
+        yield from _problems(
+            on_it, free=place.f_bavail * place.f_frsize, inodes=place.f_favail if place.f_files else None
+        )
+
+
+def _problems(found: Sequence[Share], *, free: int, inodes: int | None) -> Iterator[str]:
+    """Judge the shares of one file system. inodes: those that are free; None = it has no such limit."""
+    where = found[0].path
+    needed, files = sum(share.bytes for share in found), sum(share.files for share in found)
+    if free < needed:
+        listed = ", ".join(f"{share.what} {_mb(share.bytes)}" for share in found if share.bytes)
+        yield (
+            f"{_mb(free)} of disk are free on the file system of {where}, but the run needs at least {_mb(needed)} "
+            f"there: {listed}; make room, lower checkpoint.keep_newest, or set ONWARD_HOME to a directory on a larger "
+            "disk"
+        )
+    if inodes is not None and inodes < files:
+        yield (
+            f"{inodes} inodes are free on the file system of {where}, but the run writes about {files} files there; "
+            "delete files, or set ONWARD_HOME to a directory on another file system"
+        )
+
+
+def _existing(directory: Path) -> Path:
+    return next(each for each in (directory, *directory.parents) if each.exists())
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"

@@ -1,14 +1,12 @@
 """MpiJob: run a Python module on N ranks under mpirun, watch it, stop it, and leave no process of it behind.
 
-    flow process --+-- guard        waits for the end of the flow process, then stops the job and kills the rest
+    flow process --+-- guard        waits for the end of the flow process, then ends the job (job_guard.py)
                    +-- mpirun       in a session of its own; every process below it has TAG in its environment
                          +-- rank 0, rank 1, ...
 
 The exit status of mpirun proves nothing (it is 0 when a remote node fails), so the caller reads success from a file.
 This module guarantees the rest: a job without heartbeat is detected, a stopped job can save a checkpoint first, and
 after the job no process of it is left on this host, whichever process was killed.
-
-Run as a program, this file is the guard; therefore it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -20,18 +18,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from onward.infra import job_guard
+from onward.infra.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
+from onward.infra.parent_death import signalled_with_parent
+
 POLL_S = 0.1
-GUARD_GRACE_S = 10.0
-"""Longest time a job gets to save after its flow process was killed."""
+SUSPENDED_S = 2.0
+"""Time after which an mpirun that was suspended is continued."""
 
 SETTINGS: Mapping[str, str] = {
     # In a container the user is usually root.
@@ -56,7 +57,6 @@ SETTINGS: Mapping[str, str] = {
 ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "COBALT_NODEFILE")
 """Variables of schedulers, whose hosts mpirun takes where there is no hostfile."""
 
-TAG = "ONWARD_RUN_TAG"
 CARRIED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "MPI4PY_", "OMP_", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", TAG)
 """Prefixes of the variables that are sent to ranks on other hosts; no other variable leaves this host."""
 
@@ -122,15 +122,13 @@ class MpiJob:
         An exception that a signal handler raises here (Ctrl-C, Prefect's cancellation) stops the job, gives it
         `grace_s` to save, and is passed on. Raises LaunchError.
         """
-        # not at the top: the guard is this file as a program, without Onward's package
-        from onward.infra.parent_death import signalled_with_parent
-
         # two jobs of one run directory would write the same checkpoints
         wait_until_free(self.run_dir)
         argv, tag, started_at = self.argv(), uuid.uuid4().hex, time.monotonic()
         environment = environment_of_mpirun(os.environ, one_host=not self.hostfile)
         stop = threading.Event()
-        with _guard(tag, min(self.grace_s, GUARD_GRACE_S)), self.log.open("ab") as log:
+        guard = Guard(tag, min(self.grace_s, job_guard.GRACE_S))
+        with contextlib.closing(guard), self.log.open("ab") as log:
             mpirun = subprocess.Popen(
                 # should the guard be killed, too: mpirun passes SIGUSR1 on, and the ranks save and exit
                 signalled_with_parent(argv, signal.SIGUSR1),
@@ -145,7 +143,7 @@ class MpiJob:
             _running[self.run_dir] = stop
             try:
                 _write_job_record(self.run_dir, tag, argv)
-                reason = self._watch(mpirun, stop)
+                reason = self._watch(mpirun, stop, guard)
             except BaseException:
                 _stop(mpirun, self.grace_s)
                 raise
@@ -166,15 +164,21 @@ class MpiJob:
         return {"TMPDIR": folder, "OMPI_MCA_btl_sm_backing_directory": folder}
 
     def _watch(
-        self, mpirun: subprocess.Popen[bytes], stop: threading.Event
+        self, mpirun: subprocess.Popen[bytes], stop: threading.Event, guard: Guard
     ) -> Literal["exited", "stopped", "silent", "start_timeout"]:
         """Wait for the end of mpirun, a stop request or a missing heartbeat; stop the job in the last two cases."""
         last_beat, beat_at, started = _last_beat(self.heartbeat), time.monotonic(), False
-        silence_s = self.silence_timeout_s
+        silence_s, ran_at = self.silence_timeout_s, time.monotonic()
         while mpirun.poll() is None:
             if stop.wait(POLL_S):
                 _stop(mpirun, self.grace_s)
                 return "stopped"
+            guard.renew()
+            if not is_suspended(mpirun.pid):
+                ran_at = time.monotonic()
+            elif time.monotonic() - ran_at > SUSPENDED_S:
+                # the ranks go on, but neither their output nor their end would be noticed
+                mpirun.send_signal(signal.SIGCONT)
             if (beat := _last_beat(self.heartbeat)) != last_beat:
                 last_beat, beat_at, started = beat, time.monotonic(), True
                 silence_s = _allowed_silence(self.heartbeat, silence_s)
@@ -238,16 +242,16 @@ def running_job(run_dir: Path) -> RunningJob | None:
         job = RunningJob(**json.loads((run_dir / "job.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
-    return job if job.boot == boot_id() and _members(job.tag) else None
+    return job if job.boot == boot_id() and members(job.tag) else None
 
 
-def wait_until_free(run_dir: Path, limit_s: float = GUARD_GRACE_S + 5.0) -> None:
+def wait_until_free(run_dir: Path, limit_s: float = job_guard.GRACE_S + 5.0) -> None:
     """Wait until no process of an earlier job runs; ranks of a killed flow may still be saving. Raises LaunchError."""
     deadline = time.monotonic() + limit_s
     while (job := running_job(run_dir)) is not None:
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"a job of {run_dir} is still running, started at {job.started_at} (processes {_members(job.tag)}); "
+                f"a job of {run_dir} is still running, started at {job.started_at} (processes {members(job.tag)}); "
                 "stop it first, or wait for its end"
             )
         time.sleep(POLL_S)
@@ -289,49 +293,6 @@ def _kill_rest(mpirun: subprocess.Popen[bytes], tag: str) -> None:
         mpirun.wait(5.0)
 
 
-def kill_job(tag: str) -> None:
-    """Send SIGKILL to every process of the job on this host, wait at most 5 s for their end, delete their files."""
-    _signal_until_gone(tag, signal.SIGKILL, limit_s=5.0)
-    shutil.rmtree(temporary_directory(tag), ignore_errors=True)
-
-
-def temporary_directory(tag: str) -> Path:
-    """Return the directory of the job's temporary files."""
-    return Path(tempfile.gettempdir()) / f"onward-{tag}"
-
-
-def _signal_until_gone(
-    tag: str, number: int, *, limit_s: float, which: Callable[[int], bool] = lambda pid: True
-) -> None:
-    deadline, signalled = time.monotonic() + limit_s, set[int]()
-    # in rounds, because a process may start another one before the signal reaches it
-    while (members := set(_members(tag))) and time.monotonic() < deadline:
-        for pid in filter(which, members - signalled):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        signalled |= members
-        time.sleep(0.02)
-
-
-def _members(tag: str) -> list[int]:
-    """Return the job's processes on this host, found by the tag in their environment. Zombies have no environment."""
-    wanted = f"{TAG}={tag}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
-
-
-def _leads_session(pid: int) -> bool:
-    try:
-        return os.getsid(pid) == pid
-    except ProcessLookupError:
-        return False
-
-
 def _last_beat(heartbeat: Path | None) -> int:
     """Return the heartbeat file's time stamp. Only its changes are used, because the clocks of hosts differ."""
     try:
@@ -346,32 +307,3 @@ def _allowed_silence(heartbeat: Path | None, before_s: float) -> float:
         return float(json.loads(heartbeat.read_text())["silence_s"]) if heartbeat else before_s
     except (OSError, ValueError, TypeError, KeyError):
         return before_s  # the file is empty, or is being written just now
-
-
-# -- the guard
-
-
-@contextlib.contextmanager
-def _guard(tag: str, grace_s: float) -> Iterator[None]:
-    """Start a process that stops the job if this one is killed: the pipe between them is closed in any case."""
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, tag, str(grace_s)], stdin=subprocess.PIPE, start_new_session=True
-    )
-    assert guard.stdin is not None
-    try:
-        yield
-    finally:
-        guard.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            guard.wait(grace_s + 10.0)
-
-
-def _run_guard(tag: str, grace_s: float) -> None:
-    """Wait for the end of the flow process; let what is left of the job save for `grace_s`, then kill it."""
-    sys.stdin.buffer.read()
-    _signal_until_gone(tag, signal.SIGUSR1, limit_s=grace_s, which=_leads_session)  # only mpirun leads a session
-    kill_job(tag)
-
-
-if __name__ == "__main__":
-    _run_guard(sys.argv[1], float(sys.argv[2]))

@@ -24,11 +24,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from onward.trainer.distributed.launched import die_with_parent, launched_rank
+
+# Before the imports below, which take seconds: a rank whose launcher is killed meanwhile would be left behind.
+if launched_rank() is not None:
+    die_with_parent()
+
 import torch
 
 from onward.trainer.distributed.failures import StopSignal, install_excepthook, trace_collectives, write_tracebacks
 from onward.trainer.distributed.preflight import run_preflight
-from onward.trainer.distributed.processes import connect, die_with_parent, disconnect, launched_rank
+from onward.trainer.distributed.processes import connect, disconnect
 from onward.trainer.errors import ExportRefused, Stopped
 from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, comparison_in, read_config, read_config_as_given, variant_in
@@ -115,7 +121,6 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
 
     `training`: write the ONNX graphs that continue training without torch instead.
     """
-    # Imports after this: they take seconds, and the parent may be killed meanwhile.
     die_with_parent()
     from onward.trainer.checkpoint.load import load
     from onward.trainer.checkpoint.verification import verify

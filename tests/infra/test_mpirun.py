@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from onward.infra import mpirun
+from onward.infra import job_guard, mpirun
 from onward.infra.mpirun import LaunchError, MpiJob, Outcome, running_job, stop_running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,10 +265,119 @@ def test_after_the_guard_and_the_flow_process_were_killed_the_ranks_save_and_exi
         [sys.executable, "-m", "tests.support.rank_programs", "supervise", str(tmp_path), "behaved"], cwd=ROOT
     )
     until(lambda: both_up(tmp_path))
-    (guard,) = [each for each in supervisor.children() if mpirun.__file__ in each.cmdline()]
+    (guard,) = [each for each in supervisor.children() if job_guard.__file__ in each.cmdline()]
     guard.kill()
     supervisor.kill()
     supervisor.wait()
     until(lambda: not processes(tmp_path), 15)
     assert (tmp_path / "saved-0").exists()
     assert (tmp_path / "saved-1").exists()
+
+
+# -- whichever process is killed
+
+
+class Supervised:
+    """A flow, so to say, with a job of two ranks, and all its processes by what they are."""
+
+    def __init__(self, folder: Path, program: str) -> None:
+        self.folder = folder
+        words = [sys.executable, "-m", "tests.support.rank_programs", "supervise", str(folder), program]
+        self.flow = psutil.Popen(words, cwd=ROOT)
+        until(lambda: both_up(folder))
+        record = running_job(folder)
+        assert record is not None
+        self.tag = record.tag
+
+    def guards(self) -> list[psutil.Process]:
+        """The first guard, the second one, and the second ones of those that were killed."""
+        found = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and self.tag in p.info["cmdline"]]
+        return sorted((p for p in found if p.status() != psutil.STATUS_ZOMBIE), key=lambda each: each.pid)
+
+    def process(self, name: str) -> psutil.Process:
+        if name == "flow":
+            return self.flow
+        if name.startswith("rank"):
+            ranks = [p for p in processes(self.folder) if p.environ().get("PMIX_RANK") == name[-1]]
+            return ranks[0]
+        if name == "mpirun":
+            return psutil.Process(next(pid for pid in job_guard.members(self.tag) if os.getsid(pid) == pid))
+
+        def found() -> psutil.Process | None:
+            first = [each for each in self.guards() if each.ppid() == self.flow.pid]
+            below = [each for each in self.guards() if first and each.ppid() == first[-1].pid]
+            return first[-1] if name == "guard" and first else next(iter(below), None)
+
+        guard: psutil.Process = until(found)
+        return guard
+
+    def left(self) -> list[int]:
+        """What has the job's tag in its environment or on its command line."""
+        return [*job_guard.members(self.tag), *(guard.pid for guard in self.guards())]
+
+    def kill(self, *names: str) -> None:
+        """SIGKILL, or with "suspended" SIGSTOP, one after the other at once."""
+        for process, name in [(self.process(name.removeprefix("suspended ")), name) for name in names]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # its end may follow from that of the first
+                process.suspend() if name.startswith("suspended") else process.kill()
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[Callable[[str], Supervised]]:
+    made: list[Supervised] = []
+
+    def start(program: str) -> Supervised:
+        made.append(Supervised(tmp_path, program))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.kill("flow")
+        each.flow.wait()
+        until(lambda each=each: not each.left(), 30)
+
+
+@pytest.mark.mpi
+def test_ranks_that_save_nothing_end_within_15_s_after_the_guard_and_the_flow_were_killed(
+    supervised: Callable[[str], Supervised],
+) -> None:
+    job = supervised("deaf")
+    job.kill("guard", "flow")
+    job.flow.wait()
+    until(lambda: not job.left(), 15)
+
+
+@pytest.mark.mpi
+def test_a_killed_guard_is_replaced_and_a_suspended_mpirun_goes_on(
+    supervised: Callable[[str], Supervised],
+) -> None:
+    job = supervised("behaved")
+    for name in ("guard", "second guard"):
+        before = job.process(name)
+        job.kill(name)
+        assert job.process(name) != before
+    job.kill("suspended mpirun")
+    until(lambda: not job_guard.is_suspended(job.process("mpirun").pid))
+    assert job.flow.poll() is None
+
+
+PROCESSES = ("flow", "guard", "second guard", "mpirun", "suspended mpirun", "rank 0", "rank 1")
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["behaved", "deaf"])
+@pytest.mark.parametrize("second", PROCESSES)
+@pytest.mark.parametrize("first", PROCESSES)
+def test_after_any_two_processes_of_a_job_were_killed_nothing_of_it_is_left_15_s_after_its_flow_ends(
+    first: str, second: str, program: str, supervised: Callable[[str], Supervised]
+) -> None:
+    if second.removeprefix("suspended ") == first.removeprefix("suspended ") and second != first:
+        pytest.skip("a process that was killed cannot be suspended")
+    job = supervised(program)
+    job.kill(*{first: None, second: None})  # the same name twice: one process alone
+    if "flow" not in (first, second):
+        until(lambda: job.guards() or job.flow.poll() is not None)  # the flow has replaced both guards
+        job.kill("flow")
+    job.flow.wait()
+    until(lambda: not job.left(), 15)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from onward.infra import service_definitions, service_state, services, supervisor
+from tests.support.workshop import api
 
 pytestmark = pytest.mark.usefixtures("only_servers")
 
@@ -30,6 +31,18 @@ with services.lease(Path(sys.argv[1])):
     sys.stdin.read()
 """
 """A process that needs the Prefect server until its stdin closes."""
+KEEPER = """
+import sys
+from pathlib import Path
+from onward.infra import services
+home = Path(sys.argv[1])
+with services.lease(home):
+    url = services.ensure(home, ["prefect"])["prefect"]
+    with services.kept_running(home, "prefect", url):
+        print(url, flush=True)
+        sys.stdin.read()
+"""
+"""A process that looks after the supervisor of its server, too."""
 
 
 def until(claim: Callable[[], bool], *, limit_s: float) -> bool:
@@ -62,9 +75,9 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def user(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def user(home: Path, program: str = USER) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", USER, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout
     try:
@@ -95,6 +108,75 @@ def test_a_server_ends_with_its_killed_supervisor_and_the_next_user_starts_anoth
         assert until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, limit_s=10)
         with user(shared_home) as (_, url):
             assert services.running(shared_home) == {"prefect": url}
+
+
+@pytest.mark.slow
+def test_a_server_that_was_killed_is_started_again_on_its_port_with_its_database(shared_home: Path) -> None:
+    with user(shared_home) as (_, url):
+        made = api(url, "/flows/", {"name": "kept"})
+        (server,) = psutil.Process(service_state.read_state(shared_home, "prefect")["pid"]).children()
+        server.kill()
+        assert until(lambda: not service_state.responds(f"{url}/api/health"), limit_s=5)
+        assert until(lambda: services.running(shared_home) == {"prefect": url}, limit_s=90)
+        assert api(url, f"/flows/{made['id']}")["name"] == "kept"
+        assert (shared_home / "services" / "prefect.log.before").exists()
+    assert until(lambda: not of_home(shared_home), limit_s=15), of_home(shared_home)
+
+
+@pytest.mark.slow
+def test_a_user_starts_the_killed_supervisor_of_its_server_again(shared_home: Path) -> None:
+    with user(shared_home, KEEPER) as (_, url):
+        psutil.Process(service_state.read_state(shared_home, "prefect")["pid"]).kill()
+        assert until(lambda: "prefect" not in services.running(shared_home), limit_s=10)
+        assert until(lambda: services.running(shared_home) == {"prefect": url}, limit_s=90)
+    assert until(lambda: not of_home(shared_home), limit_s=15), of_home(shared_home)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Answering(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+with open("starts", "a") as file:
+    file.write("once more")
+if len(Path("starts").read_text()) > 3 * len("once more"):
+    sys.exit("enough")
+server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Answering)
+server.handle_request()
+server.handle_request()
+"""
+"""A server that ends by itself after two answers, and the fourth time before the first one."""
+
+
+def test_a_server_that_ends_at_once_when_it_is_started_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(home: Path, port: int) -> list[str]:
+        return [sys.executable, "-c", PROGRAM, str(port)]
+
+    service = service_definitions.Service(command, port=supervisor.free_port(0), health="/")
+    monkeypatch.setattr(supervisor, "SERVICES", {"prefect": service})
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(supervisor, "_sleep", lambda seconds, *, stop: None)
+    asked = threading.Event()
+
+    def ask() -> None:  # until the server has ended
+        while not asked.wait(0.1):
+            service_state.responds(f"http://127.0.0.1:{service.port}/")
+
+    with services.lease(tmp_path), contextlib.closing(contextlib.ExitStack()) as stack:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(asked.set)
+        assert supervisor.supervise(tmp_path, "prefect") == 1
+    assert (tmp_path / "starts").read_text() == 4 * "once more"
+    assert "enough" in (tmp_path / "services" / "prefect.log").read_text()
 
 
 def test_a_port_in_use_is_replaced_by_a_free_one() -> None:

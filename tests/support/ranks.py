@@ -69,7 +69,8 @@ def _result(folder: Path, rank: int, *, late: bool) -> Any:
 def _rank(folder: Path, function: str, arguments: list[Any]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     from onward.trainer.distributed.failures import PEER_DELAY_S, lost_a_peer
-    from onward.trainer.distributed.processes import connect, disconnect, launched_rank
+    from onward.trainer.distributed.launched import launched_rank
+    from onward.trainer.distributed.processes import connect, disconnect
 
     try:
         module, _, name = function.partition(":")

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO
 
-from onward.trainer.distributed.processes import launched_rank
+from onward.trainer.distributed.launched import launched_rank
 from onward.trainer.errors import Fenced, OnwardError, OutOfMemory, Refused, Stopped, TrainingFailed
 from onward.trainer.run.causes import explain, memory_advice
 from onward.trainer.run.directory import RunDir, read_config

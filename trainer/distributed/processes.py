@@ -14,10 +14,8 @@ there are none after `connect()`, except for parallel.transport = 'mpi', which p
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
-import signal
 import socket
 import zlib
 from collections import Counter
@@ -33,13 +31,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from onward.trainer.distributed.launched import die_with_parent, launched_rank
 from onward.trainer.errors import RuntimeUnavailable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-RANK_VARIABLES = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Where launchers say which rank a process is: Open MPI 5 and `srun --mpi=pmix`, Open MPI 4, MPICH, Slurm."""
 
 
 @dataclass(frozen=True)
@@ -107,23 +103,6 @@ def disconnect() -> None:
 
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
-
-
-def launched_rank() -> int | None:
-    """Return the rank that the launcher has set in the environment; None without a launcher. Needs no MPI."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, even by SIGKILL: otherwise it would go on training.
-
-    A launcher that was already dead before this call is noticed by MPI_Init, which cannot reach it.
-    """
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    # the parent may have ended between the two calls, and then no signal comes
-    if os.getppid() != parent:
-        os._exit(70)
 
 
 def _init_mpi() -> ModuleType:

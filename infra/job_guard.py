@@ -1,0 +1,150 @@
+"""The guard of an MPI job: ends every process of the job after the flow that started it was killed.
+
+    flow ---pipe---> guard ---+      the pipe is closed when the flow ends, however it ends
+     ^                |  fork |
+     +--- replaces ---+       v
+                   second guard      reads the same pipe; the first one replaces it
+
+Each of the three may be killed, and so may two of them: one that is left ends the job, or starts what is missing. When
+all three are killed at the same moment, the kernel asks the job to save and end (PR_SET_PDEATHSIG of mpirun). The
+processes of a job are found by TAG in their environment, whichever process is their parent.
+
+Run as a program, this file is the guard; therefore it imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+TAG = "ONWARD_RUN_TAG"
+GRACE_S = 10.0
+"""Longest time a job gets to save after its flow process was killed."""
+RENEW_S = 1.0
+"""Least time between two starts of a guard; a machine without memory ends each of them at once."""
+
+
+class Guard:
+    """A process that stops the job if this one is killed."""
+
+    def __init__(self, tag: str, grace_s: float) -> None:
+        self._words = [sys.executable, "-I", "-S", __file__, tag, str(grace_s)]
+        self._grace_s = grace_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._started_at = 0.0
+        self._start()
+
+    def renew(self) -> None:
+        """Start another guard if this one was killed. Call it often."""
+        if self._processes[-1].poll() is not None and time.monotonic() - self._started_at > RENEW_S:
+            with contextlib.suppress(OSError):  # no memory or no process id is left just now
+                self._start()
+
+    def _start(self) -> None:
+        self._started_at = time.monotonic()
+        self._processes.append(subprocess.Popen(self._words, stdin=subprocess.PIPE, start_new_session=True))
+
+    def close(self) -> None:
+        """End the guards; what is left of the job is killed."""
+        # also the pipes of killed guards, from which their second guards read
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._grace_s + 10.0)
+
+
+# -- the processes of a job
+
+
+def kill_job(tag: str) -> None:
+    """Send SIGKILL to every process of the job on this host, wait at most 5 s for their end, delete their files."""
+    signal_until_gone(tag, signal.SIGKILL, limit_s=5.0)
+    shutil.rmtree(temporary_directory(tag), ignore_errors=True)
+
+
+def temporary_directory(tag: str) -> Path:
+    """Return the directory of the job's temporary files."""
+    return Path(tempfile.gettempdir()) / f"onward-{tag}"
+
+
+def signal_until_gone(
+    tag: str, number: int, *, limit_s: float, which: Callable[[int], bool] = lambda pid: True
+) -> None:
+    """Send a signal once to each process of the job for which `which` is true, until all of them have ended."""
+    deadline, signalled = time.monotonic() + limit_s, set[int]()
+    # in rounds, because a process may start another one before the signal reaches it
+    while (found := set(members(tag))) and time.monotonic() < deadline:
+        for pid in filter(which, found - signalled):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        signalled |= found
+        time.sleep(0.02)
+
+
+def members(tag: str) -> list[int]:
+    """Return the job's processes on this host, found by the tag in their environment. Zombies have no environment."""
+    wanted = f"{TAG}={tag}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+def is_suspended(pid: int) -> bool:
+    """Return whether a process was stopped by SIGSTOP."""
+    with contextlib.suppress(OSError):
+        # after the name, which is in parentheses and may contain anything
+        return (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def _leads_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
+
+
+# -- the program
+
+
+def _run(tag: str, grace_s: float) -> None:
+    """Wait for the end of the flow process; let what is left of the job save for `grace_s`, then kill it."""
+    second = os.fork()
+    while not select.select([sys.stdin], [], [], RENEW_S if second else None)[0]:
+        # the flow replaces the first guard, and the first guard the second one
+        if second and os.waitpid(second, os.WNOHANG)[0]:
+            second = os.fork()
+    signal_until_gone(tag, signal.SIGUSR1, limit_s=grace_s, which=_ask)
+    kill_job(tag)
+    if second:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(second, 0)
+
+
+def _ask(pid: int) -> bool:
+    """Return whether a process is mpirun, which passes SIGUSR1 on to the ranks; let it run if it was suspended."""
+    if not _leads_session(pid):
+        return False
+    if is_suspended(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    return True
+
+
+if __name__ == "__main__":
+    _run(sys.argv[1], float(sys.argv[2]))

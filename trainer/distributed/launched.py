@@ -1,0 +1,30 @@
+"""What a process knows of the launcher that started it: its rank, and when the launcher ends. Needs no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+RANK_VARIABLES = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Where launchers say which rank a process is: Open MPI 5 and `srun --mpi=pmix`, Open MPI 4, MPICH, Slurm."""
+JOB_TAG = "ONWARD_RUN_TAG"
+"""Set in the environment of each process of a job that a flow has started."""
+
+
+def launched_rank() -> int | None:
+    """Return the rank that the launcher has set in the environment; None without a launcher. Needs no MPI."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, even by SIGKILL: otherwise it would go on training.
+
+    A launcher that was already dead before this call is noticed here if process 1 has adopted this process, which is
+    never the parent in a job of a flow, and else by MPI_Init, which cannot reach it.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # the parent may have ended between the two calls, and then no signal comes
+    if os.getppid() != parent or (parent == 1 and JOB_TAG in os.environ):
+        os._exit(70)

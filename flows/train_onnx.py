@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 MISSED_AFTER = datetime.timedelta(hours=1)
 """A scheduled run that would start later than this is skipped: after an outage of many hours one run is enough."""
 
+MOST_ATTEMPTS = 100_000
+"""Prefect's limit of retries, which is never reached: the condition of the task `train` ends them."""
+
 
 def end_mlflow_run_as(status: Status) -> Any:
     """Return a state hook that sets the MLflow run's status; Prefect calls it even when the flow itself has crashed."""
@@ -125,9 +128,8 @@ def train_onnx(
         monitoring, keeping = monitor_training.submit(run), keep_checkpoints.submit(run)  # in threads, beside training
         try:
             # In this, the main thread: only it receives Ctrl-C, SIGTERM and Prefect's cancellation.
-            trained = train_model.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay_s)(
-                run, return_state=True
-            )
+            # How many retries there are depends on their progress, so the task itself counts them, and pauses.
+            trained = train_model.with_options(retries=MOST_ATTEMPTS)(run, return_state=True)
         finally:
             run.close_log()  # ends monitor and checkpoint, however training ended
             monitoring.wait()

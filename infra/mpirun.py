@@ -72,7 +72,10 @@ class Outcome:
     returncode: int | None
     """Exit status of mpirun, for the log only: 0 does not mean success. None = mpirun could not be killed."""
     reason: Literal["exited", "stopped", "silent", "start_timeout"]
+    """`stopped`: this process asked for it; ranks that stop without that were signalled by somebody else."""
     elapsed_s: float
+    detected_ms: int
+    """When mpirun ended, or a limit passed: milliseconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +146,14 @@ class MpiJob:
             _running[self.run_dir] = stop
             try:
                 _write_job_record(self.run_dir, tag, argv)
-                reason = self._watch(mpirun, stop, guard)
+                reason, detected_ms = self._watch(mpirun, stop, guard)
             except BaseException:
                 _stop(mpirun, self.grace_s)
                 raise
             finally:
                 del _running[self.run_dir]
                 _kill_rest(mpirun, tag)
-        return Outcome(mpirun.returncode, reason, time.monotonic() - started_at)
+        return Outcome(mpirun.returncode, reason, time.monotonic() - started_at, detected_ms)
 
     def _temporary_directory(self, tag: str) -> dict[str, str]:
         """Create the job's own temporary directory, because Open MPI leaves files behind when it is killed.
@@ -165,14 +168,18 @@ class MpiJob:
 
     def _watch(
         self, mpirun: subprocess.Popen[bytes], stop: threading.Event, guard: Guard
-    ) -> Literal["exited", "stopped", "silent", "start_timeout"]:
-        """Wait for the end of mpirun, a stop request or a missing heartbeat; stop the job in the last two cases."""
+    ) -> tuple[Literal["exited", "stopped", "silent", "start_timeout"], int]:
+        """Wait for the end of mpirun, a stop request or a missing heartbeat; stop the job in the last two cases.
+
+        Returns which of them, and when: milliseconds since 1970.
+        """
         last_beat, beat_at, started = _last_beat(self.heartbeat), time.monotonic(), False
         silence_s, ran_at = self.silence_timeout_s, time.monotonic()
         while mpirun.poll() is None:
             if stop.wait(POLL_S):
+                noticed_ms = now_ms()
                 _stop(mpirun, self.grace_s)
-                return "stopped"
+                return "stopped", noticed_ms
             guard.renew()
             if not is_suspended(mpirun.pid):
                 ran_at = time.monotonic()
@@ -183,9 +190,15 @@ class MpiJob:
                 last_beat, beat_at, started = beat, time.monotonic(), True
                 silence_s = _allowed_silence(self.heartbeat, silence_s)
             if time.monotonic() - beat_at > (silence_s if started else self.start_timeout_s):
+                noticed_ms = now_ms()
                 _stop(mpirun, 0)  # a job that hangs cannot save
-                return "silent" if started else "start_timeout"
-        return "exited"
+                return "silent" if started else "start_timeout", noticed_ms
+        return "stopped" if stop.is_set() else "exited", now_ms()
+
+
+def now_ms() -> int:
+    """Return the time of the clock: milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
 
 
 def environment_of_ranks(users: Mapping[str, str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from onward.infra.rank_endings import RankEnding, first_ending
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
 from onward.trainer.events import last_beat
+from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.causes import Cause, explain, memory_advice
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RankError, recorded_error, write_record
@@ -18,8 +19,6 @@ from onward.trainer.run.records import RankError, recorded_error, write_record
 TAIL_LINES = 20
 TAIL_BYTES = 1 << 16
 """How much of the log's end is searched for the cause."""
-FIRST_STEPS = 2
-"""A rank that gets through the first steps has allocated all that it needs, unless shapes change."""
 
 _SIGNALS = {
     "SIGSEGV": "a crash in native code",
@@ -44,42 +43,32 @@ def describe(outcome: mpirun.Outcome, config: RunConfig) -> str:
     }[outcome.reason]
 
 
-def failure(run: RunDir, attempt: int, config: RunConfig, *, ending: str, oom_kills: int = 0) -> OnwardError:
+def failure(run: RunDir, ending: AttemptEnding, described: str) -> OnwardError:
     """Return the error to raise for a failed attempt: the first rank's own, or TrainingFailed with the log's end.
 
-    Writes the error record of a rank that ended without one. oom_kills: processes that the out-of-memory killer ended
-    on this host during the attempt.
+    described: how the job ended, from `describe`.
     """
-    output = _tail(run, attempt)
-    if (found := first_ending(output)) is not None:
-        _record_ending(run, attempt, config, found, output, oom_kills=oom_kills)
-    first = run.first_error(attempt)
+    first = run.first_error(ending.attempt)
     if first is not None:
         # `cause` is "ClassName: message", as the rank's exception hook has written it.
         kind, _, message = first.cause.partition(": ")
         where = f"rank {first.rank} on {first.host}, step {first.step}: "
         own = recorded_error(kind, message.splitlines(), where=where)
-        if own is not None and not (isinstance(own, OutOfMemory) and may_pass(run, first)):
+        if own is not None and not ending.retry and not isinstance(own, TrainingFailed):
             return own
-    cause = f"rank {first.rank} on {first.host}, step {first.step}: {first.cause}; {ending}" if first else ending
-    lines = output.splitlines()[-TAIL_LINES:]
-    return TrainingFailed("\n  | ".join([f"attempt {attempt}: {cause}. The end of {run.log(attempt)}:", *lines]))
+    at = f"rank {first.rank} on {first.host}, step {first.step}: {first.cause}; {described}" if first else described
+    lines = log_tail(run, ending.attempt).splitlines()[-TAIL_LINES:]
+    what = f"attempt {ending.attempt}: {at} ({ending.kind}: {ending.action}). The end of {run.log(ending.attempt)}:"
+    return TrainingFailed("\n  | ".join([what, *lines]), again=ending.retry > 0)
 
 
-def may_pass(run: RunDir, error: RankError) -> bool:
-    """Return whether another attempt may have enough memory: a new process begins without fragmentation.
+def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: str, *, oom_kills: int) -> None:
+    """Write the error record of the first rank that ended, if a signal ended it or its output explains its status.
 
-    Not in the first steps, which need what all others need; nor when an earlier attempt ran out of memory already.
+    output: the end of the log. oom_kills: processes that the out-of-memory killer ended on this host meanwhile.
     """
-    earlier = [run.first_error(attempt) for attempt in range(1, error.attempt)]
-    ran_out = [each for each in earlier if each is not None and each.cause.startswith(OutOfMemory.__name__)]
-    return error.step > FIRST_STEPS and not ran_out
-
-
-def _record_ending(
-    run: RunDir, attempt: int, config: RunConfig, ending: RankEnding, output: str, *, oom_kills: int
-) -> None:
-    """Write the record of a rank that ended by a signal, or by a status whose cause its output explains."""
+    if (ending := first_ending(output)) is None:
+        return
     path = run.rank_error(attempt, ending.rank)
     if path.exists():
         return
@@ -133,7 +122,10 @@ def _lines_of(rank: int, output: str) -> str:
     return "\n".join(lines)
 
 
-def _tail(run: RunDir, attempt: int) -> str:
+def log_tail(run: RunDir, attempt: int) -> str:
+    """Return the end of an attempt's log."""
+    if not run.log(attempt).exists():
+        return ""
     with run.log(attempt).open("rb") as log:
         log.seek(max(0, log.seek(0, 2) - TAIL_BYTES))
         return log.read().decode(errors="replace")

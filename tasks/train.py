@@ -17,13 +17,14 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.states import Cancelled
 
 from onward.infra import mpirun
-from onward.infra.rank_endings import num_oom_kills
+from onward.tasks.attempt import Attempt, result_of
 from onward.tasks.attempt_failure import describe, failure
+from onward.tasks.retrying import wait_for_retry
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
 from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import AttemptResult, TrainResult, read_record, write_record
+from onward.trainer.run.records import AttemptResult, TrainResult, write_record
 from onward.trainer.run.stopping import reason_to_end
 
 log = logging.getLogger(__name__)
@@ -33,11 +34,11 @@ RANK = ("onward.trainer", "train")
 
 
 def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Return whether the job failed in a way that may not repeat; a wrong configuration would be refused again."""
+    """Return whether an attempt follows: the record of how the last one ended says so, and the error repeats it."""
     try:
         state.result()
-    except TrainingFailed:
-        return True
+    except TrainingFailed as failed:
+        return failed.again
     # a refused configuration, a fenced attempt, a damaged checkpoint: the next attempt would end alike
     except Exception:
         return False
@@ -51,36 +52,35 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     Returns a Cancelled state when the job was stopped; the next `train` continues from its last checkpoint. Raises
     TrainingFailed with the error of the first rank that failed, after which a retry makes sense. Raises the rank's own
     error where it does not: Refused, Diverged, Fenced, CheckpointError, OutOfMemory, DeviceAssertion;
-    RuntimeUnavailable without mpirun.
+    RuntimeUnavailable without mpirun. How the attempt ended is in its AttemptEnding in every case.
     """
     config = read_config(run)
     # A retry of the flow after training was done repeats this task.
-    before = _result(run, run.current_attempt)
+    before = result_of(run, run.current_attempt)
     if before is not None and before.status == "done" and not may_go_on(before, config):
         return _write_record(run, before)
     try:
-        # Before `begin_attempt`, which would take the run directory away from a job that is still running.
+        # Before an attempt begins, which would take the run directory away from a job that is still running.
         mpirun.wait_until_free(run.root)
-        attempt = run.begin_attempt()
-        log.info("attempt %d: %d ranks, log: %s", attempt, config.world_size, run.log(attempt))
-        oom_kills = num_oom_kills()
-        outcome = mpi_job(run, config, attempt=attempt).run()
+        wait_for_retry(run)
+        attempt = Attempt.begin(run, config)
+        log.info("attempt %d: %d ranks, log: %s", attempt.number, config.world_size, run.log(attempt.number))
+        with attempt.recorded_if_interrupted(config):
+            outcome = mpi_job(run, config, attempt=attempt.number).run()
     except mpirun.LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
+    ending = attempt.end(outcome, config)
     # Only the result file counts: mpirun exits with 0 when a remote host has failed.
-    result = _result(run, attempt)
+    result = result_of(run, attempt.number)
     record = _write_record(run, result) if result is not None else None
     if record is not None and record.status == "done":
-        if record.ended_early:
-            log.info("the run is done at step %d, before its last one: %s", record.step, record.ended_early)
         return record
-    if record is not None:
+    if ending.kind == "stopped" and record is not None:
         return Cancelled(message=f"stopped; the checkpoint of step {record.step} is saved")
-    if outcome.reason == "stopped":
+    if ending.kind == "stopped" and outcome.reason == "stopped":
         limit = f"{config.launch.stop_grace_s:g} s (launch.stop_grace_s)"
         return Cancelled(message=f"stopped, but it did not save within {limit}; earlier checkpoints are kept")
-    oom_kills = num_oom_kills() - oom_kills
-    raise failure(run, attempt, config, ending=describe(outcome, config), oom_kills=oom_kills)
+    raise failure(run, ending, describe(outcome, config))
 
 
 def may_go_on(result: AttemptResult, config: RunConfig) -> bool:
@@ -103,13 +103,8 @@ def mpi_job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
     )
 
 
-def _result(run: RunDir, attempt: int) -> AttemptResult | None:
-    path = run.result(attempt)
-    return read_record(path, AttemptResult) if path.exists() else None
-
-
 def _write_record(run: RunDir, last: AttemptResult) -> TrainResult:
-    attempts = [_result(run, number) for number in range(1, run.current_attempt + 1)]
+    attempts = [result_of(run, number) for number in range(1, run.current_attempt + 1)]
     record = TrainResult(
         status=last.status,
         attempts=run.current_attempt,

@@ -95,6 +95,11 @@ class TrainingFailed(OnwardError):
 
     exit_code = 70
 
+    def __init__(self, message: str = "", *, again: bool = True) -> None:
+        super().__init__(message)
+        self.again = again
+        """Whether a retry follows by itself."""
+
 
 class Fenced(OnwardError):
     """A newer attempt of the run has begun; this one must not write to the run directory."""

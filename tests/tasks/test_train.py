@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from onward.trainer.errors import (
     TrainingFailed,
 )
 from onward.trainer.events import last_beat
+from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import TrainResult, read_record, write_record
 from tests.support.graphs import tiny_conv_net
@@ -48,7 +50,7 @@ def run(tmp_path: Path) -> RunDir:
             "data": {"source": "digits"},
             "train": {"num_steps": 8, "global_batch_size": 4},
             "parallel": {"data": 2},
-            "launch": {"start_timeout_s": 20, "stop_grace_s": 2},
+            "launch": {"start_timeout_s": 20, "stop_grace_s": 2, "retry_delay_s": 0.1},
         }
     )
     write_record(run.config, config)
@@ -108,6 +110,45 @@ def test_an_error_that_a_retry_would_repeat_is_raised_as_the_rank_raised_it(
     assert str(refused.value) == sentence
 
 
+def test_every_attempt_leaves_a_record_of_its_ending_and_one_line_on_the_terminal(
+    run: RunDir, ranks: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    ranks("waits")
+    assert _stop_when_moving(run).is_cancelled()
+    ranks("is_killed")
+    with pytest.raises(TrainingFailed):
+        train.fn(run)
+    ranks("is_refused")
+    with pytest.raises(ConfigError):
+        train.fn(run)
+    ranks("finishes")
+    train.fn(run)
+    host = socket.gethostname()
+    expected = [
+        "attempt 1 ended at step 5: it was stopped as asked; `onward resume` continues it",
+        f"attempt 2 ended at step 0: rank 1 on {host} was ended by SIGKILL: killed from outside: by a person, a job "
+        "scheduler, or the out-of-memory killer of another host or container; it starts again from the beginning in "
+        "0.1 s, retry 1 of 2",
+        "attempt 3 ended at step 3: rank 0 on here failed: ConfigError: no weight matches 'conv*' no column 'pixels'; "
+        "a retry would be refused again",
+        "attempt 4 ended at step 8: the run is done; its last checkpoint is saved",
+    ]
+    assert [str(ending) for ending in endings(run)] == expected
+    assert [line for line in caplog.messages if " ended at step " in line] == expected
+    assert [ending.kind for ending in endings(run)] == ["stopped", "rank_lost", "user_error", "done"]
+
+
+def test_a_flow_that_was_killed_has_its_attempt_recorded_by_the_next_one(run: RunDir, ranks: Any) -> None:
+    run.begin_attempt()  # and nothing more
+    ranks("finishes")
+    train.fn(run)
+    lost, done = endings(run)
+    assert (lost.kind, lost.retry) == ("rank_lost", 0)
+    assert lost.sentence == "the flow's process was killed, and the ranks did not save"
+    assert done.kind == "done"
+
+
 def test_a_killed_job_continues_in_the_next_attempt(run: RunDir, ranks: Any) -> None:
     ranks("dies_once")
     with pytest.raises(TrainingFailed, match=r"status 137"):
@@ -121,18 +162,28 @@ DATA_LOSS = r"index out of range.*Loss\.cu:245: nll_loss.* Assertion `t >= 0 && 
 
 
 @pytest.mark.parametrize(
-    ("habit", "kind", "cause"),
+    ("habit", "kind", "expected", "cause"),
     [
-        ("aborts", TrainingFailed, r"^SIGABRT: native code aborted, in _dies \(.*attempts\.py:\d+\)$"),
-        ("crashes", TrainingFailed, r"^SIGSEGV: a crash in native code, in <lambda> "),
-        ("is_killed", TrainingFailed, r"^SIGKILL: killed from outside: by a person, a job scheduler"),
-        ("times_out", TrainingFailed, r"^SIGABRT: a collective timed out: ALLREDUCE number 78 waited 100\.009 s"),
-        ("stands_still", TrainingFailed, r"^status 1: it made no progress for 0:00:00\.5"),
-        ("asserts", DeviceAssertion, rf"^DeviceAssertion: SIGABRT: a GPU kernel was given an {DATA_LOSS}"),
+        ("aborts", TrainingFailed, "rank_lost", r"^SIGABRT: native code aborted, in _dies \(.*attempts\.py:\d+\)$"),
+        ("crashes", TrainingFailed, "rank_lost", r"^SIGSEGV: a crash in native code, in <lambda> "),
+        ("is_killed", TrainingFailed, "rank_lost", r"^SIGKILL: killed from outside: by a person, a job scheduler"),
+        (
+            "times_out",
+            TrainingFailed,
+            "hang",
+            r"^SIGABRT: a collective timed out: ALLREDUCE number 78 waited 100\.009 s",
+        ),
+        ("stands_still", TrainingFailed, "hang", r"^status 1: it made no progress for 0:00:00\.5"),
+        (
+            "asserts",
+            DeviceAssertion,
+            "data_error",
+            rf"^DeviceAssertion: SIGABRT: a GPU kernel was given an {DATA_LOSS}",
+        ),
     ],
 )
 def test_a_rank_that_a_signal_ended_has_a_record_with_the_cause(
-    run: RunDir, ranks: Any, habit: str, kind: type[OnwardError], cause: str
+    run: RunDir, ranks: Any, habit: str, kind: type[OnwardError], expected: str, cause: str
 ) -> None:
     ranks(habit)
     with pytest.raises(kind) as failed:
@@ -143,7 +194,11 @@ def test_a_rank_that_a_signal_ended_has_a_record_with_the_cause(
     assert re.search(cause, error.cause), error.cause
     assert cause_in_message(error.cause) in str(failed.value)
     assert error.step == (0 if habit == "is_killed" else 4)
-    assert worth_retrying(train, None, Failed(data=failed.value)) == (kind is TrainingFailed)  # type: ignore[arg-type]
+    again = kind is TrainingFailed
+    assert worth_retrying(train, None, Failed(data=failed.value)) == again  # type: ignore[arg-type]
+    ending = read_record(run.ending(1), AttemptEnding)
+    assert (ending.kind, ending.rank, ending.retry) == (expected, 1, int(again))
+    assert ending.began_ms < ending.detected_ms <= ending.ended_ms
     if habit != "is_killed":
         assert "attempts.py" in error.traceback
 
@@ -186,7 +241,7 @@ def test_the_out_of_memory_killer_is_named_if_it_ended_a_process_meanwhile(
     run: RunDir, ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = iter((3, 4))
-    monkeypatch.setattr("onward.tasks.train.num_oom_kills", lambda: next(counts))
+    monkeypatch.setattr("onward.tasks.attempt.num_oom_kills", lambda: next(counts))
     ranks("is_killed")
     with pytest.raises(TrainingFailed, match="SIGKILL: the kernel's out-of-memory killer ended 1 process on this host"):
         train.fn(run)

@@ -20,6 +20,7 @@ it.
         teacher/                what the teacher computes of each row (teacher.cache)    all ranks
         attempt                 the number of the attempt that owns the directory (the fence)   train
         attempts/001/           train.log, result.json (AttemptResult)          train, rank 0
+        attempts/001/ending.json  AttemptEnding: how it ended, and what followed    train
         attempts/001/rank-00003.traceback   Python tracebacks of a rank that a signal or its watchdog ended; else empty
         errors/001-rank-00003.json   RankError                 the rank that failed, or train if a signal ended it
         heartbeat               Beat, written by rank 0 while the job makes progress
@@ -185,6 +186,9 @@ class RunDir:
 
     def result(self, attempt: int) -> Path:
         return self.attempt(attempt) / "result.json"
+
+    def ending(self, attempt: int) -> Path:
+        return self.attempt(attempt) / "ending.json"
 
     def traceback(self, attempt: int, rank: int) -> Path:
         return self.attempt(attempt) / f"rank-{rank:05d}.traceback"

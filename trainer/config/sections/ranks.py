@@ -105,10 +105,10 @@ class LaunchConfig(Section):
     """CPU threads of one rank; 0 = the machine's cores divided by its ranks. Runs are bit-identical only with the same
     number."""
     retries: NonNegativeInt = 2
-    """How often a failed job is started again, from its newest checkpoint or, without one, from step 0 (see
-    `checkpoint.period`)."""
+    """How often a failed job is started again without progress: from its newest checkpoint or, without one, from step 0
+    (see `checkpoint.period`). A checkpoint beyond all earlier ones is progress, after which the count begins again."""
     retry_delay_s: NonNegativeFloat = 2.0
-    """Pause before a retry."""
+    """Pause before a retry; each further retry without progress doubles it, up to a minute."""
     start_timeout_s: PositiveFloat = 180.0
     """Longest time from the start of a job to its first heartbeat, and between two heartbeats until the first step of
     an attempt is complete: while ranks import, load and assemble the model."""

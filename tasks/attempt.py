@@ -1,0 +1,139 @@
+"""One attempt of the training job, from its number to the record of how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from onward.infra import mpirun
+from onward.infra.rank_endings import num_oom_kills
+from onward.tasks.attempt_failure import describe, log_tail, record_first_ending
+from onward.tasks.classification import Evidence, classify, sentence_of
+from onward.tasks.retrying import newest_checkpoint, plan_next
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import OnwardError
+from onward.trainer.events import Event, last_beat, read_events
+from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import AttemptResult, RankError, read_record, write_record
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt that has begun, and the state of the run directory at that time."""
+
+    run: RunDir
+    number: int
+    began_ms: int
+    events_at: int
+    """Bytes of the event log."""
+    checkpoint: int
+    """Step of the newest checkpoint, which the attempt tries first."""
+    oom_kills: int
+
+    @classmethod
+    def begin(cls, run: RunDir, config: RunConfig) -> Attempt:
+        """Make the next attempt the one that may write to the run directory."""
+        last = run.current_attempt
+        if last and not run.ending(last).exists():
+            began_ms = int(run.fence.stat().st_mtime * 1000)
+            cls(run, last, began_ms, 0, 0, 0).end_of_killed_flow(config)
+        number = run.begin_attempt()
+        run.heartbeat.unlink(missing_ok=True)  # its step is that of the attempt before
+        events_at = run.events.stat().st_size if run.events.exists() else 0
+        return cls(run, number, mpirun.now_ms(), events_at, newest_checkpoint(run), num_oom_kills())
+
+    @contextlib.contextmanager
+    def recorded_if_interrupted(self, config: RunConfig) -> Iterator[None]:
+        """Write the record of an attempt that an exception ends: Ctrl-C, a cancellation, a job that cannot start."""
+        try:
+            yield
+        except mpirun.LaunchError as error:
+            now = mpirun.now_ms()
+            self._write("user_error", str(error), config, detected_ms=now)
+            raise
+        except BaseException:
+            self.end(mpirun.Outcome(None, "stopped", 0.0, mpirun.now_ms()), config)
+            raise
+
+    def end(self, outcome: mpirun.Outcome, config: RunConfig) -> AttemptEnding:
+        """Find out how the attempt ended and what follows; write its record, and log it in one line."""
+        oom_kills = num_oom_kills() - self.oom_kills
+        result, output = result_of(self.run, self.number), log_tail(self.run, self.number)
+        error = None
+        if result is None:
+            record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
+            error = self.run.first_error(self.number)
+        evidence = Evidence(
+            result=result,
+            reason=outcome.reason,
+            returncode=outcome.returncode,
+            error=error,
+            oom_kills=oom_kills,
+            output=output,
+            ending=describe(outcome, config),
+        )
+        return self._write(
+            classify(evidence),
+            sentence_of(evidence),
+            config,
+            result=result,
+            error=error,
+            detected_ms=min(error.at_ms, outcome.detected_ms) if error else outcome.detected_ms,
+        )
+
+    def end_of_killed_flow(self, config: RunConfig) -> None:
+        """Write the record of an attempt whose flow was killed before it could."""
+        result = result_of(self.run, self.number)
+        saved = "but the ranks saved" if result else "and the ranks did not save"
+        kind: EndingKind = "done" if result and result.status == "done" else "preempted" if result else "rank_lost"
+        self._write(kind, f"the flow's process was killed, {saved}", config, result=result, by_itself=False)
+
+    def _write(
+        self,
+        kind: EndingKind,
+        sentence: str,
+        config: RunConfig,
+        *,
+        result: AttemptResult | None = None,
+        error: RankError | None = None,
+        detected_ms: int | None = None,
+        by_itself: bool = True,
+    ) -> AttemptEnding:
+        """Write the record. by_itself: whether another attempt may follow by itself."""
+        own = [event for event, _ in read_events(self.run.events, self.events_at) if event.attempt == self.number]
+        ending = AttemptEnding(
+            attempt=self.number,
+            kind=kind,
+            sentence=sentence,
+            action="`onward resume` continues it",
+            rank=error.rank if error else None,
+            host=error.host if error else "",
+            step=result.step if result else self._step(own, error),
+            resumed_from=next((event.step for event in own if event.kind == "start"), self.checkpoint),
+            checkpoint=newest_checkpoint(self.run),
+            began_ms=self.began_ms,
+            detected_ms=detected_ms or mpirun.now_ms(),
+            ended_ms=mpirun.now_ms(),
+        )
+        if by_itself:
+            ending = plan_next(self.run, ending, config)
+        write_record(self.run.ending(self.number), ending)
+        log.log(logging.INFO if kind in ("done", "stopped") else logging.WARNING, "%s", ending)
+        return ending
+
+    def _step(self, own: list[Event], error: RankError | None) -> int:
+        steps = [event.step for event in own] + [last_beat(self.run.heartbeat).step, error.step if error else 0]
+        return max(steps)
+
+
+def result_of(run: RunDir, attempt: int) -> AttemptResult | None:
+    """Return what rank 0 wrote at the end of an attempt; None if it wrote nothing that can be read."""
+    try:
+        return read_record(run.result(attempt), AttemptResult)
+    except OnwardError:
+        return None

@@ -1,0 +1,105 @@
+"""Say of which kind the ending of an attempt is, and why: one table over everything that an attempt leaves behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from onward.trainer.run.attempt_endings import EndingKind
+from onward.trainer.run.records import AttemptResult, RankError
+
+KILLED_FROM_OUTSIDE = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP", "SIGXCPU")
+"""Signals by which a scheduler or a person asks a process to end."""
+
+STORAGE = re.compile(
+    r"\[Errno (5|28|30|116|122)\]|No space left on device|Input/output error|Read-only file system|"
+    r"Stale (NFS )?file handle|Disk quota exceeded"
+)
+SERVER = re.compile(r"(ConnectionError|ConnectionRefusedError|ConnectTimeout|ReadTimeout|HTTPError|URLError)\b")
+HOST = re.compile(
+    r"lost communication with a remote daemon|unable to reliably start one or more daemons|ssh: connect to host|"
+    r"daemon has unexpectedly failed|unable to establish a communication connection|Connection closed by \S+ port \d+"
+)
+"""What mpirun and ssh print when a host, its network or its daemon is gone."""
+HANG = re.compile(r"it made no progress for|a collective timed out|[Tt]imed out (waiting|after)|[Ww]ait timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What an attempt has left behind."""
+
+    result: AttemptResult | None
+    """What rank 0 wrote at its end."""
+    reason: Literal["exited", "stopped", "silent", "start_timeout"]
+    """How the launcher saw the end; `stopped`: the flow has asked for it."""
+    returncode: int | None
+    """Exit status of mpirun, negative for a signal."""
+    error: RankError | None
+    """The error of the rank that failed first, written by the rank, or by the flow if a signal ended it."""
+    oom_kills: int
+    """Processes that the kernel's out-of-memory killer ended meanwhile."""
+    output: str
+    """The end of the log."""
+    ending: str
+    """How the job ended, in words."""
+
+    @property
+    def error_class(self) -> str:
+        """The class of the error, such as "ConfigError", or the signal that ended the rank; "" without an error."""
+        found = re.match(r"\w+", self.error.cause) if self.error else None
+        return found[0] if found else ""
+
+    @property
+    def cause(self) -> str:
+        return self.error.cause if self.error else ""
+
+
+Rule = tuple[EndingKind, Callable[[Evidence], object]]
+
+RULES: Sequence[Rule] = (
+    # in this order: the first that holds decides. What a rank wrote is better evidence than how mpirun saw its end.
+    ("done", lambda e: e.result and e.result.status == "done"),
+    ("stopped", lambda e: e.reason == "stopped" or e.error_class in ("Stopped", "Fenced")),
+    # ranks that saved and left although this flow has not asked for it
+    ("preempted", lambda e: e.result is not None),
+    ("data_error", lambda e: e.error_class in ("DataError", "DeviceAssertion")),
+    ("user_error", lambda e: e.error_class in ("ConfigError", "UnsupportedModel", "RuntimeUnavailable", "Refused")),
+    ("non_finite", lambda e: e.error_class == "Diverged"),
+    ("out_of_memory", lambda e: e.error_class in ("OutOfMemory", "MemoryError")),
+    ("out_of_memory", lambda e: e.error_class == "SIGKILL" and e.oom_kills),
+    ("storage", lambda e: STORAGE.search(e.cause)),
+    ("user_error", lambda e: e.error_class == "CheckpointError"),
+    ("hang", lambda e: e.reason in ("silent", "start_timeout")),
+    ("preempted", lambda e: e.error_class in KILLED_FROM_OUTSIDE),
+    ("hang", lambda e: HANG.search(e.cause)),
+    ("rank_lost", lambda e: e.error_class.startswith("SIG")),
+    ("host_lost", lambda e: (e.error is None or e.error.secondary) and HOST.search(e.output)),
+    ("server", lambda e: SERVER.match(e.cause)),
+    # of the ranks that are left, each has only lost its connection to another one
+    ("rank_lost", lambda e: e.error is not None and e.error.secondary),
+    ("rank_lost", lambda e: e.error is None and e.returncode is not None and e.returncode < 0),
+)
+
+
+def classify(evidence: Evidence) -> EndingKind:
+    """Return the kind of an ending."""
+    return next((kind for kind, holds in RULES if holds(evidence)), "unknown")
+
+
+def sentence_of(evidence: Evidence) -> str:
+    """Return what happened in one line, for a person."""
+    result, error = evidence.result, evidence.error
+    if result is not None and result.status == "done":
+        return f"the run is done{f' before its last step: {result.ended_early}' if result.ended_early else ''}"
+    if evidence.reason == "stopped":
+        return "it was stopped as asked" if result else "it was stopped as asked, and did not save in time"
+    if result is not None:
+        return "a signal that this flow had not sent asked the ranks to end (SIGTERM or SIGUSR1); they saved first"
+    if error is None:
+        return evidence.ending
+    how = re.match(r"(SIG\w+|status \d+): ", error.cause)
+    cause = " ".join(error.cause.split())
+    where = f"rank {error.rank} on {error.host}"
+    return f"{where} was ended by {cause}" if how and how[1].startswith("SIG") else f"{where} failed: {cause}"

@@ -1,0 +1,98 @@
+"""Decide what follows after an attempt: whether it is repeated, from where, and after which pause.
+
+    attempt ends --> classification --> policy of its kind --> final: the error is raised, and the run ends
+                                                         +--> retry n of launch.retries, after a growing pause
+
+`n` counts the retries since the newest checkpoint: an attempt that saved a checkpoint beyond all earlier ones has made
+progress, and the next failure is the first one again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from onward.trainer.checkpoint.retention import list_checkpoints
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind, endings
+from onward.trainer.run.directory import RunDir
+
+LONGEST_DELAY_S = 60.0
+FIRST_STEPS = 2
+"""A rank that gets through the first steps has allocated all that it needs, unless shapes change."""
+
+_WITHOUT_RETRY: dict[EndingKind, str] = {
+    "done": "its last checkpoint is saved",
+    "stopped": "`onward resume` continues it",
+    "user_error": "a retry would be refused again",
+    "data_error": "a retry would read the same data again",
+    "non_finite": "a retry would do the same again",
+}
+"""Kinds after which no attempt follows by itself, and what is said then."""
+
+
+def newest_checkpoint(run: RunDir) -> int:
+    """Return the step of the newest checkpoint by its name; 0 if there is none. Its bytes are not read."""
+    found = list_checkpoints(run)
+    return int(found[-1].name.removeprefix("step-")) if found else 0
+
+
+def retry_number(earlier: Sequence[AttemptEnding], checkpoint: int) -> int:
+    """Return which retry without progress would follow an attempt that ended with this newest checkpoint."""
+    if not earlier or not earlier[-1].retry or checkpoint > max(ending.checkpoint for ending in earlier):
+        return 1
+    return earlier[-1].retry + 1
+
+
+def delay_before(retry: int, config: RunConfig) -> float:
+    """Return the pause before a retry: it doubles with each retry without progress."""
+    first = config.launch.retry_delay_s
+    return min(first * 2.0 ** min(retry - 1, 20), max(LONGEST_DELAY_S, first))
+
+
+def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptEnding:
+    """Return the record of an ending with the retry that follows it, if one does."""
+    earlier = endings(run)
+    retry = retry_number(earlier, ending.checkpoint)
+    if ending.kind in _WITHOUT_RETRY or retry > config.launch.retries:
+        retry = 0
+    if ending.kind == "out_of_memory" and not may_pass(ending, earlier):
+        retry = 0
+    delay_s = delay_before(retry, config) if retry else 0.0
+    ending = ending.model_copy(update={"retry": retry, "delay_s": delay_s})
+    return ending.model_copy(update={"action": what_follows(ending, config)})
+
+
+def may_pass(ending: AttemptEnding, earlier: Sequence[AttemptEnding]) -> bool:
+    """Return whether another attempt may have enough memory: a new process begins without fragmentation.
+
+    Not after the first steps, which need what all others need, unless the kernel has chosen a process of the host to
+    end; nor when this was tried already.
+    """
+    tried = any(each.kind == "out_of_memory" and each.retry for each in earlier)
+    return not tried and (ending.step - ending.resumed_from > FIRST_STEPS or "SIGKILL" in ending.sentence)
+
+
+def what_follows(ending: AttemptEnding, config: RunConfig) -> str:
+    """Return what follows a failed attempt, in words."""
+    if ending.kind in _WITHOUT_RETRY:
+        return _WITHOUT_RETRY[ending.kind]
+    if ending.kind == "out_of_memory" and not ending.retry:
+        return "a retry would need as much memory again"
+    if not ending.retry:
+        tried = f"after {config.launch.retries} retries without a new checkpoint (launch.retries)"
+        return f"the run ends {tried}" if config.launch.retries else "the run ends: launch.retries is 0"
+    where, repeated = "it starts again from the beginning", ending.step
+    if ending.checkpoint:
+        repeated = max(0, ending.step - ending.checkpoint)
+        where = f"it goes on from the checkpoint of step {ending.checkpoint}"
+    steps = f" ({repeated} step{'s are' if repeated != 1 else ' is'} repeated)" if repeated else ""
+    return f"{where}{steps} in {ending.delay_s:g} s, retry {ending.retry} of {config.launch.retries}"
+
+
+def wait_for_retry(run: RunDir) -> None:
+    """Wait out the pause before a retry, which began when the last attempt ended."""
+    if run.ending(run.current_attempt).exists() and (last := endings(run)) and last[-1].retry:
+        due_ms = last[-1].ended_ms + 1000 * last[-1].delay_s
+        # a clock that was set back must not prolong the pause
+        time.sleep(min(last[-1].delay_s, max(0.0, (due_ms - time.time() * 1000) / 1000)))

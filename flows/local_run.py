@@ -21,6 +21,7 @@ from onward.infra import service_definitions, services
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, Stopped
 from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.private_home import make_private
 from onward.trainer.run.records import ExportedModel, read_record
 from onward.trainer.run.sweeps import Sweep, SweepDir
 
@@ -41,6 +42,7 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
     and its worker do not both run.
     """
     home = onward_home()
+    make_private(home)
     with contextlib.ExitStack() as stack:
         try:
             if url := services.configured_prefect():

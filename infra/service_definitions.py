@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from onward.infra.login import login
+
 POOL = "onward"
 """The Prefect work pool from which a worker takes deployed runs."""
 
@@ -24,17 +26,8 @@ class Service:
     """The URL path that returns 200 when the server is ready; without a port, the text in its log that shows it."""
 
 
-def _prefect_command(home: Path, port: int) -> list[str]:
-    return [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-
-
-def _mlflow_command(home: Path, port: int) -> list[str]:
-    (home / "mlflow").mkdir(parents=True, exist_ok=True)
-    return [
-        *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
-        *("--backend-store-uri", f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"),
-        *("--artifacts-destination", str(home / "mlflow" / "artifacts")),
-    ]
+def _guarded(name: str) -> Callable[[Path, int], list[str]]:
+    return lambda home, port: [sys.executable, "-m", "onward.infra.guarded_server", name, str(home), str(port)]
 
 
 def _worker_command(home: Path, port: int) -> list[str]:
@@ -46,8 +39,8 @@ def _worker_command(home: Path, port: int) -> list[str]:
 
 
 SERVICES: Mapping[str, Service] = {
-    "prefect": Service(_prefect_command, port=4200, health="/api/health"),
-    "mlflow": Service(_mlflow_command, port=5000, health="/health"),
+    "prefect": Service(_guarded("prefect"), port=4200, health="/api/health"),
+    "mlflow": Service(_guarded("mlflow"), port=5000, health="/health"),
     "worker": Service(_worker_command, port=0, health="started!"),
 }
 
@@ -72,10 +65,13 @@ def environment(home: Path, *, prefect_url: str = "") -> dict[str, str]:
         "ONWARD_HOME": str(home),
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        # Else Prefect copies its pages into the directory where it is installed.
+        "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "pages"),
         **CLIENT_SETTINGS,
     }
     if prefect_url:
         variables["PREFECT_API_URL"] = f"{prefect_url}/api"
         # Without this a page of any web site that the user visits could call the server.
         variables["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] = prefect_url
+        variables["PREFECT_SERVER_API_AUTH_STRING"] = variables["PREFECT_API_AUTH_STRING"] = login(home)
     return variables

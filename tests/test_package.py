@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from onward.trainer.run.directory import RunDir
-from tests.support.workshop import api, until
+from tests.support.workshop import api, signed_in, until
 
 pytestmark = pytest.mark.usefixtures("only_servers")
 
@@ -246,7 +246,7 @@ def test_the_demo_runs_by_its_name_beside_a_project_with_the_same_package_names(
 @pytest.mark.slow  # the same deployment from the checkout runs every time: tests/flows/test_deploy.py
 @pytest.mark.timeout(900)
 def test_a_deployment_runs_on_its_schedule_beside_a_project_with_the_same_package_names(installed: Installed) -> None:
-    server = installed.onward("up")["prefect"].removesuffix("/v2/runs")
+    server = signed_in(installed.onward("up")["prefect"], installed.home)
     deployed = installed.onward("deploy", "squeezenet-digits", *SHORT, "--name", "often", "--interval", "20")
     deployment = deployed["deployment_id"]
     asked = {

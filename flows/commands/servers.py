@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -15,8 +16,8 @@ from onward.trainer.errors import RuntimeUnavailable
 def up(as_json: Json = False) -> None:
     """Start Prefect, MLflow and a worker for deployments.
 
-    The servers listen on 127.0.0.1 and run until `onward down` or the next start of the machine. Not for use with a
-    Prefect server of your own: start a worker for that one instead.
+    The servers listen on 127.0.0.1, ask for the login that is in ONWARD_HOME/login, and run until `onward down` or the
+    next start of the machine. Not for use with a Prefect server of your own: start a worker for that one instead.
     """
     api.require_flow("onward up")
     from onward.infra import services
@@ -33,7 +34,7 @@ def up(as_json: Json = False) -> None:
     with prefect_server():
         # A killed run that Prefect still shows as running blocks its deployment, whose concurrency limit is 1.
         mark_orphaned_runs_crashed()
-    print_facts(links, as_json=as_json)
+    _show(links, as_json=as_json)
 
 
 def deploy(
@@ -71,7 +72,7 @@ def deploy(
 
 
 def ui(as_json: Json = False) -> None:
-    """Print the addresses of Prefect and MLflow.
+    """Print the addresses of Prefect and MLflow, and where the login is that both ask for.
 
     Starts both servers if they do not run; `onward down` stops them.
     """
@@ -85,7 +86,7 @@ def ui(as_json: Json = False) -> None:
             links["last run"] = links["prefect"].removesuffix("/v2/runs") + urlsplit(identity.prefect_url).path
         if identity.tracking_uri.startswith("sqlite:"):
             links["last run in mlflow"] = f"{base}#/runs/{identity.mlflow_run_id}?{query}"
-    print_facts(links, as_json=as_json)
+    _show(links, as_json=as_json)
 
 
 def down(as_json: Json = False) -> None:
@@ -108,8 +109,11 @@ def down(as_json: Json = False) -> None:
 def _start_services(*names: str) -> dict[str, str]:
     """Start services that run until `onward down`; return their links."""
     from onward.infra import services
+    from onward.infra.login import login_file
     from onward.trainer.run.directory import onward_home
+    from onward.trainer.run.private_home import make_private
 
+    make_private(onward_home())
     try:
         urls = services.up(onward_home(), names)
     except services.ServiceError as error:
@@ -118,4 +122,15 @@ def _start_services(*names: str) -> dict[str, str]:
         "prefect": f"{urls['prefect']}/v2/runs",
         "mlflow": f"{urls['mlflow']}/?workflowType=machine_learning",
         "home": str(onward_home()),
+        "login": str(login_file(onward_home())),
     }
+
+
+def _show(links: dict[str, str], *, as_json: bool) -> None:
+    """Print the links of the servers, and how to log in. The password itself is not printed: logs keep what is."""
+    print_facts(links, as_json=as_json)
+    if not as_json:
+        print(
+            f"Both ask for a login. `cat {shlex.quote(links['login'])}` shows it, as USER:PASSWORD. Prefect takes the "
+            "whole line for a password, MLflow the two parts."
+        )

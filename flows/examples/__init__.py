@@ -54,8 +54,11 @@ class Example:
 
     def write_model(self) -> None:
         """Write the model, untrained, unless the file exists."""
+        from onward.trainer.run.directory import onward_home
         from onward.trainer.run.durable_files import write_durably
+        from onward.trainer.run.private_home import make_private
 
+        make_private(onward_home())
         if not self.model.exists():
             write_durably(self.model, MODELS[self.name]().SerializeToString())
 

@@ -9,7 +9,7 @@ import pytest
 
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record
-from tests.support.workshop import Workshop, api, ranks_of, reached, until
+from tests.support.workshop import Workshop, api, ranks_of, reached, signed_in, until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(900), pytest.mark.usefixtures("only_servers")]
 
@@ -30,7 +30,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 @pytest.fixture(scope="module")
 def server(workshop: Workshop) -> str:
     """The Prefect server's address."""
-    return str(workshop.onward("up")["prefect"]).removesuffix("/v2/runs")
+    return signed_in(workshop.onward("up")["prefect"], workshop.home)
 
 
 def flow_runs(server: str, deployment: str, *states: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import ExportedModel, Promotion, read_record
 from tests.support.graphs import tiny_conv_net
-from tests.support.workshop import Workshop, api, finished, until
+from tests.support.workshop import Workshop, api, finished, signed_in, until
 
 pytestmark = [
     pytest.mark.usefixtures("only_servers"),
@@ -107,7 +107,7 @@ def test_a_nightly_run_on_worse_data_does_not_replace_the_served_model_and_a_bet
 def test_a_schedule_serves_what_it_trained_on_good_data_and_not_what_it_trained_on_worse_data(
     workshop: Workshop,
 ) -> None:
-    server = workshop.onward("up")["prefect"].removesuffix("/v2/runs")
+    server = signed_in(workshop.onward("up")["prefect"], workshop.home)
     workshop.onward("run", write_config(workshop, "first", model="model.onnx", data="data.npz", steps=2))
     nightly = write_config(workshop, "nightly", model="models:/shapes@champion", data="data.npz", steps=150)
     last = ("export.checkpoint=last", "checkpoint.period=50")
@@ -153,7 +153,7 @@ def test_of_two_runs_at_the_same_time_one_is_promoted_and_it_is_the_better_one(w
 
 
 def test_a_run_that_asks_waits_in_prefect_and_the_answer_decides(workshop: Workshop) -> None:
-    url = workshop.onward("up")["prefect"].removesuffix("/v2/runs")
+    url = signed_in(workshop.onward("up")["prefect"], workshop.home)
     workshop.onward("run", write_config(workshop, "first", model="model.onnx", data="data.npz", steps=2))
     asking = write_config(
         *(workshop, "asking", "[export.promote_if]\napproval_hours = 1\n"),

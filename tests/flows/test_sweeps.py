@@ -18,7 +18,7 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 from onward.trainer.run.sweeps import SweepDir, Trial
 from tests.support.runs import events
-from tests.support.workshop import Workshop, api, finished, reached, until
+from tests.support.workshop import Workshop, api, finished, reached, signed_in, until
 
 pytestmark = [pytest.mark.usefixtures("only_servers"), pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -176,6 +176,7 @@ def test_a_sweep_that_is_interrupted_and_cancelled_goes_on_and_prunes_what_is_wo
     until(lambda: reached(third, 30), limit_s=300)
     url, _, flow_run_id = read_record(folder.identity, RunIdentity).prefect_url.partition("/v2/runs/flow-run/")
     state = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": True}
+    url = signed_in(url, workshop.home)
     api(url, f"/flow_runs/{flow_run_id}/set_state", state)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 75, error[-3000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -14,11 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import onnx
 import psutil
 
+from onward.infra.login import login
 from onward.infra.tracking import Tracker
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
@@ -153,12 +156,22 @@ def ranks_of(run: RunDir) -> list[psutil.Process]:
     return [process for rank, process in sorted(found, key=lambda pair: pair[0]) if rank >= 0]
 
 
+def signed_in(url: str, home: Path) -> str:
+    """An address of a home's own server with the login in it, as `api` takes it."""
+    return url.replace("://", f"://{login(home)}@", 1).removesuffix("/v2/runs")
+
+
 def api(url: str, path: str, body: dict[str, Any] | None = None, *, method: str = "") -> Any:
-    """One call of a Prefect server's API; GET without a body, else POST."""
+    """One call of a Prefect server's API; GET without a body, else POST. `url`: see `signed_in`."""
+    parts = urlsplit(url)
+    credentials, _, host = parts.netloc.rpartition("@")
     request = urllib.request.Request(
-        f"{url}/api{path}",
+        f"{parts.scheme}://{host}/api{path}",
         data=None if body is None else json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+        headers={
+            "Content-Type": "application/json",
+            "Authorization": "Basic " + base64.b64encode(credentials.encode()).decode(),
+        },
         method=method or ("GET" if body is None else "POST"),
     )
     with urllib.request.urlopen(request, timeout=30) as response:

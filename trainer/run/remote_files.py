@@ -60,7 +60,8 @@ def download(files: Sequence[RemoteFile], cache: Path, label: str) -> list[tuple
     """
     absent = [file for file in files if not _is_complete(file, cache)]
     if absent:
-        cache.mkdir(parents=True, exist_ok=True)
+        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # Onward's home, for its owner alone
+        cache.mkdir(exist_ok=True)
         _refuse_full_disk(absent, cache)
     bar = _Bar(label, sum(file.size for file in absent))
     try:

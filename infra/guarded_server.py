@@ -1,0 +1,116 @@
+"""Run Prefect's or MLflow's server on 127.0.0.1, behind a check of each request: `python -m ... NAME HOME PORT`.
+
+    browser or client --> check: Host, Origin, for MLflow the login --> Prefect's or MLflow's own application
+
+Every web page that a user visits can send requests to 127.0.0.1. A request under another host name (DNS rebinding: a
+name of the page's owner resolves to 127.0.0.1) gets status 400, one from a page of another origin 403, and one without
+the login 401. Prefect checks the login itself (PREFECT_SERVER_API_AUTH_STRING), because its pages send it so;
+for MLflow's pages the browser asks for it. Both servers run as one process each, the web server included.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hmac
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.importer import import_from_string
+
+from onward.infra.login import login
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
+
+HOSTS = ("127.0.0.1", "localhost")
+HEALTH = ("/health", "/api/health")
+"""Paths that answer without a login, to those who wait for the server."""
+
+
+class Guard:
+    """An ASGI application that answers refused requests itself and passes on all others."""
+
+    def __init__(self, application: Application, *, login: str = "") -> None:
+        self._application = application
+        self._credentials = b"Basic " + base64.b64encode(login.encode()) if login else b""
+        """What the Authorization header must be; empty = the application checks it."""
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or not (refusal := self._refusal(scope)):
+            await self._application(scope, receive, send)
+            return
+        status, reason = refusal
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: status 403
+            return
+        headers = [(b"content-type", b"text/plain; charset=utf-8")]
+        if status == 401:
+            headers.append((b"www-authenticate", b'Basic realm="Onward", charset="UTF-8"'))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": reason.encode()})
+
+    def _refusal(self, scope: Message) -> tuple[int, str] | None:
+        """Return the status and the reason with which a request is refused, or None."""
+        values: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            values.setdefault(name.lower(), []).append(value)
+        hosts = [value.decode("latin-1").lower() for value in values.get(b"host", [])]
+        # any port: the user may forward one to this one
+        if len(hosts) != 1 or (hosts[0].rpartition(":")[0] not in HOSTS and hosts[0] not in HOSTS):
+            return 400, f"This server answers only as {' or '.join(HOSTS)}.\n"
+        if any(value.decode("latin-1").lower() != f"http://{hosts[0]}" for value in values.get(b"origin", [])):
+            return 403, "This server answers no page of another origin.\n"
+        if self._credentials and scope["path"] not in HEALTH:
+            given = values.get(b"authorization", [])
+            if len(given) != 1 or not hmac.compare_digest(given[0], self._credentials):
+                return 401, "Log in; `onward ui` says with what.\n"
+        return None
+
+
+def main(name: str, home: Path, port: int) -> None:
+    """Run a server until SIGTERM. The port is bound before the application is made, which takes seconds."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        guarded = Guard(_prefect()) if name == "prefect" else Guard(_mlflow(home), login=login(home))
+        uvicorn.Server(uvicorn.Config(guarded, log_level="warning")).run(sockets=[listener])
+
+
+def _prefect() -> Application:
+    os.environ["PREFECT__SERVER_FINAL"] = "1"  # as `prefect server start` makes it: it takes less memory
+    application: Application = import_from_string("prefect.server.api.server:create_app")()
+    return application
+
+
+def _mlflow(home: Path) -> Application:
+    """Return the application that `mlflow server` runs, over the store of this home directory."""
+    from mlflow.server import constants
+    from mlflow.server.handlers import initialize_backend_stores
+
+    (home / "mlflow").mkdir(parents=True, exist_ok=True)
+    store = f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
+    # what `mlflow server` sets for the process that it starts
+    os.environ |= {
+        constants.BACKEND_STORE_URI_ENV_VAR: store,
+        constants.REGISTRY_STORE_URI_ENV_VAR: store,
+        constants.ARTIFACT_ROOT_ENV_VAR: "mlflow-artifacts:/",
+        constants.ARTIFACTS_DESTINATION_ENV_VAR: str(home / "mlflow" / "artifacts"),
+        constants.SERVE_ARTIFACTS_ENV_VAR: "true",
+        "_MLFLOW_SGI_NAME": "uvicorn",
+    }
+    initialize_backend_stores(store, store, "mlflow-artifacts:/")
+    application: Application = import_from_string("mlflow.server.fastapi_app:app")
+    return application
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

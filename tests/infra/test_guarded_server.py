@@ -1,0 +1,91 @@
+"""The check in front of Onward's own servers, by raw requests: another host name, origin or login gets nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from onward.infra.guarded_server import Guard, Message, Receive, Send
+from tests.support.requests import ask, handshake
+
+FOREIGN = ("evil.example", "evil.example:4200", "127.0.0.1.evil.example", "localhost.", "0.0.0.0", "[::1]")
+
+
+async def application(scope: Message, receive: Receive, send: Send) -> None:
+    """Answer every request, and accept every WebSocket."""
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"inside"})
+
+
+@contextlib.contextmanager
+def guarded(login: str = "") -> Iterator[int]:
+    """Run a guarded application in a thread; yield its port."""
+    config = uvicorn.Config(Guard(application, login=login), port=0, lifespan="off", log_level="critical")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield int(server.servers[0].sockets[0].getsockname()[1])
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_request_under_another_host_name_is_refused() -> None:
+    with guarded() as port:
+        for host in ("", "localhost", f"localhost:{port}", "LOCALHOST:8080", "127.0.0.1"):
+            assert ask(port, host=host) == (200, "inside"), host
+        for host in (
+            "evil.example",
+            f"evil.example:{port}",
+            "127.0.0.1.evil.example",
+            "localhost.",
+            "0.0.0.0",
+            "[::1]",
+        ):
+            assert ask(port, host=host)[0] == 400, host
+        assert handshake(port, "/", host="evil.example").split()[1] == "403"
+        assert handshake(port, "/").split()[1] == "101"
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as stream:
+            stream.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n")
+            assert stream.recv(4096).split()[1] == b"400"
+            stream.close()
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as stream:
+            stream.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert stream.recv(4096).split()[1] == b"400"
+
+
+def test_a_page_of_another_origin_gets_nothing() -> None:
+    with guarded() as port:
+        assert ask(port, Origin=f"http://127.0.0.1:{port}")[0] == 200
+        assert ask(port, host=f"localhost:{port}", Origin=f"http://localhost:{port}")[0] == 200
+        for origin in ("http://evil.example", "null", f"http://localhost:{port}", "http://127.0.0.1:1"):
+            assert ask(port, method="POST", Origin=origin)[0] == 403, origin
+        assert handshake(port, "/", Origin="http://evil.example").split()[1] == "403"
+
+
+def test_without_the_login_only_the_health_check_is_answered() -> None:
+    with guarded("onward:secret") as port:
+        assert ask(port, "/health") == (200, "inside")
+        assert ask(port, login="onward:secret") == (200, "inside")
+        for wrong in ("", "onward:", "onward:secret2", "secret"):
+            assert ask(port, login=wrong)[0] == 401, wrong
+        for path in ("/health/", "/x/health", "//health", "/health%2f..", "/health/../api"):
+            assert ask(port, path)[0] == 401, path
+        assert handshake(port, "/").split()[1] == "403"
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", "/")
+        answer = connection.getresponse()
+        assert answer.getheader("WWW-Authenticate", "").startswith("Basic ")  # the browser asks the user
+        assert "secret" not in answer.read().decode()
+        connection.close()

@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 import typer
 
-from onward.flows.commands import inspection, models, proposal, servers, sweeps, training
+from onward.flows.commands import chaos, inspection, models, proposal, servers, sweeps, training
 from onward.flows.commands.common import print_json
 from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable
 
 EXIT_STATUS = {
     0: "done",
-    1: "unexpected error; of `onward diff`: the files differ",
+    1: "unexpected error; of `onward diff`: the files differ; of `onward chaos`: something is not right",
     2: "invalid command line, configuration, model or data",
     3: "the machine cannot run it: MPI, servers, devices, memory or disk",
     4: "a checkpoint is damaged, missing, or of another model",
@@ -81,6 +81,14 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
         ),
         (training.status, notes("onward status", "onward status 0de13422", exits=(0, 2))),
         (training.runs, notes("onward runs", exits=(0,))),
+        (
+            chaos.chaos,
+            notes(
+                "onward chaos digits.toml --mtbf 20s --seed 7",
+                "onward chaos digits.toml --kinds rank-kill,flow-term --faults 10",
+                exits=(0, 1, 2, 3),
+            ),
+        ),
         (training.clean, notes("onward clean", "onward clean --days 7", exits=(0,))),
     ],
     "Inspect": [

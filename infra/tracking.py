@@ -156,6 +156,12 @@ class Tracker(Store):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + BATCH], synchronous=True)
 
     @translate_errors
+    def points(self) -> list[tuple[str, int]]:
+        """Return (metric, step) of every point that is stored for the run; twice what is stored twice."""
+        names = self._client.get_run(self.run_id).data.metrics
+        return [(name, point.step) for name in names for point in self._client.get_metric_history(self.run_id, name)]
+
+    @translate_errors
     def set_status(self, status: Status) -> None:
         """Set the final status of the run, or RUNNING again."""
         if status == "RUNNING":

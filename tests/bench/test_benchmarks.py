@@ -26,6 +26,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "rehearsal": ("--rounds", "1"),
     "reduction": ("--sizes-kib", "64", "--rounds", "3"),
     "sharding_memory": ("2", "4"),
+    "soaks": ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill"),
     "update_time": ("--rounds", "1"),
 }
 """Benchmark -> its arguments for the least work."""

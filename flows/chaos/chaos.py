@@ -1,0 +1,158 @@
+"""The function behind `onward chaos`: check, run undisturbed, run with faults, compare, account."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from onward.flows.api import checked_config, exit_on_sigterm, require_flow
+from onward.flows.chaos import results
+from onward.flows.chaos.account import Account, Command, Result, make_account
+from onward.flows.chaos.kinds import KINDS, without_target
+from onward.flows.chaos.plan import make_plan
+from onward.flows.chaos.scene import TAG, Scene, described, until_gone
+from onward.flows.chaos.soak import ORPHAN_S, GaveUp, Soak
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.urls import url_of
+from onward.trainer.errors import ConfigError
+from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.records import write_record
+
+SPARED = ("disk-full",)
+"""Kinds that are injected only if they are named."""
+OVERRIDES = ('monitor.tracking_uri=""', 'export.path=""')
+"""What keeps a run from writing outside of its home."""
+
+
+def chaos(
+    config: str,
+    overrides: Sequence[str] = (),
+    *,
+    mtbf_s: float,
+    kinds: Sequence[str] = (),
+    seed: int = 0,
+    faults: int = 0,
+    home: Path | None = None,
+) -> Account:
+    """Run a configuration once undisturbed and then with faults, and return the account, which `home` keeps.
+
+    kinds: names of KINDS; () = all but those that need a file system of their own. faults: how many; 0 = each kind
+    once. home: a directory that does not exist yet or is empty; None = one below ONWARD_HOME/chaos. Runs are started
+    until all faults were injected. Raises ConfigError for what cannot be repeated or restored, before anything is run.
+    """
+    require_flow("onward chaos")
+    chosen = tuple(kinds) or tuple(name for name in KINDS if name not in SPARED)
+    home = (home or onward_home() / "chaos" / time.strftime("%Y%m%d-%H%M%S")).absolute()
+    words = (str(Path(config).absolute()) if Path(config).is_file() else config, *overrides, *OVERRIDES)
+    resolved = checked_config(config, [*overrides, *OVERRIDES])
+    if problems := [*unrepeatable(resolved), *unusable(home)]:
+        raise ConfigError(problems)
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if problems := without_target(chosen, home):
+        raise ConfigError(problems)
+    plan = make_plan(chosen, faults=faults or len(chosen), mtbf_s=mtbf_s, seed=seed)
+    before = os.environ.get("ONWARD_HOME")
+    os.environ["ONWARD_HOME"] = str(home)
+    try:
+        with exit_on_sigterm():
+            return _soak(Soak(Scene(home, uuid.uuid4().hex), words, [], say), plan, config, mtbf_s, seed)
+    finally:
+        os.environ.pop("ONWARD_HOME")
+        os.environ.update({} if before is None else {"ONWARD_HOME": before})
+
+
+def _soak(soak: Soak, plan: list, config: str, mtbf_s: float, seed: int) -> Account:  # type: ignore[type-arg]
+    from onward.flows.local_run import prefect_server
+
+    scene = soak.scene
+    problems: list[str] = []
+    rounds: list[Result] = []
+    undisturbed: Result | None = None
+    os.environ[TAG] = ""  # this process is no process of the soak
+    try:
+        # the servers of the soak run on between its commands, as between those of several users
+        with prefect_server():
+            say("the undisturbed run begins")
+            undisturbed = _measured(soak, {})
+            points = results.points_of(RunDir(scene.home / "runs" / undisturbed.run_id))
+            say(f"{undisturbed.step} steps, {undisturbed.points} points, {undisturbed.elapsed_s:.1f} s")
+            soak.pending = list(plan)
+            try:
+                while soak.pending:
+                    rounds.append(_measured(soak, points))
+            except GaveUp as error:
+                problems.append(str(error))
+            states = _with_states(soak.commands)
+    finally:
+        for process in scene.processes() if sys.exc_info()[0] else ():
+            process.kill()
+    left = until_gone(scene.processes, ORPHAN_S)
+    problems += [f"left after the last command: {described(process)}" for process in left]
+    account = make_account(
+        config=config,
+        seed=seed,
+        mtbf_s=mtbf_s,
+        undisturbed=undisturbed,
+        rounds=rounds,
+        faults=soak.faults,
+        commands=states,
+        problems=problems,
+    )
+    write_record(scene.home / "account.json", account)
+    return account
+
+
+def _measured(soak: Soak, undisturbed: results.Points) -> Result:
+    """Run once more, and return what the run has left."""
+    began = time.monotonic()
+    run = soak.run_once()
+    elapsed_s = round(time.monotonic() - began, 1)
+    return results.result_of(run, undisturbed=undisturbed, steps_made=soak.scene.progress.steps, elapsed_s=elapsed_s)
+
+
+def _with_states(commands: Sequence[Command]) -> list[Command]:
+    """Return the commands with what Prefect shows of each: of the flow run that was created while it ran."""
+    shown = results.flow_runs()
+    found = []
+    for command in commands:
+        own = [
+            run
+            for run in shown
+            if run.created and command.began <= run.created.timestamp() <= command.ended and run.state
+        ]
+        state = own[-1].state.type.value if own and own[-1].state else ""
+        found.append(command.model_copy(update={"state": state}))
+    return found
+
+
+def unrepeatable(config: RunConfig) -> list[str]:
+    """Return why a run of this configuration could not be repeated or resumed, one sentence each."""
+    problems = []
+    if config.launch.hostfile:
+        problems.append("launch.hostfile: faults are injected on this host alone; leave it empty")
+    if not config.checkpoint.period:
+        problems.append("checkpoint.period is 0, so every fault would start the run again; set it to some steps")
+    if config.stop.max_hours:
+        problems.append("stop.max_hours ends a run by the clock, so two runs end with other weights; leave it out")
+    if url_of(str(config.model.path)).startswith(("models:", "runs:")):
+        problems.append(f"model.path = {str(config.model.path)!r} is in an MLflow store, which the soak does not use")
+    return problems
+
+
+def unusable(home: Path) -> list[str]:
+    """Return why a directory cannot be the home of a soak."""
+    if home.exists() and not home.is_dir():
+        return [f"{home} is a file"]
+    # a file system of its own has a directory `lost+found`
+    if home.exists() and {path.name for path in home.iterdir()} - {"lost+found"}:
+        return [f"{home} is not empty: a soak damages files in its home, so it needs a new one"]
+    return []
+
+
+def say(line: str) -> None:
+    """Print a line of progress."""
+    print(f"onward chaos: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,179 @@
+"""`onward chaos`: a seeded plan, an account that says what is not right, refusals, and real soaks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onward.flows.chaos.account import Command, Fault, Result, make_account, times
+from onward.flows.chaos.kinds import KINDS, flip_bit
+from onward.flows.chaos.plan import make_plan, seconds
+from onward.trainer.errors import ConfigError
+from tests.support.ranks import ROOT
+from tests.support.workshop import Workshop, finished
+
+FAULT = {"number": 1, "target": "", "round": 1, "command": 1, "at": 0.0, "attempt": 1, "step": 7}
+RIGHT = Result(run_id="run", weights="a", model="b", step=10, points=100)
+FAST = (
+    "launch.rehearsal='off'",
+    "launch.heartbeat_timeout_s=15",
+    "launch.collective_timeout_s=12",
+    "train.log_period=5",
+)
+
+
+def test_the_same_seed_gives_the_same_plan_and_every_kind_comes_before_one_comes_again() -> None:
+    plan = make_plan(["a", "b", "c"], faults=8, mtbf_s=10, seed=7)
+    assert plan == make_plan(["a", "b", "c"], faults=8, mtbf_s=10, seed=7)
+    assert plan != make_plan(["a", "b", "c"], faults=8, mtbf_s=10, seed=8)
+    assert [fault.number for fault in plan] == list(range(1, 9))
+    assert {fault.kind for fault in plan[:3]} == {fault.kind for fault in plan[3:6]} == {"a", "b", "c"}
+    assert all(0 < fault.wait_s <= 40 for fault in plan)
+
+
+def test_the_pauses_have_the_mean_that_was_asked_for() -> None:
+    plan = make_plan(["a"], faults=4000, mtbf_s=20, seed=0)
+    assert 18 < sum(fault.wait_s for fault in plan) / len(plan) < 20.5  # the longest ones are cut off
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("20s", 20.0), ("500ms", 0.5), ("5m", 300.0), ("1.5h", 5400.0), ("3", 3.0)]
+)
+def test_a_time_has_a_unit(text: str, found: float) -> None:
+    assert seconds(text) == found
+
+
+@pytest.mark.parametrize("text", ["", "0s", "-1s", "20 seconds", "nan", "1e9s"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no time: give a number above 0 and its unit, such as 500ms"):
+        seconds(text)
+
+
+def test_a_flipped_bit_is_one_bit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    flip_bit(path, 0.5)
+    content = path.read_bytes()
+    assert (len(content), sum(byte.bit_count() for byte in content), content[500].bit_count()) == (1000, 1, 1)
+
+
+def account(fault: dict[str, Any], **more: Any) -> tuple[str, ...]:
+    """What is not right about one fault."""
+    found = Fault.model_validate(FAULT | {"ended": "attempt", "said": "rank_lost", "recovered_s": 1.0} | fault)
+    rounds, commands = more.get("rounds", [RIGHT]), more.get("commands", [])
+    made = {"config": "c", "seed": 0, "mtbf_s": 1.0, "undisturbed": RIGHT, "faults": [found]}
+    return make_account(**made, rounds=rounds, commands=commands).problems
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ({"kind": "rank-kill", "said": "hang"}, "the class said is hang, not rank_lost"),
+        ({"kind": "rank-kill", "said": ""}, "the class said is none, not rank_lost"),
+        ({"kind": "rank-kill", "ended": "flow"}, "it ended the command, and another attempt should have followed"),
+        ({"kind": "rank-kill", "ended": "nothing"}, "it ended nothing, and should have ended the attempt"),
+        ({"kind": "rank-kill", "recovered_s": None}, "the run made no step after it"),
+        ({"kind": "rank-kill", "orphans": ("7 python",)}, "1 processes were left after 15 s: 7 python"),
+        ({"kind": "rank-pause", "said": "hang"}, "it ended the attempt, and nothing should have ended (hang)"),
+    ],
+)
+def test_the_account_names_what_is_not_right_about_a_fault(fault: dict[str, Any], problem: str) -> None:
+    assert account(fault) == (f"fault 1 ({fault['kind']}): {problem}",)
+
+
+def test_the_account_of_a_soak_in_which_all_is_right_has_no_problem_and_a_confusion_matrix() -> None:
+    assert account({"kind": "rank-kill"}) == ()
+    assert account({"kind": "rank-kill", "ended": "nothing", "said": "done"}) == (), "it hit an attempt that was done"
+
+
+def test_the_account_compares_weights_file_and_points_with_the_undisturbed_run() -> None:
+    other = {"weights": "x", "model": "y", "points_lost": 2, "points_doubled": 3}
+    assert account({"kind": "rank-kill"}, rounds=[RIGHT, RIGHT.model_copy(update=other)]) == (
+        "run 2: the weights of step 10 are not those of the undisturbed run's step 10",
+        "run 2: the exported file is not that of the undisturbed run",
+        "run 2: 2 points lost and 3 doubled in MLflow, of 100",
+    )
+
+
+def test_the_account_names_tracebacks_and_states_that_are_not_true() -> None:
+    known = {"number": 1, "words": ("run", "c"), "status": 0, "began": 0.0, "ended": 1.0, "log": "l"}
+    command = Command.model_validate(known | {"tracebacks": 2, "expected": ("COMPLETED",), "state": "RUNNING"})
+    assert account({"kind": "rank-kill"}, commands=[command]) == (
+        "command 1 (onward run, l): printed 2 tracebacks",
+        "command 1 (onward run, l): Prefect shows RUNNING, not COMPLETED",
+    )
+
+
+def test_percentiles_are_of_the_values_that_there_are() -> None:
+    found = times([3.0, None, 1.0, 2.0])
+    assert found is not None
+    assert (found.number, found.median, found.p95) == (3, 2.0, 3.0)
+    assert times([None]) is None
+
+
+def test_the_page_lists_every_kind() -> None:
+    page = (ROOT / "docs" / "how-to" / "test-a-machine-with-faults.md").read_text()
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE) == list(KINDS)
+    assert all(f"| {kind.what} |" in page for kind in KINDS.values())
+
+
+# -- the command
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    return Workshop.made(tmp_path)
+
+
+def test_what_cannot_be_repeated_or_restored_is_refused_at_once_before_anything_is_written(workshop: Workshop) -> None:
+    used = workshop.root / "used"
+    used.mkdir()
+    (used / "file").touch()
+    (workshop.root / "hosts").write_text("h0 slots=2\n")
+    changes = ["checkpoint.period=0", "stop.max_hours=1", f"launch.hostfile='{workshop.root / 'hosts'}'"]
+    facts = workshop.onward("chaos", str(workshop.root / "config.toml"), *changes, "--home", str(used), status=2)
+    said = "\n".join(facts["problems"])
+    for expected in (
+        "launch.hostfile: faults are injected on this host alone",
+        "checkpoint.period is 0, so every fault would start the run again",
+        "stop.max_hours ends a run by the clock",
+        f"{used} is not empty: a soak damages files in its home, so it needs a new one",
+    ):
+        assert expected in said
+    assert [path.name for path in used.iterdir()] == ["file"]
+
+
+def test_kinds_that_do_not_exist_or_have_no_place_are_refused(workshop: Workshop) -> None:
+    home = workshop.root / "own"
+    words = ("chaos", str(workshop.root / "config.toml"), "--kinds", "rank-kill,typo,disk-full", "--home", str(home))
+    first, second = workshop.onward(*words, status=2)["problems"]
+    assert first.startswith("there is no kind 'typo'; the kinds are rank-kill, rank-segv,")
+    assert "disk-full fills the file system of" in second
+    assert not list(home.iterdir())
+
+
+def soak(workshop: Workshop, *words: str, status: int = 0) -> dict[str, Any]:
+    command = workshop.start("chaos", str(workshop.root / "config.toml"), *FAST, *words, "--home", str(workshop.home))
+    return finished(command, status=status, limit_s=3000)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.timeout(1800)
+def test_a_killed_rank_a_stopped_flow_and_a_killed_exporter_are_accounted_for(workshop: Workshop) -> None:
+    facts = soak(workshop, "--kinds", "rank-kill,flow-term,exporter-kill", "--mtbf", "1s", "--seed", "7")
+    assert facts["problems"] == []
+    assert facts == json.loads((workshop.home / "account.json").read_text())
+    found = {fault["kind"]: fault for fault in facts["faults"]}
+    assert {kind: fault["ended"] for kind, fault in found.items()} == {
+        "rank-kill": "attempt",
+        "flow-term": "flow",
+        "exporter-kill": "flow",
+    }
+    assert facts["confusion"] == {"rank_lost": {"rank_lost": 1}}
+    assert all(result["model"] == facts["undisturbed"]["model"] for result in facts["rounds"])
+    assert not workshop.processes()

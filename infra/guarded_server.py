@@ -81,7 +81,10 @@ def main(name: str, home: Path, port: int) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         guarded = Guard(_prefect()) if name == "prefect" else Guard(_mlflow(home), login=login(home))
-        uvicorn.Server(uvicorn.Config(guarded, log_level="warning")).run(sockets=[listener])
+        server = uvicorn.Server(uvicorn.Config(guarded, log_level="warning"))
+        server.run(sockets=[listener])
+    if not server.started:
+        sys.exit(3)  # its log has the error
 
 
 def _prefect() -> Application:

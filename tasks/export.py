@@ -32,8 +32,9 @@ from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.signature import TensorInfo, model_digest, read_signature
-from onward.trainer.diagnostics.config_check import export_conflicts
+from onward.trainer.diagnostics.config_check import export_conflicts, files_in_the_way
 from onward.trainer.errors import CheckpointError, ConfigError, DataError, ExportRefused, RuntimeUnavailable
+from onward.trainer.run.delivered import remember
 from onward.trainer.run.directory import RunDir, example_in, read_config, read_config_as_given, refusal_in, variant_in
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import (
@@ -107,12 +108,14 @@ def export_file(
     source = read_config_as_given(run).model.path
     if out and (problems := export_conflicts(out.absolute(), source, extras.variants)):
         raise ConfigError(problems)  # before the export, which takes minutes for a large model
+    if out and not extras.overwrite and (problems := files_in_the_way(out.absolute(), extras.variants)):
+        raise ConfigError(problems)
     if out is None:
         return _run_process(run, checkpoint, run.export, extras)
     # Exported in a temporary directory first, so that a refused export leaves an existing `out` unchanged.
     with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
         exported = _run_process(run, checkpoint, Path(folder), extras)
-        return copy_to(out.absolute(), exported, source=source)
+        return copy_to(out.absolute(), exported, source=source, overwrite=extras.overwrite)
 
 
 def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> ExportedModel:
@@ -178,10 +181,10 @@ def _deliver(config: RunConfig, exported: ExportedModel) -> None:
     """Copy the exported file to `export.path`. Raises RuntimeUnavailable when it cannot be written."""
     url = url_of(config.export.path)
     if not url:
-        copy_to(Path(config.export.path), exported, source=config.model.path)
+        copy_to(Path(config.export.path), exported, source=config.model.path, overwrite=config.export.overwrite)
         return
     with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
-        copied = copy_to(Path(folder) / url.rpartition("/")[2], exported, source=config.model.path)
+        copied = copy_to(Path(folder) / url.rpartition("/")[2], exported, source=config.model.path, temporary=True)
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file() and file != copied.path)
         try:
             for file in (*files, copied.path):  # the model itself last: when it is there, all its files are
@@ -191,11 +194,14 @@ def _deliver(config: RunConfig, exported: ExportedModel) -> None:
     log.info("copied the exported file to %s", redacted(url))
 
 
-def copy_to(target: Path, exported: ExportedModel, *, source: Path) -> ExportedModel:
+def copy_to(
+    target: Path, exported: ExportedModel, *, source: Path, overwrite: bool = False, temporary: bool = False
+) -> ExportedModel:
     """Copy an exported file and the files written with it to `target` and beside it; return the record with new paths.
 
-    `source`: the original model; neither it nor weight files of other models are overwritten. Raises RuntimeUnavailable
-    when a file cannot be written.
+    `source`: the original model; neither it nor weight files of other models are overwritten. `overwrite`: whether
+    other files are that no export has written. `temporary`: the copy is not to be found again by a later export. Raises
+    RuntimeUnavailable when a file cannot or must not be written.
     """
     folder = target.parent
     written = [variant for variant in exported.variants if variant.path]
@@ -206,10 +212,14 @@ def copy_to(target: Path, exported: ExportedModel, *, source: Path) -> ExportedM
     copies |= {variant.path: places[variant.kind] for variant in written if variant.path}
     copies |= {file: target.with_name(f"{target.stem}.training") / file.name for file in exported.training}
     copies |= {file: target.with_name(f"{target.stem}.preprocessing") / file.name for file in exported.preprocessing}
+    if not overwrite and (problems := files_in_the_way(target, others=copies.values())):
+        raise RuntimeUnavailable(f"the exported file stays at {exported.path}: {why}" for why in problems)
     # The model itself last: when it is there, all its files are.
     for file, place in {**copies, exported.path: target}.items():
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
+            if not temporary:
+                remember(place, file)
             with durable_file(place) as partial:
                 shutil.copyfile(file, partial)
         except OSError as error:

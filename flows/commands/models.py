@@ -36,6 +36,9 @@ def export(
     training: Annotated[
         bool, typer.Option("--training", help="Also write loss, gradients and update as ONNX graphs.")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Also replace files that no export has written, or that were changed.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights into its ONNX file and verify the result.
@@ -47,7 +50,7 @@ def export(
     from onward.flows.runs import find_checkpoint
 
     _, checkpoint = find_checkpoint(source)
-    exported = api.export(checkpoint, output, variants=variant or (), training=training)
+    exported = api.export(checkpoint, output, variants=variant or (), training=training, overwrite=overwrite)
     training_files: dict[str, Any] = {"training": [str(path) for path in exported.training]} if training else {}
     if exported.training_refused:
         training_files = {"training": "", "training_refused": exported.training_refused}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 from onward.infra.tracking import Tracker
 from onward.tasks import export as task
 from onward.trainer.config.loading import build_config
+from onward.trainer.config.sections.results import ExportConfig
+from onward.trainer.diagnostics.config_check import files_in_the_way
 from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
+from onward.trainer.run.delivered import not_ours, remember
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import (
@@ -176,6 +180,75 @@ def test_an_export_over_the_original_is_refused_before_it_starts(tmp_path: Path,
         task.export_file(run, run.checkpoint(7), tmp_path / "model.onnx")
     with pytest.raises(ConfigError, match="is a directory"):
         task.export_file(run, run.checkpoint(7), tmp_path)
+
+
+def test_an_existing_file_that_no_export_has_written_is_kept(tmp_path: Path, process: Process, home: Path) -> None:
+    process("export")
+    run, target = make_run(tmp_path, new_run()), tmp_path / "out" / "seven.onnx"
+    target.parent.mkdir()
+    target.write_text("the only copy")
+    with pytest.raises(ConfigError, match=r"seven\.onnx exists, and no export has left it so; choose another name"):
+        task.export_file(run, run.checkpoint(7), target)
+    assert target.read_text() == "the only copy"
+    task.export_file(run, run.checkpoint(7), target, extras=ExportConfig(overwrite=True))
+    assert target.read_bytes() != b"the only copy"
+    task.export_file(run, run.checkpoint(8), target)  # that of the night before
+    target.write_text("edited by hand")
+    with pytest.raises(ConfigError, match="no export has left it so"):
+        task.export_file(run, run.checkpoint(9), target)
+    target.unlink()
+    task.export_file(run, run.checkpoint(9), target)
+
+
+def test_a_file_that_came_during_the_training_is_kept_and_so_is_a_neighbour(
+    tmp_path: Path, process: Process, home: Path
+) -> None:
+    process("export")
+    target = tmp_path / "out" / "model.onnx"
+    run = make_run(tmp_path, new_run(), path=str(target))
+    target.parent.mkdir()
+    target.write_text("mine")
+    with pytest.raises(RuntimeUnavailable, match=r"stays at .*model\.onnx: .*/out/model\.onnx exists"):
+        task.export.fn(run, RESULT, infos(run, 20))
+    assert target.read_text() == "mine"
+    target.unlink()
+    task.export.fn(run, RESULT, infos(run, 20))  # as `onward resume` does
+    exported = read_record(run.exported, ExportedModel)
+    notes = run.export / "preprocessing.json"
+    notes.write_text("{}")
+    neighbour = tmp_path / "out" / "model.preprocessing" / "preprocessing.json"
+    neighbour.parent.mkdir()
+    neighbour.write_text("notes of mine")
+    with pytest.raises(RuntimeUnavailable, match=r"preprocessing\.json exists"):
+        task.copy_to(target, exported.model_copy(update={"preprocessing": (notes,)}), source=tmp_path / "model.onnx")
+    assert neighbour.read_text() == "notes of mine"
+
+
+def test_a_crash_between_the_record_and_the_file_does_not_stop_the_next_export(
+    tmp_path: Path, process: Process, home: Path
+) -> None:
+    process("export")
+    run, target = make_run(tmp_path, new_run()), tmp_path / "out" / "seven.onnx"
+    task.export_file(run, run.checkpoint(7), target)
+    new = tmp_path / "new"
+    new.write_text("of the next night")
+    remember(target, new)  # and then the power went
+    assert not_ours([target]) == []
+    target.write_text("of the next night")
+    assert not_ours([target]) == []
+    task.export_file(run, run.checkpoint(7), target)
+
+
+def test_an_export_from_before_the_records_is_known_by_its_run(tmp_path: Path, process: Process, home: Path) -> None:
+    process("export")
+    target = tmp_path / "out" / "model.onnx"
+    run = make_run(tmp_path, new_run(), path=str(target))
+    task.export.fn(run, RESULT, infos(run, 20))
+    shutil.rmtree(home / "exports")
+    assert files_in_the_way(target), "and without the run it is not known"
+    (home / "runs").mkdir()
+    (home / "runs" / "one").symlink_to(run.root)
+    assert files_in_the_way(target) == []
 
 
 def test_external_data_is_copied_into_the_same_subdirectory_and_what_describes_inputs_beside(

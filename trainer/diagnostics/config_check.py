@@ -28,7 +28,7 @@ from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import computed_columns
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.sources import locate
-from onward.trainer.data.signature import Signature, model_bytes, read_training_signature
+from onward.trainer.data.signature import Signature, model_bytes, model_digest, read_training_signature
 from onward.trainer.data.storage.sharding import infer_schema, try_first_rows
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
@@ -44,6 +44,7 @@ from onward.trainer.onnx_graph.loss_files import (
     unknown_shape,
 )
 from onward.trainer.onnx_graph.quantizing import quantizing_problems
+from onward.trainer.run.delivered import not_ours
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
 from onward.trainer.run.stores import refuse_unwritable
@@ -182,6 +183,8 @@ def _paths(sections: Sections) -> list[str]:
     elif isinstance(export, ExportConfig) and export.path:
         source = model.path if isinstance(model, ModelConfig) else None
         problems += [f"export.path: {why}" for why in export_conflicts(Path(export.path), source, export.variants)]
+        if not problems and not export.overwrite:
+            problems += [f"export.path: {why}" for why in files_in_the_way(Path(export.path), export.variants)]
     if not _writable(onward_home()):
         problems.append(
             f"cannot write to {onward_home()}, where runs are kept; set ONWARD_HOME to a directory of yours"
@@ -231,6 +234,31 @@ def export_conflicts(target: Path, source: Path | None, variants: Iterable[str] 
             f"{target.name}; choose another directory"
         )
     return problems
+
+
+def files_in_the_way(target: Path, variants: Iterable[str] = (), others: Iterable[Path] = ()) -> list[str]:
+    """Return why existing files at `target`, those of its variants and `others` must not be replaced, one text each.
+
+    A file that an export has left there may be replaced.
+    """
+    places = [target, *(target.with_name(f"{target.stem}.{kind}.onnx") for kind in variants), *others]
+    foreign = not_ours(places)
+    if target in foreign and _is_export_of_a_run(target):
+        return []  # of a version that did not record where it exported to
+    return [
+        f"{place} exists, and no export has left it so; choose another name, move the file away, or replace it: "
+        "export.overwrite = true, or `onward export --overwrite`"
+        for place in foreign
+    ]
+
+
+def _is_export_of_a_run(file: Path) -> bool:
+    """Return whether the file equals one that a run has exported and still has."""
+    if not file.is_file():
+        return False
+    records = (onward_home() / "runs").glob("*/export/model.json")
+    texts = [record.read_text(errors="replace") for record in records]
+    return bool(texts) and any(model_digest(file) in text for text in texts)
 
 
 def _external_files(model: Path) -> list[str]:

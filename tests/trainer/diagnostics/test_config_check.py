@@ -58,6 +58,23 @@ def test_an_export_path_names_a_file_not_a_directory(tmp_path: Path) -> None:
     assert f"{tmp_path} is a directory; name the file to write" in problem
 
 
+def test_an_existing_file_at_the_export_path_is_refused_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
+    kept = tmp_path / "kept.onnx"
+    kept.write_text("the only copy")
+    (problem,) = check_files_and_data({"export": ExportConfig(path=str(kept))})
+    assert problem.startswith(f"export.path: {kept} exists, and no export has left it so; choose another name")
+    assert "export.overwrite = true" in problem
+    assert check_files_and_data({"export": ExportConfig(path=str(kept), overwrite=True)}) == []
+    free = ExportConfig(path=str(tmp_path / "new.onnx"), variants=("fp16",))
+    assert check_files_and_data({"export": free}) == []
+    (tmp_path / "new.fp16.onnx").write_text("another only copy")
+    (problem,) = check_files_and_data({"export": free})
+    assert "new.fp16.onnx exists" in problem
+
+
 def test_an_export_writes_over_neither_the_original_nor_weights_that_are_not_its_own(tmp_path: Path) -> None:
     def kept_beside(folder: Path, name: str) -> Path:
         folder.mkdir(exist_ok=True)

@@ -93,7 +93,10 @@ class ExportConfig(Section):
     """Which weights of the checkpoint: the trained ones, or their moving average ([average]). `auto` = the average
     where `checkpoint.best_metric` is a metric of it."""
     path: Location = ""
-    """Also copy the exported file here, to a path or a URL; empty = only the run directory keeps it."""
+    """Also copy the exported file here, to a path or a URL; empty = only the run directory keeps it. The file of an
+    earlier export is replaced; any other existing file only with `overwrite`, except at a URL."""
+    overwrite: bool = False
+    """Whether files at `path` that no export has written, or that were changed since, are replaced."""
     tolerance: PositiveFloat = 1e-3
     """Largest allowed difference between onnxruntime and the trained module, relative to the output's largest value."""
     parity_batches: PositiveInt = 4

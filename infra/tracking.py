@@ -205,7 +205,15 @@ class Tracker(Store):
 
     @translate_errors
     def record_checkpoint(
-        self, step: int, *, path: Path, bytes: int, digest: str, metrics: Mapping[str, float], best: bool
+        self,
+        step: int,
+        *,
+        path: Path,
+        bytes: int,
+        digest: str,
+        metrics: Mapping[str, float],
+        best: bool,
+        certificate: str = "",
     ) -> str:
         """Record a checkpoint by reference, without uploading it; returns the id of the LoggedModel.
 
@@ -213,13 +221,14 @@ class Tracker(Store):
         names.
         """
         tags = {"path": str(path), "sha256": digest, "bytes": str(bytes), "step": str(step)}
+        tags |= {"certificate": certificate} if certificate else {}
         model = self._logged_model(path.name, "checkpoint", tags)
         # The tag of the former best is removed first: after a crash in between there is no best, never two.
         if best:
             for former in self._models("tags.best = 'true'"):
                 if former.model_id != model.model_id:
                     self._client.set_logged_model_tags(former.model_id, {"best": "false"})
-            self.set_tags({"onward.best_checkpoint": path.name})
+            self.set_tags({"onward.best_checkpoint": path.name, "onward.best_certificate": certificate})
         self._client.set_logged_model_tags(model.model_id, {**tags, "best": str(best).lower()})
         self._finish(model, step, {f"checkpoint/{key}": value for key, value in metrics.items()})
         return str(model.model_id)

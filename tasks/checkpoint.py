@@ -162,7 +162,13 @@ class CheckpointRecorder:
 
     def _record(self, info: CheckpointInfo) -> None:
         self._tracker.record_checkpoint(
-            info.step, path=info.path, bytes=info.bytes, digest=info.digest, metrics=info.metrics, best=info.best
+            info.step,
+            path=info.path,
+            bytes=info.bytes,
+            digest=info.digest,
+            certificate=info.certificate,
+            metrics=info.metrics,
+            best=info.best,
         )
 
     def finish(self, checkpoints: Iterable[CheckpointInfo], *, patience_s: float) -> None:

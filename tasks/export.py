@@ -70,6 +70,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     chosen = choose(checkpoints, config.export.checkpoint)
     exported = _verified_before(run, chosen) or export_file(run, chosen.path)
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
+    tags |= {"certificate": chosen.certificate} if chosen.certificate else {}
     # Registry and copy are independent: an error of one must not prevent the other.
     problems: list[str] = []
     try:

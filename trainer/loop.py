@@ -177,6 +177,7 @@ def train(
         load_optimizer_parts(optimizer, trained, tensors)
         averages.load(tensors)
         scaler.restore(state.scaler)
+        checkpoints.previous = checkpoint.certificate
     check_copies(parts, mpi, beat=heartbeat.beat)  # nothing is broadcast: every rank has read its own parts
     shown = {"num_samples": num_samples, "num_parameters": model.num_parameters, "compute": config.precision.compute}
     events.emit("start", state.step, num_steps=num_steps, resumed=resumed, damaged=damaged, **shown)

@@ -31,6 +31,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from onward.trainer.checkpoint.certificate import NO_DIGEST, Certificate, Sha256
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.distributed.weights import Box
 from onward.trainer.errors import CheckpointError
@@ -41,8 +42,6 @@ CHUNK_BYTES = 16 << 20
 
 Beat = Callable[[], object]
 """Reports that the process is alive."""
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-NO_DIGEST = "0" * 64
 Size = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 """A number of bytes, elements or ranks; nothing larger can be allocated or stored."""
 MAX_MANIFEST_BYTES = 1 << 30
@@ -90,6 +89,8 @@ class Manifest(Record):
     tensors: dict[str, TensorEntry] = Field(default_factory=dict)
     """Name -> the full tensor; empty in format 1."""
     files: tuple[FileEntry, ...]
+    certificate: Certificate | None = None
+    """Digests of all that decides how training continues; None in checkpoints of earlier versions."""
 
     @property
     def full_tensors(self) -> dict[str, TensorEntry]:

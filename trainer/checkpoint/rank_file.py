@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Beat
+from onward.trainer.checkpoint.tensor_sums import KINDS, FileSums
 from onward.trainer.checkpoint.write_plan import DTYPES, Piece, TensorPart
 
 SYNC_BYTES = 64 << 20
@@ -59,12 +60,17 @@ class RankFile:
             place.copy_(piece.content(parts), non_blocking=True)
 
     def write(self, path: Path, content: Iterable[memoryview], beat: Beat) -> Generator[str]:
-        """Write the file. Yield "" whenever another SYNC_BYTES are on the disk, and at last "bytes sha256" of it."""
+        """Write the file. Yield "" whenever another SYNC_BYTES are on the disk, and at last "bytes sha256" of it.
+
+        After these come the sums of its pieces (tensor_sums.py), two numbers in hexadecimal for each of KINDS.
+        """
         digest, unsynced = hashlib.sha256(self.header), 0
+        sums = FileSums((piece.name, piece.entry.dtype, piece.box) for piece in self.pieces)
         with path.open("xb") as file:
             file.write(self.header)
             for chunk in content:
                 digest.update(chunk)
+                sums.update(chunk)
                 file.write(chunk)
                 unsynced += len(chunk)
                 beat()
@@ -76,7 +82,8 @@ class RankFile:
                     yield ""
             file.flush()
             os.fsync(file.fileno())
-            result = f"{file.tell()} {digest.hexdigest()}"
+            numbers = " ".join(f"{number:x}" for kind in KINDS for number in sums.sums[kind])
+            result = f"{file.tell()} {digest.hexdigest()} {numbers}"
         yield result
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from onward.trainer.checkpoint.certificate import NO_DIGEST
 from onward.trainer.checkpoint.manifest import (
     CHUNK_BYTES,
     Beat,
@@ -48,6 +49,11 @@ class VerifiedCheckpoint:
     def path(self) -> Path:
         """Return the directory."""
         return self.info.path
+
+    @property
+    def certificate(self) -> str:
+        """Return the digest of its certificate; zeros if an earlier version has saved it without one."""
+        return self.manifest.certificate.digest if self.manifest.certificate else NO_DIGEST
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -93,6 +99,7 @@ def verifying(path: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[Ver
         path=path,
         bytes=sum(file.bytes for file in manifest.files) + len(content),
         digest=hashlib.sha256(content).hexdigest(),
+        certificate=manifest.certificate.digest if manifest.certificate else "",
         # an older evaluation is of other weights
         metrics=state.metrics if state.evaluated_at == state.step else {},
     )

@@ -138,6 +138,8 @@ class CheckpointInfo(Record):
     bytes: int
     digest: str
     """SHA-256 of its manifest, which holds the digests of its files."""
+    certificate: str = ""
+    """Digest of its certificate, which does not depend on the layout; "" if it has none."""
     metrics: dict[str, float]
     best: bool = False
 

@@ -89,6 +89,12 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
                 exits=(0, 1, 2, 3),
             ),
         ),
+        (
+            training.verify,
+            notes(
+                "onward verify last", "onward verify last --replay --from 0", exits=(0, 2, 3, 4, 6, 7, 8, 70, 75, 130)
+            ),
+        ),
         (training.clean, notes("onward clean", "onward clean --days 7", exits=(0,))),
     ],
     "Inspect": [

@@ -151,15 +151,26 @@ def discard_damaged(run: RunDir) -> None:
     discard(run)
 
 
+def checkpoint_at(text: str) -> tuple[RunDir | None, Path] | None:
+    """Return the checkpoint directory that `text` names, and its run; None when it names none.
+
+    The run of a checkpoint that was copied elsewhere is None.
+    """
+    path = Path(text).resolve()
+    if not (path / "manifest.json").is_file() or (path / "config.json").exists():
+        return None
+    run = RunDir(path.parents[1]) if path.parent.name == "checkpoints" else None
+    return (run if run and run.config.exists() else None), path
+
+
 def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     """Return the run and the checkpoint that `text` names: a checkpoint directory, or a run as in `find_run`.
 
     Of a run it is the checkpoint that `export.checkpoint` selects. Raises ConfigError when there is no such run,
     CheckpointError when the run has no complete checkpoint.
     """
-    path = Path(text).resolve()
-    if (path / "manifest.json").is_file() and path.parent.name == "checkpoints":
-        return RunDir(path.parents[1]), path
+    if (found := checkpoint_at(text)) is not None and found[0] is not None:
+        return found[0], found[1]
     run = find_run(text)
     # The same choice as the task `export`; a run that was interrupted may have no announced checkpoint yet.
     known = announced(run)

@@ -51,6 +51,7 @@ EXECUTED = (
     "docs/how-to/use-from-python.md",
     "docs/how-to/write-a-config.md",
     "docs/how-to/sweep.md",
+    "docs/how-to/verify-a-run.md",
 )
 BASE = {
     "model": {"path": "model.onnx"},

@@ -44,8 +44,11 @@ if TYPE_CHECKING:
     from onward.trainer.export.onnx_runner import EvaluationData
 
 
-def train_rank(run: RunDir) -> int:
-    """Train as one rank of the current attempt. Every rank of the job calls it."""
+def train_rank(run: RunDir, *, until: int = 0) -> int:
+    """Train as one rank of the current attempt. Every rank of the job calls it.
+
+    until: stop, with a checkpoint, after this step; 0 = train to the end.
+    """
     # The `train` task counts the attempts; a job that was started by hand begins the first one itself.
     if launched_rank() in (None, 0) and not run.current_attempt:
         run.begin_attempt()
@@ -75,8 +78,11 @@ def train_rank(run: RunDir) -> int:
     from onward.trainer.distributed.arithmetic import named_if_not_deterministic
     from onward.trainer.loop import train
 
+    def stop_requested() -> bool:
+        return stop.requested or 0 < until <= heartbeat.step
+
     with named_if_not_deterministic():
-        result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=lambda: stop.requested)
+        result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=stop_requested)
     # This file is the only proof of success; the exit status of mpirun is none.
     if mpi.rank == 0:
         write_record(run.result(attempt), result)
@@ -233,6 +239,8 @@ def main() -> int:
     ):
         command = commands.add_parser(name, help=summary)
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
+        if name == "train":
+            command.add_argument("--until", type=int, default=0, help="stop after this step; 0 = train to the end")
         if name in ("export", "training", "variant", "compare"):
             command.add_argument("what", help="directory of the checkpoint, kind of variant, or the served file")
             command.add_argument("--folder", type=Path, help="directory of the exported file; default: RUN_DIR/export")
@@ -255,7 +263,7 @@ def main() -> int:
     if arguments.command in ("export", "training"):
         training, folder = arguments.command == "training", arguments.folder or arguments.run.export
         return export_file(arguments.run, Path(arguments.what), folder=folder, training=training)
-    return train_rank(arguments.run)
+    return train_rank(arguments.run, until=arguments.until)
 
 
 if __name__ == "__main__":

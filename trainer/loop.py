@@ -180,7 +180,8 @@ def train(
         checkpoints.previous = checkpoint.certificate
     check_copies(parts, mpi, beat=heartbeat.beat)  # nothing is broadcast: every rank has read its own parts
     shown = {"num_samples": num_samples, "num_parameters": model.num_parameters, "compute": config.precision.compute}
-    events.emit("start", state.step, num_steps=num_steps, resumed=resumed, damaged=damaged, **shown)
+    from_where = {"resumed": resumed, "damaged": damaged, "certificate": checkpoints.previous}
+    events.emit("start", state.step, num_steps=num_steps, **shown, **from_where)
     if state.step == 0:
         state = state.evaluated(evaluate(0)).counted(config)
 

@@ -25,6 +25,7 @@ from onward.flows.api import (
 )
 from onward.flows.first_config import init
 from onward.flows.sweeps.api import resume_sweep, sweep, sweeps
+from onward.flows.verify_run import replay, verify
 from onward.trainer.errors import (
     CheckpointError,
     ConfigError,
@@ -67,6 +68,7 @@ __all__ = [
     "init",
     "plan",
     "promote",
+    "replay",
     "resume",
     "resume_sweep",
     "run",
@@ -75,5 +77,6 @@ __all__ = [
     "sweep",
     "sweeps",
     "to_module",
+    "verify",
     "write",
 ]

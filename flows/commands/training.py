@@ -1,14 +1,15 @@
-"""Commands that train, that show runs, and that clean up after them: run, resume, status, runs, clean."""
+"""Commands that train, show and verify runs, and clean up after them: run, resume, status, runs, verify, clean."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onward.flows import api
+from onward.flows import api, verify_run
 from onward.flows.commands.common import ConfigFile, Json, Overrides, RunName, StopOverrides, print_facts, print_json
+from onward.trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from onward.flows.run_status import RunOutcome
@@ -38,6 +39,56 @@ def resume(
     and the same MLflow run. A run that ended early by [stop] goes on if its limit is raised.
     """
     _show(api.resume(run, overrides or (), from_start=from_start), as_json=as_json)
+
+
+def verify(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run as in `onward status`, or a checkpoint directory."),
+    ] = "last",
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Also train from one kept checkpoint to the next, and compare every bit.")
+    ] = False,
+    from_step: Annotated[
+        int | None,
+        typer.Option(
+            "--from",
+            min=0,
+            help="With --replay: the checkpoint to begin at; 0 = the ONNX file. Default: the last but one.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Read checkpoints again and check their digests and certificates.
+
+    A certificate has digests of weights, optimizer, position, configuration, data and model, and the digest of the
+    certificate before. With `--replay` a part of the run is trained again in a scratch directory, in the same layout;
+    it must reach the same bits.
+    """
+    from onward.flows.certificates import facts_of_replay, rows_of_check
+    from onward.flows.report import table
+
+    checked = verify_run.verify(source)
+    problems = list(checked.problems)
+    facts: dict[str, Any] = checked.model_dump(mode="json")
+    if not as_json:
+        table(
+            rows_of_check(checked),
+            heads=("checkpoint", "goes on from", "certificate", "weights", "optimizer", "result"),
+        )
+    if replay and not problems:
+        replayed = verify_run.replay(source, from_step=from_step)
+        problems += replayed.differences
+        facts |= {"replay": replayed.model_dump(mode="json"), "problems": problems}
+        if not as_json:
+            print_facts(facts_of_replay(replayed), as_json=False)
+    if as_json:
+        print_json(facts)
+    for problem in problems:
+        print(f"  - {problem}", file=sys.stderr)
+    if problems:
+        raise typer.Exit(CheckpointError.exit_code)
 
 
 def status(run: RunName = "last", as_json: Json = False) -> None:

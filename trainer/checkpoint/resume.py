@@ -9,6 +9,7 @@ A run that has only damaged checkpoints is refused: beginning again at step 0 is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from typing import NamedTuple
@@ -19,9 +20,11 @@ from onward.trainer.checkpoint.manifest import Beat
 from onward.trainer.checkpoint.retention import list_checkpoints, list_damaged, step_in
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, all_damaged
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.errors import CheckpointError
+from onward.trainer.errors import CheckpointError, OnwardError
 from onward.trainer.events import read_events
+from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import read_record
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ def find_resume_point(run: RunDir, *, mpi: MPIContext, step_before: int = 0, bea
     damaged = tuple(sorted((name for name in everywhere if step_in(name) > step), key=_age, reverse=True))
     if damaged and checkpoint is None:
         raise all_damaged(run, damaged, next(iter(refused.values()), ""))
-    reached = max(step_before, _last_logged_step(run))
+    reached = max(step_before, _last_step(run))
     return ResumePoint(checkpoint, damaged, _sentence(run, checkpoint, damaged, reached))
 
 
@@ -84,9 +87,14 @@ def _age(name: str) -> tuple[int, str]:
     return len(name), name
 
 
-def _last_logged_step(run: RunDir) -> int:
+def _last_step(run: RunDir) -> int:
+    """Return the last step of the attempts before: from the record of how the last one ended, and the event log."""
     size = run.events.stat().st_size if run.events.exists() else 0
-    return max((event.step for event, _ in read_events(run.events, max(0, size - TAIL_BYTES))), default=0)
+    steps = [event.step for event, _ in read_events(run.events, max(0, size - TAIL_BYTES))]
+    ending = run.ending(run.current_attempt - 1)
+    with contextlib.suppress(OnwardError, OSError):  # absent or damaged; the log alone may be some steps behind
+        steps.append(read_record(ending, AttemptEnding).step)
+    return max(steps, default=0)
 
 
 def _sentence(run: RunDir, checkpoint: VerifiedCheckpoint | None, damaged: tuple[str, ...], reached: int) -> str:

@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 
 from onward.trainer.checkpoint import consistency
+from onward.trainer.checkpoint.chain import check_checkpoint
 from onward.trainer.checkpoint.consistency import check_copies
 from onward.trainer.checkpoint.load import load, verify_together
 from onward.trainer.checkpoint.manifest import (
@@ -301,6 +302,18 @@ def test_saved_in_any_layout_comes_back_in_any_other_on_any_number_of_ranks(
         assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in model().items()}
         assert state == position(state.step)
         assert checkpoint.shapes == {name: tuple(tensor.shape) for name, tensor in model().items()}
+
+
+@pytest.mark.mpi
+def test_the_certificate_of_the_same_tensors_is_the_same_in_every_layout(
+    in_layouts: tuple[RunDir, list[list[str]]],
+) -> None:
+    paths = [in_layouts[0].checkpoint(step) for step in range(1, len(LAYOUTS))]
+    certificates = [read_manifest(path).certificate for path in paths]
+    assert len({each.weights for each in certificates if each}) == 1
+    assert len({each.optimizer for each in certificates if each}) == 1
+    assert len({each.position for each in certificates if each}) == len(paths), "each is of another step"
+    assert not [check_checkpoint(path).problems for path in paths if check_checkpoint(path).problems]
 
 
 @pytest.mark.mpi

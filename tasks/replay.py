@@ -1,0 +1,151 @@
+"""Compute a part of a run again, from one of its checkpoints to the next, and compare the results bit for bit.
+
+    RUN/checkpoints/step-40 --hard links--> SCRATCH/checkpoints/step-40 --ranks train--> SCRATCH/checkpoints/step-60
+    RUN/checkpoints/step-60 <-------------------- the same bits? ----------------------------------'
+
+The run directory is only read. The scratch directory is under ONWARD_HOME, where all hosts see it, and is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from onward.infra import mpirun
+from onward.tasks.attempt import Attempt
+from onward.tasks.attempt_failure import describe, failure
+from onward.tasks.train import mpi_job
+from onward.trainer.checkpoint.certificate import NO_DIGEST, Certificate
+from onward.trainer.checkpoint.chain import COMPUTED
+from onward.trainer.checkpoint.retention import list_checkpoints, step_in
+from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verify
+from onward.trainer.data.reading.fetching import restore_copies
+from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, Stopped
+from onward.trainer.run.directory import RunDir, onward_home, read_config, read_settings
+from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
+
+
+class Replay(Record):
+    """A part of a run that was computed again."""
+
+    run: str
+    from_step: int
+    to_step: int
+    certificate: Certificate
+    """Of the checkpoint that the run has saved."""
+    replayed: Certificate
+    """Of the one that the replay has reached; `previous` is that of `from_step`."""
+    differences: tuple[str, ...] = ()
+    """The first tensors that differ, with numbers; () = the same bits."""
+
+
+def replay(run: RunDir, *, from_step: int | None = None) -> Replay:
+    """Train from the checkpoint of `from_step` to the next one that is kept, in the same layout; compare both.
+
+    from_step: 0 = from the ONNX file; None = from the last but one. Raises CheckpointError when there are no two such
+    checkpoints or one of them is damaged, ConfigError for a step that is not kept, and the errors of the ranks.
+    """
+    start, stop = choose([step_in(path.name) for path in list_checkpoints(run)], from_step, run)
+    restore_copies(run)
+    saved = verify(run.checkpoint(stop))
+    if saved.manifest.certificate is None:
+        raise CheckpointError(f"{saved.path} has no certificate: an earlier version has saved it")
+    with scratch_run(run, start) as scratch:
+        reached = verify(train_until(scratch, stop))
+        assert reached.manifest.certificate is not None, "this version has saved it"
+        return Replay(
+            run=run.root.name,
+            from_step=start,
+            to_step=stop,
+            certificate=saved.manifest.certificate,
+            replayed=reached.manifest.certificate,
+            differences=tuple(_differences(saved, reached)),
+        )
+
+
+def choose(steps: Sequence[int], from_step: int | None, run: RunDir) -> tuple[int, int]:
+    """Return the step to begin at, and the one to reach. steps: of the kept checkpoints, in order."""
+    kept = f"run {run.root.name} keeps the checkpoints of steps {', '.join(map(str, steps)) or 'none'}"
+    if from_step is None:
+        if len(steps) < 2:
+            raise CheckpointError(
+                f"{kept}, and a replay needs two: raise checkpoint.keep_newest, or use --from 0, which trains from the "
+                "ONNX file to the first one"
+            )
+        return steps[-2], steps[-1]
+    if from_step and from_step not in steps:
+        raise ConfigError(f"--from {from_step}: {kept}; name one of them, or 0")
+    later = [step for step in steps if step > from_step]
+    if not later:
+        raise ConfigError(f"--from {from_step}: {kept}, and none after it, which the replay could be compared with")
+    return from_step, later[0]
+
+
+@contextlib.contextmanager
+def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
+    """Yield a run directory in which the run stands at step `start`; delete it afterwards."""
+    onward_home().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=onward_home(), prefix=".replay-") as name:
+        scratch = RunDir(Path(name) / run.root.name)
+        scratch.checkpoints.mkdir(parents=True)
+        settings = read_settings(run)
+        saving = settings.checkpoint.model_copy(update={"period": 0})  # only at the step to reach
+        write_record(scratch.config, settings.model_copy(update={"checkpoint": saving}))
+        identity = read_record(run.identity, RunIdentity)
+        nowhere = {"mlflow_run_id": "", "mlflow_url": "", "prefect_url": "", "tracking_uri": ""}
+        write_record(scratch.identity, identity.model_copy(update=nowhere))
+        if run.remote.exists():
+            shutil.copyfile(run.remote, scratch.remote)
+        for folder, copied in ((run.quantized, scratch.quantized), (run.teacher, scratch.teacher)):
+            if folder.is_dir():
+                shutil.copytree(folder, copied)
+        if not (run.shards / "manifest.json").exists():
+            raise ConfigError(
+                f"{run.shards} leads to no shards: they were deleted; `onward resume {run.root.name}` makes them again"
+            )
+        scratch.shards.symlink_to(run.shards.resolve(), target_is_directory=True)
+        if start:
+            shutil.copytree(run.checkpoint(start), scratch.checkpoint(start), copy_function=_link_or_copy)
+        yield scratch
+
+
+def train_until(run: RunDir, step: int) -> Path:
+    """Train to the end of a step and save; return the checkpoint. Raises the error of the ranks."""
+    config = read_config(run)
+    attempt = Attempt.begin(run, config)
+    job = mpi_job(run, config, attempt=attempt.number)
+    try:
+        outcome = dataclasses.replace(job, module=(*job.module, "--until", str(step))).run()
+    except mpirun.LaunchError as error:
+        raise RuntimeUnavailable(str(error)) from error
+    if outcome.reason == "stopped":
+        raise Stopped("the replay was stopped; the run is unchanged")
+    if not run.result(attempt.number).exists():
+        raise failure(run, attempt.end(outcome, config), describe(outcome, config))
+    return run.checkpoint(step)
+
+
+def _differences(saved: VerifiedCheckpoint, reached: VerifiedCheckpoint) -> list[str]:
+    one, other = saved.manifest.certificate, reached.manifest.certificate
+    assert one is not None
+    assert other is not None
+    keys = [key for key in (*COMPUTED, "config", "data", "model") if getattr(one, key) != getattr(other, key)]
+    # a directory of an earlier version may lack a record
+    keys = [key for key in keys if NO_DIGEST not in (getattr(one, key), getattr(other, key))]
+    if not keys:
+        return []
+    from onward.trainer.checkpoint.differences import differences  # imports torch
+
+    return [f"other {', '.join(keys)}", *differences(saved, reached)]
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)

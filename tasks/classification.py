@@ -14,7 +14,7 @@ KILLED_FROM_OUTSIDE = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP", "SIG
 """Signals by which a scheduler or a person asks a process to end."""
 
 STORAGE = re.compile(
-    r"\[Errno (5|28|30|116|122)\]|No space left on device|Input/output error|Read-only file system|"
+    r"\[Errno (5|27|28|30|116|122)\]|No space left on device|File too large|Input/output error|Read-only file system|"
     r"Stale (NFS )?file handle|Disk quota exceeded"
 )
 SERVER = re.compile(r"(ConnectionError|ConnectionRefusedError|ConnectTimeout|ReadTimeout|HTTPError|URLError)\b")

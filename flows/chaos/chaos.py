@@ -83,7 +83,11 @@ def _soak(soak: Soak, plan: list, config: str, mtbf_s: float, seed: int) -> Acco
             soak.pending = list(plan)
             try:
                 while soak.pending:
+                    before = len(soak.pending)
                     rounds.append(_measured(soak, points))
+                    if len(soak.pending) == before:
+                        kinds = ", ".join(sorted({fault.kind for fault in soak.pending}))
+                        raise GaveUp(f"a whole run passed before one of these faults came: {kinds}; lower --mtbf")
             except GaveUp as error:
                 problems.append(str(error))
             states = _with_states(soak.commands)
@@ -91,6 +95,7 @@ def _soak(soak: Soak, plan: list, config: str, mtbf_s: float, seed: int) -> Acco
         for process in scene.processes() if sys.exc_info()[0] else ():
             process.kill()
     left = until_gone(scene.processes, ORPHAN_S)
+    problems += soak.problems
     problems += [f"left after the last command: {described(process)}" for process in left]
     account = make_account(
         config=config,

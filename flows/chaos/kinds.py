@@ -101,11 +101,13 @@ def _pause(
 
 
 def _kill_guard(scene: Scene, choice: float) -> str:
-    return f"guard, {_send(scene.guard(), signal.SIGKILL)}"
+    guards = scene.guards()
+    return f"guard, {_send(guards[int(choice * len(guards))], signal.SIGKILL)}"
 
 
 def _kill_guard_and_flow(scene: Scene, choice: float) -> str:
-    return f"{_kill_guard(scene, choice)}; {_to_flow(signal.SIGKILL, scene, choice)}"
+    told = [_send(guard, signal.SIGKILL) for guard in scene.guards()]
+    return f"{len(told)} guards; {_to_flow(signal.SIGKILL, scene, choice)}"
 
 
 def _kill_exporter(scene: Scene, choice: float) -> str:
@@ -302,8 +304,8 @@ KINDS: dict[str, Kind] = {
         partial(_pause, lambda scene, choice: [scene.mpirun()], SHORT_S),
         ends="nothing",
     ),
-    "guard-kill": Kind("SIGKILL to the guard of the job", _kill_guard, ends="nothing"),
-    "guard-and-flow-kill": Kind("SIGKILL to the guard and the flow", _kill_guard_and_flow, ends="flow", states=KILLED),
+    "guard-kill": Kind("SIGKILL to a guard of the job", _kill_guard, ends="nothing"),
+    "guard-and-flow-kill": Kind("SIGKILL to all guards and the flow", _kill_guard_and_flow, ends="flow", states=KILLED),
     "flow-kill": Kind("SIGKILL to the flow", partial(_to_flow, signal.SIGKILL), ends="flow", states=KILLED),
     "flow-kill-start": Kind(
         "SIGKILL to the flow before it trains", partial(_to_flow, signal.SIGKILL), "start", "flow", states=KILLED

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import psutil
 
+from onward.infra import job_guard
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, last_beat, read_events
 from onward.trainer.run.directory import RunDir
@@ -21,7 +22,7 @@ TAG = "ONWARD_CHAOS"
 """The environment variable that every process of a soak inherits."""
 Phase: TypeAlias = Literal["start", "train", "export"]
 """`start`: from the start of a command until the ranks have made a step. `export`: once training is done."""
-SERVICE_WORDS = ("onward.infra.supervisor", "prefect", "uvicorn", "prefect.server.api.server:create_app")
+SERVICE_WORDS = ("onward.infra.supervisor", "onward.infra.guarded_server")
 
 
 class NoTarget(Exception):
@@ -112,21 +113,20 @@ class Scene:
             raise NoTarget("mpirun has ended")
         return parent
 
-    def guard(self) -> psutil.Process:
-        """Return the process that ends the job when the flow is killed."""
-        for process in self.processes():
-            words = _command(process)
-            if any(Path(word).name == "mpirun.py" for word in words):
-                return process
-        raise NoTarget("there is no guard")
+    def guards(self) -> list[psutil.Process]:
+        """Return the processes that end the job when the flow is killed. Raises NoTarget without any."""
+        name = Path(job_guard.__file__).name
+        found = [each for each in self.processes() if any(Path(word).name == name for word in _command(each))]
+        if not found:
+            raise NoTarget("there is no guard")
+        return found
 
     def server(self) -> list[psutil.Process]:
-        """Return the processes of the Prefect server, without its supervisor."""
-        return [*self.having("prefect", "server", "start"), *self._below_server()]
-
-    def _below_server(self) -> Iterator[psutil.Process]:
-        for process in self.having("prefect", "server", "start"):
-            yield from process.children(recursive=True)
+        """Return the processes of the Prefect server, without its supervisor. Raises NoTarget without any."""
+        (supervisor, *_) = self.having("onward.infra.supervisor", "prefect")
+        if not (found := supervisor.children(recursive=True)):
+            raise NoTarget("the Prefect server does not run")
+        return found
 
     # -- files
 

@@ -29,6 +29,8 @@ ORPHAN_S = 15.0
 """How long after the end of a flow its processes may take to end."""
 RECOVERY_S = 300.0
 """How long the run may take until it works again after a fault; then it is killed, and the soak ends."""
+TRIES = 20
+"""How often a fault is tried that finds no target, before others come first."""
 FRUITLESS = 4
 """Commands in a row without a step; then the soak ends."""
 
@@ -48,6 +50,9 @@ class Soak:
     say: Callable[[str], None] = lambda line: None
     faults: list[Fault] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    tries: dict[int, int] = field(default_factory=dict)
+    """Number of a planned fault -> how often it found no target."""
     rounds: int = 0
     open: Fault | None = None
     """The fault from which the run has not recovered yet."""
@@ -158,8 +163,8 @@ class Soak:
         attempt, step, at = scene.attempt, scene.step, time.time()
         try:
             target = kind.inject(scene, planned.choice)
-        except (NoTarget, FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
-            self.ready_at = max(self.ready_at, time.monotonic() - planned.wait_s + 0.2)  # tried again in 0.2 s
+        except (NoTarget, FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess) as error:
+            self._postpone(planned, str(error))
             return
         self.pending.remove(planned)
         self.step_after = scene.step
@@ -174,6 +179,17 @@ class Soak:
             step=step,
         )
         self.say(f"fault {planned.number}: {planned.kind} ({target}), step {step}")
+
+    def _postpone(self, planned: PlannedFault, why: str) -> None:
+        """Try again in 0.2 s; behind all others if that was in vain for some time, and at last not at all."""
+        tries = self.tries[planned.number] = self.tries.get(planned.number, 0) + 1
+        self.ready_at = time.monotonic() - planned.wait_s + 0.2
+        if tries % TRIES == 0:
+            self.pending.remove(planned)
+            if tries < 3 * TRIES:
+                self.pending.append(planned)
+            else:
+                self.problems.append(f"fault {planned.number} ({planned.kind}) found no target: {why}")
 
     def _follow(self, fault: Fault) -> None:
         """Note what came of the open fault; close it once the run works again."""
@@ -221,8 +237,7 @@ class Soak:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if self.open is None:
-            if told:
-                raise GaveUp(f"{len(told)} processes were left {ORPHAN_S:g} s after a command: {'; '.join(told)}")
+            self.problems += [f"left {ORPHAN_S:g} s after a command: {each}" for each in told]
             return
         fault = self.open.model_copy(update={"orphans": told})
         if status:

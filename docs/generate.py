@@ -263,15 +263,24 @@ def _fields(record: Any) -> list[str]:
 
 
 def errors() -> str:
-    """The error tree with the exit status of each class."""
+    """The exit statuses with what to do, and the error tree."""
+    from onward.flows.cli import EXIT_STATUS, REMEDY
     from onward.trainer import errors as module
 
     lines = [
         "# Errors and exit status",
         "",
-        "Every command ends with one of these. 0 is success, 130 is Ctrl-C. A message states what happened, the",
-        "numbers, and what to do. With `--json` the error is an object with the keys `error`, `problems` and",
-        "`exit_code`.",
+        "Every command ends with one of these. A message states what happened, the numbers, and what to do. With",
+        "`--json` the error is an object with the keys `error`, `problems` and `exit_code`.",
+        "",
+        "| exit status | meaning | what to do |",
+        "|---|---|---|",
+        *(f"| {status} | {_cell(meaning)} | {_cell(REMEDY[status])} |" for status, meaning in EXIT_STATUS.items()),
+        "",
+        "A status of 128 + n is signal number n; 137 is SIGKILL, after which no process could say anything: `onward",
+        "status last` shows what is left, and `onward resume last` continues.",
+        "[Resume and retry](../how-to/resume-and-retry.md#exit-status-and-states) has the states that a run then has in",
+        "Prefect, in MLflow and in `onward status`.",
         "",
         "| exit status | error | meaning |",
         "|---|---|---|",

@@ -160,8 +160,10 @@ def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool 
 
 
 def _train(config: RunConfig, *, resume: str = "") -> RunOutcome:
-    from onward.flows.local_run import create_flow_run, prefect_server, readable_log, run_to_end
+    from onward.flows.flow_log import flow_log
+    from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
+    from onward.flows.runs import how_to_continue, may_continue
 
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
     with exit_on_sigterm(), prefect_server():
@@ -170,11 +172,12 @@ def _train(config: RunConfig, *, resume: str = "") -> RunOutcome:
         run, flow_run = create_flow_run(config, resume=resume)
         print(f"onward: run {run.root}", file=sys.stderr)
         try:
-            with readable_log(run), live_progress(run):
+            with flow_log(run) as terminal, live_progress(run, stream=terminal):
                 exported = run_to_end(flow_run, config, resume=resume)
-        except BaseException:
-            if run.identity.exists():
-                print(f"onward: to continue from the newest checkpoint: onward resume {run.root.name}", file=sys.stderr)
+        except BaseException as error:
+            close_flow_run(flow_run, error)
+            if run.identity.exists() and may_continue(error):
+                print(f"onward: {how_to_continue(run)}", file=sys.stderr)
             raise
     return outcome_of(run, config, exported)
 

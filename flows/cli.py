@@ -33,9 +33,29 @@ EXIT_STATUS = {
     70: "training failed; `onward resume` continues from the newest checkpoint",
     72: "a newer attempt has taken over the run directory",
     75: "stopped after saving a checkpoint; `onward resume` continues",
-    130: "interrupted by Ctrl-C",
+    130: "stopped by Ctrl-C after saving a checkpoint, if training had begun; `onward resume` continues",
+    143: "stopped by SIGTERM after saving a checkpoint, if training had begun; `onward resume` continues",
 }
 """Exit status -> its meaning, as help texts list it."""
+REMEDY = {
+    0: "",
+    1: "report it, with the file that the message names: it has the traceback",
+    2: "correct each thing that is listed; nothing was started or written",
+    3: "correct what is listed, such as a full disk or a port in use; then `onward resume`, or the command again",
+    4: "if a disk failed or is full, mend that, then `onward resume`: an earlier checkpoint is used. If all are damaged "
+    "or belong to another model, start a new run",
+    5: "the checkpoints are unchanged: read which check failed, by how much, and change `[export]` or the model",
+    6: "a resume would diverge again: lower `optimizer.learning_rate`, clip gradients (`train.clip_norm`), "
+    "or examine the data of the step that is named; start a new run",
+    7: "change what the message lists, such as `train.gradient_accumulation_steps`, and start a new run",
+    8: "correct the labels or ids in the data, and start a new run",
+    70: "read the cause (`onward status`), then `onward resume`",
+    72: "nothing: the newer attempt has the run. `onward status` shows it",
+    75: "`onward resume`, when it should go on",
+    130: "`onward resume`, when it should go on",
+    143: "`onward resume`, when it should go on",
+}
+"""Exit status -> what to do, as the reference lists it."""
 
 
 def help_text(command: Callable[..., None]) -> str:
@@ -57,10 +77,10 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
             notes(
                 "onward run squeezenet-digits",
                 "onward run digits.toml train.num_epochs=2 launch.retries=3",
-                exits=(0, 2, 3, 4, 5, 6, 7, 8, 70, 72, 75, 130),
+                exits=(0, 2, 3, 4, 5, 6, 7, 8, 70, 72, 75, 130, 143),
             ),
         ),
-        (training.resume, notes("onward resume last", exits=(0, 2, 3, 4, 5, 6, 7, 8, 70, 72, 75, 130))),
+        (training.resume, notes("onward resume last", exits=(0, 2, 3, 4, 5, 6, 7, 8, 70, 72, 75, 130, 143))),
         (
             proposal.init,
             notes(
@@ -76,7 +96,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
                 "onward sweep digits.toml optimizer.learning_rate=1e-4,3e-4,1e-3",
                 "onward sweep digits.toml 'optimizer.learning_rate=log(1e-5, 1e-2)' --trials 20 --prune",
                 "onward sweep --resume last",
-                exits=(0, 2, 3, 5, 70, 75, 130),
+                exits=(0, 2, 3, 5, 70, 75, 130, 143),
             ),
         ),
         (training.status, notes("onward status", "onward status 0de13422", exits=(0, 2))),

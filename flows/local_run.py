@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import os
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from onward.flows.runs import command_to_continue, end_mlflow_run, is_running, run_directory_of
+import psutil
+
+from onward.flows.flow_log import flow_log
+from onward.flows.runs import end_mlflow_run, how_to_continue, is_running, run_directory_of
 from onward.infra import service_definitions, services
+from onward.infra.mpirun import boot_id
+from onward.infra.tracking import Status
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import RuntimeUnavailable, Stopped
+from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.ending import ending_of
 from onward.trainer.run.private_home import make_private
 from onward.trainer.run.records import ExportedModel, read_record
 from onward.trainer.run.sweeps import Sweep, SweepDir
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
+    from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
+CREATOR = "onward.process"
+"""The entry of a flow run's context with the process that has created it."""
 ORPHAN_RECHECK_S = 2.0
 """Seconds between the two checks that no process runs a flow run. A flow that is just ending releases its lock some
 moments before it reports its final state."""
@@ -97,23 +108,58 @@ def create_flow_run(config: RunConfig, *, resume: str = "") -> tuple[RunDir, Flo
             name=config.name,
             parameters={**dict(config), "resume": resume},
             tags=[config.model.path.stem, Path(config.data.source).name],
+            context={CREATOR: this_process()},
             state=Pending(),
         )
     return run_directory_of(flow_run.id, {"resume": resume}), flow_run
 
 
+def close_flow_run(flow_run: FlowRun, error: BaseException) -> None:
+    """Give a flow run a final state if an error has ended it before it could report one itself.
+
+    That is an error between its creation and its first task, or a signal outside of the flow's own handler.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.states import Cancelled, Failed
+
+    asked = isinstance(error, KeyboardInterrupt | SystemExit)
+    with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # the error itself must be shown
+        state = client.read_flow_run(flow_run.id).state
+        if state is None or not state.is_final() or (asked and state.is_crashed()):
+            what = "before the run began, or after its last task"
+            closed: State[object] = Cancelled(message=f"stopped {what}") if asked else Failed(message=str(error))
+            client.set_flow_run_state(flow_run.id, closed, force=True)
+
+
+def this_process() -> dict[str, Any]:
+    """Return what identifies this process among all that this machine ever runs."""
+    me = psutil.Process()
+    return {"host": socket.gethostname(), "boot": boot_id(), "pid": me.pid, "started": me.create_time()}
+
+
+def is_gone(creator: Mapping[str, Any] | None) -> bool:
+    """Return whether a process of `this_process` has ended; False for an unknown one and one of another machine."""
+    if not creator or creator.get("host") != socket.gethostname():
+        return False
+    if creator.get("boot") != boot_id():
+        return True
+    try:
+        return bool(psutil.Process(creator["pid"]).create_time() != creator["started"])
+    except psutil.NoSuchProcess:
+        return True
+
+
 def mark_orphaned_runs_crashed() -> None:
-    """Set flow runs without a process to Crashed in Prefect and KILLED in MLflow.
+    """Set flow runs without a process to Crashed in Prefect and KILLED in MLflow, and their tasks with them.
 
     When a flow's process is killed, or the machine loses power, Prefect goes on showing the run as running, and the
-    run uses up its deployment's concurrency limit of 1.
+    run uses up its deployment's concurrency limit of 1. A run that was killed before it began is shown as pending.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
     from prefect.client.schemas.responses import SetStateStatus
-    from prefect.states import Crashed
 
-    types = ["RUNNING", "CANCELLING"]
+    types = ["PENDING", "RUNNING", "CANCELLING"]
     running = {"state": {"type": {"any_": types}}}
     started_before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=10)
     with get_client(sync_client=True) as client:
@@ -124,8 +170,8 @@ def mark_orphaned_runs_crashed() -> None:
         orphans = [
             (flow_run.id, run)
             for flow_run in shown
-            if (run := run_directory_of(flow_run.id, flow_run.parameters)).root.exists()  # else another machine runs it
-            and not is_running(run)
+            if not is_running(run := run_directory_of(flow_run.id, flow_run.parameters))
+            and _may_be_orphan(flow_run, run)
             # A flow run that has just started may not have locked its run directory yet.
             and (flow_run.start_time or started_before) <= started_before
         ]
@@ -136,32 +182,80 @@ def mark_orphaned_runs_crashed() -> None:
             state = client.read_flow_run(flow_run_id).state
             if is_running(run) or state is None or state.type.value not in types:
                 continue
-            message = f"the process was killed; to continue: {command_to_continue(run)}"
-            crashed: State[object] = Crashed(message=message)
+            final, status = _how_it_ended(flow_run_id, run)
             # Prefect rejects Cancelling -> Crashed unless it is forced. For other states its rejection is wanted: the
             # run has reported its own final state in the meantime.
-            result = client.set_flow_run_state(flow_run_id, crashed, force=state.is_cancelling())
+            result = client.set_flow_run_state(flow_run_id, final, force=state.is_cancelling())
             if result.status == SetStateStatus.ACCEPT:
-                end_mlflow_run(run, "KILLED")
+                _mark_tasks_crashed(client, flow_run_id)
+                end_mlflow_run(run, status)
+
+
+def _how_it_ended(flow_run_id: UUID, run: RunDir) -> tuple[State[object], Status]:
+    """Return the final state of a flow run without a process, in Prefect and in MLflow.
+
+    It has recorded how it ended if only Prefect's server could not be told, such as on a full disk; else it was killed.
+    """
+    from prefect.states import Cancelled, Completed, Crashed, Failed
+
+    ending = ending_of(run)
+    if ending is None or ending.flow_run_id != str(flow_run_id):
+        return Crashed(message=f"the process was killed; {how_to_continue(run)}"), "KILLED"
+    message = "; ".join(ending.problems)
+    if ending.status == "completed":
+        return Completed(message=message), "FINISHED"
+    return (
+        (Cancelled(message=message), "KILLED") if ending.status == "cancelled" else (Failed(message=message), "FAILED")
+    )
+
+
+def _may_be_orphan(flow_run: FlowRun, run: RunDir) -> bool:
+    """Return whether a flow run that nothing runs belongs to this machine and is not about to begin."""
+    if flow_run.state_type and flow_run.state_type.value == "PENDING":
+        return is_gone(flow_run.context.get(CREATOR))  # a worker's, which has no such entry, is about to begin
+    return run.root.exists()
+
+
+def _mark_tasks_crashed(client: SyncPrefectClient, flow_run_id: UUID) -> None:
+    """Set the tasks to Crashed that a killed flow run has left running."""
+    from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
+    from prefect.states import Crashed
+
+    running = {"state": {"type": {"any_": ["PENDING", "RUNNING"]}}}
+    with contextlib.suppress(Exception):  # the state of the flow run is what counts
+        for task_run in client.read_task_runs(
+            flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [str(flow_run_id)]}}),
+            task_run_filter=TaskRunFilter.model_validate(running),
+        ):
+            crashed: State[object] = Crashed(message="the process was killed")
+            client.set_task_run_state(task_run.id, crashed, force=True)
 
 
 def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> ExportedModel:
     """Run a created flow run in this process. Call from the main thread, which receives the signals.
 
-    Raises Stopped when the run was cancelled or interrupted, else the error that made it fail.
+    Raises Stopped when the run was cancelled, KeyboardInterrupt after Ctrl-C, SystemExit after SIGTERM, else the error
+    that made it fail.
     """
     from prefect.flow_engine import run_flow
 
+    from onward.flows.ending import raise_stop, recorded
     from onward.flows.train_onnx import train_onnx
 
     parameters = {**dict(config), "resume": resume}
-    final_state = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
-    # a state and not a result, because a cancelled run has no result and must end as Stopped
-    state = cast("State[ExportedModel]", final_state)
-    if state.is_cancelled():
-        raise Stopped(state.message or "the run was stopped")
-    # Where an event loop runs, as in a notebook, Prefect would return a coroutine.
-    result: ExportedModel = state.result(_sync=True)  # type: ignore[call-overload]
+    run = run_directory_of(flow_run.id, parameters)
+    try:
+        final_state = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
+        # a state and not a result, because a cancelled run has no result and must end as Stopped
+        state = cast("State[ExportedModel]", final_state)
+        if state.is_cancelled():
+            raise_stop(run, state.message or "")
+        # Where an event loop runs, as in a notebook, Prefect would return a coroutine.
+        result: ExportedModel = state.result(_sync=True)  # type: ignore[call-overload]
+    except Exception as error:
+        if (own := recorded(error, run)) is error:
+            raise
+        raise own from error
     return result
 
 
@@ -172,33 +266,13 @@ def run_sweep(folder: SweepDir) -> None:
     """
     import prefect
 
+    from onward.flows.ending import raise_stop
     from onward.flows.sweep import sweep_onnx
 
     mark_orphaned_runs_crashed()
     name = read_record(folder.sweep, Sweep).name
-    with prefect.tags("sweep"), readable_log(RunDir(folder.root)):
+    with prefect.tags("sweep"), flow_log(RunDir(folder.root)):
         state = sweep_onnx(folder.root.name, name=name, return_state=True)
     if state.is_cancelled():
-        raise Stopped(state.message or "the sweep was stopped")
+        raise_stop(RunDir(folder.root), state.message or "")
     state.result(_sync=True)  # type: ignore[call-overload]
-
-
-@contextlib.contextmanager
-def readable_log(run: RunDir) -> Iterator[None]:
-    """Write Onward's own log lines to stderr, and all lines with tracebacks to RUN_DIR/flow.log."""
-    import prefect.main  # noqa: F401  this import configures the loggers that are changed below
-
-    run.root.mkdir(parents=True, exist_ok=True)
-    log_file = logging.FileHandler(run.root / "flow.log")
-    log_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    terminal = logging.StreamHandler()
-    terminal.setFormatter(logging.Formatter("%(message)s"))
-    terminal.addFilter(lambda record: record.name.startswith("onward."))
-    root = logging.getLogger()
-    before, root.handlers = root.handlers, [log_file, terminal]  # this removes Prefect's console handler
-    logging.getLogger("onward").setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root.handlers = before
-        log_file.close()

@@ -17,6 +17,7 @@ from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.ending import ending_of
 from onward.trainer.run.records import (
     AttemptResult,
     ExportedModel,
@@ -105,6 +106,7 @@ def describe(run: RunDir) -> RunStatus:
     """Return the status of a run, read from its directory alone."""
     identity = read_record(run.identity, RunIdentity)
     error = run.first_error(run.current_attempt)
+    ending = None if is_running(run) else ending_of(run)
     step, num_steps, values, confusions = _progress(run)
     newest = _newest_result(run)
     ended_early = newest.ended_early if newest and not is_running(run) else ""
@@ -123,7 +125,11 @@ def describe(run: RunDir) -> RunStatus:
         worst_classes=tuple(_worst(confusions, run)),
         rehearsal=read_record(run.rehearsal, Rehearsal).summary if run.rehearsal.exists() else "",
         trial=f"{trial.number} of sweep {trial.sweep_id}" if (trial := membership(run)) else "",
-        error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}" if error else "",
+        error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}"
+        if error
+        else "; ".join(ending.problems)
+        if ending and ending.status == "failed"
+        else "",
         data=_data(run),
         directory=str(run.root),
         model=str(read_record(run.exported, ExportedModel).path) if run.exported.exists() else "",
@@ -185,13 +191,16 @@ def _state(run: RunDir) -> State:
     # first, because a resumed run still has the files of its earlier attempts
     if is_running(run):
         return "running"
+    ending = ending_of(run)
     # Not from train.json: after a resume it still describes an earlier attempt.
     newest = _newest_result(run)
     # a run that ended early has an exported file, and may go on
     if run.exported.exists() and newest and newest.status == "done":
         return "exported"
-    if newest:
-        return "trained" if newest.status == "done" else "stopped"
+    if ending and ending.status == "failed":
+        return "failed"
+    if newest or ending:
+        return "trained" if newest and newest.status == "done" else "stopped"
     return "failed" if run.first_error(run.current_attempt) else "interrupted"
 
 

@@ -13,7 +13,18 @@ from onward.infra.service_state import try_lock
 from onward.infra.tracking import Status, Tracker
 from onward.trainer.checkpoint.retention import announced, discard, list_checkpoints, list_damaged
 from onward.trainer.checkpoint.verification import all_damaged, newest_complete
-from onward.trainer.errors import CheckpointError, ConfigError, OnwardError
+from onward.trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceAssertion,
+    Diverged,
+    Fenced,
+    OnwardError,
+    OutOfMemory,
+    Refused,
+    RuntimeUnavailable,
+    Stopped,
+)
 from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
 from onward.trainer.run.download_cleaning import Cleaned, clean
 from onward.trainer.run.local_copies import LocalCopies
@@ -39,6 +50,25 @@ def command_to_continue(run: RunDir) -> str:
         return f"onward sweep --resume {run.root.name}"
     trial = membership(run)
     return f"onward sweep --resume {trial.sweep_id}" if trial else f"onward resume {run.root.name}"
+
+
+def how_to_continue(run: RunDir) -> str:
+    """Return a clause with the command that continues a run or a sweep, and the step at which it goes on."""
+    command, saved = command_to_continue(run), list_checkpoints(run)
+    if not run.identity.exists():
+        return "nothing is trained yet: start it again"
+    if not command.startswith("onward resume"):
+        return f"to continue: {command}"
+    if not saved:
+        return f"no checkpoint is saved, so that it begins again at step 0: {command}"
+    return f"to continue from step {int(saved[-1].name.removeprefix('step-'))}: {command}"
+
+
+def may_continue(error: BaseException) -> bool:
+    """Return whether a run that this error has ended can go on as it is; a refused one would be refused again."""
+    if isinstance(error, Refused):
+        return isinstance(error, RuntimeUnavailable)
+    return not isinstance(error, Diverged | OutOfMemory | DeviceAssertion | Fenced | Stopped)  # Stopped says it itself
 
 
 @contextlib.contextmanager
@@ -72,8 +102,7 @@ def is_running(run: RunDir) -> bool:
 
 def end_mlflow_run(run: RunDir, status: Status) -> None:
     """Set the final status of the run's MLflow run, if there is one and MLflow can be reached."""
-    if run.identity.exists():
-        identity = read_record(run.identity, RunIdentity)
+    if run.identity.exists() and (identity := identity_of(run)) and identity.mlflow_run_id:
         with contextlib.suppress(TrackingError):  # Prefect and the run directory have the state too
             Tracker(identity.tracking_uri, identity.mlflow_run_id).set_status(status)
 

@@ -16,14 +16,15 @@ from typing import Any
 
 from prefect import State, flow, runtime
 from prefect.settings import get_current_settings
-from prefect.states import Cancelled
 
+from onward.flows.ending import Ending, raise_stop
 from onward.flows.sweeps import report
 from onward.flows.sweeps.trials import begin, result_of, train
 from onward.flows.train_onnx import end_mlflow_run_as
 from onward.infra.service_state import try_lock
 from onward.infra.tracking import Tracker
 from onward.trainer.errors import ConfigError, TrainingFailed
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
 from onward.trainer.run.sweeps import Sweep, SweepDir, SweepResult, best_of, describe_settings
 
@@ -47,7 +48,7 @@ def sweep_onnx(sweep: str, name: str = "sweep") -> SweepResult | State[Any]:
     """
     folder = SweepDir.of(sweep)
     plan = read_record(folder.sweep, Sweep)
-    with locked(folder):
+    with locked(folder), Ending(RunDir(folder.root)) as ending:
         identity = identify(folder, plan)
         tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
         for number in range(1, plan.num_trials + 1):
@@ -56,7 +57,7 @@ def sweep_onnx(sweep: str, name: str = "sweep") -> SweepResult | State[Any]:
                 log.info("trial %d of %d: %s", number, plan.num_trials, describe_settings(trial.settings))
                 state = train(trial, plan, identity)
                 if state is not None and state.is_cancelled() and not trial.run.pruned.exists():
-                    return Cancelled(message=f"stopped; to continue: onward sweep --resume {sweep}")
+                    raise_stop(trial.run, f"stopped; to continue: onward sweep --resume {sweep}")
                 trial = result_of(trial, plan, state, first=folder.trials()[0])
                 write_record(folder.trial(number), trial)
                 log.info("trial %d: %s", number, report.ending(trial, plan))
@@ -75,7 +76,7 @@ def sweep_onnx(sweep: str, name: str = "sweep") -> SweepResult | State[Any]:
             state = train(best, plan, identity, exports=True)
             assert state is not None
             if state.is_cancelled():
-                return Cancelled(message=f"stopped; to continue: onward sweep --resume {sweep}")
+                raise_stop(best.run, f"stopped; to continue: onward sweep --resume {sweep}")
             exported: ExportedModel = state.result()
             write_record(
                 folder.result,
@@ -88,6 +89,7 @@ def sweep_onnx(sweep: str, name: str = "sweep") -> SweepResult | State[Any]:
                 ),
             )
         return read_record(folder.result, SweepResult)
+    return ending.cancelled  # Ctrl-C, SIGTERM, or Stopped
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from onward.flows.approval import ask_for_approval
-from onward.flows.runs import command_to_continue, end_mlflow_run, locked, run_directory_of
+from onward.flows.ending import Ending
+from onward.flows.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
 from onward.infra.tracking import Status
 from onward.tasks.checkpoint import checkpoint as keep_checkpoints
 from onward.tasks.configure import configure
@@ -48,7 +49,7 @@ from onward.trainer.config.sections.training import (
     ScheduleConfig,
     TrainConfig,
 )
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, Stopped
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, TrainResult, read_record
 from onward.trainer.run.sweeps import Pruned, membership
@@ -121,7 +122,7 @@ def train_onnx(
         return Cancelled(message=f"skipped: the scheduled start was over {MISSED_AFTER} ago")
     run = run_directory(resume)
     # for the whole flow: a retry or a resume in another process must not work in the same directory
-    with locked(run):
+    with locked(run), Ending(run) as ending:
         configure(run, settings)
         init_runtime(run)
         shard_data(run)
@@ -140,15 +141,16 @@ def train_onnx(
                 *(command_to_continue(run), type(error).__name__, error),
             )
         if trained.is_cancelled() and run.pruned.exists():
-            return Cancelled(message=read_record(run.pruned, Pruned).reason)
+            raise Stopped(read_record(run.pruned, Pruned).reason)
         if trained.is_cancelled():
-            return Cancelled(message=f"stopped; to continue: {command_to_continue(run)}")
+            raise Stopped(f"stopped; {how_to_continue(run)}")
         keeping.result()  # raises the error of the checkpoint task, if it failed
         result = cast(TrainResult, trained.result())  # raises that of the training
         if (trial := membership(run)) and not trial.exports:
             return Completed(message=f"trial {trial.number} is trained; the best trial of the sweep is exported")
         exported = export_model(run, result, announced(run))
         return ask_for_approval(run, exported)
+    return ending.cancelled  # Ctrl-C, SIGTERM, or Stopped
 
 
 def run_directory(resume: str = "") -> RunDir:

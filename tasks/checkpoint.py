@@ -32,6 +32,7 @@ from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, read_record, write_record
+from onward.trainer.run.reserved import is_full
 
 OUTAGE_PERIOD_S = 5.0
 """Seconds until MLflow is tried again after an outage."""
@@ -57,7 +58,7 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
         recorder.send(retention.kept)
         if not closed:
             time.sleep(tick_s)
-    recorder.finish(retention.kept, patience_s=patience_s)
+    recorder.finish(retention.kept, patience_s=0 if is_full(run.root) else patience_s)
     if retention.kept and not any(each.best for each in retention.kept):
         log.warning("no checkpoint has the metric %s, so the newest counts as the best", config.best_metric)
     return next((each for each in retention.kept if each.best), retention.kept[-1] if retention.kept else None)

@@ -31,6 +31,7 @@ from onward.tasks.training_progress import Periodic, Progress
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import AttemptResult, MetricsSummary, RunIdentity, read_record, write_record
+from onward.trainer.run.reserved import is_full
 from onward.trainer.run.sweeps import membership
 
 LOG_PERIOD_S = 10.0
@@ -77,7 +78,12 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     tables = [class_table(event, run) for event in confusions.values()]
     show_tables(tables)
     files = write_tables(run, tables)
-    shipping.finish(summary.status, patience_s=patience_s, ended_early=summary.ended_early, classes=files)
+    shipping.finish(
+        summary.status,
+        patience_s=0 if is_full(run.root) else patience_s,
+        ended_early=summary.ended_early,
+        classes=files,
+    )
     write_record(run.metrics, summary)
     return summary
 

@@ -87,6 +87,7 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     if mpi.rank == 0:
         write_record(run.result(attempt), result)
     disconnect()
+    run.reserved_for(attempt, mpi.rank).unlink(missing_ok=True)
     return 0 if result.status == "done" else Stopped.exit_code
 
 

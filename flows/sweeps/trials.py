@@ -9,7 +9,7 @@ from typing import Any
 
 from prefect import State
 
-from onward.flows.local_run import readable_log
+from onward.flows.flow_log import flow_log
 from onward.flows.progress import live_progress
 from onward.flows.sweeps.choice import choose_settings
 from onward.flows.train_onnx import train_onnx
@@ -68,7 +68,7 @@ def train(trial: Trial, plan: Sweep, identity: RunIdentity, *, exports: bool = F
         sweep_id=plan.sweep_id, number=trial.number, mlflow_run_id=identity.mlflow_run_id, exports=exports
     )
     write_record(run.trial, member)
-    with readable_log(run), live_progress(run):
+    with flow_log(run) as terminal, live_progress(run, stream=terminal):
         config = trial_config(plan, trial)
         state: State[Any] = train_onnx(**dict(config), resume=trial.run_id, return_state=True)
     return state

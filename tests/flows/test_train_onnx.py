@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import inspect
 import signal
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -114,10 +112,7 @@ def test_after_a_killed_rank_the_flow_tries_again_and_after_a_killed_flow_resume
     (mlflow_run,) = workshop.mlflow_runs(run)
     assert mlflow_run.info.status == "FINISHED"
     until(lambda: gone(workshop), limit_s=15)
-    with contextlib.closing(sqlite3.connect(workshop.home / "prefect" / "prefect.db")) as shown:
-        assert shown.execute("select state_type from flow_run where id = ?", [run.root.name]).fetchall() == [
-            ("CRASHED",)
-        ]
+    assert workshop.prefect_states()[run.root.name] == "CRASHED"
 
 
 @whole
@@ -132,10 +127,12 @@ def test_an_interrupted_run_saves_a_checkpoint_prints_the_resume_command_and_res
     process.send_signal(number)
     _, error = process.communicate(timeout=120)
     assert process.returncode == status, error[-3000:]
-    assert f"onward resume {run.root.name}" in error
     described = workshop.onward("status", run.root.name)
     assert described["state"] == "stopped"
     assert run.checkpoint(described["step"]).is_dir()
+    assert f"to continue from step {described['step']}: onward resume {run.root.name}" in error
+    assert workshop.prefect_states()[run.root.name] == "CANCELLED"
+    assert [each.info.status for each in workshop.mlflow_runs(run)] == ["KILLED"]
     assert workshop.onward("resume", "last")["sha256"] == undisturbed["sha256"]
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -123,6 +124,14 @@ class Workshop:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+    def prefect_states(self) -> dict[str, str]:
+        """The final state of each flow run of `train-onnx`, by its id."""
+        with contextlib.closing(sqlite3.connect(self.home / "prefect" / "prefect.db")) as shown:
+            rows = shown.execute(
+                "select id, state_type from flow_run where flow_id in (select id from flow where name = 'train-onnx')"
+            )
+            return dict(rows.fetchall())
 
     def mlflow_runs(self, run: RunDir) -> list[Any]:
         """The MLflow runs of one run."""

@@ -2,6 +2,8 @@
 
 rank 1 raises --> excepthook writes errors/...rank-00001 --> exits with a status --> mpirun kills the other ranks
 rank 0 loses its connection to rank 1 --> writes its own record, marked secondary --> waits PEER_DELAY_S --> exits
+
+The space for the record is taken before the rank begins, because a full disk may be what it fails of.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from onward.trainer.distributed.launched import launched_rank
 from onward.trainer.errors import Fenced, OnwardError, OutOfMemory, Refused, Stopped, TrainingFailed
 from onward.trainer.run.causes import explain, memory_advice
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import RankError, write_record
+from onward.trainer.run.records import RankError
+from onward.trainer.run.reserved import disk_full, reserve, write_reserved
 
 PEER_DELAY_S = 2.0
 """Seconds that a rank waits before it exits when it only lost its connection to a peer. When the first rank exits,
@@ -53,8 +56,11 @@ class StopSignal:
 def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = lambda: 0) -> None:
     """Install hooks that write an uncaught exception of any thread to `run.rank_error` and end the process.
 
-    The exit status (78 refused, 72 fenced, 75 stopped, 70 anything else) makes mpirun end the other ranks.
+    The exit status (78 refused, 72 fenced, 75 stopped, 70 anything else) makes mpirun end the other ranks. Raises
+    OSError when the disk is full already.
     """
+    rank = launched_rank() or 0
+    reserved = run.reserved_for(attempt, rank)
 
     def leave(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         error = error or kind()
@@ -64,7 +70,7 @@ def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = l
         try:
             record = RankError(
                 attempt=attempt,
-                rank=launched_rank() or 0,
+                rank=rank,
                 host=socket.gethostname(),
                 step=step(),
                 cause=f"{type(error).__name__}: {error}",
@@ -72,12 +78,14 @@ def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = l
                 at_ms=time.time_ns() // 1_000_000,
                 secondary=secondary,
             )
-            write_record(run.rank_error(attempt, record.rank), record)
-            sys.stderr.write(f"rank {record.rank}: {text}")
+            # first: this needs no disk, unless the log is on the full one, too
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"rank {rank}: {text}")
+                sys.stderr.flush()
+            write_reserved(run.rank_error(attempt, rank), record, reserved)
             if secondary:
                 time.sleep(PEER_DELAY_S)
             sys.stdout.flush()
-            sys.stderr.flush()
         finally:
             # without exit handlers and destructors, which may wait for collectives with ranks that are gone
             os._exit(_exit_status(error))
@@ -86,6 +94,7 @@ def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = l
     # wait
     sys.excepthook = leave
     threading.excepthook = lambda failed: leave(failed.exc_type, failed.exc_value, failed.exc_traceback)
+    reserve(reserved)
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -94,7 +103,9 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def own_error_of(error: BaseException, run: RunDir) -> BaseException:
-    """Return Onward's error for one of torch after which a retry makes no sense, else the error itself."""
+    """Return Onward's error for a full disk, or for one of torch after which a retry makes no sense; else the error."""
+    if not isinstance(error, OnwardError) and (full := disk_full(error, run.root)):
+        return full
     cause = explain(str(error)) if isinstance(error, RuntimeError) else None
     if cause is None or cause.kind is TrainingFailed:
         return error

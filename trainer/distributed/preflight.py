@@ -37,6 +37,7 @@ def run_preflight(run: RunDir) -> None:
     report = preflight(mpi, config.world_size)
     write_record(run.root / "preflight" / f"rank-{mpi.rank:05d}.json", report)
     disconnect()
+    run.reserved_for(0, mpi.rank).unlink(missing_ok=True)
 
 
 def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:

@@ -6,6 +6,8 @@ it.
     RUN_DIR/
         lock                    empty; the flow that works on the run holds a flock on it       the flow
         flow.log                log of the flow, with tracebacks       onward run, onward resume
+        ending.json             RunEnding: how the newest flow of the run ended; absent while it runs, or if it was
+                                killed. `reserved` holds its space meanwhile    the flow
         config.json             RunConfig                      configure
         remote.json             LocalCopies: where the copies are of files that config.json names by URL    configure
         rehearsal.json          Rehearsal                      configure
@@ -21,6 +23,7 @@ it.
         attempt                 the number of the attempt that owns the directory (the fence)   train
         attempts/001/           train.log, result.json (AttemptResult)          train, rank 0
         attempts/001/ending.json  AttemptEnding: how it ended, and what followed    train
+        attempts/001/rank-00003.reserved    space for the rank's error record, while it runs
         attempts/001/rank-00003.traceback   Python tracebacks of a rank that a signal or its watchdog ended; else empty
         errors/001-rank-00003.json   RankError                 the rank that failed, or train if a signal ended it
         heartbeat               Beat, written by rank 0 while the job makes progress
@@ -123,6 +126,14 @@ class RunDir:
         return self.root / "lock"
 
     @property
+    def ending(self) -> Path:
+        return self.root / "ending.json"
+
+    @property
+    def reserved(self) -> Path:
+        return self.root / "reserved"
+
+    @property
     def attempts(self) -> Path:
         return self.root / "attempts"
 
@@ -192,6 +203,9 @@ class RunDir:
 
     def traceback(self, attempt: int, rank: int) -> Path:
         return self.attempt(attempt) / f"rank-{rank:05d}.traceback"
+
+    def reserved_for(self, attempt: int, rank: int) -> Path:
+        return self.attempt(attempt) / f"rank-{rank:05d}.reserved"
 
     def rank_error(self, attempt: int, rank: int) -> Path:
         return self.errors / f"{attempt:03d}-rank-{rank:05d}.json"

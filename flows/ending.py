@@ -1,0 +1,140 @@
+"""The outermost handler of a flow: whatever ends it, its record, Prefect and MLflow say the same, and say why.
+
+    an error                         RUN_DIR/ending.json: failed       Prefect: Failed       MLflow: FAILED
+    Ctrl-C, SIGTERM, Cancel          RUN_DIR/ending.json: cancelled    Prefect: Cancelled    MLflow: KILLED
+    the process is killed            no record                         the next command sets Crashed and KILLED
+
+The space for the record is taken when the flow begins, so that a full disk has its record, too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import signal
+from types import TracebackType
+from typing import Any, NoReturn
+
+from prefect import State, runtime
+from prefect.exceptions import TerminationSignal
+from prefect.states import Cancelled
+
+from onward.flows.runs import end_mlflow_run, how_to_continue
+from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable, Stopped
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.ending import RunEnding, begin, end, ending_of
+from onward.trainer.run.records import recorded_error
+from onward.trainer.run.reserved import disk_full, is_full, no_space
+
+log = logging.getLogger(__name__)
+
+SIGNALLED = (KeyboardInterrupt, TerminationSignal, SystemExit)
+"""What Ctrl-C and SIGTERM raise in the main thread: the latter Prefect's exception, or Onward's (flows/api.py)."""
+
+
+class Ending:
+    """Records how the flow of a run ends, for which it is the outermost `with` block.
+
+    with Ending(run) as ending:
+        ...
+        return result
+    return ending.cancelled     # Stopped, Ctrl-C or SIGTERM was raised inside
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self.cancelled: State[Any] = Cancelled()
+        self._run = run
+
+    def __enter__(self) -> Ending:
+        try:
+            begin(self._run)
+        except OSError as error:
+            raise disk_full(error, self._run.root) or error from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            self._write("completed")
+        elif isinstance(error, (Stopped, *SIGNALLED)):
+            self._cancel(error)
+            return True
+        elif isinstance(error, Exception):
+            own = own_error(error, self._run)
+            self._write("failed", own)
+            if own is not error:
+                raise own from error
+        return False
+
+    def _cancel(self, error: BaseException) -> None:
+        number = _signal_of(error)
+        what = f"stopped by {number.name}; {how_to_continue(self._run)}" if number else str(error)
+        self.cancelled = Cancelled(message=what)
+        self._write("cancelled", Stopped(what), exit_status=128 + number if number else Stopped.exit_code)
+        end_mlflow_run(self._run, "KILLED")
+
+    def _write(self, status: Any, error: OnwardError | None = None, *, exit_status: int | None = None) -> None:
+        record = RunEnding(
+            status=status,
+            exit_status=exit_status if exit_status is not None else error.exit_code if error else 0,
+            error=type(error).__name__ if error else "",
+            problems=problems_of(error) if error else (),
+            flow_run_id=runtime.flow_run.get_id() or "",
+            at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+        try:
+            end(self._run, record)
+        except OSError as failed:  # it must not hide the error that it records
+            log.warning("%s cannot be written: %s", self._run.ending, failed)
+
+
+def own_error(error: Exception, run: RunDir) -> OnwardError:
+    """Return Onward's error for one that ended a flow: itself, a full disk, or one that names the log to look into."""
+    if isinstance(error, Refused):
+        return error
+    if full := disk_full(error, run.root):
+        return full
+    if is_full(run.root):  # other errors follow from it: a server cannot write its database
+        return RuntimeUnavailable(f"{no_space(run.root)}; make room, then go on ({type(error).__name__}: {error})")
+    if isinstance(error, OnwardError):
+        return error
+    if isinstance(error, OSError) and error.filename is not None:
+        return RuntimeUnavailable(f"cannot use {error.filename}: {error.strerror}")
+    return OnwardError(
+        f"unexpected {type(error).__name__}: {error}; the traceback is in {run.root / 'flow.log'}. This is an error of "
+        "Onward's: report it"
+    )
+
+
+def problems_of(error: OnwardError) -> tuple[str, ...]:
+    """Return the sentences of an error."""
+    return error.problems if isinstance(error, Refused) else (str(error),)
+
+
+def raise_stop(run: RunDir, message: str) -> NoReturn:
+    """Raise what has stopped the flow of a run: KeyboardInterrupt, SystemExit(143), or Stopped with its message."""
+    ending = ending_of(run)
+    status = ending.exit_status if ending else Stopped.exit_code
+    if status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if status == 128 + signal.SIGTERM:
+        raise SystemExit(status)
+    raise Stopped(message or "the run was stopped")
+
+
+def recorded(error: Exception, run: RunDir) -> Exception:
+    """Return the error that the flow has recorded, if another one follows from it: of a server that cannot answer."""
+    if isinstance(error, OnwardError):
+        return error
+    ending = ending_of(run)
+    if ending is None or ending.status == "completed":
+        return own_error(error, run)
+    return recorded_error(ending.error, ending.problems) or error
+
+
+def _signal_of(error: BaseException) -> signal.Signals | None:
+    """Return the signal that raised an error; None for Stopped."""
+    if isinstance(error, KeyboardInterrupt):
+        return signal.SIGINT
+    return None if isinstance(error, Stopped) else signal.SIGTERM

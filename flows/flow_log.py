@@ -1,0 +1,98 @@
+"""The log of a flow: Onward's own lines on the terminal, and everything in RUN_DIR/flow.log.
+
+    onward.* -----------------------> terminal (stderr)
+    onward.*, Prefect, MLflow, ... -> flow.log, with tracebacks
+    what libraries print on stderr -> flow.log
+
+On a full disk flow.log has a gap, and the terminal one line that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from onward.trainer.run.directory import RunDir
+
+
+class FlowLog(logging.FileHandler):
+    """Writes flow.log. A line that cannot be written is left out, and the first of them is reported once."""
+
+    def __init__(self, path: Path, terminal: TextIO) -> None:
+        super().__init__(path, errors="replace")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._terminal = terminal
+        self._complete = True
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name is logging's
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self.report(error)
+        else:
+            super().handleError(record)  # a mistake in a call of the logger: its traceback goes into the log itself
+
+    def report(self, error: OSError) -> None:
+        """Say once on the terminal that lines are missing."""
+        if self._complete:
+            print(f"{self.baseFilename} has a gap from here on: {error.strerror}", file=self._terminal)
+        self._complete = False
+
+    def close(self) -> None:
+        """Close the file; what is left in its buffer is lost if the disk is still full."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+class _Printed(io.TextIOBase):
+    """What is printed on stderr, which goes into the log."""
+
+    def __init__(self, log: FlowLog, terminal: TextIO) -> None:
+        self.terminal = terminal
+        self._log = log
+
+    def write(self, text: str) -> int:
+        with self._log.lock or contextlib.nullcontext():
+            stream = self._log.stream
+            try:
+                if stream is not None and not stream.closed:
+                    stream.write(text)
+                    stream.flush()
+            except OSError as error:
+                self._log.report(error)
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def flow_log(run: RunDir) -> Iterator[TextIO]:
+    """Write the log of a flow; yield the terminal's stream, which `sys.stderr` is not inside."""
+    import prefect.main  # noqa: F401  this import configures the loggers that are changed below
+
+    run.root.mkdir(parents=True, exist_ok=True)
+    # of a trial, whose log is inside that of its sweep, it is the sweep's terminal
+    shown = sys.stderr.terminal if isinstance(sys.stderr, _Printed) else sys.stderr
+    log_file = FlowLog(run.root / "flow.log", shown)
+    terminal = logging.StreamHandler(shown)
+    terminal.setFormatter(logging.Formatter("%(message)s"))
+    terminal.addFilter(lambda record: record.name.startswith("onward."))
+    root = logging.getLogger()
+    before, root.handlers = root.handlers, [log_file, terminal]  # this removes Prefect's console handler
+    logging.getLogger("onward").setLevel(logging.INFO)
+    try:
+        with contextlib.redirect_stderr(_Printed(log_file, shown)):
+            try:
+                yield shown
+            finally:
+                # now, because Prefect would report on the terminal what it cannot send when the process ends
+                for handler in logging.getLogger("prefect.flow_runs").handlers:
+                    handler.flush()
+    finally:
+        root.handlers = before
+        log_file.close()

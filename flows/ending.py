@@ -86,7 +86,7 @@ class Ending:
         try:
             end(self._run, record)
         except OSError as failed:  # it must not hide the error that it records
-            log.warning("%s cannot be written: %s", self._run.ending, failed)
+            log.warning("%s cannot be written: %s", self._run.flow_ending, failed)
 
 
 def own_error(error: Exception, run: RunDir) -> OnwardError:

@@ -17,7 +17,8 @@ from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, last_beat, read_events
 from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.records import AttemptResult, RankError, read_record, write_record
+from onward.trainer.run.records import AttemptResult, RankError, read_record
+from onward.trainer.run.reserved import reserve, write_reserved
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Attempt:
             began_ms = int(run.fence.stat().st_mtime * 1000)
             cls(run, last, began_ms, 0, 0, 0).end_of_killed_flow(config)
         number = run.begin_attempt()
+        reserve(run.reserved_for(number))
         run.heartbeat.unlink(missing_ok=True)  # its step is that of the attempt before
         events_at = run.events.stat().st_size if run.events.exists() else 0
         return cls(run, number, mpirun.now_ms(), events_at, newest_checkpoint(run), num_oom_kills())
@@ -122,7 +124,7 @@ class Attempt:
         )
         if by_itself:
             ending = plan_next(self.run, ending, config)
-        write_record(self.run.ending(self.number), ending)
+        write_reserved(self.run.ending(self.number), ending, self.run.reserved_for(self.number))
         log.log(logging.INFO if kind in ("done", "stopped") else logging.WARNING, "%s", ending)
         return ending
 

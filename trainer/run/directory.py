@@ -23,7 +23,7 @@ it.
         attempt                 the number of the attempt that owns the directory (the fence)   train
         attempts/001/           train.log, result.json (AttemptResult)          train, rank 0
         attempts/001/ending.json  AttemptEnding: how it ended, and what followed    train
-        attempts/001/rank-00003.reserved    space for the rank's error record, while it runs
+        attempts/001/rank-00003.reserved    space for the rank's error record, while it runs; `ending.reserved` likewise
         attempts/001/rank-00003.traceback   Python tracebacks of a rank that a signal or its watchdog ended; else empty
         errors/001-rank-00003.json   RankError                 the rank that failed, or train if a signal ended it
         heartbeat               Beat, written by rank 0 while the job makes progress
@@ -126,7 +126,7 @@ class RunDir:
         return self.root / "lock"
 
     @property
-    def ending(self) -> Path:
+    def flow_ending(self) -> Path:
         return self.root / "ending.json"
 
     @property
@@ -204,8 +204,9 @@ class RunDir:
     def traceback(self, attempt: int, rank: int) -> Path:
         return self.attempt(attempt) / f"rank-{rank:05d}.traceback"
 
-    def reserved_for(self, attempt: int, rank: int) -> Path:
-        return self.attempt(attempt) / f"rank-{rank:05d}.reserved"
+    def reserved_for(self, attempt: int, rank: int | None = None) -> Path:
+        """The space for the error record of a rank, or for the record of how the attempt ended."""
+        return self.attempt(attempt) / ("ending.reserved" if rank is None else f"rank-{rank:05d}.reserved")
 
     def rank_error(self, attempt: int, rank: int) -> Path:
         return self.errors / f"{attempt:03d}-rank-{rank:05d}.json"

@@ -29,19 +29,19 @@ class RunEnding(Record):
 
 def begin(run: RunDir) -> None:
     """Take the space of the record, and delete that of an earlier flow. Raises OSError when the disk is full."""
-    run.ending.unlink(missing_ok=True)
+    run.flow_ending.unlink(missing_ok=True)
     reserve(run.reserved)
 
 
 def end(run: RunDir, ending: RunEnding) -> None:
-    """Write the record, and give back the space that ranks had taken for theirs."""
-    for left in run.attempts.glob("*/rank-*.reserved"):
+    """Write the record, and give back the space that was taken for other records."""
+    for left in run.attempts.glob("*/*.reserved"):
         left.unlink(missing_ok=True)
-    write_reserved(run.ending, ending, run.reserved)
+    write_reserved(run.flow_ending, ending, run.reserved)
 
 
 def ending_of(run: RunDir) -> RunEnding | None:
     """Return how the newest flow of a run ended; None while it runs, after a kill, or if the record is damaged."""
     with contextlib.suppress(OnwardError, OSError):
-        return read_record(run.ending, RunEnding)
+        return read_record(run.flow_ending, RunEnding)
     return None

@@ -69,7 +69,7 @@ def test_the_reserved_space_becomes_the_record_and_that_of_ranks_is_given_back(t
     run = RunDir(tmp_path)
     end(run, RunEnding(status="completed"))  # without space of its own, like any other record
     begin(run)
-    assert not run.ending.exists()
+    assert not run.flow_ending.exists()
     run.reserved_for(2, 1).parent.mkdir(parents=True)
     run.reserved_for(2, 1).touch()
     end(run, RunEnding(status="cancelled", exit_status=143))

@@ -279,7 +279,7 @@ def errors() -> str:
         "",
         "A status of 128 + n is signal number n; 137 is SIGKILL, after which no process could say anything: `onward",
         "status last` shows what is left, and `onward resume last` continues.",
-        "[Resume and retry](../how-to/resume-and-retry.md#exit-status-and-states) has the states that a run then has in",
+        "[Resume and retry](../how-to/resume-and-retry.md#exit-status-and-states) has the states of such runs in",
         "Prefect, in MLflow and in `onward status`.",
         "",
         "| exit status | error | meaning |",

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from onward.flows.commands import chaos, inspection, models, proposal, servers, sweeps, training
+from onward.flows.commands import chaos, collection, inspection, models, proposal, servers, sweeps, training
 from onward.flows.commands.common import print_json
 from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable
 
@@ -116,6 +116,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
             ),
         ),
         (training.clean, notes("onward clean", "onward clean --days 7", exits=(0,))),
+        (collection.gc, notes("onward gc", "onward gc --days 7 --keep 3 --yes", exits=(0, 2))),
     ],
     "Inspect": [
         (inspection.doctor, notes("onward doctor model.onnx", exits=(0, 2))),

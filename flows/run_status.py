@@ -114,7 +114,7 @@ def describe(run: RunDir) -> RunStatus:
     return RunStatus(
         run_id=identity.run_id,
         name=identity.name,
-        state=_state(run),
+        state=state_of(run),
         created_at=identity.created_at,
         attempts=run.current_attempt,
         step=step,
@@ -186,7 +186,7 @@ def _data(run: RunDir) -> str:
     return "; ".join(filter(None, (manifest.preprocessing, describe_masks(read_config(run), manifest.fitted))))
 
 
-def _state(run: RunDir) -> State:
+def state_of(run: RunDir) -> State:
     """Return running, exported, trained, stopped, failed, or interrupted (the process was killed)."""
     # first, because a resumed run still has the files of its earlier attempts
     if is_running(run):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -47,11 +48,22 @@ class Store:
         self.tracking_uri = tracking_uri
         """As it is recorded: without a password."""
         self._connected: MlflowClient | None = None
+        self._file = ""
 
     @property
     def _client(self) -> MlflowClient:
+        # SQLite would go on writing to a file that was removed or replaced, and nobody would ever read that
+        if self._connected is not None and self._file != (found := file_of(self.tracking_uri)):
+            if not found:
+                raise TrackingUnavailable(
+                    f"the MLflow database {database_of(self.tracking_uri)} was removed: put it back; `onward resume` "
+                    "of a run sends its metrics to a new one"
+                )
+            _close_files(self._connected)
+            self._connected = None
         if self._connected is None:
             self._connected = connect(self.tracking_uri)
+            self._file = file_of(self.tracking_uri)
         return self._connected
 
 
@@ -63,24 +75,47 @@ def translate_errors(
     @wraps(method)
     def call(store: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
         from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import OperationalError
+        from sqlalchemy.exc import DatabaseError
 
         # MLflow's messages may hold the whole URI
         whole, shown = with_password(store.tracking_uri), store.tracking_uri
         try:
             return method(store, *args, **kwargs)
         except MlflowException as error:
-            status, text = error.get_http_status_code(), str(error).replace(whole, shown)  # type: ignore[no-untyped-call]
+            status, text = error.get_http_status_code(), _sentence(error).replace(whole, shown)  # type: ignore[no-untyped-call]
+            if any(words in text for words in _DAMAGE):
+                raise TrackingUnavailable(_damaged(shown, text)) from error
             if status >= 500 or status == 429:
                 raise TrackingUnavailable(f"MLflow at {shown} reports a temporary error: {text}") from error
             raise TrackingError(f"MLflow at {shown} refused: {text}") from error
         except FileNotFoundError:
             raise  # of a file that the caller named, not of MLflow's
-        except (OSError, OperationalError) as error:  # every error of the HTTP client is an OSError
-            text = str(error).replace(whole, shown)
+        except (OSError, DatabaseError) as error:  # every error of the HTTP client is an OSError
+            text = _sentence(error).replace(whole, shown)
+            if any(words in text for words in _DAMAGE):
+                raise TrackingUnavailable(_damaged(shown, text)) from error
             raise TrackingUnavailable(f"MLflow at {shown} cannot be reached: {text}") from error
 
     return call
+
+
+_DAMAGE = ("file is not a database", "database disk image is malformed", "no such table")
+"""What SQLite says of a file that is no database, or of another program, or that was made again without tables."""
+
+
+def _sentence(error: Exception) -> str:
+    """Return the line of an error that says what is wrong; others hold the SQL statement and advice to programmers."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line for line in lines if "Error) " in line), lines[0])
+
+
+def _damaged(shown: str, text: str) -> str:
+    """Return what to do about a database that cannot be used."""
+    path = database_of(shown) or shown
+    return (
+        f"the MLflow database {path} is damaged ({text}): put a copy of it back, or move it away, and a new one is "
+        "made; `onward resume` of a run sends its metrics again"
+    )
 
 
 def connect(tracking_uri: str) -> MlflowClient:
@@ -90,11 +125,21 @@ def connect(tracking_uri: str) -> MlflowClient:
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
+    # it prints 50 lines for each call that fails, which is raised as well
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     with _lock_database(database_of(tracking_uri)):
         client = MlflowClient(tracking_uri, tracking_uri)
         if database_of(tracking_uri):
             client.search_experiments(max_results=1)  # creates the tables of a new database
     return client
+
+
+def _close_files(client: MlflowClient) -> None:
+    """Close the connections to a database. MLflow shares them between all clients of the same URI."""
+    stores = (client._tracking_client.store, client._get_registry_client().store)  # type: ignore[no-untyped-call]
+    for store in stores:
+        if engine := getattr(store, "engine", None):
+            engine.dispose()
 
 
 def without_password(tracking_uri: str) -> str:
@@ -115,6 +160,15 @@ def database_of(tracking_uri: str) -> Path | None:
     """Return the SQLite file of a store; None for a server."""
     path = tracking_uri.removeprefix("sqlite:///")
     return Path(path).absolute() if path != tracking_uri else None
+
+
+def file_of(tracking_uri: str) -> str:
+    """Return which file on which disk a SQLite store is; "" for a server, and without a file."""
+    database = database_of(tracking_uri)
+    if database is None or not database.exists():
+        return ""
+    facts = database.stat()
+    return f"{facts.st_dev}:{facts.st_ino}"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra.mlflow_store import TrackingUnavailable
+from onward.infra.mlflow_store import TrackingError, TrackingUnavailable
 from onward.infra.tracking import Tracker
 from onward.tasks.task_logger import Log, task_logger
 from onward.trainer.checkpoint.retention import (
@@ -137,12 +137,14 @@ class CheckpointRecorder:
         self._tracker = tracker
         self._log = log
         self._recorded: set[tuple[str, bool]] = set()  # (digest, best)
+        self._shown: frozenset[str] = frozenset()
         self._retry_at = -math.inf
 
     def send(self, checkpoints: Iterable[CheckpointInfo]) -> bool:
         """Record new checkpoints and those whose `best` has changed; return False while MLflow cannot be reached."""
         if time.monotonic() < self._retry_at:
             return False
+        checkpoints = tuple(checkpoints)
         for each in checkpoints:
             if (each.digest, each.best) in self._recorded:
                 continue
@@ -159,6 +161,19 @@ class CheckpointRecorder:
             self._recorded -= {(each.digest, not each.best)}
             self._recorded.add((each.digest, each.best))
         self._retry_at = -math.inf
+        return self._mark_deleted(frozenset(each.path.name for each in checkpoints))
+
+    def _mark_deleted(self, kept: frozenset[str]) -> bool:
+        """Mark the records of checkpoints that were deleted since the last call; return False if MLflow is away."""
+        if self._shown - kept:
+            try:
+                self._tracker.mark_deleted_checkpoints()
+            except TrackingUnavailable:
+                self._retry_at = time.monotonic() + OUTAGE_PERIOD_S
+                return False
+            except TrackingError as error:
+                self._log.warning("MLflow refused to mark the records of deleted checkpoints: %s", error)
+        self._shown = kept
         return True
 
     def _record(self, info: CheckpointInfo) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from onward.infra.mlflow_store import TrackingError
+from onward.infra.mlflow_store import TrackingError, file_of
 from onward.infra.tracking import BATCH, Point, Status, Tracker, metric_name
 from onward.tasks.task_logger import Log
 from onward.tasks.training_progress import Periodic
@@ -37,6 +37,8 @@ class Cursor(Record):
     """How far the event log is sent: everything before byte `offset`, and each metric up to its step in `last`."""
 
     mlflow_run_id: str
+    file: str = ""
+    """Which file the database was. Another one, such as an older copy that was put back, may lack what was sent."""
     offset: int = 0
     tail: int = 0
     """CRC-32 of the TAIL_BYTES before `offset`. After a power failure the log may be shorter or different."""
@@ -54,17 +56,21 @@ class Shipper:
     def __init__(self, run: RunDir, tracker: Tracker) -> None:
         self._run = run
         self.tracker = tracker
-        self.cursor = Cursor(mlflow_run_id=tracker.run_id)
+        self.cursor = Cursor(mlflow_run_id=tracker.run_id, file=file_of(tracker.tracking_uri))
         with contextlib.suppress(Exception):  # without a readable cursor everything is sent again, which is only slower
             found = read_record(run.cursor, Cursor)
-            if found.mlflow_run_id == tracker.run_id:
+            if found.mlflow_run_id == tracker.run_id and found.file in (self.cursor.file, ""):
                 # After a power failure the log may have lost its end: read it from the beginning, and skip by step.
                 same_log = _tail(run.events, found.offset) == found.tail
-                self.cursor = found if same_log else found.model_copy(update={"offset": 0, "tail": 0})
+                known = {"file": self.cursor.file} | ({} if same_log else {"offset": 0, "tail": 0})
+                self.cursor = found.model_copy(update=known)
 
     def ship(self) -> int:
         """Send everything in the log; return the number of points. The call may be repeated after a TrackingError."""
         sent = 0
+        if (file := file_of(self.tracker.tracking_uri)) not in (self.cursor.file, ""):
+            # everything again: MLflow stores equal points once
+            self.cursor = Cursor(mlflow_run_id=self.tracker.run_id, file=file)
         while True:
             points, cursor = self._next()
             # the log has no further complete line
@@ -92,7 +98,7 @@ class Shipper:
         if offset == self.cursor.offset:
             return [], self.cursor
         tail = _tail(self._run.events, offset)
-        return points, Cursor(mlflow_run_id=self.tracker.run_id, offset=offset, tail=tail, last=last)
+        return points, self.cursor.model_copy(update={"offset": offset, "tail": tail, "last": last})
 
 
 def points_of(event: Event) -> Iterator[Point]:

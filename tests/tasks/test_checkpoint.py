@@ -97,6 +97,8 @@ def test_during_training_it_announces_and_records_checkpoints_and_keeps_the_newe
     assert known["step-000000002"]["path"] == str(run.checkpoint(2))
     assert known["step-000000002"]["sha256"] == sha256(run.checkpoint(2) / "manifest.json")
     assert (2, 0.1) in points(tracker, "checkpoint/evaluation/loss")
+    marked = {name: tags.get("deleted") == "true" for name, tags in known.items()}
+    assert marked == {name: not (run.checkpoints / name).exists() for name in known}
 
 
 def test_a_damaged_checkpoint_is_renamed_and_never_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import shutil
 import threading
 import time
 import uuid
@@ -15,7 +16,8 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow_store import TrackingUnavailable
+from onward.infra.tracking import Point, Tracker
 from onward.tasks.event_shipping import Cursor, Shipper
 from onward.tasks.monitor import monitor
 from onward.tasks.training_progress import Progress
@@ -27,7 +29,7 @@ from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.events import Event, EventWriter
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, MetricsSummary, Record, RunIdentity, read_record, write_record
-from tests.support.stores import client, free_port, new_run, points
+from tests.support.stores import client, free_port, new_run, new_store, points
 
 
 def make_run(root: Path, tracker: Tracker) -> RunDir:
@@ -207,6 +209,45 @@ def test_a_log_that_lost_its_end_is_read_from_the_beginning_and_no_point_is_sent
     Shipper(run, tracker).ship()
     assert [step for step, _ in points(tracker, "train/loss")] == list(range(1, 11))
     assert points(tracker, "train/loss")[4] == loss(5, 1)
+
+
+def test_an_older_copy_of_the_database_gets_what_was_sent_since_and_a_removed_one_nothing(tmp_path: Path) -> None:
+    tracker = new_run(new_store(tmp_path / "store"))
+    run = make_run(tmp_path, tracker)
+    database, older = tmp_path / "store/mlflow/mlflow.db", tmp_path / "older.db"
+    attempt(run, first=1, last=4)
+    shipper = Shipper(run, tracker)
+    shipper.ship()
+    shutil.copyfile(database, older)
+    attempt(run, first=5, last=7)
+    shipper.ship()
+    database.unlink()  # SQLite itself would go on writing to it
+    attempt(run, first=8, last=10, status="done")
+    with pytest.raises(TrackingUnavailable, match=r"mlflow\.db was removed: put it back"):
+        shipper.ship()
+    older.rename(database)
+    shipper.ship()
+    assert [step for step, _ in points(tracker, "train/loss")] == list(range(1, 11))
+    older.write_bytes(database.read_bytes())
+    older.replace(database)
+    assert Shipper(run, tracker).ship() == 23, "in another process, too: everything again"
+    assert [step for step, _ in points(tracker, "train/loss")] == list(range(1, 11))
+
+
+def test_a_database_that_is_none_is_one_sentence_with_what_to_do_and_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tracker = new_run(new_store(tmp_path / "store"))
+    database = tmp_path / "store/mlflow/mlflow.db"
+    for content, text in ((b"no database " * 1000, "file is not a database"), (b"", "no such table")):
+        database.write_bytes(content)
+        with pytest.raises(TrackingUnavailable) as caught:
+            tracker.log_batch([Point("loss", 1.0, 1, 1)])
+        assert f"the MLflow database {database} is damaged (" in str(caught.value)
+        assert text in str(caught.value)
+        assert "move it away, and a new one is made" in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+    assert capfd.readouterr().err == ""
 
 
 def test_a_new_mlflow_run_of_the_same_run_gets_all_points(tmp_path: Path) -> None:

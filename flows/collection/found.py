@@ -1,0 +1,177 @@
+"""List what `onward gc` would remove, and what stays and why. Nothing is changed here."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from onward.flows.collection.rules import Facts, Rules, age_days, gather, linked_shards, reason_to_keep
+from onward.flows.runs import all_runs, identity_of, is_running
+from onward.infra import prefect_database
+from onward.infra.checkpoint_records import CheckpointRecord, CheckpointRecords
+from onward.infra.mlflow_store import TrackingError, database_of
+from onward.infra.tracking import local_store
+from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.records import Record
+
+Kind = Literal["run", "shards", "checkpoint", "mlflow", "prefect"]
+KINDS: tuple[Kind, ...] = ("run", "shards", "checkpoint", "mlflow", "prefect")
+
+
+class Item(Record):
+    """One thing that can be removed."""
+
+    kind: Kind
+    name: str
+    """A path; for MLflow and Prefect what of their records."""
+    bytes: int
+    why: str
+
+
+class Kept(Record):
+    """One thing that stays."""
+
+    name: str
+    why: str
+
+
+class Found(Record):
+    """What can be removed under a home, and what stays."""
+
+    items: tuple[Item, ...]
+    kept: tuple[Kept, ...]
+    bytes: int
+    removed: bool = False
+    """Whether it was removed; else this is only the list."""
+
+
+def find(rules: Rules, kinds: tuple[Kind, ...] = KINDS) -> Found:
+    """Return what the rules allow to remove."""
+    facts = gather(rules, prefect_database.deployments(onward_home()))
+    items: list[Item] = []
+    kept: list[Kept] = []
+    doomed: set[str] = set()
+    for run, why in _runs(rules, facts) if "run" in kinds else ():
+        if why:
+            kept.append(Kept(name=run.root.name, why=why))
+        else:
+            items.append(Item(kind="run", name=str(run.root), bytes=size_of(run.root), why=_history(run, facts)))
+            doomed.add(run.root.name)
+    remaining = [run for run in runs_of_home() if run.root.name not in doomed]
+    if "shards" in kinds:
+        items += _shards(remaining, rules, kept)
+    if "checkpoint" in kinds:
+        items += _leftovers(remaining, rules)
+    for kind, finder in (("mlflow", _mlflow), ("prefect", _prefect)):
+        if kind in kinds:
+            items += finder(rules, doomed, kept)
+    return Found(items=tuple(items), kept=tuple(kept), bytes=sum(item.bytes for item in items))
+
+
+def runs_of_home() -> list[RunDir]:
+    """Return all directories of runs, also those of which nothing is known."""
+    return [RunDir(path) for path in sorted((onward_home() / "runs").glob("*")) if path.is_dir()]
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of the files in a directory; links are not followed."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def cutoff(rules: Rules) -> datetime.datetime:
+    """Return the time before which records are old."""
+    return datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=rules.days)
+
+
+def keeps(doomed: set[str], name: str) -> bool:
+    """Return whether a run or sweep with this name is there, and stays."""
+    exists = any((onward_home() / folder / name).is_dir() for folder in ("runs", "sweeps"))
+    return exists and name not in doomed
+
+
+def stores() -> list[str]:
+    """Return the MLflow stores in which runs of this home are recorded."""
+    known = {identity.tracking_uri for run in all_runs() if (identity := identity_of(run)) and identity.tracking_uri}
+    return sorted({local_store(onward_home()), *known})
+
+
+def lost_records(store: str, doomed: set[str]) -> tuple[CheckpointRecords, list[CheckpointRecord]]:
+    """Return the records of checkpoints of this home that are gone or go with their runs. Raises TrackingError."""
+    runs, records = onward_home() / "runs", CheckpointRecords(store)
+
+    def is_gone(path: Path) -> bool:
+        return not path.exists() or path.relative_to(runs).parts[0] in doomed
+
+    return records, records.lost(runs, is_gone=is_gone)
+
+
+def _runs(rules: Rules, facts: Facts) -> Iterator[tuple[RunDir, str]]:
+    for run in runs_of_home():
+        if not run.root.name.startswith("."):
+            yield run, reason_to_keep(run, rules, facts)
+
+
+def _history(run: RunDir, facts: Facts) -> str:
+    model = next(iter(run.export.glob("*.onnx")), None)
+    with_model = f"; {model.name} goes with it" if model else ""
+    return f"{facts.states[run]}, last changed {age_days(run.root):.0f} days ago{with_model}"
+
+
+def _shards(remaining: list[RunDir], rules: Rules, kept: list[Kept]) -> Iterator[Item]:
+    """Yield the shards to which no run links that stays."""
+    folder = onward_home() / "shards"
+    if waiting := [run.root.name for run in remaining if is_running(run) and not run.shards.is_symlink()]:
+        kept.append(Kept(name=str(folder), why=f"the run {waiting[0]} is just about to use some"))
+        return
+    needed = linked_shards(remaining)
+    for path in sorted(folder.glob("*")) if folder.is_dir() else ():
+        if path.name in needed or path.name.startswith("."):
+            continue
+        if not (path / "manifest.json").is_file():
+            kept.append(Kept(name=str(path), why="it has no manifest.json, so it is not known to be shards"))
+        elif (age := age_days(path)) >= max(rules.days, 1 / 24):  # a run that has just begun may have found them
+            yield Item(kind="shards", name=str(path), bytes=size_of(path), why=f"of no run, {age:.0f} days old")
+
+
+def _leftovers(remaining: list[RunDir], rules: Rules) -> Iterator[Item]:
+    """Yield damaged checkpoints, and runs that a crash has left half deleted."""
+    for run in remaining:
+        if run.root.name.startswith(".removed-"):
+            yield Item(kind="run", name=str(run.root), bytes=size_of(run.root), why="half deleted")
+        elif not is_running(run):
+            for path in sorted(run.checkpoints.glob("step-*.damaged")):
+                if (age := age_days(path)) >= rules.days:
+                    why = f"damaged, set aside {age:.0f} days ago"
+                    yield Item(kind="checkpoint", name=str(path), bytes=size_of(path), why=why)
+
+
+def _mlflow(rules: Rules, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
+    """Yield the records of checkpoints that were deleted, for each store."""
+    for store in stores():
+        database = database_of(store)
+        if database and not database.exists():
+            continue
+        try:
+            _, lost = lost_records(store, doomed)
+        except TrackingError as error:
+            kept.append(Kept(name=store, why=str(error).splitlines()[0]))
+            continue
+        if lost:
+            yield Item(kind="mlflow", name=store, bytes=0, why=f"{len(lost)} records of checkpoints that are deleted")
+
+
+def _prefect(rules: Rules, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
+    """Yield the flow runs and events of Onward's own Prefect server."""
+    path = prefect_database.path_of(onward_home())
+    if not path.exists():
+        return
+    try:
+        old = prefect_database.find_old(onward_home(), cutoff(rules), is_kept=lambda name: keeps(doomed, name))
+    except prefect_database.DatabaseRefused as error:
+        kept.append(Kept(name=str(path), why=str(error)))
+        return
+    if old.flow_runs or old.events:
+        why = f"{len(old.flow_runs)} flow runs, {old.events} events"
+        yield Item(kind="prefect", name=str(path), bytes=old.bytes, why=why)

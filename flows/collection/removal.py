@@ -1,0 +1,93 @@
+"""Remove what `find` has listed; each thing is checked once more, with the lock of its run."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from onward.flows.collection.found import (
+    KINDS,
+    Found,
+    Item,
+    Kept,
+    Kind,
+    cutoff,
+    find,
+    keeps,
+    linked_shards,
+    lost_records,
+    runs_of_home,
+)
+from onward.flows.collection.rules import Facts, Rules, gather, reason_to_keep
+from onward.flows.runs import locked
+from onward.infra import mpirun, prefect_database
+from onward.infra.mlflow_store import TrackingError
+from onward.trainer.errors import ConfigError
+from onward.trainer.run.directory import RunDir, onward_home
+
+
+def collect(rules: Rules, kinds: tuple[Kind, ...] = KINDS) -> Found:
+    """Remove what the rules allow; return what was removed, and what stays."""
+    facts = gather(rules, prefect_database.deployments(onward_home()))
+    found = find(rules, kinds)
+    removed: list[Item] = []
+    kept = list(found.kept)
+    doomed = {Path(item.name).name for item in found.items if item.kind == "run"}
+    for item in found.items:
+        try:
+            why, size = _remove(item, rules, facts, doomed)
+        except (OSError, TrackingError, prefect_database.DatabaseRefused, ConfigError) as error:
+            why, size = str(error).splitlines()[0], 0
+        if why:
+            kept.append(Kept(name=item.name, why=why))
+            doomed.discard(Path(item.name).name)
+        else:
+            removed.append(item.model_copy(update={"bytes": size}))
+    return Found(items=tuple(removed), kept=tuple(kept), bytes=sum(each.bytes for each in removed), removed=True)
+
+
+def _remove(item: Item, rules: Rules, facts: Facts, doomed: set[str]) -> tuple[str, int]:
+    """Remove one thing; return ("", bytes), or why it stays."""
+    path = Path(item.name)
+    if item.kind == "run":
+        return (_remove_run(RunDir(path), rules, facts) if path.name[0] != "." else _delete(path)), item.bytes
+    if item.kind == "shards":
+        return _remove_shards(path), item.bytes
+    if item.kind == "checkpoint":
+        run = RunDir(path.parents[1])
+        with locked(run, timeout_s=0.0):
+            return ("it is running" if mpirun.running_job(run.root) else _delete(path)), item.bytes
+    if item.kind == "mlflow":
+        records, lost = lost_records(item.name, doomed)
+        records.delete(lost)
+        return "", 0
+    _, size = prefect_database.remove_old(onward_home(), cutoff(rules), is_kept=lambda name: keeps(doomed, name))
+    return "", size
+
+
+def _remove_run(run: RunDir, rules: Rules, facts: Facts) -> str:
+    """Remove a run with its lock held, unless it is needed meanwhile; return why it stays."""
+    with locked(run, timeout_s=0.0):
+        if why := reason_to_keep(run, rules, facts, is_ours=True):
+            return why
+        # renamed first, so that a half deleted run is never taken for one
+        aside = run.root.with_name(f".removed-{run.root.name}")
+        run.root.rename(aside)
+    return _delete(aside)
+
+
+def _remove_shards(path: Path) -> str:
+    """Remove shards, unless a run has found them meanwhile; return why they stay."""
+    aside = path.with_name(f".{path.name}.gc.partial")  # the name of an unfinished one, which is deleted later
+    path.rename(aside)
+    if path.name in linked_shards(runs_of_home()):
+        with contextlib.suppress(OSError):  # it has made them again
+            aside.rename(path)
+        return "a run uses it now"
+    return _delete(aside)
+
+
+def _delete(path: Path) -> str:
+    shutil.rmtree(path)
+    return ""

@@ -1,0 +1,149 @@
+"""Decide which runs `onward gc` may remove: a run stays as long as one reason to keep it is found.
+
+is it running?  is it of another state than those asked for, too young, or among the newest?  can `onward resume` go on?
+does a sweep, a registered model, another run or a deployment need it?  does it hold files that Onward did not write?
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from onward.flows.run_status import State, state_of
+from onward.flows.runs import all_runs, is_running
+from onward.infra import mpirun
+from onward.infra.mlflow_store import TrackingError
+from onward.infra.registry import Registry
+from onward.trainer.checkpoint.retention import list_checkpoints
+from onward.trainer.errors import OnwardError
+from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
+from onward.trainer.run.sweeps import SweepDir, SweepResult, membership
+
+DAY_S = 86400.0
+OTHER_FILES = {"preflight", "job.json"}
+"""Files of a run directory that are no properties of RunDir."""
+FILES = {
+    path.name
+    for name, kind in vars(RunDir).items()
+    if isinstance(kind, property) and isinstance(path := getattr(RunDir(Path("run")), name), Path)
+} | {*OTHER_FILES, "flow.log"}
+"""Names of what Onward writes into a run directory."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which runs may go."""
+
+    days: float = 30.0
+    """Least age since the last change."""
+    keep: int = 10
+    """Newest runs that stay in any case."""
+    states: tuple[State, ...] = ("exported", "failed")
+    resumable: bool = False
+    """Whether runs go that `onward resume` could continue."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of all runs of a home."""
+
+    states: Mapping[RunDir, State]
+    newest: frozenset[RunDir]
+    texts: Mapping[str, str]
+    """Name of a run, a sweep or a deployment -> its configuration."""
+
+
+def gather(rules: Rules, deployments: Mapping[str, str]) -> Facts:
+    """Read what the rules need. deployments: name -> configuration."""
+    runs = all_runs()
+    texts = {run.root.name: _text(run.config) for run in runs}
+    texts |= {path.parent.name: _text(path) for path in (onward_home() / "sweeps").glob("*/sweep.json")}
+    return Facts({run: _state(run) for run in runs}, frozenset(runs[: rules.keep]), {**texts, **deployments})
+
+
+def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = False) -> str:
+    """Return why a run stays; "" if it may go. is_ours: whether this process holds its lock."""
+    state = facts.states.get(run)
+    if (not is_ours and is_running(run)) or mpirun.running_job(run.root):
+        return "it is running"
+    if state is None:
+        return "it has no identity.json, so it is not known to be a run"
+    if unknown := sorted(path.name for path in run.root.iterdir() if path.name not in FILES and path.name[0] != "."):
+        return f"Onward did not write {', '.join(unknown[:3])}"
+    if state not in rules.states:
+        return f"its state is {state}"
+    if run in facts.newest:
+        return f"it is among the {rules.keep} newest"
+    if (age := age_days(run.root)) < rules.days:
+        return f"it was changed {age:.1f} days ago"
+    if not rules.resumable and state != "exported" and (state == "trained" or list_checkpoints(run)):
+        return "`onward resume` can continue it (--resumable)"
+    return _sweep_needs(run) or _registry_needs(run) or _others_need(run, facts)
+
+
+def _state(run: RunDir) -> State:
+    try:
+        read_record(run.identity, RunIdentity)
+        return state_of(run)
+    except (OnwardError, OSError):
+        return "damaged"
+
+
+def age_days(folder: Path) -> float:
+    """Return the days since something in a directory was changed, with what is directly below its own directories."""
+    paths = [folder, *folder.iterdir(), *(path for path in folder.glob("*/*") if not path.parent.is_symlink())]
+    # the lock is opened by whoever looks whether the run is running
+    newest = max(path.lstat().st_mtime for path in paths if path.name != "lock")
+    return (time.time() - newest) / DAY_S
+
+
+def _sweep_needs(run: RunDir) -> str:
+    """Return why a sweep needs this run: it has not ended, or this is its best trial; "" if none does."""
+    try:
+        trial = membership(run)
+        if trial is None or not (folder := SweepDir.of(trial.sweep_id)).root.exists():
+            return ""
+        if not folder.result.exists():
+            return f"the sweep {trial.sweep_id} has not ended"
+        best = read_record(folder.result, SweepResult).best == trial.number
+    except OnwardError as error:
+        return f"its sweep cannot be read: {error}"
+    return f"it is the best trial of the sweep {trial.sweep_id}" if best else ""
+
+
+def _registry_needs(run: RunDir) -> str:
+    """Return which registered model in use came from this run: one with an alias, or the newest version; else ""."""
+    try:
+        exported = read_record(run.exported, ExportedModel) if run.exported.exists() else None
+        if exported is None or not exported.registered_as:
+            return ""
+        registry = Registry(read_record(run.identity, RunIdentity).tracking_uri)
+        if not registry.is_in_use(exported.registered_as, exported.version):
+            return ""  # the registry has a copy of the file
+    except TrackingError as error:
+        return f"MLflow cannot say whether its model is in use: {error}"
+    except OnwardError as error:
+        return f"its exported model cannot be read: {error}"
+    return f"its model is {exported.registered_as} version {exported.version} in the registry"
+
+
+def _others_need(run: RunDir, facts: Facts) -> str:
+    for name, text in facts.texts.items():
+        if name != run.root.name and str(run.root) in text:
+            return f"the configuration of {name} names a file in it"
+    return ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def linked_shards(runs: Iterable[RunDir]) -> set[str]:
+    """Return the names of the shards of some runs."""
+    return {run.shards.readlink().name for run in runs if run.shards.is_symlink()}

@@ -49,16 +49,19 @@ class Store:
         """As it is recorded: without a password."""
         self._connected: MlflowClient | None = None
         self._file = ""
+        self._expected = False
+        """Whether a database that does not exist was removed, and is not made."""
 
     @property
     def _client(self) -> MlflowClient:
         # SQLite would go on writing to a file that was removed or replaced, and nobody would ever read that
-        if self._connected is not None and self._file != (found := file_of(self.tracking_uri)):
-            if not found:
-                raise TrackingUnavailable(
-                    f"the MLflow database {database_of(self.tracking_uri)} was removed: put it back; `onward resume` "
-                    "of a run sends its metrics to a new one"
-                )
+        found, database = file_of(self.tracking_uri), database_of(self.tracking_uri)
+        if database and not found and (self._connected is not None or self._expected):
+            raise TrackingUnavailable(
+                f"the MLflow database {database} was removed: put it back; `onward resume` of a run sends its metrics "
+                "to a new one"
+            )
+        if self._connected is not None and self._file != found:
             _close_files(self._connected)
             self._connected = None
         if self._connected is None:

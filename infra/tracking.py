@@ -91,6 +91,7 @@ class Tracker(Store):
     def __init__(self, tracking_uri: str, run_id: str = "") -> None:
         super().__init__(tracking_uri)
         self.run_id = run_id
+        self._expected = bool(run_id)
 
     @property
     def _database(self) -> Path | None:

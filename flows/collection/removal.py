@@ -15,11 +15,10 @@ from onward.flows.collection.found import (
     cutoff,
     find,
     keeps,
-    linked_shards,
     lost_records,
     runs_of_home,
 )
-from onward.flows.collection.rules import Facts, Rules, gather, reason_to_keep
+from onward.flows.collection.rules import Facts, Rules, gather, linked_shards, reason_to_keep
 from onward.flows.runs import locked
 from onward.infra import mpirun, prefect_database
 from onward.infra.mlflow_store import TrackingError

@@ -225,6 +225,9 @@ def test_an_older_copy_of_the_database_gets_what_was_sent_since_and_a_removed_on
     attempt(run, first=8, last=10, status="done")
     with pytest.raises(TrackingUnavailable, match=r"mlflow\.db was removed: put it back"):
         shipper.ship()
+    with pytest.raises(TrackingUnavailable, match="was removed"):
+        Tracker(tracker.tracking_uri, tracker.run_id).set_status("FINISHED")
+    assert not database.exists(), "no empty one takes its place"
     older.rename(database)
     shipper.ship()
     assert [step for step, _ in points(tracker, "train/loss")] == list(range(1, 11))

@@ -106,7 +106,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
             notes(
                 "onward chaos digits.toml --mtbf 20s --seed 7",
                 "onward chaos digits.toml --kinds rank-kill,flow-term --faults 10",
-                exits=(0, 1, 2, 3),
+                exits=(0, 1, 2, 3, 70),
             ),
         ),
         (

@@ -13,12 +13,12 @@ from onward.flows.api import checked_config, exit_on_sigterm, require_flow
 from onward.flows.chaos import results
 from onward.flows.chaos.account import Account, Command, Result, make_account
 from onward.flows.chaos.kinds import KINDS, without_target
-from onward.flows.chaos.plan import make_plan
+from onward.flows.chaos.plan import PlannedFault, make_plan
 from onward.flows.chaos.scene import TAG, Scene, described, until_gone
 from onward.flows.chaos.soak import ORPHAN_S, GaveUp, Soak
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import url_of
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, TrainingFailed
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.records import write_record
 
@@ -55,32 +55,38 @@ def chaos(
     if problems := without_target(chosen, home):
         raise ConfigError(problems)
     plan = make_plan(chosen, faults=faults or len(chosen), mtbf_s=mtbf_s, seed=seed)
-    before = os.environ.get("ONWARD_HOME")
-    os.environ["ONWARD_HOME"] = str(home)
+    scene, before = Scene(home, uuid.uuid4().hex), dict(os.environ)
+    os.environ.update({"ONWARD_HOME": str(home), TAG: scene.tag})  # for the servers, which this process starts
     try:
         with exit_on_sigterm():
-            return _soak(Soak(Scene(home, uuid.uuid4().hex), words, [], say), plan, config, mtbf_s, seed)
+            return _soak(Soak(scene, words, [], say), plan, config, mtbf_s, seed)
     finally:
-        os.environ.pop("ONWARD_HOME")
-        os.environ.update({} if before is None else {"ONWARD_HOME": before})
+        for name in ("ONWARD_HOME", TAG):
+            os.environ.pop(name)
+            os.environ.update({name: before[name]} if name in before else {})
 
 
-def _soak(soak: Soak, plan: list, config: str, mtbf_s: float, seed: int) -> Account:  # type: ignore[type-arg]
+def _soak(soak: Soak, plan: Sequence[PlannedFault], config: str, mtbf_s: float, seed: int) -> Account:
     from onward.flows.local_run import prefect_server
 
     scene = soak.scene
     problems: list[str] = []
     rounds: list[Result] = []
-    undisturbed: Result | None = None
-    os.environ[TAG] = ""  # this process is no process of the soak
     try:
         # the servers of the soak run on between its commands, as between those of several users
         with prefect_server():
             say("the undisturbed run begins")
-            undisturbed = _measured(soak, {})
+            try:
+                undisturbed = _measured(soak, {})
+            except GaveUp:
+                last = soak.commands[-1]
+                raise TrainingFailed(
+                    f"the undisturbed run ended with exit status {last.status}, before any fault; its output is in "
+                    f"{last.log}"
+                ) from None
             points = results.points_of(RunDir(scene.home / "runs" / undisturbed.run_id))
             say(f"{undisturbed.step} steps, {undisturbed.points} points, {undisturbed.elapsed_s:.1f} s")
-            soak.pending = list(plan)
+            soak.pending, soak.rounds = list(plan), 0
             try:
                 while soak.pending:
                     before = len(soak.pending)
@@ -103,7 +109,7 @@ def _soak(soak: Soak, plan: list, config: str, mtbf_s: float, seed: int) -> Acco
         mtbf_s=mtbf_s,
         undisturbed=undisturbed,
         rounds=rounds,
-        faults=soak.faults,
+        faults=[*soak.faults, *([soak.open] if soak.open else [])],
         commands=states,
         problems=problems,
     )

@@ -70,7 +70,8 @@ class Soak:
         fruitless, made = 0, 0
         while self._command(known) != 0:
             fruitless, made = (0 if scene.progress.steps > made else fruitless + 1), scene.progress.steps
-            if fruitless == FRUITLESS:
+            # without a fault there is nothing from which to resume
+            if fruitless == FRUITLESS or not (self.faults or self.pending or self.open):
                 raise GaveUp(
                     f"run {self.rounds} made no step in {FRUITLESS} commands; the output of the last one is in "
                     f"{self.commands[-1].log}"

@@ -22,13 +22,14 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from onward.infra import job_guard
 from onward.infra.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
 from onward.infra.parent_death import signalled_with_parent
+from onward.infra.stopped_ranks import StoppedRanks
 
 POLL_S = 0.1
 SUSPENDED_S = 2.0
@@ -76,6 +77,8 @@ class Outcome:
     elapsed_s: float
     detected_ms: int
     """When mpirun ended, or a limit passed: milliseconds since 1970."""
+    stopped_ranks: Mapping[int, str] = field(default_factory=dict)
+    """Ranks of this host that a signal had stopped when the job ended -> a clause about each."""
 
 
 @dataclass(frozen=True)
@@ -144,16 +147,17 @@ class MpiJob:
                 start_new_session=True,
             )
             _running[self.run_dir] = stop
+            ranks = StoppedRanks(mpirun.pid)
             try:
                 _write_job_record(self.run_dir, tag, argv)
-                reason, detected_ms = self._watch(mpirun, stop, guard)
+                reason, detected_ms = self._watch(mpirun, stop, guard, ranks)
             except BaseException:
                 _stop(mpirun, self.grace_s)
                 raise
             finally:
                 del _running[self.run_dir]
                 _kill_rest(mpirun, tag)
-        return Outcome(mpirun.returncode, reason, time.monotonic() - started_at, detected_ms)
+        return Outcome(mpirun.returncode, reason, time.monotonic() - started_at, detected_ms, ranks.describe())
 
     def _temporary_directory(self, tag: str) -> dict[str, str]:
         """Create the job's own temporary directory, because Open MPI leaves files behind when it is killed.
@@ -167,7 +171,7 @@ class MpiJob:
         return {"TMPDIR": folder, "OMPI_MCA_btl_sm_backing_directory": folder}
 
     def _watch(
-        self, mpirun: subprocess.Popen[bytes], stop: threading.Event, guard: Guard
+        self, mpirun: subprocess.Popen[bytes], stop: threading.Event, guard: Guard, ranks: StoppedRanks
     ) -> tuple[Literal["exited", "stopped", "silent", "start_timeout"], int]:
         """Wait for the end of mpirun, a stop request or a missing heartbeat; stop the job in the last two cases.
 
@@ -189,6 +193,7 @@ class MpiJob:
             if (beat := _last_beat(self.heartbeat)) != last_beat:
                 last_beat, beat_at, started = beat, time.monotonic(), True
                 silence_s = _allowed_silence(self.heartbeat, silence_s)
+            ranks.look()
             if time.monotonic() - beat_at > (silence_s if started else self.start_timeout_s):
                 noticed_ms = now_ms()
                 _stop(mpirun, 0)  # a job that hangs cannot save

@@ -11,6 +11,7 @@ from onward.infra import mpirun
 from onward.infra.rank_endings import num_oom_kills
 from onward.tasks.attempt_failure import describe, log_tail, record_first_ending
 from onward.tasks.classification import Evidence, classify, sentence_of
+from onward.tasks.hang import record_hang
 from onward.tasks.retrying import newest_checkpoint, plan_next
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import OnwardError
@@ -68,6 +69,7 @@ class Attempt:
         result, output = result_of(self.run, self.number), log_tail(self.run, self.number)
         error = None
         if result is None:
+            record_hang(self.run, self.number, config, outcome)
             record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
             error = self.run.first_error(self.number)
         evidence = Evidence(

@@ -69,6 +69,8 @@ RULES: Sequence[Rule] = (
     ("non_finite", lambda e: e.error_class == "Diverged"),
     ("out_of_memory", lambda e: e.error_class in ("OutOfMemory", "MemoryError")),
     ("out_of_memory", lambda e: e.error_class == "SIGKILL" and e.oom_kills),
+    ("hang", lambda e: e.error_class == "Hang"),
+    ("rank_lost", lambda e: e.error_class == "ReplicasDiffer"),
     ("storage", lambda e: STORAGE.search(e.cause)),
     ("user_error", lambda e: e.error_class == "CheckpointError"),
     ("hang", lambda e: e.reason in ("silent", "start_timeout")),

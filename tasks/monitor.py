@@ -120,6 +120,8 @@ class LogLines:
         elif self._live and event.kind == "evaluation":
             values = (f"{key} {value:.4g}" for key, value in event.fields["values"].items())
             self._log.info("step %d: %s", event.step, ", ".join(values))
+        elif self._live and event.kind == "bad_values":
+            self._log.warning("step %d: %s", event.step, event.fields["text"])
         elif self._live and event.kind == "checkpoint":
             self._log.info("step %d: saved %s", event.step, event.fields["path"])
         elif self._live and event.kind == "end" and event.fields.get("ended_early"):

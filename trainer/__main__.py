@@ -32,7 +32,13 @@ if launched_rank() is not None:
 
 import torch
 
-from onward.trainer.distributed.failures import StopSignal, install_excepthook, trace_collectives, write_tracebacks
+from onward.trainer.distributed.failures import (
+    StopSignal,
+    install_excepthook,
+    trace_collectives,
+    write_stacks_when_ended,
+    write_tracebacks,
+)
 from onward.trainer.distributed.preflight import run_preflight
 from onward.trainer.distributed.processes import connect, disconnect
 from onward.trainer.errors import ExportRefused, Stopped
@@ -57,6 +63,7 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     heartbeat = Heartbeat(run.heartbeat)
     install_excepthook(run, attempt=attempt, step=lambda: heartbeat.step)
     traceback = write_tracebacks(run.traceback(attempt, launched_rank() or 0))
+    write_stacks_when_ended(run.stack(attempt, launched_rank() or 0))
     trace_collectives(run.attempt(attempt) / "collectives-rank-")
     config = read_config(run)
     mpi = connect(

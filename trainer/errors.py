@@ -11,6 +11,8 @@
     ├── OutOfMemory              7   a rank asked its device for more memory than is free; a retry would repeat it
     ├── DeviceAssertion          8   a GPU kernel was given an index out of range; a retry would repeat it
     ├── TrainingFailed          70   the job failed; a retry resumes from the newest checkpoint
+    │   ├── Hang                70   a rank made no progress, and the others waited for it
+    │   └── ReplicasDiffer      70   ranks that must hold the same weights do not; the newest checkpoint is good
     ├── Fenced                  72   a newer attempt of the run has begun
     └── Stopped                 75   stopped on request, with a checkpoint (EX_TEMPFAIL)
 
@@ -99,6 +101,14 @@ class TrainingFailed(OnwardError):
         super().__init__(message)
         self.again = again
         """Whether a retry follows by itself."""
+
+
+class Hang(TrainingFailed):
+    """A rank made no progress, and the others waited for it. A retry resumes from the newest checkpoint."""
+
+
+class ReplicasDiffer(TrainingFailed):
+    """Ranks hold different bits of the same weight. A retry resumes from the newest checkpoint, where they agreed."""
 
 
 class Fenced(OnwardError):

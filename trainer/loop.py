@@ -32,7 +32,7 @@ from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import check_fit
-from onward.trainer.errors import Diverged
+from onward.trainer.errors import Diverged, ReplicasDiffer
 from onward.trainer.events import EventWriter, Heartbeat
 from onward.trainer.model.metrics.measures import Counts
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
@@ -45,6 +45,7 @@ from onward.trainer.optim.loss_scaler import LossScaler
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.optim.state import load_optimizer_parts, optimizer_parts, optimizer_shapes
+from onward.trainer.parallel.nonfinite.replay import BadValues
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.rank_model import build_rank_model
 from onward.trainer.run.directory import RunDir
@@ -126,14 +127,20 @@ def train(
         config.average, model.averaged, num_steps=num_steps, device=mpi.device, swapped=reducer.regather
     )
 
+    bad_values = BadValues(config, signature, model, pipeline, mpi, heartbeat.beat)
+    new_totals = partial(EvaluationMetrics, model.losses, config.metrics, device=mpi.device, counts=here.tensor == 0)
+    own_part = partial(evaluation_batches, held_out, config, signature, **share, device=mpi.device)
+
     def evaluate(step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         confusion: Mapping[str, Counts] = {}
         for prefixes in averages.in_turn():  # first the weights themselves, then their averages in their place
-            totals = EvaluationMetrics(model.losses, config.metrics, device=mpi.device, counts=here.tensor == 0)
-            part = evaluation_batches(held_out, config, signature, **share, device=mpi.device)
+            totals, part = new_totals(), own_part()
             with heartbeat.compiling():
                 values = pipeline.evaluate(part, totals, heartbeat.beat)
+            if not math.isfinite(values.get("loss", 0.0)) and not bad_values.explained_evaluation:
+                why = bad_values.explain_evaluation(own_part(), new_totals(), held_out)
+                events.emit("bad_values", step, text=f"the evaluation loss is {values['loss']:g}. {why}")
             metrics |= {f"{prefix}/{name}": value for prefix in prefixes for name, value in values.items()}
             confusion = confusion or totals.confusion
         events.emit("evaluation", step, values=metrics)
@@ -145,9 +152,17 @@ def train(
     parts = model.parts() | optimizer_parts(optimizer, trained) | averages.parts()
     checkpoints = CheckpointWriter(run, config, attempt=attempt, mpi=mpi, events=events)
 
+    def compare_copies(step: int) -> None:
+        try:
+            check_copies(parts, mpi, step=step, beat=heartbeat.beat)
+        except ReplicasDiffer:
+            checkpoints.wait(heartbeat.beat)  # for the one before, from which a retry resumes
+            raise
+        bad_values.remember_weights(step)
+
     def save_checkpoint(*, last: bool) -> None:
         # a copy that has diverged must not get into a checkpoint, from which every resume would start
-        check_copies(parts, mpi, beat=heartbeat.beat)
+        compare_copies(state.step)
         events.sync()  # before the checkpoint: a resumed run does not emit the events of earlier steps again
         checkpoints.save(state, parts, beat=heartbeat.beat, last=last)
 
@@ -178,7 +193,7 @@ def train(
         averages.load(tensors)
         scaler.restore(state.scaler)
         checkpoints.previous = checkpoint.certificate
-    check_copies(parts, mpi, beat=heartbeat.beat)  # nothing is broadcast: every rank has read its own parts
+    compare_copies(state.step)  # nothing is broadcast: every rank has read its own parts
     shown = {"num_samples": num_samples, "num_parameters": model.num_parameters, "compute": config.precision.compute}
     from_where = {"resumed": resumed, "damaged": damaged, "certificate": checkpoints.previous}
     events.emit("start", state.step, num_steps=num_steps, **shown, **from_where)
@@ -200,7 +215,8 @@ def train(
         heartbeat.beat(step)
         checkpoints.poll()  # of the one that is being written in the background
         # equal on tensor-parallel ranks, which compute the same activations between regions and must drop the same ones
-        torch.manual_seed(dropout_seed(config.train.seed, step, mpi.rank // dims.tensor))
+        reseed = partial(torch.manual_seed, dropout_seed(config.train.seed, step, mpi.rank // dims.tensor))
+        reseed()
         rate = learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=num_steps)
         set_learning_rate(optimizer, rate)
 
@@ -213,15 +229,20 @@ def train(
         timed_wait_s += waits_s / mpi.world_size
         norm = math.sqrt(squares) / scaler.scale
         overflowed = not math.isfinite(norm + loss)
+        bad_values.note(step, norm, state.samples_seen, size)
 
         if overflowed:
             reducer.undo()  # of BatchNorm's running statistics, which the forward passes have updated
             remedy = scaler.overflow()
             if remedy == "none":
                 checkpoints.wait(heartbeat.beat)
+                why = bad_values.explain_step(
+                    micro_batches, rows, scale=scaler.scale, reseed=reseed, rows_at=batches.rows
+                )
                 raise Diverged(
                     f"step {step}: loss {loss:g}, gradient norm {norm:g} at learning rate {rate:g} and loss scale "
-                    f"{scaler.scale:g}; lower the learning rate, lengthen the warm-up, or compute in bf16 or fp32"
+                    f"{scaler.scale:g}; lower the learning rate, lengthen the warm-up, or compute in bf16 or fp32. "
+                    f"{why}"
                 )
             events.scalars(step, skipped=1, loss_scale=scaler.scale)
             if remedy == "again":
@@ -235,6 +256,8 @@ def train(
             scaler.grow()
         state = state.advance(size, scaler.state(), trained_s=seconds)
         stopping, ending = stops > 0, is_out_of_time(state.stop, config) or step == num_steps
+        if every(config.train.desync_check_period, step):
+            compare_copies(step)
 
         timed_samples += size
         if not overflowed and (every(config.train.log_period, step) or stopping or ending):

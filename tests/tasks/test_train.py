@@ -173,7 +173,12 @@ DATA_LOSS = r"index out of range.*Loss\.cu:245: nll_loss.* Assertion `t >= 0 && 
             "hang",
             r"^SIGABRT: a collective timed out: ALLREDUCE number 78 waited 100\.009 s",
         ),
-        ("stands_still", TrainingFailed, "hang", r"^status 1: it made no progress for 0:00:00\.5"),
+        (
+            "stands_still",
+            TrainingFailed,
+            "hang",
+            r"^Hang: the job made no progress for 0:00:00\.50*: it is in stand_still \(",
+        ),
         (
             "asserts",
             DeviceAssertion,
@@ -205,7 +210,7 @@ def test_a_rank_that_a_signal_ended_has_a_record_with_the_cause(
 
 def cause_in_message(cause: str) -> str:
     """Of an error that is raised as its own class, the message is in the cause after the class's name."""
-    return cause.removeprefix("DeviceAssertion: ")
+    return cause.removeprefix("DeviceAssertion: ").removeprefix("Hang: ")
 
 
 @pytest.mark.slow

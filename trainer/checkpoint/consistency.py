@@ -14,16 +14,18 @@ from onward.trainer.checkpoint.manifest import Beat
 from onward.trainer.checkpoint.write_plan import TensorPart, make_write_plan, shown
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import NUM_NAMED
-from onward.trainer.errors import TrainingFailed
+from onward.trainer.errors import ReplicasDiffer
 
 WORDS = 1 << 18
 """Words of 4 bytes that are summed at once; temporary tensors take twice as much memory."""
 
 
-def check_copies(parts: Mapping[str, TensorPart], mpi: MPIContext, *, beat: Beat = lambda: None) -> None:
+def check_copies(parts: Mapping[str, TensorPart], mpi: MPIContext, *, step: int = 0, beat: Beat = lambda: None) -> None:
     """Raise unless all ranks that hold a piece hold the same bits of it. Collective: every rank.
 
-    Compares a checksum of each such piece. Raises, with the same text on every rank, TrainingFailed when copies differ
+    step: the one after which it is called, for the message.
+
+    Compares a checksum of each such piece. Raises, with the same text on every rank, ReplicasDiffer when copies differ
     and CheckpointError when the parts do not tile the tensors.
     """
     plan = make_write_plan(parts, mpi)
@@ -46,8 +48,9 @@ def check_copies(parts: Mapping[str, TensorPart], mpi: MPIContext, *, beat: Beat
             fewest_first = sorted(groups.values(), key=len)
             different.setdefault(piece.name, f"{piece.key} on {' is not that on '.join(map(shown, fewest_first))}")
     if different:
-        raise TrainingFailed(
-            f"{len(different)} of {len(plan.tensors)} tensors differ between ranks that must hold the same bits: "
+        raise ReplicasDiffer(
+            f"after step {step}: {len(different)} of {len(plan.tensors)} tensors differ between ranks that must hold "
+            "the same bits: "
             f"{'; '.join(list(different.values())[:NUM_NAMED])}; the newest checkpoint was saved before they differed, "
             "so resume from it; if it happens again, test the memory of these hosts"
         )

@@ -127,6 +127,16 @@ def write_tracebacks(path: Path) -> IO[str]:
     return file
 
 
+def write_stacks_when_ended(path: Path) -> None:
+    """Write the Python stacks of all threads into a file at SIGTERM, which mpirun sends before it kills the ranks.
+
+    The file is written by a signal handler in C, so also while C code holds the GIL. StopSignal's handler runs after
+    it.
+    """
+    # faulthandler keeps the file open
+    faulthandler.register(signal.SIGTERM, file=path.open("w"), all_threads=True, chain=True)
+
+
 def trace_collectives(prefix: Path) -> None:
     """Let NCCL's watchdog write the last collectives of this rank to `prefix` + rank when one fails or times out.
 

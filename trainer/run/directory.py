@@ -25,6 +25,8 @@ it.
         attempts/001/ending.json  AttemptEnding: how it ended, and what followed    train
         attempts/001/rank-00003.reserved    space for the rank's error record, while it runs; `ending.reserved` likewise
         attempts/001/rank-00003.traceback   Python tracebacks of a rank that a signal or its watchdog ended; else empty
+        attempts/001/rank-00003.stack   Python stacks of a rank at the time at which mpirun ended it; else empty
+        attempts/001/stacks.txt after a hang: where every rank was                      train
         errors/001-rank-00003.json   RankError                 the rank that failed, or train if a signal ended it
         heartbeat               Beat, written by rank 0 while the job makes progress
         events.jsonl            the append-only event log      rank 0
@@ -207,6 +209,12 @@ class RunDir:
     def reserved_for(self, attempt: int, rank: int | None = None) -> Path:
         """The space for the error record of a rank, or for the record of how the attempt ended."""
         return self.attempt(attempt) / ("ending.reserved" if rank is None else f"rank-{rank:05d}.reserved")
+
+    def stack(self, attempt: int, rank: int) -> Path:
+        return self.attempt(attempt) / f"rank-{rank:05d}.stack"
+
+    def stacks(self, attempt: int) -> Path:
+        return self.attempt(attempt) / "stacks.txt"
 
     def rank_error(self, attempt: int, rank: int) -> Path:
         return self.errors / f"{attempt:03d}-rank-{rank:05d}.json"

@@ -34,6 +34,10 @@ class TrainConfig(Section):
     """Samples one replica evaluates at a time; 0 = the size of a micro-batch."""
     log_period: PositiveInt = 1
     """Steps between two lines of metrics in the event log."""
+    desync_check_period: NonNegativeInt = 100
+    """Steps between comparisons of what several ranks hold alike (weights, running statistics, the state of the
+    optimizer): if a bit differs, the run stops and names it, and a retry resumes from the newest checkpoint. 0 = only
+    before each checkpoint."""
     deterministic: bool = False
     """On GPUs use deterministic algorithms only, which may be slower: a resumed run then has the bits of one that was
     never interrupted. An operator that has none is refused by name. On CPUs that holds without it."""

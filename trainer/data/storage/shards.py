@@ -156,6 +156,15 @@ class Shards:
         self._soft_labels: SoftLabelFiles | None = None
 
     @property
+    def manifest(self) -> ShardManifest:
+        """The manifest of all splits."""
+        return self._manifest
+
+    def numbers(self, rows: Array) -> Array:
+        """Return the numbers in the whole split of these rows, which may be some of them (`most`): int64 [n]."""
+        return rows if self._chosen is None else self._chosen[rows]
+
+    @property
     def soft_labels(self) -> tuple[str, ...]:
         """The outputs of a teacher that are read with each row."""
         return self._soft_labels.names if self._soft_labels else ()

@@ -13,6 +13,7 @@ accumulation steps are one number, and there is no other loop over them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -156,6 +157,15 @@ class Pipeline:
             for members in _passes(batches):
                 self._run_pass(list(members), update, beat, training=False)
         return totals.compute()
+
+    @contextlib.contextmanager
+    def with_losses(self, losses: BatchLosses) -> Iterator[None]:
+        """Compute other losses inside a block."""
+        before, self._losses = self._losses, losses
+        try:
+            yield
+        finally:
+            self._losses = before
 
     def _run_pass(
         self, batches: list[Batch], on_outputs: OnOutputs, beat: Callable[[], None], *, training: bool

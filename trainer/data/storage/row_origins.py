@@ -1,0 +1,53 @@
+"""Find where rows of a split come from: the file and the line, or the row, of the source.
+
+The shards do not record it. The source is read again in the order in which it was sharded, up to the rows asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection
+
+import numpy as np
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.column_computers import packer_of
+from onward.trainer.data.columns import TEXT, WORDS, fit_block
+from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.reading import sources
+from onward.trainer.data.signature import Signature
+from onward.trainer.data.storage.sharding import infer_schema, stored_columns
+from onward.trainer.data.storage.shards import Shards, Split
+
+
+def row_origins(
+    config: RunConfig, signature: Signature, rows: Shards, split: Split, wanted: Collection[int], *, limit_s: float
+) -> dict[int, str]:
+    """Return row of the split -> its place in the source, as messages about bad rows name it.
+
+    Without those that are not found within `limit_s`; {} where the rows of the shards are not those of the source, as
+    windows of packed texts are not. Raises DataError for a source that has changed since.
+    """
+    read, computers = read_and_computed(config, signature, infer_schema(config.data))
+    drops_rows = bool(rows.manifest.skipped or rows.manifest.left_out)
+    if packer_of(computers) or (drops_rows and computers):
+        return {}
+    columns = stored_columns(config.data, read)
+    texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
+    deadline = time.monotonic() + limit_s
+    of_split = dict(zip(rows.numbers(np.array(sorted(wanted))).tolist(), sorted(wanted), strict=True))
+    found: dict[int, str] = {}
+    counts = Counter[str]()
+    for held_split, blocks in sources.read_by_source(config.data, [column.name for column in columns], texts):
+        for block, held_out in blocks:
+            good = fit_block(block, columns)[1] if drops_rows else np.ones(len(block.index), bool)
+            for part, chosen in (("train", good & ~held_out), (held_split, good & held_out)):
+                index = block.index[chosen]
+                if part == split:
+                    for number in of_split.keys() & set(range(counts[part], counts[part] + len(index))):
+                        found[of_split[number]] = block.where(int(index[number - counts[part]]))
+                counts[part] += len(index)
+            if len(found) == len(of_split) or time.monotonic() > deadline:
+                return found
+    return found

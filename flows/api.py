@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from onward.trainer.onnx_import.imported_graph import ImportedGraph
     from onward.trainer.parallel.plan_record import Plan
     from onward.trainer.run.local_copies import LocalCopies
-    from onward.trainer.run.records import ExportedModel
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 Config: TypeAlias = "AnyPath | Mapping[str, Any] | RunConfig"
@@ -245,27 +244,6 @@ def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:
 
 
 # -- models
-
-
-def export(
-    source: AnyPath, output: AnyPath, *, variants: Sequence[str] = (), training: bool = False, overwrite: bool = False
-) -> ExportedModel:
-    """Write a checkpoint's weights into its ONNX file at `output`, and verify the result under onnxruntime.
-
-    `source`: a checkpoint directory, or a run as `status` takes it. `variants`: further files to write, of
-    "optimized", "fp16", "bf16", "fp16_compute", "int8_dynamic", "int8_static", "without_loss", "with_preprocessing".
-    `training`: also write the graphs that train the model without torch. `overwrite`: also replace files at `output`
-    that no export has written, or that were changed since. Raises ExportRefused with every failed check;
-    no file is written then.
-    """
-    require_flow("onward.export")
-    from onward.flows.runs import find_checkpoint
-    from onward.tasks.export import export_file
-    from onward.trainer.config.sections.results import ExportConfig
-
-    extras = ExportConfig.model_validate({"variants": tuple(variants), "training": training, "overwrite": overwrite})
-    found, checkpoint = find_checkpoint(os.fspath(source))
-    return export_file(found, checkpoint, Path(output), extras=extras)
 
 
 def promote(name: str, version: str | int, *, alias: str = "champion", tracking_uri: str = "") -> str:

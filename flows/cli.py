@@ -127,6 +127,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
     "Models": [
         (models.example, notes("onward example", "onward example images", exits=(0, 2, 3))),
         (models.export, notes("onward export last -o digits.onnx --variant fp16", exits=(0, 2, 3, 4, 5))),
+        (models.bundle, notes("onward bundle last digits.bundle", exits=(0, 2, 3, 4))),
         (models.promote, notes("onward promote digits 3", exits=(0, 2, 3))),
     ],
     "Serve": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -190,6 +191,21 @@ def checkpoint_at(text: str) -> tuple[RunDir | None, Path] | None:
         return None
     run = RunDir(path.parents[1]) if path.parent.name == "checkpoints" else None
     return (run if run and run.config.exists() else None), path
+
+
+@contextlib.contextmanager
+def opened(text: str, *, run_code: bool = False) -> Iterator[tuple[RunDir, Path]]:
+    """Yield the run and the checkpoint that `text` names: a file is a bundle, which is opened in a temporary directory.
+
+    run_code: whether the bundle may have Python code. Raises as `find_checkpoint` and `bundle.unpack`.
+    """
+    if not Path(text).is_file():
+        yield find_checkpoint(text)
+        return
+    from onward.trainer.checkpoint.bundle import unpack
+
+    with tempfile.TemporaryDirectory(prefix="onward-bundle-") as folder:
+        yield unpack(Path(text), Path(folder).resolve(), run_code=run_code)
 
 
 def find_checkpoint(text: str) -> tuple[RunDir, Path]:

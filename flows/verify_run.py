@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onward.flows.api import AnyPath, exit_on_sigterm, require_flow
@@ -16,15 +17,17 @@ if TYPE_CHECKING:
 def verify(source: AnyPath = "last") -> CheckedRun | CheckedCheckpoint:
     """Read the checkpoints of a run again, or one checkpoint, and check their digests and the chain of certificates.
 
-    `source`: a checkpoint directory, or a run as `status` takes it. What is wrong is in `problems` of the record.
+    `source`: a checkpoint directory, a bundle, or a run as `status` takes it. What is wrong is in `problems`.
     Raises ConfigError when there is no such run, CheckpointError when it has no checkpoint.
     """
-    from onward.flows.runs import checkpoint_at, find_run
+    from onward.flows.runs import checkpoint_at, find_run, opened
     from onward.trainer.checkpoint.chain import check_checkpoint, check_run
 
-    if (path := checkpoint_at(os.fspath(source))) is not None:
-        run, checkpoint = path
-        return check_checkpoint(checkpoint, run)
+    if Path(source).is_file():
+        with opened(os.fspath(source), run_code=True) as (run, checkpoint):  # nothing of it is run here
+            return check_checkpoint(checkpoint, run)
+    if (found := checkpoint_at(os.fspath(source))) is not None:
+        return check_checkpoint(found[1], found[0])
     return check_run(find_run(os.fspath(source)))
 
 

@@ -13,7 +13,6 @@ from onward.flows.api import (
     config,
     diff,
     doctor,
-    export,
     plan,
     promote,
     resume,
@@ -23,6 +22,7 @@ from onward.flows.api import (
     to_module,
     write,
 )
+from onward.flows.exports import bundle, export
 from onward.flows.first_config import init
 from onward.flows.sweeps.api import resume_sweep, sweep, sweeps
 from onward.flows.verify_run import replay, verify
@@ -61,6 +61,7 @@ __all__ = [
     "TrainingFailed",
     "UnsupportedModel",
     "__version__",
+    "bundle",
     "config",
     "diff",
     "doctor",

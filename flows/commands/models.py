@@ -1,4 +1,4 @@
-"""Commands that write ONNX files and decide which one is served: export, promote, example, reference."""
+"""Commands that write ONNX files and decide which one is served: export, bundle, promote, example, reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.flows import api
+from onward.flows import api, exports
 from onward.flows.commands.common import Json, Output, print_facts, print_json
 
 # The kinds of export.variants, repeated because importing the configuration would slow `--help` down; a test compares.
@@ -24,7 +24,7 @@ def export(
         str,
         typer.Argument(
             metavar="CHECKPOINT_OR_RUN",
-            help="A checkpoint directory, or a run as in `onward status`, for example last.",
+            help="A checkpoint directory, a bundle, or a run as in `onward status`, for example last.",
             show_default=False,
         ),
     ],
@@ -39,6 +39,9 @@ def export(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Also replace files that no export has written, or that were changed.")
     ] = False,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Accept a bundle with Python code, which runs with your rights.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights into its ONNX file and verify the result.
@@ -49,8 +52,10 @@ def export(
     from onward.flows.report import variant_rows
     from onward.flows.runs import find_checkpoint
 
-    _, checkpoint = find_checkpoint(source)
-    exported = api.export(checkpoint, output, variants=variant or (), training=training, overwrite=overwrite)
+    checkpoint = Path(source) if Path(source).is_file() else find_checkpoint(source)[1]
+    exported = exports.export(
+        checkpoint, output, variants=variant or (), training=training, overwrite=overwrite, run_code=run_code
+    )
     training_files: dict[str, Any] = {"training": [str(path) for path in exported.training]} if training else {}
     if exported.training_refused:
         training_files = {"training": "", "training_refused": exported.training_refused}
@@ -69,6 +74,32 @@ def export(
         print_json({**facts, "variants": [each.model_dump(mode="json") for each in exported.variants]})
     else:
         print_facts({**facts, **dict(variant_rows(exported))}, as_json=False)
+
+
+def bundle(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT_OR_RUN",
+            help="A checkpoint directory, or a run as in `onward status`, for example last.",
+            show_default=False,
+        ),
+    ],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The file to write, for example digits.bundle.", show_default=False)
+    ],
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint with everything that its export needs into one file.
+
+    `onward export FILE -o model.onnx` makes the trained file from it on any machine, without the original paths. It
+    holds the ONNX file, the code of losses and converters, and the evaluation rows: give it to those who may see them.
+    """
+    from onward.flows.exports import bundle as write
+
+    listing = write(source, file)
+    facts = {"path": str(file.absolute()), "bytes": file.stat().st_size, "run": listing.run, "step": listing.step}
+    print_facts({**facts, "certificate": listing.certificate, "files": len(listing.files)}, as_json=as_json)
 
 
 def promote(

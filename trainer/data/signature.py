@@ -108,15 +108,16 @@ def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:
 
 def model_digest(path: Path) -> str:
     """Return the digest of a model: of its file and of its external data files (see `digest_of_files`)."""
-    return digest_of_files(_files(path))
+    return digest_of_files(model_files(path))
 
 
 def model_bytes(path: Path) -> int:
     """Return the size of a model: of its file and of its external data files."""
-    return sum(file.stat().st_size for file in _files(path))
+    return sum(file.stat().st_size for file in model_files(path))
 
 
-def _files(path: Path) -> list[Path]:
+def model_files(path: Path) -> list[Path]:
+    """Return a model's file and its external data files."""
     try:
         names = locations(onnx.load(path, load_external_data=False))
     except (DecodeError, ValueError):

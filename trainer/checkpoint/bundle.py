@@ -1,0 +1,304 @@
+"""Write a checkpoint with everything that its export needs into one file, and read such a file. Needs no torch.
+
+    FILE, a zip archive without compression
+        bundle.json                             the step; size and SHA-256 of each file below
+        run/config.json, run/identity.json      the settings with paths inside of the bundle; no addresses of servers
+        run/checkpoints/step-000000100/         the checkpoint
+        run/shards/                             the evaluation and test rows, not those to train on
+        run/quantized/                          with quantize.aware
+        model/, code/, tokenizer/               the ONNX file and its external data; losses and converters; tokenizer
+
+A bundle is opened in an empty directory, as a run directory. Before that every name is checked: none leads out of the
+directory, none is a link, and the sizes add up to those of the archive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO, Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from onward.trainer.checkpoint.certificate import Sha256
+from onward.trainer.checkpoint.manifest import CHUNK_BYTES, MAX_SHOWN, Size
+from onward.trainer.checkpoint.verification import VerifiedCheckpoint, printable
+from onward.trainer.config.loading import BUNDLED_SOURCES, PATHS, replaced
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.reading.fetching import restore_copies
+from onward.trainer.data.signature import model_files
+from onward.trainer.data.storage.shards import ShardManifest
+from onward.trainer.data.text.tokenizer import tokenizer_file
+from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable
+from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
+from onward.trainer.run.durable_files import durable_file
+from onward.trainer.run.records import Record, RunIdentity, read_record
+
+LISTING = "bundle.json"
+MAX_LISTING_BYTES = 64 << 20
+"""A longer list of files is not read."""
+FOLDERS = ("run", "model", "code", "tokenizer", "absent")
+"""`absent` has no files: settings name what is not in a bundle, the raw data and a teacher, in it."""
+_NAME = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:/[^/\\\0]{{1,255}})+")
+
+
+class BundledFile(Record):
+    """A file of a bundle."""
+
+    bytes: Size
+    sha256: Sha256
+
+
+class Bundle(Record):
+    """What a bundle holds."""
+
+    format: Literal[1] = 1
+    run: str
+    """Id of the run."""
+    step: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+    certificate: str
+    """Digest of the checkpoint's certificate."""
+    files: Mapping[str, BundledFile]
+    """Name in the bundle -> the file."""
+
+
+# -- writing
+
+
+def write_bundle(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path) -> Bundle:
+    """Write a verified checkpoint of a run with what its export needs; the file is complete or absent.
+
+    Raises ConfigError when `target` is another file or something is missing, RuntimeUnavailable when it cannot be
+    written.
+    """
+    if target.exists() and not is_bundle(target):
+        raise ConfigError(f"{target} exists and is no bundle; name another file")
+    restore_copies(run)
+    sources, settings = _collected(run, checkpoint)
+    identity = read_record(run.identity, RunIdentity)
+    nowhere = {"mlflow_run_id": "", "mlflow_url": "", "prefect_url": "", "tracking_uri": ""}
+    texts = {
+        "run/config.json": settings,
+        "run/identity.json": identity.model_copy(update=nowhere).model_dump_json(indent=2).encode(),
+    }
+    try:
+        with durable_file(target) as unfinished, zipfile.ZipFile(unfinished, "x", zipfile.ZIP_STORED) as archive:
+            files = {name: _add(archive, name, content) for name, content in texts.items()}
+            files |= {name: _add_file(archive, name, path) for name, path in sorted(sources.items())}
+            listing = Bundle(
+                run=run.root.name,
+                step=checkpoint.info.step,
+                certificate=checkpoint.certificate,
+                files=files,
+            )
+            _add(archive, LISTING, listing.model_dump_json(indent=1).encode())
+    except OSError as error:
+        raise RuntimeUnavailable(f"the bundle {target} cannot be written: {error.strerror or error}") from error
+    return listing
+
+
+def _collected(run: RunDir, checkpoint: VerifiedCheckpoint) -> tuple[dict[str, Path], bytes]:
+    """Return name in the bundle -> file, and the settings with these names in place of paths."""
+    config = read_config_as_given(run)
+    model = config.model.path
+    sources = _below("model", model.parent, model_files(model))
+    code: dict[str, str] = {}
+    written = [each.file for each in config.losses if each.file]
+    for number, text in enumerate([*written, *map(str, config.model.converters)]):
+        name, colon, function = text.partition(":")
+        file = Path(name)
+        sources |= _below(f"code/{number}", file.parent, model_files(file) if file.suffix == ".onnx" else [file])
+        code[text] = f"code/{number}/{file.name}{colon}{function}"
+    if config.data.text and config.data.text.tokenizer:
+        sources["tokenizer/tokenizer.json"] = tokenizer_file(Path(config.data.text.tokenizer))
+    shards = read_record(run.shards / "manifest.json", ShardManifest)
+    rows = [
+        run.shards / name for name in ("manifest.json", *(each.name for each in (*shards.evaluation, *shards.test)))
+    ]
+    sources |= _below("run/shards", run.shards, rows)
+    sources |= _below("run/quantized", run.quantized, filter(Path.is_file, run.quantized.rglob("*")))
+    place = f"run/checkpoints/{run.checkpoint(checkpoint.info.step).name}"
+    sources |= _below(place, checkpoint.path, checkpoint.path.iterdir())
+    if missing := [str(path) for path in sources.values() if not path.is_file()]:
+        raise ConfigError(f"{path} is gone, and the bundle would lack it: put it back" for path in missing)
+    settings: Any = config
+    for key in PATHS:
+        settings = replaced(settings, key.split("."), partial(_inside, key, code))
+    nowhere = settings.monitor.model_copy(update={"tracking_uri": ""})
+    return sources, settings.model_copy(update={"monitor": nowhere}).model_dump_json(indent=2).encode()
+
+
+def _below(name: str, folder: Path, files: Iterable[Path]) -> dict[str, Path]:
+    """Return the names in the bundle of files in a folder."""
+    return {f"{name}/{file.relative_to(folder).as_posix()}": file for file in files}
+
+
+def _inside(key: str, code: Mapping[str, str], value: Any) -> Any:
+    """Return the path of a setting inside of the bundle. code: that of losses and converters."""
+    text = str(value)
+    if not text or text in BUNDLED_SOURCES:
+        return value
+    if key == "model.path":
+        return type(value)(f"model/{Path(text).name}")
+    if key in ("loss.file", "model.converters"):
+        return type(value)(code[text])
+    if key == "data.text.tokenizer":
+        return type(value)("tokenizer/tokenizer.json")
+    if key in ("launch.hostfile", "checkpoint.load", "export.path"):
+        return type(value)("")
+    return type(value)(f"absent/{Path(text).name}")  # an export reads neither the raw data nor a teacher
+
+
+def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> BundledFile:
+    archive.writestr(_entry(name), content)
+    return BundledFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def _add_file(archive: zipfile.ZipFile, name: str, path: Path) -> BundledFile:
+    """Copy a file into the archive, and compute its digest meanwhile."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file, archive.open(_entry(name), "w", force_zip64=True) as member:
+        for chunk in _chunks(file):
+            digest.update(chunk)
+            member.write(chunk)
+            size += len(chunk)
+    return BundledFile(bytes=size, sha256=digest.hexdigest())
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    """Return an entry without times and owners, so that equal checkpoints give equal bundles."""
+    entry = zipfile.ZipInfo(name)
+    entry.external_attr = 0o600 << 16
+    return entry
+
+
+def _chunks(file: IO[bytes]) -> Iterator[bytes]:
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
+
+
+# -- reading
+
+
+def is_bundle(path: Path) -> bool:
+    """Return whether a file is a zip archive with the list of a bundle, whatever else is in it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return LISTING in archive.namelist()
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, struct.error):
+        return False
+
+
+def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir, Path]:
+    """Open a bundle in an empty directory; return its run directory and its checkpoint.
+
+    run_code: whether a bundle with Python code may be opened. Raises CheckpointError for a file that is not a complete
+    bundle or is damaged, ConfigError for one with Python code.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            listing = _checked(archive, path)
+            for name, file in listing.files.items():
+                _extract(archive, name, file, folder / PurePosixPath(name), path)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, struct.error) as error:
+        size = path.stat().st_size
+        raise CheckpointError(
+            f"{path} ({size:,} bytes) is not a bundle, or a part of it is missing: {error}; write or copy it again"
+        ) from None
+    run = RunDir(folder / "run")
+    settings = _absolute_settings(run, folder, path)
+    code = [str(file) for file in settings.model.converters]
+    code += [each.file.partition(":")[0] for each in settings.losses if each.file and not each.file.endswith(".onnx")]
+    if code and not run_code:
+        names = ", ".join(str(Path(file).relative_to(folder)) for file in code[:5])
+        raise ConfigError(
+            f"{path} holds Python code ({names}), which an export runs with your rights: read it, it is a zip "
+            "archive, and allow it with --run-code"
+        )
+    run.config.write_text(settings.model_dump_json(indent=2))
+    shards = read_record(run.shards / "manifest.json", ShardManifest)
+    if outside := [each.name for each in (*shards.evaluation, *shards.test) if Path(each.name).name != each.name]:
+        raise CheckpointError(f"{path} is refused: the rows in {printable(outside[0])[:MAX_SHOWN]!r} are not in it")
+    return run, run.checkpoint(listing.step)
+
+
+def _checked(archive: zipfile.ZipFile, path: Path) -> Bundle:
+    """Return the list of a bundle. Raises CheckpointError unless the entries are those of the list, in its folders."""
+    entries = {entry.filename: entry for entry in archive.infolist()}
+    if LISTING not in entries or len(entries) != len(archive.infolist()):
+        raise CheckpointError(f"{path} is not a bundle: it has no {LISTING}, or two files of one name")
+    if entries[LISTING].file_size > MAX_LISTING_BYTES or entries[LISTING].compress_type != zipfile.ZIP_STORED:
+        raise CheckpointError(
+            f"{path} is not a bundle: {LISTING} has {entries[LISTING].file_size:,} bytes, or is packed"
+        )
+    try:
+        listing = Bundle.model_validate_json(archive.read(LISTING))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = printable(".".join(map(str, wrong["loc"])))[:MAX_SHOWN]
+        raise CheckpointError(f"{path} is not a bundle: {LISTING}: {where} {wrong['msg']}") from None
+    if strange := [name for name in (*entries, *listing.files) if name != LISTING and not _is_inside(name)]:
+        raise CheckpointError(
+            f"{path} is refused: {printable(strange[0])[:MAX_SHOWN]!r} would be written outside of {', '.join(FOLDERS)}"
+        )
+    problems = [
+        *(f"{name} is missing" for name in listing.files if name not in entries),
+        *(f"{name} does not belong to it" for name in entries if name != LISTING and name not in listing.files),
+        *(f"{name} is packed" for name, entry in entries.items() if entry.compress_type != zipfile.ZIP_STORED),
+        *(
+            f"{name} has {entries[name].file_size:,} bytes, not {file.bytes:,}"
+            for name, file in listing.files.items()
+            if name in entries and entries[name].file_size != file.bytes
+        ),
+    ]
+    # entries may overlap: a small archive would fill the disk
+    if (total := sum(file.bytes for file in listing.files.values())) > path.stat().st_size:
+        problems.append(f"its files have {total:,} bytes, more than itself")
+    if problems:
+        raise CheckpointError(f"the bundle {path} is damaged: {'; '.join(map(printable, problems[:5]))}")
+    return listing
+
+
+def _is_inside(name: str) -> bool:
+    parts = name.split("/")
+    return _NAME.fullmatch(name) is not None and not {"", ".", ".."} & set(parts) and name == printable(name)
+
+
+def _extract(archive: zipfile.ZipFile, name: str, file: BundledFile, target: Path, bundle: Path) -> None:
+    """Write one file, as a regular file whatever the archive says it is, and compare its digest."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with archive.open(name) as member, target.open("xb") as written:
+        for chunk in _chunks(member):
+            digest.update(chunk)
+            written.write(chunk)
+    if digest.hexdigest() != file.sha256:
+        raise CheckpointError(
+            f"the bundle {bundle} is damaged: {name} has SHA-256 {digest.hexdigest()}, not {file.sha256}"
+        )
+
+
+def _absolute_settings(run: RunDir, folder: Path, bundle: Path) -> RunConfig:
+    """Return the settings of an opened bundle, with the files in `folder`. Raises CheckpointError for other paths."""
+
+    def opened(value: Any) -> Any:
+        text = str(value)
+        if text in ("", *BUNDLED_SOURCES):
+            return value
+        if not _is_inside(text.partition(":")[0]):
+            raise CheckpointError(
+                f"{bundle} is refused: its settings name {printable(text)[:MAX_SHOWN]!r}, which is not in it"
+            )
+        return type(value)(str(folder / text))
+
+    settings: Any = read_settings(run)
+    for key in PATHS:
+        settings = replaced(settings, key.split("."), opened)
+    nowhere = settings.monitor.model_copy(update={"tracking_uri": ""})
+    found: RunConfig = settings.model_copy(update={"monitor": nowhere})
+    return found

@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODELS := models/squeezenet-digits.onnx models/gpt2-stdlib.onnx
 
-.PHONY: demo test quick slow check gpu bench compatibility docs clean
+.PHONY: demo test quick slow check gpu bench compatibility docs sbom licenses audit clean
 
 demo: .venv/ready models/squeezenet-digits.onnx
 	$(BIN)/onward run flows/configs/squeezenet-digits.toml
@@ -41,6 +41,20 @@ compatibility: .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f .mkdocs.yml
+
+# build/sbom.json: every installed package, as a CycloneDX document
+sbom: .venv/ready
+	mkdir -p build
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(BIN)/python
+
+licenses: .venv/ready
+	mkdir -p build
+	$(BIN)/pip-licenses --python $(BIN)/python --format csv --with-urls --output-file build/licenses.csv
+
+# The known vulnerabilities of the packages that are installed here, asked of a database in the network. --strict: a
+# package that the database does not know is an error, and not taken for a safe one.
+audit: .venv/ready
+	@$(BIN)/pip-audit --progress-spinner off --strict --no-deps --disable-pip -r .ci/constraints.txt || { echo "make audit: either vulnerabilities are listed above, or the database could not be asked, and nothing is known" >&2; exit 1; }
 
 models/squeezenet-digits.onnx: | .venv/ready
 	$(BIN)/onward reference squeezenet --num-classes 10 --image-size 64 -o $@

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any, cast
 
+from onward.flows.deployment_limits import Limits, limits_of, record
 from onward.infra.mlflow_store import without_password
 from onward.infra.service_definitions import CLIENT_SETTINGS, POOL
 from onward.trainer.config.run_config import RunConfig
@@ -26,10 +28,20 @@ Trains `{model}` on `{data}` with {ranks} ranks and writes the same ONNX file wi
 """
 
 
-def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 0.0, timezone: str = "UTC") -> str:
-    """Create or replace the deployment `train-onnx/NAME` and return its id. Needs a reachable Prefect server.
+def deploy(
+    config: RunConfig,
+    name: str,
+    *,
+    cron: str = "",
+    interval_s: float = 0.0,
+    timezone: str = "UTC",
+    allowed: Sequence[str] = (),
+) -> tuple[str, Limits]:
+    """Create or replace the deployment `train-onnx/NAME`; return its id and what its runs may use.
 
-    Raises RuntimeUnavailable when the server has no work pool for it, ConfigError for an invalid `cron`.
+    `allowed`: directories whose files they may use besides those that the configuration names. Needs a reachable
+    Prefect server. Raises RuntimeUnavailable when the server has no work pool for it, ConfigError for an invalid `cron`
+    and for directories that cannot be allowed.
     """
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
     from prefect.deployments.runner import RunnerDeployment
@@ -48,6 +60,7 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
     if interval_s:
         schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
     _check_work_pool()
+    limits = limits_of(name, dict(config), allowed)
     # Prefect stores parameters as JSON
     parameters: dict[str, Any] = config.model_dump(mode="json")
     deployment = train_onnx.to_deployment(
@@ -66,7 +79,9 @@ def deploy(config: RunConfig, name: str, *, cron: str = "", interval_s: float = 
         # A worker that was started elsewhere must use the same home, because the runs are stored there.
         job_variables={"env": {**CLIENT_SETTINGS, "ONWARD_HOME": str(onward_home()), **_tracking_environment()}},
     )
-    return str(cast(RunnerDeployment, deployment).apply())
+    deployment_id = str(cast(RunnerDeployment, deployment).apply())
+    record(deployment_id, limits)
+    return deployment_id, limits
 
 
 def _check_work_pool() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import logging
 import uuid
+from pathlib import Path
 from typing import Any, cast
 
 from prefect import State, flow, runtime
@@ -22,6 +23,7 @@ from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from onward.flows.approval import ask_for_approval
+from onward.flows.deployment_limits import check_limits
 from onward.flows.ending import Ending
 from onward.flows.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
 from onward.infra.tracking import Status
@@ -120,6 +122,8 @@ def train_onnx(
     settings = {field: parameters[field] for field in RunConfig.model_fields}
     if is_missed(runtime.flow_run.get_scheduled_start_time(), tags=runtime.flow_run.get_tags()):
         return Cancelled(message=f"skipped: the scheduled start was over {MISSED_AFTER} ago")
+    if deployment := runtime.deployment.get_id():
+        check_limits(deployment, settings)
     run = run_directory(resume)
     # for the whole flow: a retry or a resume in another process must not work in the same directory
     with locked(run), Ending(run) as ending:
@@ -155,6 +159,8 @@ def train_onnx(
 
 def run_directory(resume: str = "") -> RunDir:
     """Return the directory of this flow run, or of the run `resume`. Raises ConfigError if that run does not exist."""
+    if resume and (Path(resume).name != resume or resume == ".."):
+        raise ConfigError(f"resume {resume!r} is not the id of a run; `onward runs` lists the runs")
     run = run_directory_of(runtime.flow_run.get_id() or uuid.uuid4(), {"resume": resume})
     if resume and not run.config.exists() and not run.trial.exists():
         raise ConfigError(f"there is no run {resume} under {run.root.parent}; `onward runs` lists the runs")

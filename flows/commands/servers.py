@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
@@ -48,12 +48,22 @@ def deploy(
         float, typer.Option(min=0.0, help="Seconds between two runs, in place of --cron.", show_default=False)
     ] = 0.0,
     timezone: Annotated[str, typer.Option(help="Time zone of --cron, for example Europe/Berlin.")] = "UTC",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="A directory whose files a run may name in its parameters, besides those of the configuration. "
+            "Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Create or replace a Prefect deployment of a configuration.
 
     Needs the servers of `onward up`, or your own Prefect server with a worker. Without --cron and --interval the
-    deployment runs when it is started in Prefect.
+    deployment runs when it is started in Prefect. Parameters that are changed there may name files in the directories
+    that the configuration names, and in those of --allow; Python is executed only from the files that it names now.
     """
     api.require_flow("onward deploy")
     resolved = api.checked_config(config, overrides or ())
@@ -62,11 +72,14 @@ def deploy(
     with prefect_server(start=False) as url:
         from onward.flows.deploy import deploy as make_deployment
 
-        deployment_id = make_deployment(resolved, name, cron=cron, interval_s=interval, timezone=timezone)
+        when: dict[str, Any] = {"cron": cron, "interval_s": interval, "timezone": timezone}
+        deployment_id, limits = make_deployment(resolved, name, **when, allowed=allow or ())
     facts = {
         "deployment": f"train-onnx/{name}",
         "deployment_id": deployment_id,
         "url": f"{url.removesuffix('/api')}/v2/deployments/deployment/{deployment_id}",
+        "may_use": limits.roots if as_json else ", ".join(limits.roots),
+        **({"executes": list(limits.code) if as_json else ", ".join(limits.code)} if limits.code else {}),
     }
     print_facts(facts, as_json=as_json)
 

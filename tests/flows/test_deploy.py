@@ -110,3 +110,20 @@ def test_down_lets_a_deployed_run_save_and_resume_continues_it(workshop: Worksho
     assert described["state"] == "stopped"
     assert run.checkpoint(described["step"]).is_dir()
     assert workshop.onward("resume", begun)["step"] == 3000
+
+
+@pytest.mark.slow
+def test_parameters_that_name_other_files_are_refused_before_anything_is_read(workshop: Workshop, server: str) -> None:
+    made = workshop.onward("deploy", str(workshop.root / "config.toml"), "--name", "limited")
+    assert made["may_use"] == [str(workshop.root)]
+    create = f"/deployments/{made['deployment_id']}/create_flow_run"
+    elsewhere = {"data": {"source": "/etc/passwd"}, "export": {"path": "/tmp/over.onnx"}}
+    for parameters, reason in (
+        (elsewhere, f"data.source /etc/passwd is not below a directory that this deployment may use: {workshop.root}"),
+        ({"resume": "/tmp"}, "resume '/tmp' is not the id of a run"),
+    ):
+        begun = api(server, create, {"state": {"type": "SCHEDULED"}, "parameters": parameters})["id"]
+        until(lambda begun=begun: state_of(server, begun) in ("COMPLETED", "FAILED", "CRASHED"), limit_s=240)
+        state = api(server, f"/flow_runs/{begun}")["state"]
+        assert (state["type"], reason in state["message"]) == ("FAILED", True), state
+        assert not (workshop.home / "runs" / begun).exists()

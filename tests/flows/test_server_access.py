@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,7 +17,7 @@ import pytest
 from onward.infra.login import login
 from onward.trainer.run.directory import RunDir
 from tests.support.requests import ask, handshake
-from tests.support.workshop import Workshop, api, signed_in, until
+from tests.support.workshop import Workshop, api, reached, signed_in, until
 
 pytestmark = [
     pytest.mark.mpi,
@@ -126,3 +128,40 @@ def test_a_deployed_run_completes_and_the_login_is_stored_nowhere_else(
     held = re.compile(f"{re.escape(secret)}|{re.escape(encoded)}".encode())
     files = [path for path in workshop.root.rglob("*") if path.is_file() and held.search(path.read_bytes())]
     assert files == [Path(links["login"])]
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "security.md"
+
+
+def program_of(process: psutil.Process) -> str:
+    """Return the name that the page's table has for a process."""
+    words = process.cmdline()
+    if "onward.infra.guarded_server" in words:
+        return {"prefect": "Prefect server", "mlflow": "MLflow server"}[words[3]]
+    if "worker" in words:
+        return "worker"
+    if words[-3:-1] == ["onward.trainer", "train"]:
+        return "`mpirun`" if "mpirun" in Path(words[0]).name or "prterun" in Path(words[0]).name else "ranks"
+    return " ".join(words)
+
+
+def test_the_page_says_what_listens_where(workshop: Workshop, links: dict[str, str]) -> None:
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \| [^|]* \|$", PAGE.read_text(), re.MULTILINE)
+    table = {name: address for name, address in rows if "port" in address}
+    process = workshop.start("run", str(workshop.root / "config.toml"), "train.num_steps=3000")
+    seen: dict[str, set[tuple[str, int]]] = {}
+    try:
+        run = workshop.new_run()
+        until(lambda: reached(run, 20), limit_s=300)
+        for each in workshop.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                listening = [at for at in each.net_connections("inet") if at.status == psutil.CONN_LISTEN]
+                seen.setdefault(program_of(each), set()).update((at.laddr.ip, at.laddr.port) for at in listening)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
+    assert {ip for found in seen.values() for ip, _ in found} == {"127.0.0.1"}, seen
+    assert {name for name, found in seen.items() if found} == {n for n, at in table.items() if "127.0.0.1" in at}, seen
+    assert seen["worker"] == set()
+    for name in ("Prefect", "MLflow"):
+        assert seen[f"{name} server"] == {("127.0.0.1", port_of(links, name.lower()))}

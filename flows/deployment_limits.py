@@ -1,0 +1,177 @@
+"""What a run of a deployment may use: the files under some directories, and code that the deployment's author named.
+
+    onward deploy --> HOME/deployments/ID.json: directories, Python files with their digests, MLflow's address
+                                                      |
+    run of the deployment, its parameters from Prefect --> compared, before anything is read --> refused, or runs
+
+Parameters can be changed by everyone who may start a run in Prefect. The record lies beside the runs, not in Prefect,
+so that no parameter changes it. `onward run` on a terminal has no limits: its user has the rights anyway.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from onward.infra.mlflow_store import without_password
+from onward.trainer.config.loading import BUNDLED_SOURCES, PATHS, replaced
+from onward.trainer.config.section import Section
+from onward.trainer.config.urls import is_registered, redacted, url_of
+from onward.trainer.errors import ConfigError, OnwardError
+from onward.trainer.run.directory import onward_home
+from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.records import read_record, write_record
+
+OF_HOME = ("runs", "models", "downloads")
+"""What a run may use of Onward's home; not the login, and not the records of limits."""
+
+
+class Limits(Section):
+    """What runs of one deployment may use."""
+
+    deployment: str
+    roots: tuple[str, ...]
+    """Directories, absolute and without links; of URLs everything up to the last `/`."""
+    code: Mapping[str, str]
+    """Path -> SHA-256 of the Python files that may be executed: `model.converters` and `loss.file`."""
+    tracking_uri: str
+    """`monitor.tracking_uri`: a database at any path would be created."""
+
+
+def limits_of(name: str, settings: Mapping[str, Any], allowed: Iterable[str] = ()) -> Limits:
+    """Return the limits of a deployment: the directories that its configuration names, and those `allowed` besides.
+
+    Raises ConfigError for an allowed directory that does not exist and for code at a URL, whose content may change.
+    """
+    given = [os.path.realpath(Path(each).expanduser()) for each in allowed]
+    problems = [f"--allow {each}: there is no such directory" for each in given if not Path(each).is_dir()]
+    files = dict(_code(settings))
+    problems += [
+        f"{key}: a deployment executes code from local files only, not {redacted(url)}; download it"
+        for path, key in files.items()
+        if (url := url_of(path))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    named = [value for _, value in _places(settings) if not is_registered(url_of(value))]
+    roots = sorted({*given, *(root for value in named for root in _roots(value))})
+    uri = without_password(settings["monitor"].tracking_uri)
+    code = {os.path.realpath(path): sha256(Path(path)) for path in files}
+    return Limits(deployment=name, roots=tuple(roots), code=code, tracking_uri=uri)
+
+
+def record(deployment_id: str, limits: Limits) -> None:
+    """Write the limits of a deployment where its runs find them."""
+    write_record(_record(deployment_id), limits)
+
+
+def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError with everything that the parameters of a deployment's run name outside of its limits."""
+    path = _record(deployment_id)
+    again = "`onward deploy` on the machine of the worker writes it"
+    if not path.exists():
+        raise ConfigError(f"{path}, the record of what runs of this deployment may use, does not exist; {again}")
+    try:
+        limits = read_record(path, Limits)
+    except OnwardError:
+        raise ConfigError(f"{path}, the record of what runs of this deployment may use, is damaged; {again}") from None
+    problems = list(_outside(settings, limits))
+    problems += list(_unknown_code(settings, limits))
+    uri = without_password(settings["monitor"].tracking_uri)
+    if uri != limits.tracking_uri:
+        problems.append(f"monitor.tracking_uri {uri!r} is not {limits.tracking_uri!r}, as it was deployed")
+    if problems:
+        remedy = f"deploy {limits.deployment!r} with other limits: `onward deploy --allow DIRECTORY`"
+        raise ConfigError([*problems, remedy])
+
+
+def _outside(settings: Mapping[str, Any], limits: Limits) -> Iterator[str]:
+    """Yield what is wrong with each path or URL that is not below one of the roots."""
+    known = ", ".join(limits.roots) or "none"
+    for key, value in _places(settings):
+        if url := url_of(value):
+            if not is_registered(url) and not any(url.startswith(root + "/") for root in limits.roots if url_of(root)):
+                yield f"{key} {redacted(url)} is not below what this deployment may use: {known}"
+            continue
+        # a pattern is checked itself and with every file that it finds, because a link may lead elsewhere
+        for found in (Path(value), *_found(value)):
+            if not _is_below(real := Path(os.path.realpath(found)), limits):
+                shown = str(found) if real == found else f"{found} ({real})"
+                yield f"{key} {shown} is not below a directory that this deployment may use: {known}"
+                break
+
+
+def _is_below(real: Path, limits: Limits) -> bool:
+    """Return whether a path without links is below a root. A root above Onward's home does not open all of that."""
+    home = Path(os.path.realpath(onward_home()))
+    if any(real.is_relative_to(home / name) for name in OF_HOME):
+        return True
+    below = [root for root in map(Path, limits.roots) if real.is_relative_to(root)]
+    return any(root.is_relative_to(home) or not real.is_relative_to(home) for root in below)
+
+
+def _unknown_code(settings: Mapping[str, Any], limits: Limits) -> Iterator[str]:
+    for path, key in _code(settings):
+        known = limits.code.get(os.path.realpath(path))
+        if known is None:
+            named = ", ".join(limits.code) or "none"
+            yield f"{key} {path} executes Python that the deployment's author has not named; named are: {named}"
+        elif not Path(path).is_file() or sha256(Path(path)) != known:
+            yield f"{key} {path} is not the file that was deployed: it has changed since; look at it and deploy again"
+
+
+def _places(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (setting, value) of each path and URL that is given; not of code, and not of names of bundled data."""
+    code = {path for path, _ in _code(settings)}
+    for key in PATHS:
+        for value in _values(settings, key):
+            path = value.partition(":")[0] if key == "loss.file" and not url_of(value) else value
+            if path and path not in code and not (key.startswith("data.") and path in BUNDLED_SOURCES):
+                yield key, path
+
+
+def _code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (path, setting) of each file of Python."""
+    yield from ((path, "model.converters") for path in _values(settings, "model.converters"))
+    for value in _values(settings, "loss.file"):
+        if value and not value.endswith(".onnx"):
+            yield (value if url_of(value) else value.partition(":")[0]), "loss.file"
+
+
+def _values(settings: Mapping[str, Any], key: str) -> list[str]:
+    found: list[str] = []
+
+    def note(value: Any) -> Any:
+        found.append(str(value))
+        return value
+
+    replaced(dict(settings), key.split("."), note)
+    return [value for value in found if value]
+
+
+def _roots(value: str) -> set[str]:
+    """Return a path if it is a directory, else that of the path; of a pattern those of its fixed part and files."""
+    if url := url_of(value):
+        return {url.rpartition("/")[0]}
+    real = [Path(os.path.realpath(each)) for each in (_fixed(value), *_found(value))]
+    return {str(each if each.is_dir() else each.parent) for each in real}
+
+
+def _fixed(value: str) -> Path:
+    """Return the directories of a pattern before its first `*`; a path that is no pattern as it is."""
+    fixed = Path(value)
+    while set("*?[") & set(str(fixed)):
+        fixed = fixed.parent
+    return fixed
+
+
+def _found(value: str) -> list[Path]:
+    """Return the files that a pattern finds; [] for a path that is no pattern."""
+    fixed = _fixed(value)
+    return [] if fixed == Path(value) else sorted(fixed.glob(str(Path(value).relative_to(fixed))))
+
+
+def _record(deployment_id: str) -> Path:
+    return onward_home() / "deployments" / f"{deployment_id}.json"

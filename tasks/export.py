@@ -36,7 +36,7 @@ from onward.trainer.diagnostics.config_check import export_conflicts, files_in_t
 from onward.trainer.errors import CheckpointError, ConfigError, DataError, ExportRefused, RuntimeUnavailable
 from onward.trainer.run.delivered import remember
 from onward.trainer.run.directory import RunDir, example_in, read_config, read_config_as_given, refusal_in, variant_in
-from onward.trainer.run.durable_files import durable_file
+from onward.trainer.run.durable_files import durable_file, remove_partials
 from onward.trainer.run.records import (
     CheckpointInfo,
     ExportedModel,
@@ -221,6 +221,7 @@ def copy_to(
             place.parent.mkdir(parents=True, exist_ok=True)
             if not temporary:
                 remember(place, file)
+            remove_partials(place)
             with durable_file(place) as partial:
                 shutil.copyfile(file, partial)
         except OSError as error:

@@ -38,11 +38,8 @@ class Fault(Record):
     """Steps that were made again."""
     orphans: tuple[str, ...] = ()
     """Processes that were left 15 s after the flow had ended."""
-
-    @property
-    def too_late(self) -> bool:
-        """Whether the attempt was done already when the fault hit it."""
-        return self.ended == "nothing" and self.said == "done"
+    too_late: bool = False
+    """Whether the attempt was done already when the fault hit it; then it need not have ended anything."""
 
 
 class Command(Record):

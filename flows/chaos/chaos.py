@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import uuid
@@ -55,6 +56,9 @@ def chaos(
     if problems := without_target(chosen, home):
         raise ConfigError(problems)
     plan = make_plan(chosen, faults=faults or len(chosen), mtbf_s=mtbf_s, seed=seed)
+    # A shell starts what runs in its background deaf to Ctrl-C, and so would the commands be.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     scene, before = Scene(home, uuid.uuid4().hex), dict(os.environ)
     os.environ.update({"ONWARD_HOME": str(home), TAG: scene.tag})  # for the servers, which this process starts
     try:

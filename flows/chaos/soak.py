@@ -29,6 +29,8 @@ ORPHAN_S = 15.0
 """How long after the end of a flow its processes may take to end."""
 RECOVERY_S = 300.0
 """How long the run may take until it works again after a fault; then it is killed, and the soak ends."""
+TOO_LATE_S = 3.0
+"""An attempt that is done so soon after a fault had made all of its steps by then."""
 TRIES = 20
 """How often a fault is tried that finds no target, before others come first."""
 FRUITLESS = 4
@@ -222,6 +224,8 @@ class Soak:
             "lost": lost,
             "said": ending.kind if ending else "",
         }
+        if ending and ending.kind == "done":
+            update["too_late"] = ending.detected_ms / 1000 - fault.at < TOO_LATE_S
         if ending and fault.ended == "attempt":
             update["detected_s"] = max(0.0, round(ending.detected_ms / 1000 - fault.at, 2))
         self.faults.append(closed := fault.model_copy(update=update))

@@ -242,11 +242,18 @@ def dies(work: Work, folder: Path, number: int, ending: object = None) -> bool:
     return not forked(act)
 
 
+def prepare_work(work: Work, folder: Path, kept: Path) -> None:
+    """Make the state before the work where the work will be done, since exports are remembered by their path."""
+    os.environ["ONWARD_HOME"] = str(folder / "home")
+    folder.mkdir()
+    assert forked(lambda: work.prepare(folder))
+    shutil.move(folder, kept)
+
+
 def kill_at_every_call(name: str, root: Path) -> None:
     work = WORK[name]
     prepare(root / "shared")
-    (root / "before").mkdir()
-    assert forked(lambda: work.prepare(root / "before"))
+    prepare_work(work, root / "now", root / "before")
     for number in itertools.count():
         folder = Path(shutil.copytree(root / "before", root / "now", symlinks=True))
         died = dies(work, folder, number)
@@ -270,7 +277,6 @@ def cut_power_at_every_call(name: str, root: Path) -> None:
     disk.mkdir()
     subprocess.run(["truncate", "-s", "64M", str(image)], check=True)
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    (disk / "before").mkdir()
 
     @contextlib.contextmanager
     def mounted() -> Iterator[None]:
@@ -284,8 +290,8 @@ def cut_power_at_every_call(name: str, root: Path) -> None:
         os._exit(99)
 
     ending = ENDING(cut)
-    (root / "before").mkdir()
-    assert forked(lambda: work.prepare(root / "before"))
+    (disk / "shared").symlink_to(root / "shared")
+    prepare_work(work, disk / "now", root / "before")
     for number in itertools.count():
         with mounted():
             (disk / "shared").exists() or (disk / "shared").symlink_to(root / "shared")
@@ -324,7 +330,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def play(library: Path, role: str, name: str, folder: Path, *before: str) -> None:
-    settings = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library), "ONWARD_HOME": str(folder / "home")}
+    settings = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library)}
     command = [*before, sys.executable, "-m", PROGRAM, role, name, str(folder)]
     played = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
     assert played.returncode == 0, played.stderr[-4000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 from collections.abc import Iterator
@@ -32,6 +33,14 @@ def write_durably(path: Path, content: bytes) -> None:
     """Replace the content of `path`. After a crash or a power cut it has the old content or the new one."""
     with durable_file(path) as partial:
         partial.write_bytes(content)
+
+
+def remove_partials(path: Path) -> None:
+    """Remove what killed processes of this host have left of `path`, under its temporary names."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        process = partial.name.removesuffix(".partial").rpartition(".")[2]
+        if process.isascii() and process.isdigit() and not Path("/proc", process).exists():
+            partial.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:

@@ -16,6 +16,7 @@ from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, read_events
+from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.ending import ending_of
 from onward.trainer.run.records import (
@@ -68,6 +69,8 @@ class RunStatus(Record):
     """The number of the trial and its sweep; "" for a run that is no trial."""
     error: str
     """The error of the first rank that failed in the last attempt; "" if none did. Of a damaged run, the file's."""
+    ending: str
+    """How the newest attempt that has ended did so: its kind, what happened, and what followed; "" before that."""
     data: str
     """What was computed of the data's columns when it was read, such as the ids of class names; "" if nothing was."""
     directory: str
@@ -130,6 +133,7 @@ def describe(run: RunDir) -> RunStatus:
         else "; ".join(ending.problems)
         if ending and ending.status == "failed"
         else "",
+        ending=f"{ended[-1].kind}: {ended[-1]}" if (ended := endings(run)) else "",
         data=_data(run),
         directory=str(run.root),
         model=str(read_record(run.exported, ExportedModel).path) if run.exported.exists() else "",

@@ -6,18 +6,22 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from onward.infra import mpirun
+from onward.infra.hosts import read_hostfile, silence, silent_hosts
 from onward.infra.rank_endings import num_oom_kills
 from onward.tasks.attempt_failure import describe, log_tail, record_first_ending
 from onward.tasks.classification import Evidence, classify, sentence_of
 from onward.tasks.hang import record_hang
+from onward.tasks.readiness import wait_for_storage
 from onward.tasks.retrying import newest_checkpoint, plan_next
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, last_beat, read_events
 from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.durable_files import storage_problem
 from onward.trainer.run.records import AttemptResult, RankError, read_record
 from onward.trainer.run.reserved import reserve, write_reserved
 
@@ -69,8 +73,9 @@ class Attempt:
         result, output = result_of(self.run, self.number), log_tail(self.run, self.number)
         error = None
         if result is None:
-            record_hang(self.run, self.number, config, outcome)
-            record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
+            with contextlib.suppress(OSError):  # of a full disk
+                record_hang(self.run, self.number, config, outcome)
+                record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
             error = self.run.first_error(self.number)
         evidence = Evidence(
             result=result,
@@ -80,6 +85,10 @@ class Attempt:
             oom_kills=oom_kills,
             output=output,
             ending=describe(outcome, config),
+            disk=storage_problem(self.run.root) if result is None else "",
+            hosts=_silent_hosts(config, error) if result is None and outcome.reason != "stopped" else "",
+            answered=self.run.ranks_with_errors(self.number),
+            world_size=config.world_size,
         )
         return self._write(
             classify(evidence),
@@ -126,13 +135,29 @@ class Attempt:
         )
         if by_itself:
             ending = plan_next(self.run, ending, config)
-        write_reserved(self.run.ending(self.number), ending, self.run.reserved_for(self.number))
+        reserved = self.run.reserved_for(self.number)
+        try:
+            write_reserved(self.run.ending(self.number), ending, reserved)
+        except OSError:
+            # a retry counts the records of its predecessors, so it waits until this one is written
+            if ending.retry:
+                wait_for_storage(self.run, config.launch.storage_wait_s)
+                write_reserved(self.run.ending(self.number), ending, reserved)
         log.log(logging.INFO if kind in ("done", "stopped") else logging.WARNING, "%s", ending)
         return ending
 
     def _step(self, own: list[Event], error: RankError | None) -> int:
         steps = [event.step for event in own] + [last_beat(self.run.heartbeat).step, error.step if error else 0]
         return max(steps)
+
+
+def _silent_hosts(config: RunConfig, error: RankError | None) -> str:
+    """Return which hosts do not answer, if a lost host may explain what the ranks say."""
+    explained = error is not None and not error.secondary and not error.cause.startswith(("SIG", "Hang"))
+    if not config.launch.hostfile or explained:
+        return ""
+    silent = silent_hosts(list(read_hostfile(Path(config.launch.hostfile))))
+    return silence(silent) if silent else ""
 
 
 def result_of(run: RunDir, attempt: int) -> AttemptResult | None:

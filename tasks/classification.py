@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from onward.infra.rank_endings import first_ending, signal_name
 from onward.trainer.run.attempt_endings import EndingKind
 from onward.trainer.run.records import AttemptResult, RankError
 
@@ -44,6 +45,13 @@ class Evidence:
     """The end of the log."""
     ending: str
     """How the job ended, in words."""
+    disk: str = ""
+    """Why the run directory cannot be written; "" if it can."""
+    hosts: str = ""
+    """Which hosts of the hostfile do not answer; "" if all do, or if the error of a rank says enough."""
+    answered: tuple[int, ...] = ()
+    """Ranks that wrote an error."""
+    world_size: int = 0
 
     @property
     def error_class(self) -> str:
@@ -53,7 +61,19 @@ class Evidence:
 
     @property
     def cause(self) -> str:
+        """What that error says."""
         return self.error.cause if self.error else ""
+
+    @property
+    def launcher_signal(self) -> str:
+        """The signal that ended mpirun, if no rank has failed by itself; else ""."""
+        if self.error is not None and not self.error.secondary:
+            return ""
+        if self.returncode is not None and self.returncode < 0:
+            return signal_name(-self.returncode)
+        # Asked to end, it ends its ranks and says nothing; of a rank that ended by itself it always names the status.
+        asked = self.reason == "exited" and self.returncode == 1 and first_ending(self.output) is None
+        return "SIGTERM, SIGINT or SIGHUP" if asked and "\n-----" not in f"\n{self.output}" else ""
 
 
 Rule = tuple[EndingKind, Callable[[Evidence], object]]
@@ -69,19 +89,20 @@ RULES: Sequence[Rule] = (
     ("non_finite", lambda e: e.error_class == "Diverged"),
     ("out_of_memory", lambda e: e.error_class in ("OutOfMemory", "MemoryError")),
     ("out_of_memory", lambda e: e.error_class == "SIGKILL" and e.oom_kills),
+    ("host_lost", lambda e: e.hosts),
     ("hang", lambda e: e.error_class == "Hang"),
     ("rank_lost", lambda e: e.error_class == "ReplicasDiffer"),
-    ("storage", lambda e: STORAGE.search(e.cause)),
+    ("storage", lambda e: STORAGE.search(e.cause) or e.disk),
     ("user_error", lambda e: e.error_class == "CheckpointError"),
     ("hang", lambda e: e.reason in ("silent", "start_timeout")),
-    ("preempted", lambda e: e.error_class in KILLED_FROM_OUTSIDE),
+    ("preempted", lambda e: e.error_class in KILLED_FROM_OUTSIDE or e.launcher_signal.startswith(KILLED_FROM_OUTSIDE)),
     ("hang", lambda e: HANG.search(e.cause)),
     ("rank_lost", lambda e: e.error_class.startswith("SIG")),
     ("host_lost", lambda e: (e.error is None or e.error.secondary) and HOST.search(e.output)),
     ("server", lambda e: SERVER.match(e.cause)),
     # of the ranks that are left, each has only lost its connection to another one
     ("rank_lost", lambda e: e.error is not None and e.error.secondary),
-    ("rank_lost", lambda e: e.error is None and e.returncode is not None and e.returncode < 0),
+    ("rank_lost", lambda e: e.launcher_signal),
 )
 
 
@@ -98,9 +119,17 @@ def sentence_of(evidence: Evidence) -> str:
     if evidence.reason == "stopped":
         return "it was stopped as asked" if result else "it was stopped as asked, and did not save in time"
     if result is not None:
-        return "a signal that this flow had not sent asked the ranks to end (SIGTERM or SIGUSR1); they saved first"
+        return "a signal that this flow had not sent (SIGTERM or SIGUSR1) asked the ranks to end; they saved first"
+    if evidence.hosts or evidence.disk:
+        return evidence.hosts or evidence.disk
+    if evidence.launcher_signal:
+        return f"mpirun was ended by {evidence.launcher_signal}"
     if error is None:
         return evidence.ending
+    silent = sorted({*range(evidence.world_size)} - {*evidence.answered})
+    if error.secondary and HANG.search(error.cause) and silent:
+        named = ", ".join(map(str, silent))
+        return f"rank{'s' * (len(silent) > 1)} {named} did not answer: {' '.join(error.cause.split())}"
     how = re.match(r"(SIG\w+|status \d+): ", error.cause)
     cause = " ".join(error.cause.split())
     where = f"rank {error.rank} on {error.host}"

@@ -23,6 +23,7 @@ from prefect.context import TaskRunContext
 from onward.infra import mpirun
 from onward.infra.tensorboard import TensorBoard
 from onward.infra.tracking import Tracker
+from onward.tasks.attempt_reports import EndingReports
 from onward.tasks.class_tables import ClassTable, class_table, write_tables
 from onward.tasks.event_shipping import RetryingShipper, Shipper
 from onward.tasks.pruning import MedianRule
@@ -51,7 +52,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     shipping = RetryingShipper(Shipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id)), log)
     board = TensorBoard(run.tensorboard, wanted=read_config(run).monitor.tensorboard)
     progress, lines, confusions = Progress(), LogLines(log), dict[str, Event]()
-    artifact, stop, pruning = ProgressArtifact(), StopRequest(run), MedianRule(run)
+    artifact, stop, pruning, reports = ProgressArtifact(), StopRequest(run), MedianRule(run), EndingReports(run)
     offset, closed = 0, False
     while not closed:
         # Read first, so that the last pass reads everything that was written before the log was closed.
@@ -66,6 +67,8 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
                 shipping.tag("onward.resumed", resumed)
             offset = after
         board.flush()
+        for name, text in reports.new_tags(now=closed).items():
+            shipping.tag(name, text)
         shipping.tick()
         artifact.show(progress, now=closed)
         if not closed:

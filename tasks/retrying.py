@@ -9,13 +9,14 @@ progress, and the next failure is the first one again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.run.adjustments import Adjustments, smaller_micro_batches, with_adjustments
 from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind, endings
-from onward.trainer.run.directory import RunDir
+from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.records import read_record, write_record
 
 LONGEST_DELAY_S = 60.0
 FIRST_STEPS = 2
@@ -27,6 +28,7 @@ _WITHOUT_RETRY: dict[EndingKind, str] = {
     "user_error": "a retry would be refused again",
     "data_error": "a retry would read the same data again",
     "non_finite": "a retry would do the same again",
+    "out_of_memory": "a retry would need as much memory again",
 }
 """Kinds after which no attempt follows by itself, and what is said then."""
 
@@ -51,16 +53,50 @@ def delay_before(retry: int, config: RunConfig) -> float:
 
 
 def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptEnding:
-    """Return the record of an ending with the retry that follows it, if one does."""
+    """Return the record of an ending with the retry that follows it, if one does. May adjust the configuration."""
     earlier = endings(run)
     retry = retry_number(earlier, ending.checkpoint)
-    if ending.kind in _WITHOUT_RETRY or retry > config.launch.retries:
+    changed = ""
+    if ending.kind == "out_of_memory" and config.launch.on_out_of_memory == "smaller" and config.launch.retries:
+        # each size is tried once, so that this ends by itself
+        changed = _adjust(run, config, smaller_micro_batches(config, adjustments(run)))
+        retry = 1 if changed else 0
+    elif ending.kind == "out_of_memory":
+        retry = retry if may_pass(ending, earlier) else 0
+    elif ending.kind == "non_finite" and config.train.on_non_finite == "skip":
+        changes = adjustments(run)
+        skipped = changes.model_copy(update={"skip_steps": (*changes.skip_steps, ending.step)})
+        changed = _adjust(run, config, skipped) if retry <= config.launch.retries else ""
+        retry = retry if changed else 0
+    elif ending.kind in _WITHOUT_RETRY:
         retry = 0
-    if ending.kind == "out_of_memory" and not may_pass(ending, earlier):
+    if retry > config.launch.retries:
         retry = 0
     delay_s = delay_before(retry, config) if retry else 0.0
     ending = ending.model_copy(update={"retry": retry, "delay_s": delay_s})
-    return ending.model_copy(update={"action": what_follows(ending, config)})
+    return ending.model_copy(update={"action": f"{changed}{what_follows(ending, config)}"})
+
+
+def adjustments(run: RunDir) -> Adjustments:
+    """Return what was changed of the run's configuration so far."""
+    return read_record(run.adjusted, Adjustments) if run.adjusted.exists() else Adjustments()
+
+
+def _adjust(run: RunDir, before: RunConfig, changes: Adjustments | None) -> str:
+    """Write changes and return them in words, as the beginning of a sentence; "" if there are none that are allowed."""
+    try:
+        after = with_adjustments(read_settings(run), changes) if changes else None
+    except ValueError:
+        after = None
+    if changes is None or after is None:
+        return ""
+    write_record(run.adjusted, changes)
+    if after.train.skip_steps != before.train.skip_steps:
+        return f"step {changes.skip_steps[-1]} will be passed over (train.on_non_finite): "
+    return (
+        f"micro-batches of {before.micro_batch_size} samples become {after.micro_batch_size}, and "
+        f"train.gradient_accumulation_steps {after.train.gradient_accumulation_steps} (launch.on_out_of_memory): "
+    )
 
 
 def may_pass(ending: AttemptEnding, earlier: Sequence[AttemptEnding]) -> bool:
@@ -75,10 +111,8 @@ def may_pass(ending: AttemptEnding, earlier: Sequence[AttemptEnding]) -> bool:
 
 def what_follows(ending: AttemptEnding, config: RunConfig) -> str:
     """Return what follows a failed attempt, in words."""
-    if ending.kind in _WITHOUT_RETRY:
+    if not ending.retry and ending.kind in _WITHOUT_RETRY:
         return _WITHOUT_RETRY[ending.kind]
-    if ending.kind == "out_of_memory" and not ending.retry:
-        return "a retry would need as much memory again"
     if not ending.retry:
         tried = f"after {config.launch.retries} retries without a new checkpoint (launch.retries)"
         return f"the run ends {tried}" if config.launch.retries else "the run ends: launch.retries is 0"
@@ -88,11 +122,3 @@ def what_follows(ending: AttemptEnding, config: RunConfig) -> str:
         where = f"it goes on from the checkpoint of step {ending.checkpoint}"
     steps = f" ({repeated} step{'s are' if repeated != 1 else ' is'} repeated)" if repeated else ""
     return f"{where}{steps} in {ending.delay_s:g} s, retry {ending.retry} of {config.launch.retries}"
-
-
-def wait_for_retry(run: RunDir) -> None:
-    """Wait out the pause before a retry, which began when the last attempt ended."""
-    if run.ending(run.current_attempt).exists() and (last := endings(run)) and last[-1].retry:
-        due_ms = last[-1].ended_ms + 1000 * last[-1].delay_s
-        # a clock that was set back must not prolong the pause
-        time.sleep(min(last[-1].delay_s, max(0.0, (due_ms - time.time() * 1000) / 1000)))

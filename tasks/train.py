@@ -19,7 +19,7 @@ from prefect.states import Cancelled
 from onward.infra import mpirun
 from onward.tasks.attempt import Attempt, result_of
 from onward.tasks.attempt_failure import describe, failure
-from onward.tasks.retrying import wait_for_retry
+from onward.tasks.readiness import wait_until_ready
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
 from onward.trainer.events import Heartbeat
@@ -62,7 +62,8 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     try:
         # Before an attempt begins, which would take the run directory away from a job that is still running.
         mpirun.wait_until_free(run.root)
-        wait_for_retry(run)
+        wait_until_ready(run, config)
+        config = read_config(run)  # a retry may have changed it
         attempt = Attempt.begin(run, config)
         log.info("attempt %d: %d ranks, log: %s", attempt.number, config.world_size, run.log(attempt.number))
         with attempt.recorded_if_interrupted(config):
@@ -80,7 +81,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     if ending.kind == "stopped" and outcome.reason == "stopped":
         limit = f"{config.launch.stop_grace_s:g} s (launch.stop_grace_s)"
         return Cancelled(message=f"stopped, but it did not save within {limit}; earlier checkpoints are kept")
-    raise failure(run, ending, describe(outcome, config))
+    raise failure(run, ending, describe(outcome, config) if result is None else ending.sentence)
 
 
 def may_go_on(result: AttemptResult, config: RunConfig) -> bool:

@@ -228,12 +228,13 @@ def train(
         squares, loss, stops, waits_s, seconds = sums
         timed_wait_s += waits_s / mpi.world_size
         norm = math.sqrt(squares) / scaler.scale
-        overflowed = not math.isfinite(norm + loss)
+        passed_over = step in config.train.skip_steps
+        overflowed = passed_over or not math.isfinite(norm + loss)
         bad_values.note(step, norm, state.samples_seen, size)
 
         if overflowed:
             reducer.undo()  # of BatchNorm's running statistics, which the forward passes have updated
-            remedy = scaler.overflow()
+            remedy = "skip" if passed_over else scaler.overflow()
             if remedy == "none":
                 checkpoints.wait(heartbeat.beat)
                 why = bad_values.explain_step(

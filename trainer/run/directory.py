@@ -9,6 +9,7 @@ it.
         ending.json             RunEnding: how the newest flow of the run ended; absent while it runs, or if it was
                                 killed. `reserved` holds its space meanwhile    the flow
         config.json             RunConfig                      configure
+        adjusted.json           Adjustments: what a retry has changed of the configuration      train
         remote.json             LocalCopies: where the copies are of files that config.json names by URL    configure
         rehearsal.json          Rehearsal                      configure
         identity.json           RunIdentity                    configure
@@ -58,6 +59,7 @@ from pydantic import ValidationError
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, Fenced, OnwardError
+from onward.trainer.run.adjustments import Adjustments, with_adjustments
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import RankError, read_record
@@ -82,6 +84,10 @@ class RunDir:
     @property
     def config(self) -> Path:
         return self.root / "config.json"
+
+    @property
+    def adjusted(self) -> Path:
+        return self.root / "adjusted.json"
 
     @property
     def remote(self) -> Path:
@@ -266,6 +272,11 @@ class RunDir:
         # clocks of hosts may differ, so an error that only reports a lost peer comes after every other one
         return min(errors, key=lambda error: (error.secondary, error.at_ms), default=None)
 
+    def ranks_with_errors(self, attempt: int) -> tuple[int, ...]:
+        """Return the ranks that have an error record of an attempt."""
+        found = self.errors.glob(f"{attempt:03d}-rank-*.json")
+        return tuple(sorted(int(path.stem.rpartition("-")[2]) for path in found))
+
 
 # -- further files in an export folder
 
@@ -307,11 +318,16 @@ def read_config(run: RunDir) -> RunConfig:
 def read_config_as_given(run: RunDir) -> RunConfig:
     """Return `read_config` with the model that the user gave, also where `quantize.aware` has made another of it."""
     config = read_settings(run)
+    if run.adjusted.exists():
+        config = with_adjustments(config, read_record(run.adjusted, Adjustments))
     return with_copies(config, read_record(run.remote, LocalCopies)) if run.remote.exists() else config
 
 
 def read_settings(run: RunDir) -> RunConfig:
-    """Read the configuration of a run as it was given, with its URLs. Raises ConfigError if it is absent or invalid."""
+    """Read the configuration of a run as it was given, with its URLs and without adjustments.
+
+    Raises ConfigError if it is absent or invalid.
+    """
     try:
         return RunConfig.model_validate_json(run.config.read_bytes())
     except FileNotFoundError:

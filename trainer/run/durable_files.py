@@ -56,3 +56,16 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal, reading it in blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def storage_problem(folder: Path, needed: int = 1 << 20) -> str:
+    """Return why no file of `needed` bytes could be written to a folder; "" if one could."""
+    probe = folder / "probe"
+    try:
+        write_durably(probe, bytes(4096))
+        probe.unlink()
+        found = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
+    free = found.f_bavail * found.f_frsize
+    return f"{folder} has {free:,} bytes free of the {needed:,} that are needed" if free < needed else ""

@@ -109,6 +109,18 @@ class LaunchConfig(Section):
     (see `checkpoint.period`). A checkpoint beyond all earlier ones is progress, after which the count begins again."""
     retry_delay_s: NonNegativeFloat = 2.0
     """Pause before a retry; each further retry without progress doubles it, up to a minute."""
+    on_out_of_memory: Literal["stop", "smaller"] = "stop"
+    """What follows when a rank runs out of memory. `smaller` = the next attempt has micro-batches of half the samples
+    and twice `train.gradient_accumulation_steps`: the same batch, and the bits of a run that was configured so. They
+    are not those of this run before, so `stop` is the default: the run ends, after one retry if it was past its first
+    steps."""
+    on_host_lost: Literal["wait", "fewer"] = "wait"
+    """What follows when a host of the hostfile does not answer before a retry, also not after pauses of 2, 10 and 60 s.
+    `wait` = the run ends. `fewer` = it goes on with fewer replicas on the hosts that answer, and the same batch; a
+    later retry takes all hosts again if they answer."""
+    storage_wait_s: NonNegativeFloat = 600.0
+    """Longest time that a run waits after a full or failed disk until a checkpoint could be written again; it then
+    goes on."""
     start_timeout_s: PositiveFloat = 180.0
     """Longest time from the start of a job to its first heartbeat, and between two heartbeats until the first step of
     an attempt is complete: while ranks import, load and assemble the model."""

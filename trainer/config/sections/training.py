@@ -28,6 +28,12 @@ class TrainConfig(Section):
     """Seed of the sample order and of the dropout masks. Both are functions of the seed and the step alone."""
     clip_norm: NonNegativeFloat = 1.0
     """Largest global L2 norm of the gradients; a larger one is scaled down to it. 0 = no clipping."""
+    skip_steps: tuple[PositiveInt, ...] = ()
+    """Steps that do not change the weights: their samples are passed over."""
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """What follows when the loss or a gradient is not finite (in fp16: at every loss scale). `stop` = the run ends.
+    `skip` = it goes back to its newest checkpoint, and passes over the samples of that step; such a retry counts for
+    `launch.retries`."""
     evaluation_period: NonNegativeInt = 0
     """Steps between evaluations; 0 = only before the first and after the last step."""
     evaluation_batch_size: NonNegativeInt = 0

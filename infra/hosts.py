@@ -1,0 +1,69 @@
+"""The hosts of an MPI hostfile: read them, and ask over ssh, as mpirun does, which of them answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from onward.infra.mpirun import environment_of_ranks
+
+PROBE_S = 15.0
+"""Longest time for the answer of one host."""
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Return host -> slots, in the order of the file; 0 where it does not say a number."""
+    found: dict[str, int] = {}
+    for line in path.read_text().splitlines():
+        words = line.split("#")[0].split()
+        if words:
+            said = re.search(r"\bslots\s*=\s*(\d+)", " ".join(words[1:]))
+            found[words[0]] = found.get(words[0], 0) + (int(said[1]) if said else 0)
+    return found
+
+
+def write_hostfile(path: Path, hosts: Mapping[str, int]) -> None:
+    """Write a hostfile; hosts without a number of slots have none in it."""
+    lines = [f"{host} slots={slots}" if slots else host for host, slots in hosts.items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def silent_hosts(hosts: Sequence[str], users: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the hosts that do not answer, each with what ssh said. They are asked at the same time."""
+    if not hosts:
+        return {}
+    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
+        answers = threads.map(lambda host: _problem(host, users), hosts)
+        return {host: problem for host, problem in zip(hosts, answers, strict=True) if problem}
+
+
+def silence(silent: Mapping[str, str]) -> str:
+    """Return in words which hosts do not answer."""
+    named = ", ".join(f"{host} ({problem})" for host, problem in silent.items())
+    return f"{len(silent)} host{'s do' if len(silent) > 1 else ' does'} not answer: {named}"
+
+
+def _problem(host: str, users: Mapping[str, str]) -> str:
+    """Return why a host does not answer; "" if it does."""
+    if host in ("localhost", "127.0.0.1", socket.gethostname()):
+        return ""
+    environment = environment_of_ranks(users)
+    # several agents are separated by colons, and mpirun takes the first that it finds
+    agent = shlex.split(environment.get("PRTE_MCA_plm_ssh_agent", "ssh").split(":")[0])
+    command = [*agent, *shlex.split(environment["PRTE_MCA_plm_ssh_args"]), host, "true"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {PROBE_S:g} s"
+    except OSError as error:
+        return f"{command[0]} cannot be started: {error.strerror}"
+    said = " ".join(done.stderr.split())
+    return "" if done.returncode == 0 else said[-300:] or f"{command[0]} ended with status {done.returncode}"

@@ -1,0 +1,131 @@
+"""How attempts of the whole trainer end when something is done to their processes, and that the bits are the same."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prefect import State
+
+from onward.tasks.train import train
+from onward.trainer.errors import TrainingFailed
+from onward.trainer.run.attempt_endings import AttemptEnding, endings
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import TrainResult
+from tests.support.graphs import tiny_conv_net
+from tests.support.runs import assert_equal_bits, events, final_tensors, make_run, tiny_images
+
+pytestmark = pytest.mark.mpi
+STEPS = 120
+STEP = {"global_batch_size": 8, "num_steps": STEPS, "evaluation_period": 0}
+LAUNCH = {"retry_delay_s": 0.1, "collective_timeout_s": 5, "heartbeat_timeout_s": 8}
+
+
+def new_run(folder: Path, **sections: Any) -> RunDir:
+    return make_run(
+        folder,
+        tiny_conv_net(),
+        tiny_images(80),
+        train=STEP,
+        **{"parallel": {"data": 2}, "checkpoint": {"period": 20}, "launch": LAUNCH} | sections,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run = new_run(tmp_path_factory.mktemp("undisturbed"))
+    train.fn(run)
+    return run
+
+
+def train_to_end(run: RunDir) -> TrainResult | State[Any]:
+    """Repeat the task as Prefect does."""
+    while True:
+        try:
+            return train.fn(run)
+        except TrainingFailed as failed:
+            if not failed.again:
+                raise
+
+
+def job_of(run: RunDir) -> dict[str, psutil.Process]:
+    """The processes of the run's job: "mpirun", "rank 0", "rank 1"."""
+    found = {}
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        words, environment = process.info["cmdline"] or [], process.info["environ"] or {}
+        if str(run.root) in words and "onward.trainer" in words:
+            rank = environment.get("PMIX_RANK")
+            found["mpirun" if rank is None else f"rank {rank}"] = process
+    return found
+
+
+def signalled_once_saved(run: RunDir, what: str, number: signal.Signals, *, attempts: int = 1) -> threading.Thread:
+    """Send a signal to a process of each of the first `attempts` attempts, once it has saved a checkpoint."""
+
+    def send() -> None:
+        for attempt in range(1, attempts + 1):
+            while not any(event.attempt == attempt for event in events(run, "checkpoint")):
+                time.sleep(0.005)
+            job_of(run)[what].send_signal(number)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "number", "kind", "said"),
+    [
+        ("rank 1", signal.SIGKILL, "rank_lost", "rank 1 on {host} was ended by SIGKILL"),
+        ("rank 0", signal.SIGSEGV, "rank_lost", "rank 0 on {host} was ended by SIGSEGV: a crash in native code"),
+        ("rank 0", signal.SIGFPE, "rank_lost", "rank 0 on {host} was ended by SIGFPE"),
+        ("rank 1", signal.SIGTERM, "preempted", "a signal that this flow had not sent"),
+        ("rank 0", signal.SIGUSR1, "preempted", "a signal that this flow had not sent"),
+        ("mpirun", signal.SIGUSR1, "preempted", "a signal that this flow had not sent"),
+        ("mpirun", signal.SIGTERM, "preempted", "SIGTERM"),
+        ("mpirun", signal.SIGHUP, "preempted", "SIGTERM"),
+        ("mpirun", signal.SIGKILL, "rank_lost", "mpirun was ended by SIGKILL"),
+        ("rank 1", signal.SIGSTOP, "hang", "rank 1 did not answer"),
+    ],
+)
+def test_what_ended_an_attempt_is_said_and_the_retry_ends_with_the_same_bits(
+    tmp_path: Path, undisturbed: RunDir, what: str, number: signal.Signals, kind: str, said: str
+) -> None:
+    run = new_run(tmp_path)
+    sending = signalled_once_saved(run, what, number)
+    result = train_to_end(run)
+    sending.join()
+    assert isinstance(result, TrainResult)
+    assert (result.status, result.attempts, result.step) == ("done", 2, STEPS)
+    first, second = endings(run)
+    print(first)
+    assert first.kind == kind
+    assert said.format(host=socket.gethostname()) in first.sentence
+    assert f"it goes on from the checkpoint of step {second.resumed_from}" in first.action
+    assert second.resumed_from == first.checkpoint >= 20
+    assert first.step >= first.checkpoint
+    assert_equal_bits(final_tensors(run), final_tensors(undisturbed))
+
+
+@pytest.mark.slow
+def test_three_kills_with_progress_between_them_do_not_use_up_two_retries(tmp_path: Path, undisturbed: RunDir) -> None:
+    run = new_run(tmp_path)
+    sending = signalled_once_saved(run, "rank 1", signal.SIGKILL, attempts=4)
+    result = train_to_end(run)
+    sending.join()
+    assert isinstance(result, TrainResult)
+    assert result.attempts == 5
+    assert [ending.retry for ending in endings(run)] == [1, 1, 1, 1, 0]
+    assert_equal_bits(final_tensors(run), final_tensors(undisturbed))
+
+
+def ending(**known: Any) -> AttemptEnding:
+    times = {"began_ms": 1, "detected_ms": 2, "ended_ms": 3}
+    return AttemptEnding(**{"attempt": 1, "kind": "rank_lost", "sentence": "s", "action": "a", **times, **known})

@@ -1,0 +1,276 @@
+"""Which kind an ending is, what follows it, and what a retry waits for. No processes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onward.tasks import readiness
+from onward.tasks.classification import Evidence, classify, sentence_of
+from onward.tasks.readiness import wait_until_ready
+from onward.tasks.retrying import adjustments, plan_next
+from onward.trainer.config.loading import build_config
+from onward.trainer.errors import CheckpointError, RuntimeUnavailable
+from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.durable_files import storage_problem
+from onward.trainer.run.records import AttemptResult, RankError, write_record
+
+
+def new_run(folder: Path, **sections: Any) -> RunDir:
+    """A configured run of two ranks."""
+    run = RunDir(folder)
+    config = build_config(
+        {
+            "model": {"path": str(folder / "model.onnx")},
+            "data": {"source": "digits"},
+            "train": {"num_steps": 100, "global_batch_size": 8} | sections.pop("train", {}),
+            "parallel": {"data": 2} | sections.pop("parallel", {}),
+            **sections,
+        }
+    )
+    write_record(run.config, config)
+    return run
+
+
+def evidence(cause: str = "", *, result: str = "", secondary: bool = False, output: str = "", **known: Any) -> Evidence:
+    error = RankError(attempt=1, rank=1, host="h1", step=7, cause=cause, traceback="", at_ms=1, secondary=secondary)
+    values = {"attempt": 1, "status": result, "step": 7, "samples_seen": 1, "metrics": {}, "elapsed_s": 1}
+    return Evidence(
+        **{
+            "result": AttemptResult.model_validate(values) if result else None,
+            "reason": "exited",
+            "returncode": 70,
+            "error": error if cause else None,
+            "oom_kills": 0,
+            "output": output,
+            "ending": "mpirun ended with status 70 without a result",
+            "world_size": 2,
+            "answered": (0,),
+        }
+        | known
+    )
+
+
+LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
+WAITED = "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation"
+DAEMON = "PRTE has lost communication with a remote daemon.\n  Remote daemon: [prterun@0,2] on node h1"
+KILL = "SIGKILL: killed from outside"
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (evidence(result="done", returncode=0), "done"),
+        (evidence(result="stopped", reason="stopped"), "stopped"),
+        (evidence(reason="stopped"), "stopped"),
+        (evidence("Fenced: attempt 1 found attempt 2"), "stopped"),
+        (evidence(result="stopped", returncode=75), "preempted"),
+        (evidence("SIGTERM: asked to end from outside"), "preempted"),
+        (evidence(returncode=1), "preempted"),
+        (evidence(returncode=-15), "preempted"),
+        (evidence("ConfigError: no weight matches"), "user_error"),
+        (evidence("UnsupportedModel: no operator"), "user_error"),
+        (evidence("CheckpointError: checkpoint x belongs to another model"), "user_error"),
+        (evidence("DataError: row 7"), "data_error"),
+        (evidence("DeviceAssertion: index out of range"), "data_error"),
+        (evidence("Diverged: step 7: loss nan"), "non_finite"),
+        (evidence("OutOfMemory: CUDA out of memory"), "out_of_memory"),
+        (evidence("MemoryError: "), "out_of_memory"),
+        (evidence(KILL, oom_kills=1), "out_of_memory"),
+        (evidence(KILL), "rank_lost"),
+        (evidence("SIGSEGV: a crash in native code"), "rank_lost"),
+        (evidence(LOST, secondary=True), "rank_lost"),
+        (evidence(returncode=-9), "rank_lost"),
+        (evidence(WAITED, secondary=True), "hang"),
+        (evidence(reason="silent", returncode=-9), "hang"),
+        (evidence(reason="start_timeout"), "hang"),
+        (evidence("status 1: it made no progress for 0:00:30"), "hang"),
+        (evidence("SIGABRT: a collective timed out: ALLREDUCE number 78"), "hang"),
+        (evidence("CheckpointError: step 7 could not be saved: No space left on device: /x"), "storage"),
+        (evidence("OSError: [Errno 28] No space left on device"), "storage"),
+        (evidence("OSError: [Errno 5] Input/output error"), "storage"),
+        (evidence("OSError: [Errno 30] Read-only file system: 'x'"), "storage"),
+        (evidence("OSError: [Errno 116] Stale file handle"), "storage"),
+        (evidence(disk="/x cannot be written: No space left on device"), "storage"),
+        (evidence(output=DAEMON, returncode=0), "host_lost"),
+        (evidence(LOST, secondary=True, output=DAEMON), "host_lost"),
+        (evidence(KILL, hosts="1 host does not answer: h1"), "host_lost"),
+        (evidence("ConnectionError: cannot reach the store"), "server"),
+        (evidence("ValueError: a bug"), "unknown"),
+        (evidence(), "unknown"),
+    ],
+)
+def test_every_kind_is_told_from_what_the_attempt_left_behind(found: Evidence, kind: EndingKind) -> None:
+    assert classify(found) == kind
+    assert sentence_of(found)
+    assert "\n" not in sentence_of(found)
+
+
+def test_a_rank_that_hangs_is_named_and_not_the_healthy_one_that_waited_for_it() -> None:
+    sentence = sentence_of(evidence(WAITED, secondary=True))
+    assert sentence.startswith("rank 1 did not answer: RuntimeError: ")
+
+
+def ending(run: RunDir, kind: EndingKind, **known: Any) -> AttemptEnding:
+    """Plan what follows an ending, and write its record as the task does."""
+    times = {"began_ms": 1, "detected_ms": 2, "ended_ms": time.time_ns() // 1_000_000}
+    found = AttemptEnding(attempt=run.begin_attempt(), kind=kind, sentence="it ended", action="", **times, **known)
+    planned = plan_next(run, found, read_config(run))
+    write_record(run.ending(planned.attempt), planned)
+    return planned
+
+
+def save(run: RunDir, step: int) -> None:
+    run.checkpoint(step).mkdir(parents=True)
+
+
+@pytest.mark.parametrize("kind", ["hang", "rank_lost", "host_lost", "preempted", "storage", "server", "unknown"])
+def test_without_progress_the_retries_are_used_up_and_their_pauses_grow(tmp_path: Path, kind: EndingKind) -> None:
+    run = new_run(tmp_path, launch={"retries": 3})
+    found = [ending(run, kind, step=5) for _ in range(4)]
+    assert [(each.retry, each.delay_s) for each in found] == [(1, 2), (2, 4), (3, 8), (0, 0)]
+    assert found[0].action == "it starts again from the beginning (5 steps are repeated) in 2 s, retry 1 of 3"
+    assert found[-1].action == "the run ends after 3 retries without a new checkpoint (launch.retries)"
+
+
+def test_a_checkpoint_beyond_all_earlier_ones_resets_the_retries(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    steps = [0, 0, 20, 20, 40, 40, 20, 40]  # the last but one lost a damaged checkpoint, which is no progress
+    found = [ending(run, "rank_lost", step=step + 7, checkpoint=step) for step in steps]
+    assert [each.retry for each in found] == [1, 2, 1, 2, 1, 2, 0, 1]
+    assert found[2].action == "it goes on from the checkpoint of step 20 (7 steps are repeated) in 2 s, retry 1 of 2"
+
+
+@pytest.mark.parametrize("kind", ["done", "stopped", "user_error", "data_error", "non_finite", "out_of_memory"])
+def test_what_a_retry_would_repeat_is_not_retried(tmp_path: Path, kind: EndingKind) -> None:
+    found = ending(new_run(tmp_path), kind, step=2)
+    assert (found.retry, found.delay_s) == (0, 0)
+    assert "retry" not in found.action or "would" in found.action
+
+
+def test_memory_lost_in_later_steps_is_retried_once(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert [ending(run, "out_of_memory", step=9).retry for _ in range(2)] == [1, 0]
+
+
+def test_smaller_micro_batches_keep_the_batch_and_end_at_one_sample(tmp_path: Path) -> None:
+    run = new_run(tmp_path, launch={"on_out_of_memory": "smaller"})
+    sizes = []
+    while ending(run, "out_of_memory", step=1).retry:
+        config = read_config(run)
+        sizes.append((config.micro_batch_size, config.train.gradient_accumulation_steps))
+        assert config.train.global_batch_size == 8
+    assert sizes == [(2, 2), (1, 4)]
+
+
+def test_steps_that_are_not_finite_are_passed_over_until_the_retries_are_used_up(tmp_path: Path) -> None:
+    run = new_run(tmp_path, train={"on_non_finite": "skip"})
+    found = [ending(run, "non_finite", step=step) for step in (7, 9, 11)]
+    assert [each.retry for each in found] == [1, 2, 0]
+    assert found[0].action.startswith("step 7 will be passed over (train.on_non_finite): it starts again")
+    assert read_config(run).train.skip_steps == (7, 9)
+    assert found[-1].action == "a retry would do the same again"
+
+
+# -- what a retry waits for
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that were made, in no time."""
+    pauses: list[float] = []
+    monkeypatch.setattr(readiness.time, "sleep", pauses.append)
+    return pauses
+
+
+def test_a_retry_waits_until_the_disk_takes_a_checkpoint(
+    tmp_path: Path, quick: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = new_run(tmp_path, launch={"retry_delay_s": 0})
+    ending(run, "storage")
+    answers = iter(["it is full", "it is full", ""])
+    monkeypatch.setattr(readiness, "storage_problem", lambda folder, needed: next(answers))
+    wait_until_ready(run, read_config(run))
+    assert quick == [0, 2, 2]
+    assert "it is full: waiting up to 600 s for that to change (launch.storage_wait_s)" in caplog.text
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_the_numbers(tmp_path: Path, quick: list[float]) -> None:
+    run = new_run(tmp_path, launch={"storage_wait_s": 0})
+    save(run, 20)
+    (run.checkpoint(20) / "rank-00000.safetensors").touch()
+    with (run.checkpoint(20) / "rank-00000.safetensors").open("r+b") as file:
+        file.truncate(1 << 43)  # sparse
+    ending(run, "storage", checkpoint=20)
+    with pytest.raises(CheckpointError, match=r"bytes free of the 8,79\d,\d+,\d+,\d+ that are needed, also after 0 s"):
+        wait_until_ready(run, read_config(run))
+    assert "cannot be written" in storage_problem(Path("/proc"))
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Hosts that do not answer."""
+    down: set[str] = set()
+    monkeypatch.setattr(
+        readiness, "silent_hosts", lambda hosts: {host: "No route to host" for host in hosts if host in down}
+    )
+    return down
+
+
+def hosts_run(folder: Path, **launch: Any) -> RunDir:
+    (folder / "hosts").write_text("h0 slots=2\nh1 slots=2  # the second\n")
+    run = new_run(folder, parallel={"data": 4}, launch={"hostfile": str(folder / "hosts"), "retry_delay_s": 0} | launch)
+    ending(run, "host_lost")
+    return run
+
+
+def test_hosts_that_do_not_answer_are_asked_again_after_2_10_and_60_seconds_and_then_the_run_ends(
+    tmp_path: Path, quick: list[float], silent: set[str]
+) -> None:
+    run = hosts_run(tmp_path)
+    silent.add("h1")
+    with pytest.raises(RuntimeUnavailable, match=r"1 host does not answer: h1 \(No route to host\); bring them back"):
+        wait_until_ready(run, read_config(run))
+    assert quick == [0, 2, 10, 60]
+
+
+def test_a_run_that_may_goes_on_with_the_hosts_that_answer_and_takes_the_others_back(
+    tmp_path: Path, quick: list[float], silent: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = hosts_run(tmp_path, on_host_lost="fewer")
+    silent.add("h1")
+    wait_until_ready(run, read_config(run))
+    config = read_config(run)
+    assert (config.world_size, config.micro_batch_size, config.train.gradient_accumulation_steps) == (2, 2, 2)
+    assert Path(config.launch.hostfile).read_text() == "h0 slots=2\n"
+    assert "going on with 2 of 4 replicas on h0 (launch.on_host_lost)" in caplog.text
+    silent.clear()
+    wait_until_ready(run, config)
+    assert read_config(run) == read_config(
+        new_run(
+            tmp_path,
+            parallel={"data": 4},
+            launch=dict(config.launch) | {"num_ranks": 0, "hostfile": str(tmp_path / "hosts")},
+        )
+    )
+    assert adjustments(run).data == 0
+
+
+def test_hosts_too_few_for_one_replica_end_the_run_with_the_numbers(
+    tmp_path: Path, quick: list[float], silent: set[str]
+) -> None:
+    (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
+    run = new_run(
+        tmp_path,
+        train={"gradient_accumulation_steps": 2},
+        parallel={"data": 1, "pipeline": 2},
+        launch={"hostfile": str(tmp_path / "hosts"), "retry_delay_s": 0, "on_host_lost": "fewer"},
+    )
+    ending(run, "host_lost")
+    silent.add("h1")
+    with pytest.raises(RuntimeUnavailable, match=r"the 1 slots that are left take no layout .* it needs 2 ranks"):
+        wait_until_ready(run, read_config(run))

@@ -1,0 +1,83 @@
+"""Adjustments: what the task `train` has changed of a run's configuration after an attempt failed, where it may.
+
+config.json stays as the user gave it. Every process that reads the configuration gets it with these changes, and trains
+like a run that was configured so.
+"""
+
+from __future__ import annotations
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.run.records import Record
+
+
+class Adjustments(Record):
+    """Changes of a configuration."""
+
+    micro_batch_divisor: int = 1
+    """A micro-batch has so many times fewer samples, and accumulation so many more micro-batches
+    (`launch.on_out_of_memory`)."""
+    skip_steps: tuple[int, ...] = ()
+    """Steps that are added to `train.skip_steps` (`train.on_non_finite`)."""
+    data: int = 0
+    """Replicas, fewer than configured (`launch.on_host_lost`); 0 = as configured."""
+    hostfile: str = ""
+    """The hosts that are left; "" = as configured."""
+
+
+def with_adjustments(config: RunConfig, changes: Adjustments) -> RunConfig:
+    """Return a configuration with changes. The global batch, and so the samples of every step, stay the same.
+
+    Raises pydantic's ValidationError where the changed configuration is refused.
+    """
+    train, parallel, launch = config.train, config.parallel, config.launch
+    micro_batch, data = config.micro_batch_size // changes.micro_batch_divisor, changes.data or parallel.data
+    steps = train.gradient_accumulation_steps
+    if changes.data or changes.micro_batch_divisor > 1:
+        steps = train.global_batch_size // (data * micro_batch)
+    ranks = data * parallel.tensor * parallel.pipeline if changes.data else launch.num_ranks
+    changed = config.model_copy(
+        update={
+            "train": train.model_copy(
+                update={
+                    "gradient_accumulation_steps": steps,
+                    "skip_steps": tuple(sorted({*train.skip_steps, *changes.skip_steps})),
+                }
+            ),
+            "parallel": parallel.model_copy(update={"data": data}),
+            "launch": launch.model_copy(
+                update={"num_ranks": ranks, "hostfile": changes.hostfile or config.launch.hostfile}
+            ),
+        }
+    )
+    # validated anew: a copy is not
+    return RunConfig.model_validate_json(changed.model_dump_json())
+
+
+def smaller_micro_batches(config: RunConfig, changes: Adjustments) -> Adjustments | None:
+    """Return changes after which a micro-batch has half of its present samples; None if it cannot be divided.
+
+    An odd number is divided by its smallest divisor.
+    """
+    size = config.micro_batch_size
+    divisor = next((number for number in range(2, size + 1) if size % number == 0), None)
+    if divisor is None:
+        return None
+    return changes.model_copy(update={"micro_batch_divisor": changes.micro_batch_divisor * divisor})
+
+
+def fewer_replicas(config: RunConfig, changes: Adjustments, *, ranks: int, hostfile: str) -> Adjustments | None:
+    """Return changes for a layout on `ranks` ranks, with as many replicas as fit; None if there is no such layout.
+
+    config: without changes of its layout. Tensor and pipeline parallelism, and the micro-batch, stay as they are.
+    """
+    one, batch = config.parallel.tensor * config.parallel.pipeline, config.train.global_batch_size
+    micro_batch = config.micro_batch_size // changes.micro_batch_divisor
+    for data in range(min(config.parallel.data, ranks // one), 0, -1):
+        if batch % (data * micro_batch) == 0:
+            found = changes.model_copy(update={"data": data, "hostfile": hostfile})
+            try:
+                with_adjustments(config, found)
+            except ValueError:  # such as a hybrid shard that does not divide the replicas
+                continue
+            return found
+    return None

@@ -38,6 +38,8 @@ class Fault(Record):
     """Steps that were made again."""
     orphans: tuple[str, ...] = ()
     """Processes that were left 15 s after the flow had ended."""
+    spent: bool = False
+    """Whether no retry was left (launch.retries), since no checkpoint was saved after the faults before."""
     too_late: bool = False
     """Whether the attempt was done already when the fault hit it; then it need not have ended anything."""
 
@@ -190,7 +192,7 @@ def wrong_fault(fault: Fault) -> list[str]:
         problems.append("the run made no step after it")
     if kind.ends == "nothing" and fault.ended != "nothing":
         problems.append(f"it ended the {fault.ended}, and nothing should have ended ({fault.said or 'no class said'})")
-    if kind.ends == "attempt" and fault.ended == "flow":
+    if kind.ends == "attempt" and fault.ended == "flow" and not fault.spent:
         problems.append("it ended the command, and another attempt should have followed")
     if kind.ends != "nothing" and fault.ended == "nothing" and not fault.too_late:
         problems.append(f"it ended nothing, and should have ended the {kind.ends}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onward.flows.api import checked_config, exit_on_sigterm, require_flow
@@ -56,18 +57,36 @@ def chaos(
     if problems := without_target(chosen, home):
         raise ConfigError(problems)
     plan = make_plan(chosen, faults=faults or len(chosen), mtbf_s=mtbf_s, seed=seed)
-    # A shell starts what runs in its background deaf to Ctrl-C, and so would the commands be.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     scene, before = Scene(home, uuid.uuid4().hex), dict(os.environ)
     os.environ.update({"ONWARD_HOME": str(home), TAG: scene.tag})  # for the servers, which this process starts
     try:
         with exit_on_sigterm():
-            return _soak(Soak(scene, words, [], say), plan, config, mtbf_s, seed)
+            soak = Soak(scene, words, [], say)
+            with ends_early(soak):
+                return _soak(soak, plan, config, mtbf_s, seed)
     finally:
         for name in ("ONWARD_HOME", TAG):
             os.environ.pop(name)
             os.environ.update({name: before[name]} if name in before else {})
+
+
+@contextlib.contextmanager
+def ends_early(soak: Soak) -> Iterator[None]:
+    """Let the first Ctrl-C or SIGTERM end the injection, so that there is an account; the second one exits."""
+
+    def handle(number: int, frame: object) -> None:
+        if soak.ends_early:
+            sys.exit(128 + number)
+        soak.ends_early = True
+        say("no more faults; the run goes on to its end, for the account (the same signal again ends it at once)")
+
+    # Handlers also because a shell starts what runs in its background deaf to Ctrl-C, and so would the commands be.
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _soak(soak: Soak, plan: Sequence[PlannedFault], config: str, mtbf_s: float, seed: int) -> Account:
@@ -92,10 +111,10 @@ def _soak(soak: Soak, plan: Sequence[PlannedFault], config: str, mtbf_s: float, 
             say(f"{undisturbed.step} steps, {undisturbed.points} points, {undisturbed.elapsed_s:.1f} s")
             soak.pending, soak.rounds = list(plan), 0
             try:
-                while soak.pending:
+                while soak.pending and not soak.ends_early:
                     before = len(soak.pending)
                     rounds.append(_measured(soak, points))
-                    if len(soak.pending) == before:
+                    if len(soak.pending) == before and not soak.ends_early:
                         kinds = ", ".join(sorted({fault.kind for fault in soak.pending}))
                         raise GaveUp(f"a whole run passed before one of these faults came: {kinds}; lower --mtbf")
             except GaveUp as error:
@@ -106,6 +125,8 @@ def _soak(soak: Soak, plan: Sequence[PlannedFault], config: str, mtbf_s: float, 
             process.kill()
     left = until_gone(scene.processes, ORPHAN_S)
     problems += soak.problems
+    if soak.ends_early and soak.pending:
+        problems.append(f"it was ended early: {len(soak.pending)} faults of the plan were not injected")
     problems += [f"left after the last command: {described(process)}" for process in left]
     account = make_account(
         config=config,

@@ -52,6 +52,8 @@ class Soak:
     say: Callable[[str], None] = lambda line: None
     faults: list[Fault] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
+    ends_early: bool = False
+    """Whether no further fault is injected."""
     problems: list[str] = field(default_factory=list)
     tries: dict[int, int] = field(default_factory=dict)
     """Number of a planned fault -> how often it found no target."""
@@ -142,7 +144,7 @@ class Soak:
             self._follow(self.open)
             return
         fault = self._next(phase)
-        if fault is None:
+        if fault is None or self.ends_early:
             return
         # a start takes some seconds, which the pauses of a long run would always exceed
         if phase != "train":
@@ -218,7 +220,8 @@ class Soak:
         scene = self.scene
         resumed_from = scene.progress.starts.get(scene.attempt, fault.step)
         lost = max(0, fault.step - resumed_from) if fault.ended != "nothing" and scene.attempt != fault.attempt else 0
-        ending = next((each for each in endings(scene.run_dir) if each.attempt == fault.attempt), None)
+        known = {each.attempt: each for each in endings(scene.run_dir)}
+        ending, before = known.get(fault.attempt), known.get(fault.attempt - 1)
         update: dict[str, Any] = {
             "recovered_s": round(time.time() - fault.at, 2),
             "lost": lost,
@@ -226,6 +229,8 @@ class Soak:
         }
         if ending and ending.kind == "done":
             update["too_late"] = ending.detected_ms / 1000 - fault.at < TOO_LATE_S
+        if ending and before:
+            update["spent"] = before.retry > 0 and ending.retry == 0
         if ending and fault.ended == "attempt":
             update["detected_s"] = max(0.0, round(ending.detected_ms / 1000 - fault.at, 2))
         self.faults.append(closed := fault.model_copy(update=update))

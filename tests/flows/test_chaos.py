@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onward.flows.chaos.account import Command, Fault, Result, make_account, times
+from onward.flows.chaos.chaos import ends_early
 from onward.flows.chaos.kinds import KINDS, flip_bit
 from onward.flows.chaos.plan import make_plan, seconds
+from onward.flows.chaos.scene import Scene
+from onward.flows.chaos.soak import Soak
 from onward.trainer.errors import ConfigError
 from tests.support.ranks import ROOT
 from tests.support.workshop import Workshop, finished
@@ -89,6 +94,8 @@ def test_the_account_of_a_soak_in_which_all_is_right_has_no_problem_and_a_confus
     assert account({"kind": "rank-kill"}) == ()
     late = {"kind": "rank-kill", "ended": "nothing", "said": "done", "too_late": True}
     assert account(late) == (), "it hit an attempt that was done"
+    spent = {"kind": "rank-kill", "ended": "flow", "spent": True}
+    assert account(spent) == (), "it was the third fault without a new checkpoint, and launch.retries is 2"
 
 
 def test_the_account_compares_weights_file_and_points_with_the_undisturbed_run() -> None:
@@ -114,6 +121,19 @@ def test_percentiles_are_of_the_values_that_there_are() -> None:
     assert found is not None
     assert (found.number, found.median, found.p95) == (3, 2.0, 3.0)
     assert times([None]) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_ctrl_c_ends_the_injection_and_the_second_one_the_soak(number: int, tmp_path: Path) -> None:
+    soak = Soak(Scene(tmp_path, "tag"), (), [])
+    before = signal.getsignal(number)
+    with ends_early(soak):
+        os.kill(os.getpid(), number)
+        assert soak.ends_early
+        with pytest.raises(SystemExit) as ended:
+            os.kill(os.getpid(), number)
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) == before
 
 
 def test_the_page_lists_every_kind() -> None:
@@ -157,7 +177,7 @@ def test_kinds_that_do_not_exist_or_have_no_place_are_refused(workshop: Workshop
     assert not list(home.iterdir())
 
 
-def soak(workshop: Workshop, *words: str, status: int = 0) -> dict[str, Any]:
+def run_soak(workshop: Workshop, *words: str, status: int = 0) -> dict[str, Any]:
     command = workshop.start("chaos", str(workshop.root / "config.toml"), *FAST, *words, "--home", str(workshop.home))
     return finished(command, status=status, limit_s=3000)
 
@@ -166,7 +186,7 @@ def soak(workshop: Workshop, *words: str, status: int = 0) -> dict[str, Any]:
 @pytest.mark.mpi
 @pytest.mark.timeout(1800)
 def test_a_killed_rank_a_stopped_flow_and_a_killed_exporter_are_accounted_for(workshop: Workshop) -> None:
-    facts = soak(workshop, "--kinds", "rank-kill,flow-term,exporter-kill", "--mtbf", "1s", "--seed", "7")
+    facts = run_soak(workshop, "--kinds", "rank-kill,flow-term,exporter-kill", "--mtbf", "1s", "--seed", "7")
     assert facts["problems"] == []
     assert facts == json.loads((workshop.home / "account.json").read_text())
     found = {fault["kind"]: fault for fault in facts["faults"]}

@@ -20,11 +20,20 @@ from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
 
 from onward.flows.runs import end_mlflow_run, how_to_continue
-from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable, Stopped
+from onward.trainer.errors import (
+    ConfigError,
+    DataError,
+    OnwardError,
+    Refused,
+    RuntimeUnavailable,
+    Stopped,
+    TrainingFailed,
+    UnsupportedModel,
+)
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import RunEnding, begin, end, ending_of
 from onward.trainer.run.records import recorded_error
-from onward.trainer.run.reserved import disk_full, is_full, no_space
+from onward.trainer.run.reserved import NO_SPACE, disk_full, is_full, no_space
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +100,17 @@ class Ending:
 
 def own_error(error: Exception, run: RunDir) -> OnwardError:
     """Return Onward's error for one that ended a flow: itself, a full disk, or one that names the log to look into."""
-    if isinstance(error, Refused):
+    if isinstance(error, ConfigError | DataError | UnsupportedModel):
+        return error
+    # what failed for a full disk without saying so: a process that left no record, a server without its database
+    first, says_full = str(error).partition("\n")[0], NO_SPACE in str(error)
+    if not says_full and is_full(run.root):
+        return RuntimeUnavailable(f"{no_space(run.root)}; make room, then go on ({type(error).__name__}: {first})")
+    # TrainingFailed: retries without success, the last of which may have met a full disk
+    if isinstance(error, OnwardError) and not isinstance(error, TrainingFailed):
         return error
     if full := disk_full(error, run.root):
         return full
-    if is_full(run.root):  # other errors follow from it: a server cannot write its database
-        return RuntimeUnavailable(f"{no_space(run.root)}; make room, then go on ({type(error).__name__}: {error})")
     if isinstance(error, OnwardError):
         return error
     if isinstance(error, OSError) and error.filename is not None:

@@ -104,6 +104,11 @@ def test_an_error_on_a_full_disk_names_the_disk_because_it_follows_from_it(
     found = own_error(TrainingFailed("attempt 1: mpirun ended with status 70"), RunDir(tmp_path))
     assert isinstance(found, RuntimeUnavailable)
     assert "make room, then go on (TrainingFailed: attempt 1: mpirun ended with status 70)" in str(found)
+    monkeypatch.undo()
+    after_retries = own_error(
+        TrainingFailed("attempt 3: OSError: [Errno 28] No space left on device"), RunDir(tmp_path)
+    )
+    assert isinstance(after_retries, RuntimeUnavailable)
     refused = ConfigError("no such key")
     assert own_error(refused, RunDir(tmp_path)) is refused
 

@@ -1,6 +1,6 @@
 """A small disk that a test fills up: a tmpfs in a namespace of its own, which needs no right but that to make one.
 
-python -m tests.support.full_disk MODULE:FUNCTION FOLDER     calls the function with FOLDER, a disk of 2 MB
+python -m tests.support.full_disk MODULE:FUNCTION FOLDER 2m     calls the function with FOLDER, a disk of 2 MB
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ def may_mount() -> bool:
     return subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
 
 
-def on_a_small_disk(role: Callable[[Path], None], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Call a function of a module in a process of its own, with a disk of 2 MB as its argument."""
+def on_a_small_disk(
+    role: Callable[[Path], None], folder: Path, *, size: str = "2m"
+) -> subprocess.CompletedProcess[str]:
+    """Call a function of a module in a process of its own, with a disk of some size as its argument."""
     name = f"{role.__module__}:{role.__name__}"
     path = os.pathsep.join([str(ROOT), str(ROOT / ".package")])
     return subprocess.run(
-        [*NAMESPACE, sys.executable, "-m", "tests.support.full_disk", name, str(folder)],
+        [*NAMESPACE, sys.executable, "-m", "tests.support.full_disk", name, str(folder), size],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -54,5 +56,5 @@ def fill(folder: Path) -> Path:
 
 if __name__ == "__main__":
     module, _, function = sys.argv[1].partition(":")
-    mount(Path(sys.argv[2]), "2m")
+    mount(Path(sys.argv[2]), sys.argv[3])
     getattr(importlib.import_module(module), function)(Path(sys.argv[2]))

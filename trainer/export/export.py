@@ -55,6 +55,7 @@ from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, example_in, read_config, read_config_as_given, refusal_in
 from onward.trainer.run.durable_files import fsync, write_durably
 from onward.trainer.run.records import ExportedModel, Refusal, RunIdentity, read_record, write_record
+from onward.trainer.run.reserved import reserve, write_reserved
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +73,10 @@ class Checkpoint:
 def exit_with_refusal(folder: Path) -> Iterator[None]:
     """Write an OnwardError to `folder` as a Refusal record, and end the process with the error's exit status.
 
-    A full disk counts as one.
+    A full disk counts as one; the space for the record is taken at the start.
     """
+    reserved = folder / ".refused.reserved"
+    reserve(reserved)
     try:
         try:
             yield
@@ -85,9 +88,11 @@ def exit_with_refusal(folder: Path) -> Iterator[None]:
             ) from error
     except OnwardError as error:
         problems = error.problems if isinstance(error, Refused) else (str(error),)
-        write_record(refusal_in(folder), Refusal(kind=type(error).__name__, problems=problems))
+        write_reserved(refusal_in(folder), Refusal(kind=type(error).__name__, problems=problems), reserved)
         log.error("%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
+    finally:
+        reserved.unlink(missing_ok=True)
 
 
 def export(

@@ -22,6 +22,8 @@ from onward.trainer.run.durable_files import fsync, write_durably
 
 RESERVED_BYTES = 1 << 16
 """More than an error with its traceback has."""
+NO_SPACE = "No space left on device"
+"""What every library says of a full disk, but SQLite."""
 FULL_BYTES = 1 << 16
 """A disk with less free space is full."""
 
@@ -72,10 +74,7 @@ def no_space(path: Path) -> str:
     place = next(each for each in (path, *path.absolute().parents) if each.exists())
     free, usage = os.statvfs(place), shutil.disk_usage(place)
     inodes = f", {free.f_favail:,} inodes are free" if free.f_files and not free.f_favail else ""
-    return (
-        f"No space left on device: the disk of {path} has {usage.free / 1e6:,.1f} of {usage.total / 1e6:,.1f} MB "
-        f"free{inodes}"
-    )
+    return f"{NO_SPACE}: the disk of {path} has {usage.free / 1e6:,.1f} of {usage.total / 1e6:,.1f} MB free{inodes}"
 
 
 def is_full(place: Path) -> bool:
@@ -88,7 +87,7 @@ def _says_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     # of native code, which has no `errno`: safetensors, Arrow, SQLite
-    return any(text in str(error) for text in ("No space left on device", "database or disk is full"))
+    return any(text in str(error) for text in (NO_SPACE, "database or disk is full"))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -14,6 +14,7 @@ import torch
 
 from onward.infra.tracking import Tracker
 from onward.tasks.checkpoint import checkpoint, mark_best
+from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
@@ -95,6 +96,11 @@ def test_during_training_it_announces_and_records_checkpoints_and_keeps_the_newe
     known = recorded(tracker)
     assert [known[info.path.name]["best"] for info in infos] == ["true", "false", "false"]
     assert known["step-000000002"]["path"] == str(run.checkpoint(2))
+    certificates = [read_manifest(info.path).certificate for info in infos]
+    assert [info.certificate for info in infos] == [each.digest for each in certificates if each]
+    assert [known[info.path.name]["certificate"] for info in infos] == [info.certificate for info in infos]
+    tags = client(tracker).get_run(tracker.run_id).data.tags
+    assert tags["onward.best_certificate"] == infos[0].certificate
     assert known["step-000000002"]["sha256"] == sha256(run.checkpoint(2) / "manifest.json")
     assert (2, 0.1) in points(tracker, "checkpoint/evaluation/loss")
     marked = {name: tags.get("deleted") == "true" for name, tags in known.items()}
@@ -112,6 +118,16 @@ def test_a_damaged_checkpoint_is_renamed_and_never_announced(tmp_path: Path, cap
     assert result.step == 1
     assert steps(run) == ["step-000000001", "step-000000002.damaged"]
     assert f"SHA-256 {sha256(tmp_path / 'checkpoints/step-000000002.damaged' / file.name)}, not" in caplog.text
+
+
+def test_a_list_of_checkpoints_that_was_moved_or_forged_names_directories_of_this_run_only(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", new_run())
+    save_steps(run, {1: 0.5, 2: 0.1})
+    run.close_log()
+    checkpoint.fn(run)
+    listed = run.announced.read_text()
+    run.announced.write_text(listed.replace(str(run.checkpoints), "/elsewhere"))
+    assert [info.path for info in announced(run)] == [run.checkpoint(1), run.checkpoint(2)]
 
 
 def test_a_restarted_task_continues_with_the_checkpoints_on_disk(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def pages() -> dict[str, str]:
         "reference/commands.md": commands,
         "reference/run-directory.md": run_directory,
         "reference/errors.md": errors,
+        "reference/limits.md": limits,
         "reference/python-api.md": python_api,
         "reference/source-tree.md": source_tree,
         "reference/compatibility.md": compatibility,
@@ -292,6 +293,34 @@ def errors() -> str:
         "",
         "Each class is a subclass of `onward.trainer.errors.OnwardError`. A class with several problems has them in",
         "its attribute `problems`.",
+    ]
+    return "\n".join(lines)
+
+
+# -- limits
+
+
+def limits() -> str:
+    """The most that is read of each thing."""
+    from onward.trainer import bounds
+
+    lines = [
+        "# Limits of what is read",
+        "",
+        "A size or a count that a file states is compared with the file, and with these limits, before memory is",
+        "taken for it. What is beyond a limit is refused, with the number of the limit. Only regular files are read:",
+        "a FIFO, a device, a socket or a directory in the place of a file is refused.",
+        "",
+        "| what | most |",
+        "|---|---|",
+        *(f"| {_cell(limit.what)} | {limit.most:,} |" for limit in bounds.LIMITS),
+        "",
+        "`data.source` must not be the root of the file system. External data of an ONNX file must be a plain file",
+        "below the directory of the model, and as long as the shape of the tensor says; links are refused. The size",
+        "of an array in a .npz file must be one that its compressed bytes can have.",
+        "",
+        "In the repository, `python -m tests.hostile` tries generated files of all kinds with the commands, each in a",
+        "process that may take 1 GB of memory and no file outside of its directory.",
     ]
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from onward.trainer.bounds import CONFIG_BYTES, CONFIG_DEPTH, NAME_LETTERS, read_bounded
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.open_questions import OPEN, open_questions
 from onward.trainer.config.rules import Sections, check_cross_section_rules
@@ -44,7 +45,7 @@ def load_config(
     """
     raw, problems = settings_of(source, overrides)
     if not isinstance(source, RunConfig):
-        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else ""
+        text = read_bounded(source, CONFIG_BYTES).decode() if isinstance(source, Path) else ""
         if questions := open_questions(raw, text, str(source) if text else ""):
             raise ConfigError([*problems, *questions])
     return build_config(raw, problems, check=check)
@@ -70,18 +71,37 @@ def settings_of(
     return raw, problems
 
 
+_DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\"']?[\w-]++[\"']?\s*\.\s*){{{CONFIG_DEPTH.most},}}")
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_bounded(path, CONFIG_BYTES).decode()
+        if _DEEP_KEY.search(text):  # of which tomllib keeps each beginning
+            raise RecursionError
+        raw: dict[str, Any] = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"no config file {path}; give the path of a TOML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the config file {path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, and Python's own of a number with thousands of digits
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} has more {CONFIG_DEPTH.what} than the limit of {CONFIG_DEPTH.most}") from None
+    if (depth := _depth(raw)) > CONFIG_DEPTH.most:
+        raise ConfigError(f"{path} has {CONFIG_DEPTH.exceeded(depth)}")
     _anchor(raw, path.resolve().parent)
-    raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem))
+    raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem)[: NAME_LETTERS.most])
     return raw
+
+
+def _depth(settings: Any) -> int:
+    """Return how many tables and lists lie inside each other; level by level, because recursion has a limit, too."""
+    depth, level = 0, [settings]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth
 
 
 def _as_settings(source: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -189,13 +209,21 @@ def _anchor(raw: dict[str, Any], base: Path) -> None:
     def anchored(value: Any) -> Any:
         if not isinstance(value, str) or value in ("", OPEN):
             return value
-        return url_of(value) or str(base / Path(value).expanduser())
+        return url_of(value) or str(base / _expanded(value))
 
     def anchored_source(value: Any) -> Any:
         return value if value in BUNDLED_SOURCES else anchored(value)
 
     for key in PATHS:
         raw |= replaced(raw, key.split("."), anchored_source if key.startswith("data.") else anchored)
+
+
+def _expanded(path: str) -> Path:
+    """Return a path with the home directory in place of ~. Of an unknown user the path stays: it is not there."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def values_at(settings: Any, keys: Sequence[str]) -> list[Any]:
@@ -238,6 +266,8 @@ def settings_in(override: Override) -> Iterable[tuple[str, Any]]:
             value = tomllib.loads(f"value = {text.strip()}")["value"]
         except tomllib.TOMLDecodeError:
             value = text.strip()  # a bare word is a string: model.loss=mse
+        except (ValueError, RecursionError) as error:  # a number with thousands of digits, thousands of brackets
+            raise ConfigError(f"override {key.strip()}: its value cannot be read: {error}") from None
         yield key.strip(), value
     else:
         key, value = override[0], _plain(override[1])
@@ -254,7 +284,7 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> None:
     if parts[0] == "loss" and isinstance(raw.get("loss"), list) and len(parts) > 1:  # [[loss]]
         parts = _of_one_table(raw[parts[0]], parts)
     if parts[0] == "loss" and parts[-1] == "file" and value != OPEN:
-        value = str(Path(value).expanduser().absolute())
+        value = str(_expanded(str(value)).absolute())
     patch: dict[str, Any] = {parts[-1]: value}
     for part in reversed(parts[:-1]):
         patch = {part: patch}

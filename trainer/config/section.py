@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -14,6 +14,32 @@ class Section(BaseModel):
     """A table of the config file: frozen, refuses unknown keys, and documents each setting."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_true_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `true`, which pydantic takes for 1, where a setting holds numbers."""
+        # most values are of other types, and this runs for each setting
+        if isinstance(value, bool | list | tuple | dict) and _holds_booleans(value):
+            field = cls.model_fields[info.field_name or ""]
+            if not _takes_booleans(field.annotation):
+                raise ValueError("must not be true or false")
+        return value
+
+
+def _holds_booleans(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, bool) or any(map(_holds_booleans, inner))
+
+
+def _takes_booleans(annotation: Any) -> bool:
+    """Return whether a type, or one inside it, is bool or anything; or a section, which checks its own settings."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return True
+    # the values of a Literal are no types; == would take 1 for True
+    return any(annotation is each for each in (bool, Any, True, False)) or any(
+        map(_takes_booleans, get_args(annotation))
+    )
 
 
 def table_type(annotation: Any) -> type[Section] | None:

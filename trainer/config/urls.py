@@ -6,12 +6,15 @@ the URL back. Local paths are absolute once a configuration is read, so the two 
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path, PurePath
 from typing import Annotated
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, PlainSerializer
+
+from onward.trainer.bounds import PATH_BYTES, PATH_PART_BYTES
 
 PACKAGES = {
     "s3": "s3fs",
@@ -75,8 +78,14 @@ def check_url(location: str) -> str:
     """Return a location as it is kept. Raises ValueError for a URL that cannot be read or holds credentials."""
     url = url_of(location)
     if not url or is_registered(url):
+        if not url:
+            _check_length(location)
         return url or location
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:  # such as an IPv6 address without its bracket
+        raise ValueError(f"{location[:80]!r} is not a URL: {error}") from None
     if parts.scheme not in PACKAGES:
         raise ValueError(f"{redacted(url)} has scheme {parts.scheme}://; known are {', '.join(PACKAGES)}")
     if not parts.netloc or (not parts.path.strip("/") and parts.scheme not in ("s3", "s3a", "gs", "gcs")):
@@ -90,6 +99,19 @@ def check_url(location: str) -> str:
     if "//" in parts.path or ".." in parts.path.split("/"):
         raise ValueError(f"{redacted(url)} has an empty part or '..' in its path, which cannot be kept as a path")
     return url
+
+
+def _check_length(path: str) -> None:
+    """Raise ValueError for a path that no file can have."""
+    if "\0" in path:
+        raise ValueError("holds a null character, which no path may")
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no character of Unicode") from None
+    for limit, found in ((PATH_BYTES, len(encoded)), (PATH_PART_BYTES, max(map(len, encoded.split(b"/"))))):
+        if found > limit.most:
+            raise ValueError(f"has {limit.exceeded(found)}")
 
 
 def _without_credentials(url: str, what: str) -> str:

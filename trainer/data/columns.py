@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from onward.trainer.bounds import CONTENT_BYTES, read_bounded
 from onward.trainer.run.records import Record
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -174,7 +175,7 @@ def _fit_text(cells: Cells) -> tuple[Array, dict[int, str]]:
     """Return the texts as an array of objects [n]."""
     values, bad = np.full(len(cells), "", object), {}
     for at, cell in enumerate(cells):
-        if isinstance(cell, str) and _is_unicode(cell):
+        if isinstance(cell, str) and is_unicode(cell):
             values[at] = str(cell)  # numpy's own strings are other types
         elif isinstance(cell, str):
             bad[at] = "holds half of a surrogate pair, which is no character of Unicode"
@@ -194,12 +195,12 @@ def _fit_words(cells: Cells) -> tuple[Array, dict[int, str]]:
         values[at] = [str(word) for word in found if isinstance(word, str | int | np.integer)]
         if cell is None or len(values[at]) != len(found):
             bad[at] = "is missing" if cell is None else f"holds {str(cell)[:40]}, not a list of words"
-        elif not all(map(_is_unicode, values[at])):
+        elif not all(map(is_unicode, values[at])):
             bad[at] = "holds half of a surrogate pair, which is no character of Unicode"
     return values, bad
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Return whether a text can be encoded; JSON may have escapes of one half of a surrogate pair."""
     try:
         text.encode()
@@ -216,7 +217,7 @@ def _fit_bytes(cells: Cells, folder: Path) -> tuple[Array, dict[int, str]]:
         given = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
         if isinstance(given, str) and given:
             try:
-                given = (folder / given).read_bytes()
+                given = read_bounded(folder / given, CONTENT_BYTES)
                 if not given:
                     bad[at] = "names an empty file"
                     continue

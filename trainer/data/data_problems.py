@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import numpy as np
-import onnx
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
@@ -32,6 +31,7 @@ from onward.trainer.data.tables.class_names import class_problems
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.model_files import read_model
 
 NUMERIC = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {
     f"int{bits}" for bits in (8, 16, 32, 64)
@@ -284,7 +284,7 @@ def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mappin
 
 def embedding_rows_of(config: RunConfig, name: str) -> tuple[int, str] | None:
     """Return (rows, name) of the embedding that an input of the model indexes, or None."""
-    return embedding_rows(onnx.load(config.model.path, load_external_data=False).graph, name)
+    return embedding_rows(read_model(config.model.path).graph, name)
 
 
 def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx.external_data_helper import load_external_data_for_model
 
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.external_ranges import external_problems
 from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.model_files import opset_problems, read_model
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph, trains_subgraph
 from onward.trainer.run.durable_files import sha256
@@ -102,6 +103,8 @@ def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:
     if (found := find_preprocessing(proto, model)) is None:
         return None
     front = preprocessing_model(proto, found)
+    if problems := external_problems(front, model.path.parent):
+        raise UnsupportedModel(problems)
     load_external_data_for_model(front, str(model.path.parent))
     return front
 
@@ -119,8 +122,8 @@ def model_bytes(path: Path) -> int:
 def model_files(path: Path) -> list[Path]:
     """Return a model's file and its external data files."""
     try:
-        names = locations(onnx.load(path, load_external_data=False))
-    except (DecodeError, ValueError):
+        names = locations(read_model(path))
+    except UnsupportedModel:
         names = []  # not an ONNX file: whoever reads it reports that
     return [path, *(file for name in names if (file := path.parent / name).is_file())]
 
@@ -133,9 +136,12 @@ def digest_of_files(files: Sequence[Path]) -> str:
 
 def _load(path: Path) -> onnx.ModelProto:
     try:
-        return onnx.load(path, load_external_data=False)
-    except (DecodeError, OSError, ValueError) as error:
+        model = read_model(path)
+    except OSError as error:
         raise UnsupportedModel(f"{path} cannot be read as an ONNX file: {error}") from error
+    if problems := list(opset_problems(model)):
+        raise UnsupportedModel(f"{path}: {problem}" for problem in problems)
+    return model
 
 
 def _signature(graph: onnx.GraphProto, path: Path) -> Signature:

@@ -11,9 +11,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
 from onward.trainer.config.loading import BUNDLED_SOURCES
 from onward.trainer.config.losses import key_of, with_outputs
 from onward.trainer.config.rules import Sections
@@ -33,7 +30,7 @@ from onward.trainer.data.storage.sharding import infer_schema, try_first_rows
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
-from onward.trainer.errors import Refused
+from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.loss_files import (
     LEAST_OPSET,
@@ -43,6 +40,7 @@ from onward.trainer.onnx_graph.loss_files import (
     too_old,
     unknown_shape,
 )
+from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.quantizing import quantizing_problems
 from onward.trainer.run.delivered import not_ours
 from onward.trainer.run.directory import onward_home
@@ -91,7 +89,7 @@ def _training_files(config: RunConfig, signature: Signature) -> list[str]:
     """Return why the model or a loss cannot be written into the files of `export.training`."""
     if not config.export.training:
         return []
-    opset = opset_of(onnx.load(config.model.path, load_external_data=False))
+    opset = opset_of(read_model(config.model.path))
     problems = [f"export.training: {too_old(opset)}"] if opset < LEAST_OPSET else []
     for loss in config.losses:
         output = signature.output(loss.outputs[0])
@@ -112,7 +110,7 @@ def _quantizing(config: RunConfig) -> list[str]:
     """Return why the model cannot be quantized as `quantize.aware` says."""
     if not config.quantize.aware:
         return []
-    model, size = onnx.load(config.model.path, load_external_data=False), model_bytes(config.model.path)
+    model, size = read_model(config.model.path), model_bytes(config.model.path)
     return quantizing_problems(model, config.quantize, size=size)
 
 
@@ -264,8 +262,8 @@ def _is_export_of_a_run(file: Path) -> bool:
 def _external_files(model: Path) -> list[str]:
     """Return the names of a model's external data files; [] if it cannot be read."""
     try:
-        return locations(onnx.load(model, load_external_data=False))
-    except (DecodeError, OSError, ValueError):
+        return locations(read_model(model))
+    except (UnsupportedModel, OSError):
         return []
 
 

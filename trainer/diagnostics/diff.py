@@ -10,21 +10,16 @@ from typing import Literal
 
 import onnx
 import torch
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_by
 from onward.trainer.onnx_graph.element_types import element_type_name
-from onward.trainer.onnx_graph.external_data import (
-    BYTEWISE_DTYPES,
-    byte_range,
-    external_problems,
-    is_external,
-    read_chunks,
-)
+from onward.trainer.onnx_graph.external_data import BYTEWISE_DTYPES, read_chunks
+from onward.trainer.onnx_graph.external_ranges import byte_range, external_problems, is_external
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.model_files import read_model, stored_array
 from onward.trainer.run.records import Record
 
 
@@ -96,33 +91,14 @@ def compare(a: Path, b: Path) -> Difference:
 
 def _read(path: Path) -> onnx.ModelProto:
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        model = read_model(path)
     except OSError as error:
         raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
-    except DecodeError as error:
-        raise UnsupportedModel(f"{path} is not an ONNX file: {error}") from None
     if not model.HasField("graph"):
         raise UnsupportedModel(f"{path} is not an ONNX file: it holds no graph")
-    if problems := [*external_problems(model, path.parent), *_incomplete(model)]:
+    if problems := external_problems(model, path.parent):
         raise UnsupportedModel(problems)
     return model
-
-
-def _incomplete(model: onnx.ModelProto) -> Iterator[str]:
-    """Yield a sentence for each tensor whose data does not fit its type and shape."""
-    for name, proto in stored_protos(model.graph):
-        if proto.data_type not in TensorProto.DataType.values():
-            yield f"tensor {name!r} is of type number {proto.data_type}, which the installed onnx does not know"
-        elif proto.data_type in BYTEWISE_DTYPES and not is_external(proto):
-            size, wanted = _num_values(proto), math.prod(proto.dims)
-            if size != wanted:
-                yield f"tensor {name!r} holds {size:g} values, but its shape takes {wanted}; the file is damaged"
-
-
-def _num_values(proto: TensorProto) -> float:
-    if proto.HasField("raw_data"):
-        return float(len(proto.raw_data) / BYTEWISE_DTYPES[proto.data_type].itemsize)
-    return float(len(getattr(proto, onnx.helper.tensor_dtype_to_field(proto.data_type))))
 
 
 def _same_content(a: Path, b: Path) -> bool:
@@ -315,7 +291,7 @@ def _content(proto: TensorProto, base: Path) -> bytes:
     """Return the bytes of a tensor whose type torch cannot compute with."""
     if not is_external(proto):
         strings = [len(each).to_bytes(8) + each for each in proto.string_data]  # an array of them holds addresses
-        return b"".join(strings) or numpy_helper.to_array(proto).tobytes()
+        return b"".join(strings) or stored_array(proto).tobytes()
     where = byte_range(proto)
     with (base / where.location).open("rb") as file:
         file.seek(where.offset)

@@ -19,7 +19,7 @@ from onward.trainer.diagnostics.runtime_check import RuntimeCheck, check_runtime
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.element_types import element_type_name
-from onward.trainer.onnx_graph.external_data import byte_range, is_external
+from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_graph.outputs import describe_type, readable_output, with_numeric_outputs

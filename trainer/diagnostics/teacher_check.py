@@ -9,14 +9,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import onnx
-
 from onward.trainer.config.distillation import SoftLoss, teacher_output
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.data.signature import Signature, read_signature
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.onnx_graph.index import did_you_mean, dims_of, known_types
+from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.surgery import apply_surgery
 
 Dims = Sequence[int | None]
@@ -37,12 +36,12 @@ def teacher_file_problems(config: RunConfig, signature: Signature) -> list[str]:
         return [f"teacher.path: no permission to read {path}"]
     try:
         theirs = read_signature(path)
-        ours = onnx.load(config.model.path, load_external_data=False)
+        ours = read_model(config.model.path)
         apply_surgery(ours, config.model, seed=0)
     except Refused as error:
         return [f"teacher.path: {problem}" for problem in error.problems]
     problems = [*_input_problems(config, signature, theirs)]
-    own, other = known_types(ours), known_types(onnx.load(path, load_external_data=False))
+    own, other = known_types(ours), known_types(read_model(path))
     first = (list(filter(None, config.model.outputs)) or [signature.outputs[0].name])[0]
     for soft in config.soft_losses:
         try:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import onnx
-
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.data.fitted import Fitted
@@ -24,6 +22,7 @@ from onward.trainer.data.text.checks import length_limit
 from onward.trainer.data.text.text_columns import TextColumns, text_columns
 from onward.trainer.data.text.tokenizer import open_tokenizer
 from onward.trainer.errors import ConfigError, ExportRefused
+from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256, write_durably
 from onward.trainer.run.preprocessing_record import (
@@ -164,7 +163,7 @@ def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:
         opened = open_tokenizer(text.config.tokenizer)
     except ConfigError as error:
         raise ExportRefused(error.problems) from error
-    most, _ = length_limit(text, onnx.load(config.model.path, load_external_data=False).graph)
+    most, _ = length_limit(text, read_model(config.model.path).graph)
     return Tokenizer(
         file=TOKENIZER,
         sha256=opened.digest,

@@ -27,7 +27,7 @@ from onward.trainer.errors import ExportRefused
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
-from onward.trainer.onnx_graph.external_data import is_external
+from onward.trainer.onnx_graph.external_ranges import is_external
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
 from onward.trainer.onnx_graph.stochastic_depth import random_nodes

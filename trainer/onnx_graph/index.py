@@ -119,10 +119,10 @@ def attribute_value(attribute: onnx.AttributeProto) -> Any:
     """Return an attribute as a Python value: strings as str, tensors and graphs as protos."""
     value = helper.get_attribute_value(attribute)
     if isinstance(value, bytes):
-        return value.decode()
+        return value.decode(errors="backslashreplace")
     if isinstance(value, str | int | float) or not hasattr(value, "__iter__"):
         return value
-    return [item.decode() if isinstance(item, bytes) else item for item in value]
+    return [item.decode(errors="backslashreplace") if isinstance(item, bytes) else item for item in value]
 
 
 def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import as_tensor_proto, held_attributes
 from onward.trainer.onnx_graph.element_types import DTYPES, element_type_name
-from onward.trainer.onnx_graph.external_data import bits_differ, is_external, map_external
+from onward.trainer.onnx_graph.external_data import bits_differ, map_external
+from onward.trainer.onnx_graph.external_ranges import is_external
 from onward.trainer.onnx_graph.tensor_protos import read_tensor
 
 

@@ -15,9 +15,12 @@ from typing import TypeVar
 
 import onnx
 from onnx import defs, helper, inliner, version_converter
+from onnx.external_data_helper import load_external_data_for_model
 
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.external_ranges import external_problems
 from onward.trainer.onnx_graph.index import nodes_of
+from onward.trainer.onnx_graph.model_files import read_model
 
 Dim = TypeVar("Dim")
 
@@ -51,10 +54,13 @@ def read_loss_file(path: Path, opset: int) -> onnx.ModelProto:
     for a file that is no such loss, or that cannot be converted.
     """
     try:
-        model = onnx.load(path)
-    except Exception as error:  # of protobuf, of the file system, of external data: they share no base
+        model = read_model(path)
+        if problems := external_problems(model, path.parent):
+            raise UnsupportedModel(problems)
+        load_external_data_for_model(model, str(path.parent))
+        model = inliner.inline_local_functions(model) if model.functions else model
+    except Exception as error:  # of onnx, of the file system, of external data: they share no base
         raise UnsupportedModel(f"loss.file {path} cannot be read: {error}") from error
-    model = inliner.inline_local_functions(model) if model.functions else model
     inputs = _inputs(model)
     del model.graph.input[:]
     model.graph.input.extend(inputs)
@@ -102,7 +108,7 @@ def label_dims(path: Path, output: Sequence[Dim]) -> list[Dim | int]:
     A dimension of the labels is a number, or has the name of a dimension of the file's input `output`. One without a
     name is that of the output's axis of the same number. Raises UnsupportedModel for any other.
     """
-    first, second = _inputs(onnx.load(path, load_external_data=False))
+    first, second = _inputs(read_model(path))
     names = [dim.dim_param for dim in first.type.tensor_type.shape.dim]
     known = {name: length for name, length in zip(names, output, strict=False) if name}
     found: list[Dim | int] = []

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, attributes_of, known_types, nodes_between
 from onward.trainer.onnx_graph.ml_types import DOMAIN
+from onward.trainer.onnx_graph.model_files import stored_array
 
 LOG = "/log_probabilities"
 
@@ -214,7 +215,7 @@ def class_labels(graph: onnx.GraphProto) -> list[str]:
             continue
         labels = [value for name, value in attributes_of(node).items() if name.startswith("classlabels_")]
         if node.op_type == "ArrayFeatureExtractor" and node.input[0] in stored:
-            labels = [numpy_helper.to_array(stored[node.input[0]]).flatten().tolist()]
+            labels = [stored_array(stored[node.input[0]]).flatten().tolist()]
         found = next(filter(None, labels), found)
     return [str(label) for label in found]
 

@@ -16,6 +16,7 @@ import onnx
 from onnx import numpy_helper
 
 from onward.trainer.config.sections.quantize import QuantizeConfig
+from onward.trainer.onnx_graph.model_files import stored_array
 
 LEAST_OPSET = 13
 """From which QuantizeLinear has a scale for each channel."""
@@ -79,7 +80,7 @@ def output_steps(model: onnx.ModelProto) -> dict[str, float]:
     found = {}
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear" and node.input[1] in stored:
-            scale = numpy_helper.to_array(stored[node.input[1]])
+            scale = stored_array(stored[node.input[1]])
             if scale.size == 1:
                 found[node.output[0]] = float(scale.reshape(()))
     return {value.name: found[value.name] for value in model.graph.output if value.name in found}

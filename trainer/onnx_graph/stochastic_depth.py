@@ -31,10 +31,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
-from onnx import helper, numpy_helper, shape_inference
+from onnx import helper, shape_inference
 
-from onward.trainer.onnx_graph.external_data import is_external, load_small_tensors
+from onward.trainer.onnx_graph.external_data import load_small_tensors
+from onward.trainer.onnx_graph.external_ranges import is_external
 from onward.trainer.onnx_graph.index import attributes_of, inner_graphs, nodes_inside, nodes_of
+from onward.trainer.onnx_graph.model_files import stored_array
 
 DOMAIN = "onward"
 OPERATOR = "StochasticDepth"
@@ -252,13 +254,13 @@ class _BranchFinder:
     def _constant(self, name: str) -> np.ndarray | None:
         if (tensor := self.stored.get(name)) is not None:
             small = not is_external(tensor) and math.prod(tensor.dims) <= SMALL
-            return numpy_helper.to_array(tensor) if small else None
+            return stored_array(tensor) if small else None
         node = self.makers.get(name)
         if not _is(node, "Constant"):
             return None
         assert node is not None
         [value] = attributes_of(node).values()
-        return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
+        return stored_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
 
     def _number(self, name: str, *, single: bool = True) -> float | None:
         """Return the number in a constant of one element; if not `single`, that of all elements of a uniform one."""
@@ -267,7 +269,7 @@ class _BranchFinder:
             return self._number(node.input[0], single=single)
         if constant is None and node is not None and _is(node, "ConstantOfShape") and not single:
             fill = attributes_of(node).get("value")
-            return float(numpy_helper.to_array(fill).item()) if fill is not None else 0.0
+            return float(stored_array(fill).item()) if fill is not None else 0.0
         if constant is None or constant.dtype.kind not in "fiu" or constant.size == 0 or (single and constant.size > 1):
             return None
         first = constant.reshape(-1)[0]

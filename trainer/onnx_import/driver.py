@@ -38,9 +38,11 @@ from onward.trainer.errors import ConfigError, UnsupportedModel, UnsupportedNode
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.blocked_layout import mark_blocks
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
-from onward.trainer.onnx_graph.external_data import external_problems, load_small_tensors
+from onward.trainer.onnx_graph.external_data import load_small_tensors
+from onward.trainer.onnx_graph.external_ranges import external_problems
 from onward.trainer.onnx_graph.index import dims_of
 from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_graph.model_files import opset_problems, read_model
 from onward.trainer.onnx_graph.operator_lengths import known_lengths, with_lengths
 from onward.trainer.onnx_graph.outputs import with_numeric_outputs
 from onward.trainer.onnx_graph.shape_inference import infer_probes
@@ -79,20 +81,22 @@ def load_model(path: Path) -> onnx.ModelProto:
     when an external data file is absent, too short or outside the model's directory.
     """
     try:
-        path.open("rb").close()  # for an OSError with a reason, which the checker does not give
-        model = _checked(path)
+        model = read_model(path)
     except OSError as error:
         raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
+    # before the checker, which opens what the file names
+    if problems := [*opset_problems(model), *external_problems(model, path.parent)]:
+        raise UnsupportedModel(problems)
+    try:
+        _check(path, model)
     except onnx.checker.ValidationError as error:
         raise UnsupportedModel(f"{path} is not valid ONNX: {error}") from None
     if not model.graph.output:  # which the checker allows
         raise UnsupportedModel(f"{path} has no outputs, so that there is nothing to train for")
-    if problems := external_problems(model, path.parent):
-        raise UnsupportedModel(problems)
     return model
 
 
-def _checked(path: Path) -> onnx.ModelProto:
+def _check(path: Path, model: onnx.ModelProto) -> None:
     # by path and not by model, because the checker reads external data relative to the file and has no limit of 2 GB
     # then
     try:
@@ -101,10 +105,7 @@ def _checked(path: Path) -> onnx.ModelProto:
         # onnxruntime's optimiser writes operators into ONNX's own domain that ONNX does not define
         if not any(f"No Op registered for {name}" in str(error) for name in OWN_NORMS):
             raise
-        model = onnx.load(str(path), load_external_data=False)
         check_optimised(model)
-        return model
-    return onnx.load(str(path), load_external_data=False)
 
 
 def to_module(

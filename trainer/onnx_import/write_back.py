@@ -12,14 +12,15 @@ from pathlib import Path
 
 import onnx
 import torch
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto
 
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_attributes, store_floats
-from onward.trainer.onnx_graph.external_data import byte_range, is_external, write_external
+from onward.trainer.onnx_graph.external_data import write_external
+from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import store_tensor, stored_protos
+from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, stored_weights
 from onward.trainer.onnx_import.quantized_weights import stored_as_integers
 from onward.trainer.run.durable_files import durable_file
@@ -97,8 +98,8 @@ def _overwrite_problems(source: Path, target: Path, locations: Sequence[str]) ->
         return [f"{target} is the model that was trained; write to another file"]
     ours: set[str] = set()  # external data files of an earlier export to the same target may be replaced
     if target.is_file():
-        with contextlib.suppress(DecodeError, OSError):
-            before = onnx.load(str(target), load_external_data=False)
+        with contextlib.suppress(UnsupportedModel, OSError):
+            before = read_model(target)
             ours = {byte_range(tensor).location for tensor in all_tensors(before) if is_external(tensor)}
     problems = []
     for location in locations:

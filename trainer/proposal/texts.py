@@ -20,6 +20,7 @@ from onward.trainer.data.text.special_tokens import END, MASK
 from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.data.text.tokenizer import open_tokenizer
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.facts import Facts
@@ -206,4 +207,4 @@ def _reads_later_tokens(model: Path, ids: TensorInfo, output: TensorInfo) -> boo
 
 
 def _graph(model: Path) -> onnx.GraphProto:
-    return onnx.load(model, load_external_data=False).graph
+    return read_model(model).graph

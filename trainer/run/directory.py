@@ -57,6 +57,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, Fenced, OnwardError
 from onward.trainer.run.adjustments import Adjustments, with_adjustments
@@ -329,7 +330,7 @@ def read_settings(run: RunDir) -> RunConfig:
     Raises ConfigError if it is absent or invalid.
     """
     try:
-        return RunConfig.model_validate_json(run.config.read_bytes())
+        return RunConfig.model_validate_json(read_bounded(run.config, RECORD_BYTES))
     except FileNotFoundError:
         raise ConfigError(f"{run.root} is not a run directory: it has no config.json") from None
     except ValidationError as error:

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from onward.trainer.bounds import opened
+
 
 @contextlib.contextmanager
 def durable_file(path: Path) -> Iterator[Path]:
@@ -54,7 +56,7 @@ def fsync(path: Path) -> None:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal, reading it in blocks."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from onward.trainer import errors
+from onward.trainer.bounds import RECORD_BYTES, NotAFile, read_bounded
 from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.durable_files import write_durably
@@ -387,8 +388,10 @@ def write_record(path: Path, record: BaseModel) -> None:
 def read_record(path: Path, kind: type[R]) -> R:
     """Read a record. Raises OnwardError with the path if the file is absent or holds another kind of record."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(read_bounded(path, RECORD_BYTES))
     except FileNotFoundError:
         raise OnwardError(f"{path} does not exist: the step that writes it has not finished") from None
+    except (NotAFile, PermissionError) as error:
+        raise OnwardError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise OnwardError(f"{path} is not a {kind.__name__}: {error}") from None

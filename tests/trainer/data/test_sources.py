@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from onward.trainer.bounds import Limit
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import Column, ColumnType, Values
 from onward.trainer.data.reading import sources, tables
@@ -208,7 +209,7 @@ def test_a_thousand_bad_rows_are_counted_and_twenty_named(tmp_path: Path) -> Non
 def test_a_quote_that_is_never_closed_is_found_before_memory_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(tables, "CSV_ROW_BYTES", Limit("bytes in a row", 1000))
     (tmp_path / "t.csv").write_text("a,y\n1,0\n" + '"1,0\n' + "1,0\n" * 1000)
     assert "t.csv, line 3: the row does not end" in refusal(tmp_path, tmp_path / "t.csv")
 

@@ -13,7 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph import external_data as external
-from onward.trainer.onnx_graph.external_data import byte_range, external_problems, is_external, read_chunks
+from onward.trainer.onnx_graph.external_data import read_chunks
+from onward.trainer.onnx_graph.external_ranges import byte_range, external_problems, is_external
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.write_back import write_model

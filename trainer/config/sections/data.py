@@ -98,8 +98,10 @@ class DataConfig(Section):
         """Let `source` be the first of `sources`, by which formats and columns are found."""
         if not isinstance(settings, Mapping) or not settings.get("sources"):
             return settings
-        first = settings["sources"][0]
-        first = first.source if isinstance(first, SourceConfig) else dict(first).get("source")
+        first = settings["sources"][0] if isinstance(settings["sources"], list | tuple) else None
+        if not isinstance(first, Mapping | SourceConfig):
+            return settings  # which the field `sources` refuses
+        first = first.source if isinstance(first, SourceConfig) else first.get("source")
         if settings.get("source") not in (None, "", first):
             raise ValueError("source and sources exclude each other; put the source among the sources")
         return {**settings, "source": first} if first else settings

@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
+from onward.trainer.bounds import AUDIO_SAMPLES
 from onward.trainer.data.columns import Array
 from onward.trainer.errors import ConfigError
 
 AUDIO_FORMATS = dict.fromkeys((".wav", ".flac", ".ogg", ".oga", ".aiff", ".mp3"), "audio")
 """Formats that `data.format = "auto"` finds where there is a table [data.audio]."""
+
+
+BLOCK_SAMPLES = 1 << 20
 
 
 class NotAudio(Exception):
@@ -33,12 +39,17 @@ def decode_audio(content: bytes, sample_rate: int) -> Array:
     import soundfile  # imported here: only sharding needs it
 
     try:
-        samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
-    except (soundfile.SoundFileError, RuntimeError) as error:
+        with soundfile.SoundFile(io.BytesIO(content)) as file:
+            rate, count = file.samplerate, file.frames
+            # silence is compressed to next to nothing, and a header may state any length
+            if count > AUDIO_SAMPLES.most:
+                raise NotAudio(f"has {AUDIO_SAMPLES.exceeded(count)}")
+            parts = [block.mean(axis=1, dtype=np.float32) for block in _blocks(file)]
+    except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError, MemoryError) as error:
         raise NotAudio(f"is no audio that libsndfile reads: {error}") from None
-    if not len(samples):
+    wave: Array = np.concatenate([np.empty(0, np.float32), *parts])
+    if not len(wave):
         raise NotAudio("holds no sample")
-    wave: Array = samples.mean(axis=1, dtype=np.float32)
     if not np.isfinite(wave).all():
         raise NotAudio("holds samples that are not finite")
     if rate != sample_rate:
@@ -47,6 +58,12 @@ def decode_audio(content: bytes, sample_rate: int) -> Array:
         common = math.gcd(rate, sample_rate)
         wave = resample_poly(wave, sample_rate // common, rate // common).astype(np.float32)
     return wave
+
+
+def _blocks(file: Any) -> Iterator[Array]:
+    """Yield the samples of an open file, float32 [n, channels], some seconds at a time."""
+    while len(block := file.read(BLOCK_SAMPLES, dtype="float32", always_2d=True)):
+        yield block
 
 
 def fit_length(wave: Array, length: int) -> Array:

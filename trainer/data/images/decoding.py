@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onward.trainer.bounds import IMAGE_BYTES
 from onward.trainer.data.columns import Array
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+STRIP_PIXELS = 1 << 22
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2")
 """Names of image files end in these; the decoder looks at the content."""
@@ -34,10 +35,7 @@ def decode_image(content: bytes, *, grey: bool) -> Image:
     if image.mode in ("I", "F"):
         raise ValueError(f"holds pixels of 32 bits (mode {image.mode}), whose range is unknown; convert them to 8 bits")
     if image.has_transparency_data:
-        colour = image.convert("RGBA")
-        white = _new(colour.size)
-        white.alpha_composite(colour)
-        image = white
+        image = _on_white(image)
     wanted = "L" if grey else "RGB"
     return image if image.mode == wanted else image.convert(wanted)
 
@@ -77,15 +75,33 @@ def _opened(content: bytes) -> Image:
 
     try:
         image = Image.open(io.BytesIO(content))
+        # before the pixels are decoded: some kilobytes may be an image of gigabytes
+        size = image.width * image.height * (4 if image.mode in ("I", "F") else max(1, len(image.getbands())))
+        if size > IMAGE_BYTES.most:
+            raise ValueError(f"has {IMAGE_BYTES.exceeded(size)} ({image.width} x {image.height}, {image.mode})")
         image.load()
         return ImageOps.exif_transpose(image)
     except UnidentifiedImageError:
         raise ValueError(f"is no image that can be read ({len(content):,} bytes, first {content[:8]!r})") from None
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError) as error:
-        # the errors of Pillow's decoders for damaged files have no common base class
-        raise ValueError(f"cannot be decoded: {error}") from error
     except Image.DecompressionBombError as error:
         raise ValueError(f"is too large: {error}") from error
+    except MemoryError:
+        raise ValueError("takes more memory to be decoded than there is") from None
+    except Exception as error:
+        # the errors of Pillow's decoders for damaged files have no common base class
+        raise ValueError(f"cannot be decoded: {error}") from error
+
+
+def _on_white(image: Image) -> Any:
+    """Return an image on white instead of its transparency, by rows: each copy of a large image takes its memory."""
+    found = _new(image.size).convert("RGB")
+    for top in range(0, image.height, rows := max(1, STRIP_PIXELS // max(1, image.width))):
+        box = (0, top, image.width, min(top + rows, image.height))
+        colour = image.crop(box).convert("RGBA")
+        white = _new(colour.size)
+        white.alpha_composite(colour)
+        found.paste(white.convert("RGB"), box[:2])
+    return found
 
 
 def _from_array(pixels: Array) -> Image:

@@ -10,7 +10,9 @@ shard-000.tar:  a/001.jpg  a/001.cls       image = the bytes of the .jpg, label 
 from __future__ import annotations
 
 import json
+import lzma
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path, PurePosixPath
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from onward.trainer.bounds import CONTENT_BYTES, TAR_HEADER_BYTES, check_regular
 from onward.trainer.data.columns import PART_ROWS, Array, Block, Cells
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
 from onward.trainer.data.permutation import hash_key
@@ -155,7 +158,8 @@ def tar_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         return Block(str(path), np.array(index, np.int64), cells, dict(bad), names=named)
 
     try:
-        with tarfile.open(path, mode="r|*") as archive:
+        check_regular(path)
+        with tarfile.open(path, mode="r|*", tarinfo=_Member) as archive:
             members = (member for member in archive if member.isfile())
             for key, group in groupby(members, key=lambda member: _split(member.name)[0]):
                 contents = {_split(member.name)[1]: _content(archive, member) for member in group}
@@ -171,7 +175,7 @@ def tar_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
                     rows, shown, index, bad = [], [], [], {}
             if shown:
                 yield block()
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read as a tar file: {error}") from error
 
 
@@ -182,7 +186,19 @@ def _split(name: str) -> tuple[str, str]:
     return f"{folder}/{key}".lstrip("/"), extension.lower()
 
 
+class _Member(tarfile.TarInfo):
+    """A member whose extended headers, which tarfile reads into memory at once, are bounded."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        headers = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME)
+        if self.type in (*headers, tarfile.GNUTYPE_LONGLINK) and self.size > TAR_HEADER_BYTES.most:
+            raise tarfile.ReadError(f"it has {TAR_HEADER_BYTES.exceeded(self.size)}")
+        return super()._proc_member(archive)  # type: ignore[misc,no-any-return]
+
+
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    if member.size > CONTENT_BYTES.most:
+        raise tarfile.ReadError(f"{member.name} has {CONTENT_BYTES.exceeded(member.size)}")
     file = archive.extractfile(member)
     return file.read() if file else b""
 
@@ -215,5 +231,5 @@ def _row(contents: Mapping[str, bytes]) -> dict[str, Any]:
 def _json(extension: str, content: bytes) -> Any:
     try:
         return json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{extension} is not JSON: {error}") from None

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from onward.trainer.bounds import NotAFile, check_regular
+from onward.trainer.bounds import opened as opened_file
 from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.errors import DataError
 
@@ -136,14 +138,17 @@ def opened(path: Path, dialect: Dialect) -> Iterator[Bytes]:
             if start in (b"\xff\xfe", b"\xfe\xff") and "16" not in dialect.encoding:
                 raise DataError(f"{path} is UTF-16, not {dialect.encoding}; set data.table.encoding = 'utf-16'")
             yield file if dialect.encoding == "utf-8" else _Recoded(file, dialect.encoding)
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError, NotAFile) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     except UnicodeError as error:
         raise DataError(f"{path} is not written in data.table.encoding {dialect.encoding!r}: {error}") from error
 
 
 def _uncompressed(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+    if path.suffix.lower() != ".gz":
+        return opened_file(path)
+    check_regular(path)
+    return gzip.open(path, "rb")  # type: ignore[return-value]
 
 
 class _Recoded:

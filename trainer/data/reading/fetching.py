@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import is_registered, redacted, url_of
-from onward.trainer.errors import ConfigError, DataError, Refused
+from onward.trainer.errors import ConfigError, DataError, Refused, UnsupportedModel
 from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.run.directory import RunDir, download_cache
 from onward.trainer.run.download_cleaning import mark_used
 from onward.trainer.run.local_copies import LocalCopies, LocalCopy, urls_in
@@ -112,8 +110,8 @@ def _model(url: str) -> LocalCopy:
         raise DataError(f"{redacted(url)} is a directory; name a file")
     [(file, path)] = download(found, download_cache(), redacted(url))
     try:
-        names = locations(onnx.load(path, load_external_data=False))
-    except (DecodeError, ValueError):
+        names = locations(read_model(path))
+    except UnsupportedModel:
         names = []  # not an ONNX file: whoever reads it reports that
     if not names:
         return _copy(url, path, file.key, [file])

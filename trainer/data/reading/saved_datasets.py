@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.errors import DataError
 
 
@@ -22,6 +23,7 @@ def saved_dataset(directory: Path) -> dict[str, Path]:
     """
     if (directory / "dataset_dict.json").is_file():
         splits = _read(directory / "dataset_dict.json").get("splits", [])
+        splits = splits if isinstance(splits, list) else []
         example = f"{directory}/{splits[0]}" if splits else f"{directory}/train"
         raise DataError(
             f"{directory} holds the splits {', '.join(map(str, splits)) or '(none)'} of a Hugging Face dataset; name "
@@ -37,7 +39,10 @@ def saved_dataset(directory: Path) -> dict[str, Path]:
             f"{directory} chooses rows by an index, as datasets before 2.0 saved them; save it again after "
             "dataset.flatten_indices()"
         )
-    files = {str(entry["filename"]): directory / str(entry["filename"]) for entry in state["_data_files"]}
+    entries = state["_data_files"]
+    if not (isinstance(entries, list) and all(isinstance(each, dict) and "filename" in each for each in entries)):
+        raise DataError(f"{directory}/state.json does not list its files under _data_files, as `datasets` writes them")
+    files = {str(entry["filename"]): directory / str(entry["filename"]) for entry in entries}
     if absent := [name for name, path in files.items() if not path.is_file() or path.parent != directory]:
         raise DataError(f"{directory}/state.json names files that are not there: {', '.join(absent)}")
     if not files:
@@ -47,7 +52,7 @@ def saved_dataset(directory: Path) -> dict[str, Path]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(read_bounded(path, RECORD_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     return found if isinstance(found, dict) else {}

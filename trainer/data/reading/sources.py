@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import lzma
+import math
 import os
 import sysconfig
+import tokenize
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from onward.trainer.bounds import ROW_BYTES, SOURCE_FILES, TENSOR_DIMS, check_regular
+from onward.trainer.bounds import opened as open_file
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.audio.decoding import AUDIO_FORMATS
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block
+from onward.trainer.data.columns import is_unicode as _is_unicode
 from onward.trainer.data.images.image_sources import (
     COLUMN_OF,
     IMAGE_FORMATS,
@@ -75,16 +83,36 @@ def locate(source: str, data: DataConfig) -> Source:
         library = Path(sysconfig.get_paths()["stdlib"])
         return Source("text", tuple((name, library / name) for name in _walk(library, data.text_files, NOT_LIBRARY)))
     path = Path(source)
-    if path.is_file():
+    if path.is_file() or (path.exists() and not path.is_dir()):
+        try:
+            check_regular(path)  # for the reason: it may be a FIFO or a device
+        except OSError as error:
+            raise DataError(f"{source} cannot be read: {error.strerror}") from None
         found = {path.name: path}
     elif path.is_dir() and (found := saved_dataset(path)):
         return Source("arrow", tuple(found.items()))
     elif path.is_dir():
+        _refuse_root(source, path)
         found = {name: path / name for name in _walk(path, "*", set())}
     else:
         base = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
-        found = {str(match.relative_to(base)): match for match in base.glob(str(path.relative_to(base)))}
+        pattern = str(path.relative_to(base))
+        if "**" in pattern:
+            _refuse_root(source, base)
+        try:
+            matches = list(islice(base.glob(pattern), SOURCE_FILES.most + 1)) if path != base else []
+        except ValueError as error:  # such as ** beside other letters
+            raise DataError(f"{source} is not a pattern of files: {error}") from None
+        found = {str(match.relative_to(base)): match for match in matches}
+    if len(found) > SOURCE_FILES.most:
+        raise DataError(f"{source} has {SOURCE_FILES.exceeded(len(found))}")
     return _of_one_format(source, found, data)
+
+
+def _refuse_root(source: str, directory: Path) -> None:
+    """Raise DataError for the root of the file system, in which a search would not end."""
+    if directory.resolve() == Path(directory.anchor or "/").resolve():
+        raise DataError(f"{source} is the whole file system; name the directory of the data")
 
 
 def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
@@ -94,6 +122,10 @@ def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
         folders[:] = [name for name in folders if name not in pruned and not name.startswith(".")]
         inside = Path(folder).relative_to(directory)
         names += [str(inside / name) for name in files if fnmatch(name, pattern) and not name.startswith(".")]
+        if len(names) > SOURCE_FILES.most:
+            break
+    if wrong := next((name for name in names if not _is_unicode(name)), None):
+        raise DataError(f"{directory}: the name of file {wrong!a} is not UTF-8; rename it")
     return sorted(names)
 
 
@@ -121,7 +153,7 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         wanted = "text" if not known else next(iter(known))
         formats = {name: kind for name, kind in formats.items() if kind == wanted}
     names = sorted(formats)
-    if wanted == "text" and not (len(found) == 1 and (data.format == "text" or names[0].endswith(".txt"))):
+    if wanted == "text" and not (names and len(found) == 1 and (data.format == "text" or names[0].endswith(".txt"))):
         matching = [name for name in names if fnmatch(Path(name).name, data.text_files)]
         # data.text_files is by default for code; texts to tokenize usually end in .txt
         names = matching or [name for name in names if data.text and name.endswith(".txt")]
@@ -270,11 +302,12 @@ def _text_unit(data: DataConfig) -> str:
 def _npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     """Yield the rows of an .npz file, whose arrays have one row per sample; read as a stream."""
     try:
-        with zipfile.ZipFile(path) as archive, contextlib.ExitStack() as opened:
+        with open_file(path) as content, zipfile.ZipFile(content) as archive, contextlib.ExitStack() as opened:
             members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
             chosen = [name for name in members if names is None or name in names]
             files = {name: opened.enter_context(archive.open(members[name])) for name in chosen}
-            arrays = {name: _Stream(f"{path}: {name}", file) for name, file in files.items()}
+            sizes_of = {name: _member_bytes(f"{path}: {name}", archive.getinfo(members[name])) for name in chosen}
+            arrays = {name: _Stream(f"{path}: {name}", file, sizes_of[name]) for name, file in files.items()}
             counts = {name: array.num_rows for name, array in arrays.items()}
             if len(set(counts.values())) > 1:
                 sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -286,15 +319,31 @@ def _npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
                 count = min(step, total - first)
                 cells = {name: array.take(count) for name, array in arrays.items()}
                 yield Block(str(path), np.arange(first, first + count), cells)
-    except (zipfile.BadZipFile, zipfile.zlib.error, OSError, EOFError, ValueError) as error:  # type: ignore[attr-defined]
+    # of zipfile: a password, an unknown compression; of numpy: a header that is no Python
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, *NO_HEADER) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+
+
+NO_HEADER = (RuntimeError, NotImplementedError, SyntaxError, TypeError, KeyError, RecursionError, tokenize.TokenError)
+MOST_DEFLATED = 1032
+"""Deflate makes a byte of at most so many."""
+
+
+def _member_bytes(name: str, member: zipfile.ZipInfo) -> int:
+    """Return the size of a member of an archive. Raises DataError for a size that its compressed bytes cannot have."""
+    most = member.compress_size * {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: MOST_DEFLATED}.get(
+        member.compress_type, member.file_size + 1
+    )
+    if member.file_size > most:
+        raise DataError(f"{name} states {member.file_size:,} bytes, but its {member.compress_size:,} can be {most:,}")
+    return member.file_size
 
 
 class _Stream:
     """Read one array of an .npz file in order of rows; only the rows asked for are in memory, compressed or not."""
 
-    def __init__(self, name: str, file: IO[bytes]) -> None:
-        self._file = file
+    def __init__(self, name: str, file: IO[bytes], size: int) -> None:
+        self._file, self._name = file, name
         version = np.lib.format.read_magic(self._file)
         header = {(1, 0): np.lib.format.read_array_header_1_0}.get(version, np.lib.format.read_array_header_2_0)
         shape, column_major, self._dtype = header(self._file)
@@ -303,11 +352,21 @@ class _Stream:
             raise DataError(f"{name} is {what}; save it as a plain array with a row for each sample")
         self.num_rows, *row = shape
         self._row = tuple(row)
-        self.row_bytes = int(np.prod(row, dtype=np.int64)) * self._dtype.itemsize
+        self.row_bytes = math.prod(row) * self._dtype.itemsize
+        if min(shape) < 0 or self._dtype.kind not in "biufSUmM" or len(shape) > TENSOR_DIMS.most:
+            raise DataError(f"{name} is an array {list(shape)} of {self._dtype}, which is none of numbers")
+        if self.num_rows and not self.row_bytes:
+            raise DataError(f"{name} has shape {list(shape)}, of which a row holds nothing")
+        if self.row_bytes > ROW_BYTES.most:
+            raise DataError(f"{name}: a row has {ROW_BYTES.exceeded(self.row_bytes)}")
+        if (wanted := self.num_rows * self.row_bytes) > size:
+            raise DataError(f"{name} has shape {list(shape)}, which takes {wanted:,} bytes, but it holds {size:,}")
 
     def take(self, count: int) -> Array:
         """Return the next rows: [count, ...]."""
         data = self._file.read(count * self.row_bytes)
+        if len(data) < count * self.row_bytes:
+            raise DataError(f"{self._name} is cut off")
         return np.frombuffer(data, self._dtype).reshape(count, *self._row)
 
 
@@ -353,7 +412,7 @@ def _joined(source: Source) -> Iterator[Array]:
     """Yield the bytes of all files, some megabytes at a time."""
     pieces, size = [], 0
     for _, path in source.files:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while data := file.read(BLOCK_BYTES):
                 pieces.append(data)
                 size += len(data)

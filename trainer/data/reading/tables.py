@@ -9,21 +9,22 @@ import csv
 import io
 import json
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from onward.trainer.bounds import CSV_COLUMNS, CSV_ROW_BYTES, JSON_ROW_BYTES, Limit
 from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells
 from onward.trainer.data.reading.csv_dialect import MISSING, Bytes, Dialect, dialect_of, opened
 from onward.trainer.errors import DataError
 
-MAX_ROW_BYTES = 256 << 20
-"""A row longer than this is taken for a quote that was never closed."""
-
 NEWLINE, RETURN = b"\n\r"
+MAX_NAMED = 20
+"""Columns that a message names."""
 DEFAULT = TableConfig()
 
 
@@ -38,8 +39,10 @@ def csv_blocks(
     """
     dialect = dialect_of(path, table)
     header: list[str] = []
+    # a set: with 10^5 columns, a search through a list for each would take minutes
+    wanted, text = None if names is None else frozenset(names), frozenset(text)
     with opened(path, dialect) as file:
-        for line, piece in _pieces(path, file, quote=dialect.quote):
+        for line, piece in _pieces(path, file, quote=dialect.quote, limit=CSV_ROW_BYTES):
             before = line
             # Excel writes a UTF-8 byte order mark, which would become part of the first column's name
             rows = piece if header else piece.removeprefix(b"\xef\xbb\xbf")
@@ -48,7 +51,7 @@ def csv_blocks(
                 header = _header(path, first, dialect)
                 rows, before = (rest, line + 1) if dialect.header else (rows, line)
             if rows:
-                chosen = [name for name in header if names is None or name in names]
+                chosen = header if wanted is None else [name for name in header if name in wanted]
                 yield _csv_block(path, rows, before, dialect, header=header, names=chosen, text=text)
 
 
@@ -59,7 +62,7 @@ def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 
 
 def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None) -> Iterator[Block]:
-    for first, piece in _pieces(path, file, quote=""):
+    for first, piece in _pieces(path, file, quote="", limit=JSON_ROW_BYTES):
         rows: list[dict[str, Any]] = []
         index, bad = [], {}
         for number, line in enumerate(piece.split(b"\n"), start=first):
@@ -67,7 +70,7 @@ def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None) -> Iterat
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+            except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8, and of deep brackets
                 bad[number] = f"is not JSON: {error}"
                 continue
             if isinstance(row, dict):
@@ -82,16 +85,16 @@ def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None) -> Iterat
         yield Block(str(path), np.array(index, np.int64), cells, bad, unit="line")
 
 
-def _pieces(path: Path, file: Bytes, *, quote: str) -> Iterator[tuple[int, bytes]]:
+def _pieces(path: Path, file: Bytes, *, quote: str, limit: Limit) -> Iterator[tuple[int, bytes]]:
     """Yield (number of lines before it, some complete rows) to the end; between quotes, rows may hold line ends."""
     line, rest = 0, b""
     while data := file.read(BLOCK_BYTES):
         data = rest + data
         end = _cut(data, quote.encode())
-        if len(data) - end > MAX_ROW_BYTES:
+        if len(data) - end > limit.most:
             raise DataError(
                 f"{path}, line {line + data.count(NEWLINE, 0, end) + 1}: the row does not end within "
-                f"{MAX_ROW_BYTES >> 20} MB; is a quote not closed?"
+                f"{limit.most >> 20} MB{'; is a quote not closed?' if quote else ''}"
             )
         if end:
             yield line, data[:end]
@@ -111,12 +114,19 @@ def _cut(data: bytes, quote: bytes) -> int:
 
 
 def _header(path: Path, line: bytes, dialect: Dialect) -> list[str]:
-    first: list[str] = next(dialect.rows(line.decode("utf-8", "replace").rstrip("\r")), [])
+    if (columns := line.count(dialect.separator.encode()) + 1) > CSV_COLUMNS.most:
+        raise DataError(f"{path}, line 1 has {CSV_COLUMNS.exceeded(columns)}; is data.table.separator right?")
+    csv.field_size_limit(sys.maxsize)
+    try:
+        first: list[str] = next(dialect.rows(line.decode("utf-8", "replace").rstrip("\r")), [])
+    except csv.Error as error:
+        raise DataError(f"{path}, line 1 is not CSV: {error}") from None
     if not dialect.header:
         return [f"c{number}" for number in range(len(first))]
     names = [name.strip() for name in first]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"{path}, line 1: column {', '.join(map(repr, repeated))} is there more than once")
+    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
+        shown = f"{', '.join(map(repr, repeated[:MAX_NAMED]))}{', ...' if len(repeated) > MAX_NAMED else ''}"
+        raise DataError(f"{path}, line 1: column {shown} is there more than once")
     if not names or all(_is_number(name) for name in names):
         raise DataError(
             f"{path}, line 1: {','.join(names)[:60]!r} are not column names; add a header line, or set "
@@ -199,8 +209,8 @@ def _quoted(piece: bytes, header: list[str], names: list[str], text: Collection[
 
     csv.field_size_limit(sys.maxsize)
     reader = dialect.rows(piece.decode("utf-8", "replace"))
-    rows, index, bad, line = [], [], {}, 0
-    for row in reader:
+    rows, index, bad, line = [], [], dict[int, str](), 0
+    for row in _rows_until_error(reader, bad):
         if row and len(row) == len(header):
             rows.append(row)
             index.append(line)
@@ -211,6 +221,18 @@ def _quoted(piece: bytes, header: list[str], names: list[str], text: Collection[
     frame = pd.DataFrame(rows, columns=header, dtype="str")
     cells = {name: _texts(frame[name]) if name in text else _cells(frame[name], dialect) for name in names}
     return cells, np.array(index, np.int64), bad
+
+
+def _rows_until_error(reader: Any, bad: dict[int, str]) -> Iterator[list[str]]:
+    """Yield the rows of a block, and note in `bad` why one of them ends the block."""
+    while True:
+        line = reader.line_num
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            bad[line] = f"is not CSV: {error}"
 
 
 def _ragged(found: int, header: list[str]) -> str:

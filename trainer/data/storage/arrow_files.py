@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from onward.trainer.bounds import ROW_BYTES, check_regular
 from onward.trainer.data.columns import BLOCK_BYTES, BYTES, Array, Block, Cells, Column, Values
 from onward.trainer.errors import DataError
 
@@ -130,6 +131,8 @@ def arrow_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         first = 0
         for whole in _record_batches(path):
             batch = _chosen(whole, names)
+            # offsets and indices beyond the data would be read without a check
+            batch.validate(full=True)
             # a record batch may be as large as its file
             rows = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
             for start in range(0, batch.num_rows, rows):
@@ -158,9 +161,11 @@ def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 
     # pre_buffer would read whole row groups ahead, which may be as large as the file
     with _refusing(path), pq.ParquetFile(path, pre_buffer=False, buffer_size=STREAM_BYTES) as file:
-        rows = max(1, file.metadata.num_rows)
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        row_bytes = max(1, sum(group.total_byte_size for group in groups) // rows)
+        # equal values are stored once, so that a file of some kilobytes may have rows of gigabytes
+        row_bytes = max(1, max((_row_bytes(group) for group in groups), default=0))
+        if row_bytes > ROW_BYTES.most:
+            raise DataError(f"{path}: a row has about {ROW_BYTES.exceeded(row_bytes)}")
         columns = None if names is None else [name for name in names if name in file.schema_arrow.names]
         first = 0
         for batch in file.iter_batches(
@@ -168,6 +173,13 @@ def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         ):
             yield _block(path, batch, first)
             first += batch.num_rows
+
+
+def _row_bytes(group: Any) -> int:
+    """Return about how many bytes a row of a row group takes in memory."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    values = sum(column.num_values for column in columns if column.num_values > group.num_rows)
+    return int(max(group.total_byte_size, 8 * values) // max(1, group.num_rows))
 
 
 def _chosen(batch: pa.RecordBatch, names: Sequence[str] | None) -> pa.RecordBatch:
@@ -215,8 +227,9 @@ def _lists(array: pa.Array) -> Cells:
 def _refusing(path: Path) -> Iterator[None]:
     """Convert Arrow's errors to DataError with the path."""
     try:
-        if not path.stat().st_size:
+        if not check_regular(path):
             raise DataError(f"{path} is empty (0 bytes)")
         yield
-    except (pa.ArrowException, OSError) as error:
+    # ValueError: text that is not UTF-8; OverflowError: dates and durations beyond those of Python
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error

@@ -9,6 +9,7 @@ Integers are little-endian; there is no header, no count and no checksum, so a r
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,10 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import helper, numpy_helper
 
+from onward.trainer.bounds import opened
 from onward.trainer.data.columns import BLOCK_BYTES, TEXT, Array, Block, Column, Values
 from onward.trainer.errors import DataError
+from onward.trainer.onnx_graph.model_files import TYPES, tensor_problems
 
 PREFIX = struct.Struct("<I")
 AS_BITS = {"float16": np.uint16, "bool": np.uint8}
@@ -129,8 +132,11 @@ def _block(path: Path, samples: list[dict[str, Array]], first: int, names: Seque
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+    try:
+        with opened(path) as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _walk(path: Path, data: mmap.mmap | bytes) -> Iterator[int]:
@@ -158,10 +164,10 @@ def _parse(path: Path, data: mmap.mmap | bytes, start: int) -> dict[str, Array]:
             # before it is read: onnx would open the named file, whatever it is, from the working directory
             if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
                 raise ValueError(f"tensor {tensor.name!r} names another file for its data; a shard holds its own")
-            if tensor.data_type not in helper.get_all_tensor_dtypes():
+            if tensor.data_type not in TYPES:
                 raise ValueError(f"tensor {tensor.name!r} has data_type {tensor.data_type}, which is no type of ONNX")
-            if any(length < 0 for length in tensor.dims):
-                raise ValueError(f"tensor {tensor.name!r} has shape {list(tensor.dims)}")
+            if problems := list(tensor_problems(tensor)):
+                raise ValueError("; ".join(problems))
             tensors[tensor.name] = numpy_helper.to_array(tensor)
         except (DecodeError, ValueError, TypeError) as error:
             raise DataError(f"{path}: byte {at + 4} does not begin a tensor of {size} bytes: {error}") from error

@@ -21,6 +21,7 @@ from onward.trainer.data.text.tokenized_rows import Storage, TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer, open_tokenizer
 from onward.trainer.data.text.word_labels import WordLabels
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.model_files import read_model
 
 
 def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> list[str]:
@@ -35,7 +36,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
     has_types = not any(source.format == "csv" for source in all_sources(config.data))
     problems = [*input_problems(columns, config, signature), *_column_problems(columns, schema, has_types=has_types)]
     problems += _byte_problems(columns, config)
-    graph = onnx.load(config.model.path, load_external_data=False).graph
+    graph = read_model(config.model.path).graph
     limit, problem = length_limit(columns, graph)
     problems += [each for each in (problem, _position_problem(columns, graph)) if each]
     try:
@@ -55,7 +56,7 @@ def open_tokenized_rows(config: RunConfig, signature: Signature) -> TokenizedRow
         return None
     if problems := list(input_problems(columns, config, signature)):
         raise ConfigError(problems)
-    graph = onnx.load(config.model.path, load_external_data=False).graph
+    graph = read_model(config.model.path).graph
     limit, problem = length_limit(columns, graph)
     if found := [each for each in (problem, _position_problem(columns, graph)) if each]:
         raise ConfigError(found)

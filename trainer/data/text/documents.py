@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from onward.trainer.bounds import TEXT_BYTES, opened, read_bounded
 from onward.trainer.data.columns import BLOCK_BYTES, Block
+from onward.trainer.errors import DataError
 
 
 def unit_of(documents: str, num_files: int) -> str:
@@ -24,7 +26,7 @@ def text_blocks(path: Path, unit: str, column: str) -> Iterator[Block]:
     row.
     """
     if unit == "file":
-        yield Block(str(path), np.arange(1), {column: [_decoded(path.read_bytes())]}, unit="text")
+        yield Block(str(path), np.arange(1), {column: [_decoded(_content(path))]}, unit="text")
         return
     texts: list[str | bytes] = []
     index: list[int] = []
@@ -47,11 +49,14 @@ def _block(path: Path, index: Sequence[int], texts: Sequence[str | bytes], colum
 def _pieces(path: Path, unit: str) -> Iterator[tuple[int, bytes]]:
     """Yield (number of the first line, from 0; the text) of each line or paragraph."""
     lines: list[bytes] = []
-    first = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
+    first = size = 0
+    with opened(path) as file:
+        # with a limit, because a file may have no line end
+        for number, line in enumerate(iter(lambda: file.readline(TEXT_BYTES.most + 1), b"")):
             if line.strip():
-                first = first if lines else number
+                first, size = (first, size + len(line)) if lines else (number, len(line))
+                if size > TEXT_BYTES.most:
+                    raise DataError(f"{path}, line {number + 1}: a text has {TEXT_BYTES.exceeded(size)}")
                 lines.append(line)
                 if unit == "paragraph":
                     continue
@@ -60,6 +65,13 @@ def _pieces(path: Path, unit: str) -> Iterator[tuple[int, bytes]]:
                 lines = []
     if lines:
         yield first, b"".join(lines).rstrip(b"\r\n")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_bounded(path, TEXT_BYTES)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; data.text.documents may divide it") from None
 
 
 def _decoded(text: bytes) -> str | bytes:

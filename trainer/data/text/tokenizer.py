@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onward.trainer.bounds import TOKENIZER_BYTES, read_bounded
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def open_tokenizer(path: Path) -> OpenTokenizer:
     except ImportError as error:
         raise ConfigError("data.text needs the library tokenizers: pip install 'onward[text]'") from error
     try:
-        content = file.read_bytes()
+        content = read_bounded(file, TOKENIZER_BYTES)
     except OSError as error:
         raise ConfigError(f"data.text.tokenizer: {file} cannot be read: {error.strerror or error}") from error
     try:

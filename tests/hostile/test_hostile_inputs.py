@@ -1,0 +1,41 @@
+"""Hostile inputs are refused in a sentence: no traceback, no hang, no file outside, less than 1 GB of memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hostile.families import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _try(*arguments: str, timeout_s: float) -> str:
+    """Try cases in a process without threads, of which forks are made; return what it prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.hostile", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    return ended.stdout + ended.stderr[-3000:]
+
+
+def test_no_family_of_hostile_inputs_gives_a_traceback_hangs_or_takes_a_gigabyte() -> None:
+    printed = _try("--cases", "4", timeout_s=300)
+    assert f"{4 * len(FAMILIES)} cases, 0 failed" in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ten_thousand_hostile_inputs_are_refused_or_read(family: str) -> None:
+    number = -(-10_000 // len(FAMILIES))
+    printed = _try(family, "--cases", str(number), timeout_s=7200)
+    assert f"{number} cases, 0 failed" in printed, printed

@@ -1,0 +1,94 @@
+"""Find where tensors lie in other files (external data), and check that before anything opens these. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto
+
+from onward.trainer.onnx_graph.index import all_tensors
+
+BYTEWISE_SIZES: dict[int, int] = {
+    TensorProto.FLOAT: 4,
+    TensorProto.FLOAT16: 2,
+    TensorProto.BFLOAT16: 2,
+    TensorProto.DOUBLE: 8,
+    TensorProto.BOOL: 1,
+    TensorProto.UINT8: 1,
+    TensorProto.INT8: 1,
+    TensorProto.INT16: 2,
+    TensorProto.INT32: 4,
+    TensorProto.INT64: 8,
+}
+"""Bytes of an element in a file, of the types that are stored as a torch tensor of one type is."""
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """A range of bytes in an external data file."""
+
+    location: str
+    """Relative to the model's directory."""
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+def is_external(proto: TensorProto) -> bool:
+    """Return whether a tensor's values are in another file."""
+    return proto.data_location == TensorProto.EXTERNAL
+
+
+def byte_range(proto: TensorProto) -> ByteRange:
+    """Return the byte range of an external tensor; a length that is not given follows from its shape."""
+    entries = {entry.key: entry.value for entry in proto.external_data}
+    size = BYTEWISE_SIZES.get(proto.data_type, 1)
+    length = int(entries.get("length") or size * math.prod(proto.dims))
+    return ByteRange(entries.get("location", ""), int(entries.get("offset") or 0), length)
+
+
+def external_problems(model: onnx.ModelProto, base: Path) -> list[str]:
+    """Return one sentence for each tensor whose file is not a plain file under `base`, or is too short."""
+    problems = []
+    for proto in filter(is_external, all_tensors(model)):
+        try:
+            where = byte_range(proto)
+        except ValueError as error:
+            problems.append(f"tensor {proto.name!r}: its place in another file cannot be read: {error}")
+            continue
+        file = base / where.location
+        size = (
+            BYTEWISE_SIZES[proto.data_type] * math.prod(proto.dims)
+            if proto.data_type in BYTEWISE_SIZES
+            else where.length
+        )
+        if why := _unsafe(where.location, base):
+            problems.append(f"tensor {proto.name!r}: {why}")
+        elif not file.is_file():
+            problems.append(f"tensor {proto.name!r}: its file {file} is not there")
+        elif where.offset < 0 or where.end > file.stat().st_size:
+            problems.append(
+                f"tensor {proto.name!r}: bytes {where.offset} to {where.end} are outside {file}, "
+                f"which has {file.stat().st_size}; the file is cut short or of another model"
+            )
+        elif where.length != size:
+            problems.append(f"tensor {proto.name!r}: {where.length} bytes in {file}, but its shape takes {size}")
+    return problems
+
+
+def _unsafe(location: str, base: Path) -> str:
+    """Return why a location is refused, "" if it is safe. These are onnx's own rules against path traversal."""
+    parts = Path(location).parts
+    if not parts or Path(location).is_absolute() or ".." in parts:
+        return f"the location {location!r} of its values is outside the model's directory"
+    # every directory on the way, not the file alone: a linked directory leads outside as well
+    steps = [base.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
+    if links := [step for step in steps if step.is_symlink()]:
+        return f"{links[0]} is a symbolic link; put the file itself beside the model"
+    return ""

@@ -38,11 +38,16 @@ T = TypeVar("T")
 def run_directory_of(flow_run_id: object, parameters: Mapping[str, Any]) -> RunDir:
     """Return the run directory of a flow run: named after its id, or after the run that it resumes.
 
-    Of a sweep's flow run it is the sweep's directory, which has a lock and an identity.json, too.
+    Of a sweep's flow run it is the sweep's directory, which has a lock and an identity.json, too. Raises ConfigError
+    for a `resume` that is no name, such as an absolute path.
     """
     if sweep := parameters.get("sweep"):
         return RunDir(SweepDir.of(sweep).root)
-    return RunDir(onward_home() / "runs" / (parameters.get("resume") or str(flow_run_id)))
+    name = str(parameters.get("resume") or flow_run_id)
+    # the parameter of a deployment may come from anyone who can reach the server
+    if name in (".", "..") or Path(name).name != name:
+        raise ConfigError(f"resume is {name[:80]!r}, but must be the name of a directory in {onward_home() / 'runs'}")
+    return RunDir(onward_home() / "runs" / name)
 
 
 def command_to_continue(run: RunDir) -> str:
@@ -141,8 +146,10 @@ def find_run(text: str) -> RunDir:
     Of several runs with the same name it returns the newest. Raises ConfigError, which lists the newest runs.
     """
     # A directory first: it may be a run of another home, which `status` and `export` accept.
-    if (path := Path(text)).is_dir() and RunDir(path).config.exists():
-        return RunDir(path.resolve())
+    path = Path(text)
+    with contextlib.suppress(OSError, ValueError):  # a name of more than 255 letters, or with a null character
+        if path.is_dir() and RunDir(path).config.exists():
+            return RunDir(path.resolve())
     runs = all_runs()
     names = [identity.name if (identity := identity_of(run)) else "" for run in runs]
     return chosen(text, [(run, run.root.name, name) for run, name in zip(runs, names, strict=True)], kind="run")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from onward.flows.runs import run_directory_of
+from onward.trainer.errors import ConfigError
 from tests.hostile.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,3 +41,10 @@ def test_ten_thousand_hostile_inputs_are_refused_or_read(family: str) -> None:
     number = -(-10_000 // len(FAMILIES))
     printed = _try(family, "--cases", str(number), timeout_s=7200)
     assert f"{number} cases, 0 failed" in printed, printed
+
+
+@pytest.mark.parametrize("name", ["/etc", "../other", "a/../../b", "..", ".", "a/b"])
+def test_the_parameter_resume_of_a_flow_run_names_no_other_directory(name: str) -> None:
+    with pytest.raises(ConfigError, match="must be the name of a directory"):
+        run_directory_of("an-id", {"resume": name})
+    assert run_directory_of("an-id", {"resume": "0de13422"}).root.name == "0de13422"

@@ -9,6 +9,12 @@ The functions are those behind the command line: each returns the record that th
 `import onward` is quick: torch, Prefect and MLflow are imported by the functions that need them.
 """
 
+import os
+
+# Since 1.29 onnxruntime's Linux builds report models to their vendor, with file names and digests, and keep a database
+# in ~/.cache, from the moment they are imported. This package's import comes before that in every process of a run.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 from onward.flows.api import (
     config,
     diff,

@@ -112,9 +112,9 @@ def test_no_command_writes_outside_of_its_home_and_the_paths_it_is_given(sandbox
     onward("resume", "last")
     onward("export", "last", "-o", str(out / "again.onnx"))
     onward("sweep", config, "optimizer.learning_rate=1e-3,1e-2", "train.num_steps=2", "train.evaluation_period=2")
-    for name, words in {"verify": ("last",), "gc": ()}.items():
-        if name in known_commands():
-            onward(name, *words)
+    onward("verify", "last")
+    onward("bundle", "last", str(out / "last.bundle"))
+    onward("gc")
     onward("up")
     onward("deploy", config, "--name", "nightly", "--cron", "0 2 1 1 *")
     onward("ui")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import socket
 import sys
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 CREATOR = "onward.process"
 """The entry of a flow run's context with the process that has created it."""
+log = logging.getLogger(__name__)
+
 ORPHAN_RECHECK_S = 2.0
 """Seconds between the two checks that no process runs a flow run. A flow that is just ending releases its lock some
 moments before it reports its final state."""
@@ -253,6 +256,15 @@ def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Exp
         # Where an event loop runs, as in a notebook, Prefect would return a coroutine.
         result: ExportedModel = state.result(_sync=True)  # type: ignore[call-overload]
     except Exception as error:
+        ending = ending_of(run)
+        if ending and ending.status == "completed" and ending.flow_run_id == str(flow_run.id) and run.exported.exists():
+            # only Prefect could not be told; the next command tells it
+            log.warning(
+                "the run is done, but its Prefect server does not answer any more (%s) and shows it as running until "
+                "the server and an `onward run` are started again",
+                type(error).__name__,
+            )
+            return read_record(run.exported, ExportedModel)
         if (own := recorded(error, run)) is error:
             raise
         raise own from error

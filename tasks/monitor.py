@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable
 from typing import Literal, cast
 from uuid import UUID
@@ -19,8 +21,10 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.context import TaskRunContext
+from prefect.settings import get_current_settings
 
 from onward.infra import mpirun
+from onward.infra.service_state import responds
 from onward.infra.tensorboard import TensorBoard
 from onward.infra.tracking import Tracker
 from onward.tasks.attempt_reports import EndingReports
@@ -137,7 +141,24 @@ class LogLines:
             self._log.info("%s", progress)
 
 
-# -- Prefect: an error of its server must not end the monitor
+# -- Prefect: an outage of its server must neither end nor delay the monitor
+
+
+def prefect_answers() -> bool:
+    """Return whether the Prefect server answers: a call of one that does not is repeated for a minute by its client."""
+    url = get_current_settings().api.url
+    if url is None or responds(health := f"{url.rstrip('/')}/health"):
+        return True
+    try:
+        with urllib.request.urlopen(health, timeout=5):  # by way of a proxy
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        # not for the sake of a certificate that Prefect's client may accept
+        return not isinstance(error.reason, ConnectionError | TimeoutError)
+    except (ConnectionError, TimeoutError):
+        return False
 
 
 class ProgressArtifact:
@@ -153,6 +174,8 @@ class ProgressArtifact:
         if TaskRunContext.get() is None or not (self._due() or now):
             return
         with contextlib.suppress(Exception):
+            if not prefect_answers():
+                return
             if self._id is None:
                 self._id = cast(UUID, create_progress_artifact(progress.percent, "training", str(progress)))
             else:
@@ -166,6 +189,8 @@ def show_tables(tables: Iterable[ClassTable]) -> None:
     for table in tables:
         key = "-".join(["classes", *re.findall(r"[a-z0-9]+", table.loss.lower())])
         with contextlib.suppress(Exception):
+            if not prefect_answers():
+                return
             create_markdown_artifact(table.markdown(), key=key, description="How well each class is recognised")
 
 
@@ -185,7 +210,7 @@ class StopRequest:
     def poll(self) -> None:
         """Read the flow run's state every STATE_PERIOD_S, and let the job save and stop if it is to end."""
         flow_run_id = runtime.flow_run.get_id()
-        if not flow_run_id or not self._due():
+        if not flow_run_id or not self._due() or not prefect_answers():
             return
         # An error of the Prefect server must not end the monitor; the next poll tries again.
         with contextlib.suppress(Exception), get_client(sync_client=True) as client:

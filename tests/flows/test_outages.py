@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shutil
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from onward.infra import service_state
 from onward.infra.tracking import Tracker
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record
-from tests.support.stores import points
-from tests.support.workshop import Workshop, reached, until
+from tests.support.stores import free_port, points
+from tests.support.workshop import Workshop, api, reached, until
 
 pytestmark = [
     pytest.mark.usefixtures("only_servers"),
@@ -83,7 +88,6 @@ def test_a_run_ends_with_its_result_and_few_lines_while_mlflow_is_away_and_a_res
     until(lambda: reached(run, 50), limit_s=300)
     with OUTAGES[kind](workshop.home / "mlflow" / "mlflow.db"):
         _, error = process.communicate(timeout=400)
-    Path(f"/tmp/keeper_{kind}.err").write_text(error)
     # the file is there; it is not registered, which is what the exit status says
     assert process.returncode == 3, error[-3000:]
     assert f"verified and complete at {run.export}/model.onnx: `onward resume` registers it" in error
@@ -91,3 +95,61 @@ def test_a_run_ends_with_its_result_and_few_lines_while_mlflow_is_away_and_a_res
     assert "Traceback" not in error
     workshop.onward("resume", run.root.name)
     sent_once(run)
+
+
+def test_a_run_whose_own_prefect_server_is_killed_goes_on_and_is_shown_as_completed(workshop: Workshop) -> None:
+    process = workshop.start("run", str(workshop.root / "config.toml"))
+    run = workshop.new_run()
+    until(lambda: reached(run, 50), limit_s=300)
+    (server,) = psutil.Process(service_state.read_state(workshop.home, "prefect")["pid"]).children()
+    server.kill()
+    out, error = process.communicate(timeout=400)
+    assert process.returncode == 0, error[-3000:]
+    assert json.loads(out)["state"] == "exported"
+    assert "Traceback" not in error
+    assert len(error.splitlines()) < MOST_LINES
+    database = workshop.home / "prefect" / "prefect.db"
+    with contextlib.closing(sqlite3.connect(database)) as shown:
+        rows = shown.execute("select state_type from flow_run where id = ?", [run.root.name]).fetchall()
+    assert rows == [("COMPLETED",)]
+
+
+@contextlib.contextmanager
+def users_server(home: Path, port: int) -> Iterator[psutil.Popen]:
+    """A Prefect server that somebody else has started."""
+    environment = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    words = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with (home.parent / "server.log").open("ab") as log:
+        server = psutil.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        until(lambda: service_state.responds(f"http://127.0.0.1:{port}/api/health"), limit_s=120)
+        yield server
+    finally:
+        for each in [*server.children(recursive=True), server] if server.is_running() else []:
+            each.kill()
+        server.wait()
+
+
+def test_a_run_whose_users_prefect_server_dies_ends_with_its_result_and_one_line_and_is_completed_afterwards(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, home = free_port(), workshop.root / "prefect"
+    home.mkdir()
+    given = {**workshop.environment, "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
+    monkeypatch.setattr(Workshop, "environment", given)
+    with users_server(home, port) as server:
+        process = workshop.start("run", str(workshop.root / "config.toml"))
+        run = workshop.new_run()
+        until(lambda: reached(run, 50), limit_s=300)
+        server.kill()
+        out, error = process.communicate(timeout=500)
+    Path("/tmp/keeper_prefect.err").write_text(error)
+    assert process.returncode == 0, error[-3000:]
+    assert json.loads(out)["state"] == "exported"
+    assert error.count("its Prefect server does not answer any more") == 1
+    assert "Traceback" not in error
+    assert len(error.splitlines()) < MOST_LINES
+    sent_once(run)  # MLflow did not wait for Prefect
+    with users_server(home, port):
+        workshop.onward("run", str(workshop.root / "config.toml"), "train.num_steps=10", "train.evaluation_period=10")
+        assert api(f"http://127.0.0.1:{port}", f"/flow_runs/{run.root.name}")["state_type"] == "COMPLETED"

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from onward.infra import service_definitions, service_state, services, supervisor
-from tests.support.workshop import api
+from tests.support.workshop import api, signed_in
 
 pytestmark = pytest.mark.usefixtures("only_servers")
 
@@ -113,12 +113,13 @@ def test_a_server_ends_with_its_killed_supervisor_and_the_next_user_starts_anoth
 @pytest.mark.slow
 def test_a_server_that_was_killed_is_started_again_on_its_port_with_its_database(shared_home: Path) -> None:
     with user(shared_home) as (_, url):
-        made = api(url, "/flows/", {"name": "kept"})
+        server_api = signed_in(url, shared_home)
+        made = api(server_api, "/flows/", {"name": "kept"})
         (server,) = psutil.Process(service_state.read_state(shared_home, "prefect")["pid"]).children()
         server.kill()
         assert until(lambda: not service_state.responds(f"{url}/api/health"), limit_s=5)
         assert until(lambda: services.running(shared_home) == {"prefect": url}, limit_s=90)
-        assert api(url, f"/flows/{made['id']}")["name"] == "kept"
+        assert api(server_api, f"/flows/{made['id']}")["name"] == "kept"
         assert (shared_home / "services" / "prefect.log.before").exists()
     assert until(lambda: not of_home(shared_home), limit_s=15), of_home(shared_home)
 

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from onward.tasks.train import train
-from onward.trainer.errors import Hang
+from onward.trainer.errors import TrainingFailed
 from onward.trainer.events import last_beat
+from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import TrainResult
 from tests.support.graphs import tiny_conv_net
@@ -80,9 +81,11 @@ def test_the_rank_that_does_not_wait_for_the_others_is_named_with_its_line(
     tmp_path: Path, mode: str, place: str
 ) -> None:
     run = hanging_run(tmp_path, mode)
-    with pytest.raises(Hang, match=rf"rank 1 on \S+, step \d+: the job made no progress: it {place}") as hung:
+    expected = rf"rank 1 on \S+, step \d+: Hang: the job made no progress: it {place}"
+    with pytest.raises(TrainingFailed, match=expected) as hung:
         train.fn(run)
     assert "; rank 0 waits for it. The stacks of all ranks: " in str(hung.value)
+    assert endings(run)[0].kind == "hang"
     stacks = run.stacks(1).read_text()
     assert "== rank 0: waits for other ranks: is in " in stacks
     assert "== rank 1: " in stacks
@@ -107,7 +110,9 @@ def test_a_stopped_rank_is_named_where_a_collective_times_out_before(tmp_path: P
     run = hanging_run(tmp_path, "none", steps=100_000, timeout_s=4)
     stopping = threading.Thread(target=stop_rank_one, args=(run,), daemon=True)
     stopping.start()
-    with pytest.raises(Hang, match=r"rank 1 on \S+, step \d+: .* its process \d+ was stopped by a signal \(SIGSTOP\)"):
+    with pytest.raises(
+        TrainingFailed, match=r"rank 1 on \S+, step \d+: .* its process \d+ was stopped by a signal \(SIGSTOP\)"
+    ):
         train.fn(run)
     assert "== rank 1: " in run.stacks(1).read_text()
 

@@ -155,7 +155,10 @@ def _csv_block(
 ) -> Block:
     # without quotes every line is a row, so numpy counts rows and fields
     quoted = dialect.quote and dialect.quote.encode() in piece
-    cells, index, bad = (_quoted if quoted else _plain)(piece, header, names, text, dialect)
+    try:
+        cells, index, bad = (_quoted if quoted else _plain)(piece, header, names, text, dialect)
+    except ValueError as error:  # pandas' own, such as of control characters that it takes for line ends
+        raise DataError(f"{path}, after line {line}: the rows cannot be read as CSV: {error}") from error
     # index 0 is line 2, the first under the header
     first = 1 + dialect.header
     return Block(

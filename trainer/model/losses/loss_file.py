@@ -21,6 +21,7 @@ from onward.trainer.data.python_functions import load_function
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss_formulas import Formula, LossInputs
 from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.run.causes import explain
 
 
 def load_loss(file: str) -> Formula:
@@ -53,6 +54,8 @@ def _from_python(path: Path, name: str) -> Formula:
         try:
             value = function(output, labels)
         except Exception as error:
+            if explain(str(error)) is not None:
+                raise  # memory or a device is the cause, and not the function
             raise ConfigError(
                 f"loss.file {path}:{name} failed on output {list(output.shape)} and labels {list(labels.shape)}: "
                 f"{type(error).__name__}: {error}"

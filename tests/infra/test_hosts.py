@@ -1,0 +1,35 @@
+"""The hosts of a hostfile, and which of them answer over the agent that mpirun uses."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from onward.infra.hosts import read_hostfile, silence, silent_hosts, write_hostfile
+
+AGENT = """#!/bin/sh
+# stands in for ssh: agent -o option... host command
+while [ "$1" = -o ]; do shift 2; done
+[ "$1" = h1 ] && { echo "ssh: connect to host h1 port 22: No route to host" >&2; exit 255; }
+[ "$2" = true ]
+"""
+
+
+def test_a_hostfile_is_read_and_written_with_its_slots(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# two machines\nh0 slots=2\nh1 slots = 4 max_slots=8 # new\n\nh0 slots=1\nh2\n")
+    hosts = read_hostfile(tmp_path / "hosts")
+    assert hosts == {"h0": 3, "h1": 4, "h2": 0}
+    write_hostfile(tmp_path / "left", hosts)
+    assert (tmp_path / "left").read_text() == "h0 slots=3\nh1 slots=4\nh2\n"
+
+
+def test_hosts_that_do_not_answer_are_named_with_what_the_agent_said(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text(AGENT)
+    agent.chmod(0o755)
+    users = {"PATH": "/bin", "PRTE_MCA_plm_ssh_agent": f"{agent} : rsh"}
+    silent = silent_hosts(["h0", "h1", socket.gethostname()], users)
+    assert silent == {"h1": "ssh: connect to host h1 port 22: No route to host"}
+    assert silence(silent) == "1 host does not answer: h1 (ssh: connect to host h1 port 22: No route to host)"
+    absent = {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "absent")}
+    assert silent_hosts(["h0"], absent) == {"h0": f"{tmp_path}/absent cannot be started: No such file or directory"}

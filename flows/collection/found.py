@@ -141,9 +141,9 @@ def _leftovers(remaining: list[RunDir], rules: Rules) -> Iterator[Item]:
         if run.root.name.startswith(".removed-"):
             yield Item(kind="run", name=str(run.root), bytes=size_of(run.root), why="half deleted")
         elif not is_running(run):
-            for path in sorted(run.checkpoints.glob("step-*.damaged")):
+            for path in sorted(run.checkpoints.glob("step-*.d*ed")):  # .damaged, and .discarded with `--from-start`
                 if (age := age_days(path)) >= rules.days:
-                    why = f"damaged, set aside {age:.0f} days ago"
+                    why = f"{path.suffix[1:]}, set aside {age:.0f} days ago"
                     yield Item(kind="checkpoint", name=str(path), bytes=size_of(path), why=why)
 
 

@@ -28,7 +28,7 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List old runs, shards, damaged checkpoints and records that nothing needs any more; with --yes, remove them.
+    """Show old runs, shards and records that nothing needs any more, and remove them with --yes.
 
     What is running, what a sweep, a registered model, a deployment or another run needs, and what Onward did not write
     stays, and the list says why. MLflow's records of deleted checkpoints go, and old flow runs and events in the

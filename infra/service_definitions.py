@@ -26,8 +26,8 @@ class Service:
     """The URL path that returns 200 when the server is ready; without a port, the text in its log that shows it."""
 
 
-def _guarded(name: str) -> Callable[[Path, int], list[str]]:
-    return lambda home, port: [sys.executable, "-m", "onward.infra.guarded_server", name, str(home), str(port)]
+def _web_server(name: str) -> Callable[[Path, int], list[str]]:
+    return lambda home, port: [sys.executable, "-m", "onward.infra.web_server", name, str(home), str(port)]
 
 
 def _worker_command(home: Path, port: int) -> list[str]:
@@ -39,8 +39,8 @@ def _worker_command(home: Path, port: int) -> list[str]:
 
 
 SERVICES: Mapping[str, Service] = {
-    "prefect": Service(_guarded("prefect"), port=4200, health="/api/health"),
-    "mlflow": Service(_guarded("mlflow"), port=5000, health="/health"),
+    "prefect": Service(_web_server("prefect"), port=4200, health="/api/health"),
+    "mlflow": Service(_web_server("mlflow"), port=5000, health="/health"),
     "worker": Service(_worker_command, port=0, health="started!"),
 }
 

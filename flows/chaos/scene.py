@@ -22,7 +22,7 @@ TAG = "ONWARD_CHAOS"
 """The environment variable that every process of a soak inherits."""
 Phase: TypeAlias = Literal["start", "train", "export"]
 """`start`: from the start of a command until the ranks have made a step. `export`: once training is done."""
-SERVICE_WORDS = ("onward.infra.supervisor", "onward.infra.guarded_server")
+SERVICE_WORDS = ("onward.infra.supervisor", "onward.infra.web_server")
 
 
 class NoTarget(Exception):

@@ -136,7 +136,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "security.
 def program_of(process: psutil.Process) -> str:
     """Return the name that the page's table has for a process."""
     words = process.cmdline()
-    if "onward.infra.guarded_server" in words:
+    if "onward.infra.web_server" in words:
         return {"prefect": "Prefect server", "mlflow": "MLflow server"}[words[3]]
     if "worker" in words:
         return "worker"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from onward.infra.guarded_server import Guard, Message, Receive, Send
+from onward.infra.web_server import Message, Receive, RequestCheck, Send
 from tests.support.requests import ask, handshake
 
 FOREIGN = ("evil.example", "evil.example:4200", "127.0.0.1.evil.example", "localhost.", "0.0.0.0", "[::1]")
@@ -28,9 +28,9 @@ async def application(scope: Message, receive: Receive, send: Send) -> None:
 
 
 @contextlib.contextmanager
-def guarded(login: str = "") -> Iterator[int]:
-    """Run a guarded application in a thread; yield its port."""
-    config = uvicorn.Config(Guard(application, login=login), port=0, lifespan="off", log_level="critical")
+def checked(login: str = "") -> Iterator[int]:
+    """Run a checked application in a thread; yield its port."""
+    config = uvicorn.Config(RequestCheck(application, login=login), port=0, lifespan="off", log_level="critical")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -42,7 +42,7 @@ def guarded(login: str = "") -> Iterator[int]:
 
 
 def test_a_request_under_another_host_name_is_refused() -> None:
-    with guarded() as port:
+    with checked() as port:
         for host in ("", "localhost", f"localhost:{port}", "LOCALHOST:8080", "127.0.0.1"):
             assert ask(port, host=host) == (200, "inside"), host
         for host in (
@@ -66,7 +66,7 @@ def test_a_request_under_another_host_name_is_refused() -> None:
 
 
 def test_a_page_of_another_origin_gets_nothing() -> None:
-    with guarded() as port:
+    with checked() as port:
         assert ask(port, Origin=f"http://127.0.0.1:{port}")[0] == 200
         assert ask(port, host=f"localhost:{port}", Origin=f"http://localhost:{port}")[0] == 200
         for origin in ("http://evil.example", "null", f"http://localhost:{port}", "http://127.0.0.1:1"):
@@ -75,7 +75,7 @@ def test_a_page_of_another_origin_gets_nothing() -> None:
 
 
 def test_without_the_login_only_the_health_check_is_answered() -> None:
-    with guarded("onward:secret") as port:
+    with checked("onward:secret") as port:
         assert ask(port, "/health") == (200, "inside")
         assert ask(port, login="onward:secret") == (200, "inside")
         for wrong in ("", "onward:", "onward:secret2", "secret"):

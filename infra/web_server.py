@@ -35,7 +35,7 @@ HEALTH = ("/health", "/api/health")
 """Paths that answer without a login, to those who wait for the server."""
 
 
-class Guard:
+class RequestCheck:
     """An ASGI application that answers refused requests itself and passes on all others."""
 
     def __init__(self, application: Application, *, login: str = "") -> None:
@@ -80,8 +80,8 @@ def main(name: str, home: Path, port: int) -> None:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
-        guarded = Guard(_prefect()) if name == "prefect" else Guard(_mlflow(home), login=login(home))
-        server = uvicorn.Server(uvicorn.Config(guarded, log_level="warning"))
+        checked = RequestCheck(_prefect()) if name == "prefect" else RequestCheck(_mlflow(home), login=login(home))
+        server = uvicorn.Server(uvicorn.Config(checked, log_level="warning"))
         server.run(sockets=[listener])
     if not server.started:
         sys.exit(3)  # its log has the error

@@ -21,7 +21,7 @@ from onward.trainer.run.records import ExportedModel, write_record
 
 
 def test_a_run_that_is_done_has_its_result_although_prefect_cannot_be_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path))
     run = RunDir(tmp_path / "runs" / "the-run")
@@ -40,7 +40,7 @@ def test_a_run_that_is_done_has_its_result_although_prefect_cannot_be_told(
     this: Any = SimpleNamespace(id="the-run")
     write_record(run.flow_ending, RunEnding(status="completed", flow_run_id="the-run"))
     assert run_to_end(this, config) == exported
-    assert capfd.readouterr().err.count("its Prefect server does not answer any more (ConnectError)") == 1
+    assert caplog.text.count("its Prefect server does not answer any more (ConnectError)") == 1
 
     write_record(run.flow_ending, RunEnding(status="completed", flow_run_id="an earlier one"))
     with pytest.raises(OnwardError, match="ConnectError"):

@@ -141,7 +141,7 @@ def program_of(process: psutil.Process) -> str:
     if "worker" in words:
         return "worker"
     if words[-3:-1] == ["onward.trainer", "train"]:
-        return "`mpirun`" if "mpirun" in Path(words[0]).name or "prterun" in Path(words[0]).name else "ranks"
+        return "`mpirun`" if Path(words[0]).name in ("mpirun", "prterun") else "ranks"
     return " ".join(words)
 
 
@@ -160,7 +160,10 @@ def test_the_page_says_what_listens_where(workshop: Workshop, links: dict[str, s
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=120)
-    assert {ip for found in seen.values() for ip, _ in found} == {"127.0.0.1"}, seen
+    open_to_others = {name for name, found in seen.items() if {ip for ip, _ in found} - {"127.0.0.1"}}
+    assert open_to_others == {name for name, address in table.items() if "all interfaces" in address} == {"`mpirun`"}, (
+        seen
+    )
     assert {name for name, found in seen.items() if found} == {n for n, at in table.items() if "127.0.0.1" in at}, seen
     for name in ("Prefect", "MLflow"):
         assert seen[f"{name} server"] == {("127.0.0.1", port_of(links, name.lower()))}

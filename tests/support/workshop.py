@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -183,6 +184,15 @@ def api(url: str, path: str, body: dict[str, Any] | None = None, *, method: str 
         },
         method=method or ("GET" if body is None else "POST"),
     )
-    with urllib.request.urlopen(request, timeout=30) as response:
-        content = response.read()
+    for pause_s in (0.5, 1.0, 2.0, 4.0):
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                content = response.read()
+            break
+        except urllib.error.HTTPError as error:
+            if error.code != 503:  # the database is locked for a moment; Prefect's own client tries again, too
+                raise
+            time.sleep(pause_s)
+    else:
+        raise AssertionError(f"{path}: the server answers with status 503")
     return json.loads(content) if content else None

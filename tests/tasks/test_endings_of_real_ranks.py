@@ -92,7 +92,7 @@ def signalled_once_saved(run: RunDir, what: str, number: signal.Signals, *, atte
         ("mpirun", signal.SIGTERM, "preempted", "SIGTERM"),
         ("mpirun", signal.SIGHUP, "preempted", "SIGTERM"),
         ("mpirun", signal.SIGKILL, "rank_lost", "mpirun was ended by SIGKILL"),
-        ("rank 1", signal.SIGSTOP, "hang", "rank 1 did not answer"),
+        ("rank 1", signal.SIGSTOP, "hang", "was stopped by a signal (SIGSTOP)"),
     ],
 )
 def test_what_ended_an_attempt_is_said_and_the_retry_ends_with_the_same_bits(

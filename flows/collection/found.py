@@ -141,7 +141,8 @@ def _leftovers(remaining: list[RunDir], rules: Rules) -> Iterator[Item]:
         if run.root.name.startswith(".removed-"):
             yield Item(kind="run", name=str(run.root), bytes=size_of(run.root), why="half deleted")
         elif not is_running(run):
-            for path in sorted(run.checkpoints.glob("step-*.d*ed")):  # .damaged, and .discarded with `--from-start`
+            # discarded: a damaged one of a run that was begun again with `onward resume --from-start`
+            for path in sorted((*run.checkpoints.glob("step-*.damaged"), *run.checkpoints.glob("step-*.discarded"))):
                 if (age := age_days(path)) >= rules.days:
                     why = f"{path.suffix[1:]}, set aside {age:.0f} days ago"
                     yield Item(kind="checkpoint", name=str(path), bytes=size_of(path), why=why)

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import State
 
-from onward.tasks.train import train
-from onward.trainer.errors import Diverged, TrainingFailed
+from onward.trainer.errors import Diverged
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import TrainResult
 from tests.support.graphs import tiny_conv_net
+from tests.support.retried import train_to_end
 from tests.support.runs import assert_equal_bits, final_tensors, losses, make_run, tiny_images
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -44,16 +43,6 @@ def new_run(folder: Path, data: dict[str, Any] | None = None, /, **sections: Any
         launch=launch,
         **sections,
     )
-
-
-def train_to_end(run: RunDir) -> TrainResult | State[Any]:
-    """Repeat the task as Prefect does."""
-    while True:
-        try:
-            return train.fn(run)
-        except TrainingFailed as failed:
-            if not failed.again:
-                raise
 
 
 def loss_file(folder: Path, *, after: int) -> dict[str, str]:

@@ -11,14 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
-from prefect import State
 
 from onward.tasks.train import train
-from onward.trainer.errors import TrainingFailed
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import TrainResult
 from tests.support.graphs import tiny_conv_net
+from tests.support.retried import train_to_end
 from tests.support.runs import assert_equal_bits, events, final_tensors, make_run, tiny_images
 
 pytestmark = pytest.mark.mpi
@@ -42,16 +41,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run = new_run(tmp_path_factory.mktemp("undisturbed"))
     train.fn(run)
     return run
-
-
-def train_to_end(run: RunDir) -> TrainResult | State[Any]:
-    """Repeat the task as Prefect does."""
-    while True:
-        try:
-            return train.fn(run)
-        except TrainingFailed as failed:
-            if not failed.again:
-                raise
 
 
 def job_of(run: RunDir) -> dict[str, psutil.Process]:

@@ -7,6 +7,7 @@ import socket
 import time
 
 from onward.infra.mpirun import Outcome
+from onward.infra.rank_endings import first_ending
 from onward.infra.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.events import last_beat
@@ -18,12 +19,14 @@ _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]imeout|operation timeout")
 _WATCHDOG = re.compile(r"^Timeout \((\d+:\d+:\d+(?:\.\d+)?)\)!", re.MULTILINE)
 
 
-def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome) -> None:
+def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, output: str) -> None:
     """Write stacks.txt and the error record of the likely cause, if the attempt was ended because it hung.
 
-    It hung if it was silent, or if ranks only report that others did not answer in time. A rank
-    with an error of its own is the cause in any other case.
+    It hung if it was silent, or if ranks only report that others did not answer in time. A rank with an error of its
+    own, or that a signal ended first, is the cause in any other case. output: the end of the log.
     """
+    if outcome.reason == "exited" and _signal_ended_it(output):
+        return  # also if another rank was stopped at that time
     dumps = {rank: _read(run, attempt, rank) for rank in range(config.world_size)}
     errors = {rank: _error(run, attempt, rank) for rank in dumps}
     waited_in_vain = {r for r, e in errors.items() if e is not None and e.secondary and _TIMED_OUT.search(e.cause)}
@@ -51,6 +54,14 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome) 
         at_ms=time.time_ns() // 1_000_000,
     )
     write_record(run.rank_error(attempt, hang.rank), error)
+
+
+def _signal_ended_it(output: str) -> bool:
+    """Return whether the first rank that ended was ended by a signal, and not because it had waited for too long."""
+    ending = first_ending(output)
+    # NCCL's watchdog aborts its rank when a collective has timed out
+    gave_up = ending is not None and ending.signal == "SIGABRT" and _TIMED_OUT.search(output) is not None
+    return ending is not None and bool(ending.signal) and not gave_up
 
 
 def _stack(dump: str, error: RankError | None) -> RankStack:

@@ -17,6 +17,7 @@ from onward.flows.report import meanings
 from onward.flows.train_onnx import MISSED_AFTER, is_missed, train_onnx
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import table_type
+from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.preprocessing_record import Preprocessing
 from onward.trainer.run.records import read_record
@@ -109,8 +110,13 @@ def test_after_a_killed_rank_the_flow_tries_again_and_after_a_killed_flow_resume
     assert Path(facts["directory"]) == run.root
     assert facts["attempts"] == 3
     assert facts["sha256"] == undisturbed["sha256"]
+    first, second, third = (each.kind for each in endings(run))
+    assert (first, third) == ("rank_lost", "done")
+    assert second in ("preempted", "rank_lost")  # whether the ranks of the killed flow could still save
+    assert facts["ending"].startswith("done: attempt 3 ended at step ")
     (mlflow_run,) = workshop.mlflow_runs(run)
     assert mlflow_run.info.status == "FINISHED"
+    assert mlflow_run.data.tags["onward.ending.kind"] == "done"
     until(lambda: gone(workshop), limit_s=15)
     assert workshop.prefect_states()[run.root.name] == "CRASHED"
 

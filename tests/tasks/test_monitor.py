@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
+from onward.flows.run_status import describe
 from onward.infra.mlflow_store import TrackingUnavailable
 from onward.infra.tracking import Point, Tracker
 from onward.tasks.event_shipping import Cursor, Shipper
@@ -27,6 +29,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.events import Event, EventWriter
+from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, MetricsSummary, Record, RunIdentity, read_record, write_record
 from tests.support.stores import client, free_port, new_run, new_store, points
@@ -66,6 +69,22 @@ def attempt(run: RunDir, *, first: int, last: int, status: str = "") -> None:
             {"attempt": number, "status": status, "step": last, "samples_seen": 1, "metrics": {}, "elapsed_s": 1}
         )
         write_record(run.result(number), result)
+
+
+def ended(run: RunDir, number: int, kind: EndingKind) -> AttemptEnding:
+    """The record of how an attempt ended, as the task train writes it."""
+    ending = AttemptEnding(
+        attempt=number,
+        kind=kind,
+        sentence="rank 1 on h0 failed: CUDA out of memory",
+        action="it goes on from the checkpoint of step 5 in 5 s, retry 1 of 2",
+        step=5,
+        began_ms=1,
+        detected_ms=2,
+        ended_ms=3,
+    )
+    write_record(run.ending(number), ending)
+    return ending
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -123,12 +142,43 @@ def test_a_resume_after_damage_is_said_on_the_terminal_and_in_mlflow(
     assert client(tracker).get_run(tracker.run_id).data.tags["onward.resumed"] == resumed
 
 
-@pytest.mark.parametrize(("ended", "status"), [("done", "FINISHED"), ("stopped", "KILLED"), ("", "FAILED")])
-def test_mlflow_gets_the_status_of_the_newest_attempt(tmp_path: Path, ended: str, status: str) -> None:
+def test_how_an_attempt_ended_is_in_mlflow_before_the_next_one_ends_and_in_the_status_of_the_run(
+    tmp_path: Path,
+) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+
+    def shown() -> dict[str, str]:
+        tags = client(tracker).get_run(tracker.run_id).data.tags
+        return {name: tags.get(name, "") for name in ("onward.attempts", "onward.ending.kind", "onward.ending")}
+
+    attempt(run, first=1, last=5)
+    watching = threading.Thread(target=monitor.fn, args=(run,), kwargs={"tick_s": 0.02}, daemon=True)
+    watching.start()
+    first = ended(run, 1, "out_of_memory")
+    sentence = (
+        "attempt 1 ended at step 5: rank 1 on h0 failed: CUDA out of memory; it goes on from the checkpoint of step 5 "
+        "in 5 s, retry 1 of 2"
+    )
+    assert str(first) == sentence
+    wait_until(lambda: shown()["onward.ending"] == sentence)
+    assert (shown()["onward.attempts"], shown()["onward.ending.kind"]) == ("1", "out_of_memory")
+    assert describe(run).ending == f"out_of_memory: {sentence}"
+    attempt(run, first=6, last=10, status="done")
+    second = ended(run, 2, "done")
+    run.close_log()
+    watching.join()
+    expected = {"onward.attempts": "2", "onward.ending.kind": "done", "onward.ending": str(second)}
+    assert shown() == expected
+    assert describe(run).ending == f"done: {second}"
+
+
+@pytest.mark.parametrize(("last", "status"), [("done", "FINISHED"), ("stopped", "KILLED"), ("", "FAILED")])
+def test_mlflow_gets_the_status_of_the_newest_attempt(tmp_path: Path, last: str, status: str) -> None:
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     attempt(run, first=1, last=3, status="stopped")
-    attempt(run, first=4, last=5, status=ended)
+    attempt(run, first=4, last=5, status=last)
     run.close_log()
     assert monitor.fn(run).status == status
     assert client(tracker).get_run(tracker.run_id).info.status == status
@@ -392,6 +442,7 @@ def test_cancelling_in_prefect_stops_the_job_and_artifacts_show_the_progress_and
 
     run = make_run(tmp_path, new_run())
     attempt(run, first=1, last=5)
+    ended(run, 1, "out_of_memory")
     stopped: list[Path] = []
     run.shards.mkdir()
     manifest = ShardManifest(key="", format="arrow", columns=(), train=(), evaluation=())
@@ -421,6 +472,16 @@ def test_cancelling_in_prefect_stops_the_job_and_artifacts_show_the_progress_and
             artifacts = prefect.read_artifacts()
     assert stopped == [run.root]
     found = {artifact.key: artifact.data for artifact in artifacts}
-    assert found.keys() == {"training", "classes"}
+    assert found.keys() == {"training", "classes", "attempts"}
+    assert json.loads(found["attempts"]) == [
+        {
+            "attempt": 1,
+            "kind": "out_of_memory",
+            "began at step": 0,
+            "ended at step": 5,
+            "what happened": "rank 1 on h0 failed: CUDA out of memory",
+            "what followed": "it goes on from the checkpoint of step 5 in 5 s, retry 1 of 2",
+        }
+    ]
     assert found["training"] == 60.0
     assert "| 0 | 3 | 1 |" in found["classes"], "the confusion matrix is a page of the run"

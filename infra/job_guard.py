@@ -3,11 +3,14 @@
     flow ---pipe---> guard ---+      the pipe is closed when the flow ends, however it ends
      ^                |  fork |
      +--- replaces ---+       v
-                   second guard      reads the same pipe; the first one replaces it
+                   second guard ---+      reads the same pipe; the first one replaces it
+                                   v
+                              third guard
 
-Each of the three may be killed, and so may two of them: one that is left ends the job, or starts what is missing. When
-all three are killed at the same moment, the kernel asks the job to save and end (PR_SET_PDEATHSIG of mpirun). The
-processes of a job are found by TAG in their environment, whichever process is their parent.
+Each of the four may be killed, and so may three of them at the same moment: one that is left ends the job, or starts
+what is missing. When all four are killed at once, the kernel asks the job to save and end (PR_SET_PDEATHSIG of
+mpirun); a rank that is deaf to that is ended by its own watchdog. The processes of a job are found by TAG in their
+environment, whichever process is their parent.
 
 Run as a program, this file is the guard; therefore it imports only the standard library.
 """
@@ -31,6 +34,9 @@ GRACE_S = 10.0
 """Longest time a job gets to save after its flow process was killed."""
 RENEW_S = 1.0
 """Least time between two starts of a guard; a machine without memory ends each of them at once."""
+SPARES = 2
+"""Guards below the first one. With one, killing both guards and the flow within a second left ranks that ignore
+signals."""
 
 
 class Guard:
@@ -55,7 +61,7 @@ class Guard:
 
     def close(self) -> None:
         """End the guards; what is left of the job is killed."""
-        # also the pipes of killed guards, from which their second guards read
+        # also the pipes of killed guards, from which the guards below them read
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -124,16 +130,21 @@ def _leads_session(pid: int) -> bool:
 
 def _run(tag: str, grace_s: float) -> None:
     """Wait for the end of the flow process; let what is left of the job save for `grace_s`, then kill it."""
-    second = os.fork()
-    while not select.select([sys.stdin], [], [], RENEW_S if second else None)[0]:
-        # the flow replaces the first guard, and the first guard the second one
-        if second and os.waitpid(second, os.WNOHANG)[0]:
-            second = os.fork()
+    spares, below = SPARES, 0
+    while True:
+        # the flow replaces the first guard, and each guard the one below it
+        while spares and not below:
+            below = os.fork()
+            spares -= not below
+        if select.select([sys.stdin], [], [], RENEW_S if below else None)[0]:
+            break
+        if below and os.waitpid(below, os.WNOHANG)[0]:
+            below = 0
     signal_until_gone(tag, signal.SIGUSR1, limit_s=grace_s, which=_ask)
     kill_job(tag)
-    if second:
+    if below:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(second, 0)
+            os.waitpid(below, 0)
 
 
 def _ask(pid: int) -> bool:

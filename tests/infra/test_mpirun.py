@@ -276,6 +276,16 @@ def test_after_the_guard_and_the_flow_process_were_killed_the_ranks_save_and_exi
 
 # -- whichever process is killed
 
+GUARDS = ("guard", "second guard", "third guard")
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process runs no more; a zombie does not."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
 
 class Supervised:
     """A flow, so to say, with a job of two ranks, and all its processes by what they are."""
@@ -290,9 +300,9 @@ class Supervised:
         self.tag = record.tag
 
     def guards(self) -> list[psutil.Process]:
-        """The first guard, the second one, and the second ones of those that were killed."""
+        """The first guard, those below it, and those below others that were killed."""
         found = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and self.tag in p.info["cmdline"]]
-        return sorted((p for p in found if p.status() != psutil.STATUS_ZOMBIE), key=lambda each: each.pid)
+        return sorted((p for p in found if not has_ended(p)), key=lambda each: each.pid)
 
     def process(self, name: str) -> psutil.Process:
         if name == "flow":
@@ -304,9 +314,13 @@ class Supervised:
             return psutil.Process(next(pid for pid in job_guard.members(self.tag) if os.getsid(pid) == pid))
 
         def found() -> psutil.Process | None:
-            first = [each for each in self.guards() if each.ppid() == self.flow.pid]
-            below = [each for each in self.guards() if first and each.ppid() == first[-1].pid]
-            return first[-1] if name == "guard" and first else next(iter(below), None)
+            above, guards = self.flow.pid, self.guards()
+            for _ in GUARDS[: GUARDS.index(name) + 1]:
+                below = [each for each in guards if each.ppid() == above]
+                if not below:
+                    return None
+                above = below[-1].pid
+            return below[-1]
 
         guard: psutil.Process = until(found)
         return guard
@@ -316,10 +330,13 @@ class Supervised:
         return [*job_guard.members(self.tag), *(guard.pid for guard in self.guards())]
 
     def kill(self, *names: str) -> None:
-        """SIGKILL, or with "suspended" SIGSTOP, one after the other at once."""
-        for process, name in [(self.process(name.removeprefix("suspended ")), name) for name in names]:
+        """SIGKILL, or with "suspended" SIGSTOP, one after the other at once. Return when those killed have ended."""
+        found = [(self.process(name.removeprefix("suspended ")), name) for name in names]
+        for process, name in found:
             with contextlib.suppress(psutil.NoSuchProcess):  # its end may follow from that of the first
                 process.suspend() if name.startswith("suspended") else process.kill()
+        for process, name in found:
+            until(lambda process=process, name=name: name.startswith("suspended") or has_ended(process))
 
 
 @pytest.fixture
@@ -338,11 +355,11 @@ def supervised(tmp_path: Path) -> Iterator[Callable[[str], Supervised]]:
 
 
 @pytest.mark.mpi
-def test_ranks_that_save_nothing_end_within_15_s_after_the_guard_and_the_flow_were_killed(
+def test_ranks_that_save_nothing_end_within_15_s_after_two_guards_and_the_flow_were_killed(
     supervised: Callable[[str], Supervised],
 ) -> None:
     job = supervised("deaf")
-    job.kill("guard", "flow")
+    job.kill("guard", "second guard", "flow")  # before any of them is replaced
     job.flow.wait()
     until(lambda: not job.left(), 15)
 
@@ -352,7 +369,7 @@ def test_a_killed_guard_is_replaced_and_a_suspended_mpirun_goes_on(
     supervised: Callable[[str], Supervised],
 ) -> None:
     job = supervised("behaved")
-    for name in ("guard", "second guard"):
+    for name in GUARDS:
         before = job.process(name)
         job.kill(name)
         assert job.process(name) != before
@@ -361,23 +378,24 @@ def test_a_killed_guard_is_replaced_and_a_suspended_mpirun_goes_on(
     assert job.flow.poll() is None
 
 
-PROCESSES = ("flow", "guard", "second guard", "mpirun", "suspended mpirun", "rank 0", "rank 1")
+PROCESSES = ("flow", *GUARDS, "mpirun", "suspended mpirun", "rank 0", "rank 1")
 
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["behaved", "deaf"])
+@pytest.mark.parametrize(("program", "at_once"), [("deaf", True), ("deaf", False), ("behaved", False)])
 @pytest.mark.parametrize("second", PROCESSES)
 @pytest.mark.parametrize("first", PROCESSES)
 def test_after_any_two_processes_of_a_job_were_killed_nothing_of_it_is_left_15_s_after_its_flow_ends(
-    first: str, second: str, program: str, supervised: Callable[[str], Supervised]
+    first: str, second: str, program: str, at_once: bool, supervised: Callable[[str], Supervised]
 ) -> None:
     if second.removeprefix("suspended ") == first.removeprefix("suspended ") and second != first:
         pytest.skip("a process that was killed cannot be suspended")
     job = supervised(program)
-    job.kill(*{first: None, second: None})  # the same name twice: one process alone
+    # the same name twice: one process alone. At once: the flow has no time to replace what was killed.
+    job.kill(*dict.fromkeys((first, second, *["flow"] * at_once)))
     if "flow" not in (first, second):
-        until(lambda: job.guards() or job.flow.poll() is not None)  # the flow has replaced both guards
+        until(lambda: job.flow.poll() is not None or any(each.ppid() == job.flow.pid for each in job.guards()))
         job.kill("flow")
     job.flow.wait()
     until(lambda: not job.left(), 15)

@@ -20,6 +20,13 @@ TAIL_LINES = 20
 TAIL_BYTES = 1 << 16
 """How much of the log's end is searched for the cause."""
 
+_PRINTED = re.compile(
+    r"^rank (?P<rank>\d+): (?P<text>Traceback \(most recent call last\):\n(?:[ \t].*\n)*"
+    r"(?:[\w.]*\.)?(?P<cause>\w+(?:: .*)?))$",
+    re.MULTILINE,
+)
+"""An error as the exception hook of a rank prints it, before it writes its record."""
+
 _SIGNALS = {
     "SIGSEGV": "a crash in native code",
     "SIGBUS": "a crash in native code, or /dev/shm or a file system that is full",
@@ -67,7 +74,10 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
 
     output: the end of the log. oom_kills: processes that the out-of-memory killer ended on this host meanwhile.
     """
-    if (ending := first_ending(output)) is None:
+    ending = first_ending(output)
+    if ending is None or not ending.signal:
+        _record_printed(run, attempt, config, output)
+    if ending is None:
         return
     path = run.rank_error(attempt, ending.rank)
     if path.exists():
@@ -87,6 +97,22 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
         at_ms=time.time_ns() // 1_000_000,
     )
     write_record(path, error)
+
+
+def _record_printed(run: RunDir, attempt: int, config: RunConfig, output: str) -> None:
+    """Write the error record of the first rank that has printed its error, if no rank could write one."""
+    if (printed := _PRINTED.search(output)) is None or run.ranks_with_errors(attempt):
+        return
+    error = RankError(
+        attempt=attempt,
+        rank=int(printed["rank"]),
+        host="unknown host" if config.launch.hostfile else socket.gethostname(),
+        step=last_beat(run.heartbeat).step,
+        cause=printed["cause"],
+        traceback=printed["text"],
+        at_ms=time.time_ns() // 1_000_000,
+    )
+    write_record(run.rank_error(attempt, error.rank), error)
 
 
 def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceback: str, *, oom_kills: int) -> str:

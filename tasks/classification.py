@@ -21,9 +21,12 @@ STORAGE = re.compile(
 SERVER = re.compile(r"(ConnectionError|ConnectionRefusedError|ConnectTimeout|ReadTimeout|HTTPError|URLError)\b")
 HOST = re.compile(
     r"lost communication with a remote daemon|unable to reliably start one or more daemons|ssh: connect to host|"
-    r"daemon has unexpectedly failed|unable to establish a communication connection|Connection closed by \S+ port \d+"
+    r"daemon has unexpectedly failed|daemon failed to report back|unable to establish a communication connection|"
+    r"Connection closed by \S+ port \d+"
 )
 """What mpirun and ssh print when a host, its network or its daemon is gone."""
+HOST_NAME = re.compile(r"Remote (?:host|daemon)\s*:\s+(?:\[\S+\] on node )?(?P<host>\S+)")
+"""Where mpirun names that host."""
 HANG = re.compile(r"it made no progress for|a collective timed out|[Tt]imed out (waiting|after)|[Ww]ait timeout")
 
 
@@ -125,7 +128,10 @@ def sentence_of(evidence: Evidence) -> str:
     if evidence.launcher_signal:
         return f"mpirun was ended by {evidence.launcher_signal}"
     if error is None:
-        return evidence.ending
+        lost = HOST.search(evidence.output) and HOST_NAME.search(evidence.output)
+        return (
+            f"mpirun cannot reach host {lost['host']}, or has lost it; {evidence.ending}" if lost else evidence.ending
+        )
     silent = sorted({*range(evidence.world_size)} - {*evidence.answered})
     if error.secondary and HANG.search(error.cause) and silent:
         named = ", ".join(map(str, silent))

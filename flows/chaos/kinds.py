@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias
 import psutil
 
 from onward.flows.chaos.scene import NoTarget, Phase, Scene, until_gone
+from onward.infra.stopped_ranks import STOPPED_S
 from onward.trainer.errors import ConfigError
 
 Inject: TypeAlias = Callable[[Scene, float], str]
@@ -32,6 +33,8 @@ SHORT_S = 2.0
 """How long something is away that has to be waited for."""
 OUTAGE_S = 8.0
 """How long a server or a database is away that Onward has to do without."""
+LONGEST_HANG_S = 200.0
+"""How long a rank is kept from going on, if nothing ends it."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,18 @@ def _pause(
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGCONT)
     return f"{told} for {seconds:g} s"
+
+
+def _keep_stopped(scene: Scene, choice: float) -> str:
+    """Stop a rank, and stop it again when it is let go on, until it is ended."""
+    rank, process = _rank(scene, choice)
+    told = f"rank {rank}, {_send(process, signal.SIGSTOP)}"
+    until = time.monotonic() + LONGEST_HANG_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.05)
+    return told
 
 
 def _kill_guard(scene: Scene, choice: float) -> str:
@@ -295,7 +310,12 @@ KINDS: dict[str, Kind] = {
         partial(_pause, lambda scene, choice: [_rank(scene, choice)[1]], SHORT_S),
         ends="nothing",
     ),
-    "rank-stop": Kind("one rank is stopped for good", partial(_to_rank, signal.SIGSTOP), classes=("hang",)),
+    "rank-stop": Kind(
+        f"one rank is stopped; Onward lets it go on after {STOPPED_S:g} s",
+        partial(_to_rank, signal.SIGSTOP),
+        ends="nothing",
+    ),
+    "rank-hang": Kind("one rank is stopped again whenever it goes on", _keep_stopped, classes=("hang",)),
     "mpirun-kill": Kind("SIGKILL to mpirun", partial(_to_mpirun, signal.SIGKILL), classes=("rank_lost", "host_lost")),
     "mpirun-term": Kind("SIGTERM to mpirun", partial(_to_mpirun, signal.SIGTERM), classes=("preempted",)),
     "mpirun-usr1": Kind("SIGUSR1 to mpirun", partial(_to_mpirun, signal.SIGUSR1), classes=("preempted",)),

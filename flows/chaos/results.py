@@ -16,6 +16,8 @@ from onward.trainer.run.records import AttemptResult, ExportedModel, RunIdentity
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
+OF_A_CHECKPOINT = "checkpoint/"
+"""Prefix of the metrics that MLflow has for single checkpoints."""
 Points = Mapping[tuple[str, int], int]
 """(Metric, step) -> how many points MLflow has."""
 
@@ -44,9 +46,14 @@ def result_of(run: RunDir, *, undisturbed: Points, steps_made: int = 0, elapsed_
 
 
 def points_of(run: RunDir) -> Points:
-    """Return how often each metric has a value for a step in MLflow."""
+    """Return how often each metric has a value for a step in MLflow.
+
+    Left out are the metrics of single checkpoints: which of these still exist when MLflow is told of them depends on
+    the time.
+    """
     identity = read_record(run.identity, RunIdentity)
-    return collections.Counter(Tracker(identity.tracking_uri, identity.mlflow_run_id).points())
+    points = Tracker(identity.tracking_uri, identity.mlflow_run_id).points()
+    return collections.Counter(point for point in points if not point[0].startswith(OF_A_CHECKPOINT))
 
 
 def _stopped_at(run: RunDir) -> list[int]:

@@ -33,6 +33,8 @@ TOO_LATE_S = 3.0
 """An attempt that is done so soon after a fault had made all of its steps by then."""
 TRIES = 20
 """How often a fault is tried that finds no target, before others come first."""
+LAST_TRY = 15 * TRIES
+"""How often it is tried at all: an exporter, for example, is there for seconds in a minute."""
 FRUITLESS = 4
 """Commands in a row without a step; then the soak ends."""
 
@@ -191,7 +193,7 @@ class Soak:
         self.ready_at = time.monotonic() - planned.wait_s + 0.2
         if tries % TRIES == 0:
             self.pending.remove(planned)
-            if tries < 3 * TRIES:
+            if tries < LAST_TRY:
                 self.pending.append(planned)
             else:
                 self.problems.append(f"fault {planned.number} ({planned.kind}) found no target: {why}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import signal
 import socket
 import threading
@@ -19,6 +21,7 @@ from onward.trainer.run.records import TrainResult
 from tests.support.graphs import tiny_conv_net
 from tests.support.retried import train_to_end
 from tests.support.runs import assert_equal_bits, events, final_tensors, make_run, tiny_images
+from tests.support.workshop import until
 
 pytestmark = pytest.mark.mpi
 STEPS = 120
@@ -118,3 +121,23 @@ def test_three_kills_with_progress_between_them_do_not_use_up_two_retries(tmp_pa
 def ending(**known: Any) -> AttemptEnding:
     times = {"began_ms": 1, "detected_ms": 2, "ended_ms": 3}
     return AttemptEnding(**{"attempt": 1, "kind": "rank_lost", "sentence": "s", "action": "a", **times, **known})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_can_write_neither_log_nor_record_is_a_matter_of_the_storage_and_says_why(
+    ranks: int, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path, parallel={"data": ranks})
+
+    def limit() -> None:
+        until(lambda: any(event.attempt == 1 for event in events(run, "checkpoint")), limit_s=120)
+        for what, process in job_of(run).items():
+            if what != "mpirun":
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+
+    threading.Thread(target=limit, daemon=True).start()
+    train_to_end(run)
+    first, second = endings(run)
+    assert (first.kind, second.kind) == ("storage", "done")
+    assert re.match(r"rank \d on \S+ failed: \w*Error: .*File too large", first.sentence), first.sentence

@@ -58,6 +58,7 @@ def evidence(cause: str = "", *, result: str = "", secondary: bool = False, outp
 LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
 WAITED = "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation"
 DAEMON = "PRTE has lost communication with a remote daemon.\n  Remote daemon: [prterun@0,2] on node h1"
+DEAF = "A daemon failed to report back after being spawned.\n\n  Local host:    h0\n  Remote host:   h1\n"
 KILL = "SIGKILL: killed from outside"
 
 
@@ -97,6 +98,7 @@ KILL = "SIGKILL: killed from outside"
         (evidence("OSError: [Errno 116] Stale file handle"), "storage"),
         (evidence(disk="/x cannot be written: No space left on device"), "storage"),
         (evidence(output=DAEMON, returncode=0), "host_lost"),
+        (evidence(output=DEAF, returncode=213), "host_lost"),
         (evidence(LOST, secondary=True, output=DAEMON), "host_lost"),
         (evidence(KILL, hosts="1 host does not answer: h1"), "host_lost"),
         (evidence("ConnectionError: cannot reach the store"), "server"),
@@ -108,6 +110,11 @@ def test_every_kind_is_told_from_what_the_attempt_left_behind(found: Evidence, k
     assert classify(found) == kind
     assert sentence_of(found)
     assert "\n" not in sentence_of(found)
+
+
+@pytest.mark.parametrize("output", [DAEMON, DEAF])
+def test_a_host_that_mpirun_has_lost_is_named(output: str) -> None:
+    assert sentence_of(evidence(output=output, returncode=213)).startswith("mpirun cannot reach host h1, or has lost it; ")
 
 
 def test_a_rank_that_hangs_is_named_and_not_the_healthy_one_that_waited_for_it() -> None:

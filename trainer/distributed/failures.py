@@ -80,8 +80,8 @@ def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = l
             )
             # first: this needs no disk, unless the log is on the full one, too
             with contextlib.suppress(OSError):
-                sys.stderr.write(f"rank {rank}: {text}")
-                sys.stderr.flush()
+                # sys.stderr is a buffer here, which torch's own hook would print after this one has returned
+                print(f"rank {rank}: {text}", end="", file=sys.__stderr__, flush=True)
             write_reserved(run.rank_error(attempt, rank), record, reserved)
             if secondary:
                 time.sleep(PEER_DELAY_S)

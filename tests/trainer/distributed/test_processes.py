@@ -189,6 +189,27 @@ def test_a_failing_rank_leaves_its_error_as_data_and_the_echo_does_not_mask_it(t
     assert "fail_on_one" in error.traceback
 
 
+FAILS_LATER = """
+import resource, sys
+import torch.distributed as dist
+from onward.trainer.distributed.failures import install_excepthook
+from onward.trainer.run.directory import RunDir
+from pathlib import Path
+install_excepthook(RunDir(Path(sys.argv[1])), attempt=1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # wraps the hook into one of its own
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+raise ValueError("the root cause")
+"""
+
+
+def test_a_rank_that_cannot_write_its_record_prints_its_error(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    ended = subprocess.run([sys.executable, "-c", FAILS_LATER, str(tmp_path)], capture_output=True, text=True)
+    assert (ended.returncode, run.ranks_with_errors(1)) == (70, ())
+    assert ended.stderr.startswith("rank 0: Traceback (most recent call last):\n")
+    assert ended.stderr.endswith("\nValueError: the root cause\n")
+
+
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
 ASSERTED = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
 

@@ -1,0 +1,177 @@
+"""Several machines on this one: a host is a set of kernel namespaces with a network card, a host name and an sshd.
+
+    namespace "switch":  br0 ---+--- port0     +--- port1     +--- ...
+                                    |              |
+    namespaces of h0:             eth0 .10       eth0 .11        network, PIDs, mounts and the host's name
+
+Files are shared, as on a cluster with one file system. A crashed host is first cut off from the network, so that the
+others hear nothing more from it, as of a machine without power.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.support.workshop import until
+
+NEEDED = ("ip", "nsenter", "unshare", "sshd", "ssh", "ssh-keygen")
+NETWORK = "10.77.31"
+
+BOOT = """
+hostname {name}
+mount --make-rprivate /
+mount --bind {folder}/hosts /etc/hosts
+[ -f /root/.bashrc ] && mount --bind /dev/null /root/.bashrc
+mkdir -p /run/sshd
+ip link set lo up
+# the first process of a PID namespace has to reap the others
+while :; do sleep 3600 & wait -n; done
+"""
+SSHD = """
+Port 22
+ListenAddress {address}
+HostKey {folder}/hostkey
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+PidFile none
+PermitRootLogin prohibit-password
+UsePAM no
+MaxStartups 100
+UseDNS no
+"""
+SSH = """#!/bin/sh
+exec ssh -i {folder}/key -o IdentitiesOnly=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null \\
+    -o LogLevel=ERROR "$@"
+"""
+
+
+def missing() -> str:
+    """Why there can be no machines here; "" if there can."""
+    absent = [name for name in NEEDED if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
+    if absent:
+        return f"hosts of their own need {', '.join(absent)}"
+    allowed = subprocess.run(["unshare", "--net", "--uts", "--pid", "--fork", "--mount", "true"], capture_output=True)
+    return "hosts of their own need root: they are namespaces" if os.geteuid() or allowed.returncode else ""
+
+
+@dataclass
+class Machines:
+    """Hosts h0, h1, ... of one network; commands run on h0."""
+
+    folder: Path
+    number: int
+    switch: subprocess.Popen[bytes]
+    hosts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def agent(self) -> str:
+        """The ssh of these hosts, with its key."""
+        return str(self.folder / "ssh")
+
+    def hostfile(self, slots: int) -> Path:
+        path = self.folder / "hostfile"
+        path.write_text("".join(f"h{number} slots={slots}\n" for number in range(self.number)))
+        return path
+
+    def boot(self, number: int) -> None:
+        """Start a host, and wait until it can be reached over ssh."""
+        name, address = f"h{number}", f"{NETWORK}.{10 + number}"
+        values = {"name": name, "folder": self.folder, "address": address}
+        (self.folder / f"{name}.sh").write_text(BOOT.format(**values))
+        (self.folder / f"{name}.sshd").write_text(SSHD.format(**values))
+        spaces = ("--net", "--uts", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
+        with (self.folder / f"{name}.out").open("ab") as output:
+            self.hosts[name] = subprocess.Popen(
+                ["unshare", *spaces, "bash", str(self.folder / f"{name}.sh")],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        first = until(lambda: self._first(name), limit_s=20)
+        port = f"port{number}"
+        with contextlib.suppress(subprocess.CalledProcessError):  # there is none but after a crash
+            _ip(self.switch.pid, "link", "del", port)
+        _ip(self.switch.pid, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(first))
+        _ip(self.switch.pid, "link", "set", port, "master", "br0", "up")
+        _ip(first, "addr", "add", f"{address}/24", "dev", "eth0")
+        _ip(first, "link", "set", "eth0", "up")
+        sshd = ["/usr/sbin/sshd", "-f", str(self.folder / f"{name}.sshd"), "-E", str(self.folder / f"{name}.log")]
+        until(lambda: subprocess.run([*self.on(name), *sshd]).returncode == 0, limit_s=20)
+        # after a crash h0 has the address of the network card that was there before
+        subprocess.run([*self.on("h0"), "ip", "neigh", "flush", "all"], check=True)
+        until(lambda: subprocess.run([*self.on("h0"), self.agent, name, "true"]).returncode == 0, limit_s=20)
+
+    def _first(self, name: str) -> int:
+        """The first process of a host, as this machine numbers it; 0 before it has mounted its own /proc."""
+        with contextlib.suppress(psutil.Error, IndexError):
+            child = psutil.Process(self.hosts[name].pid).children()[0]
+            return int(child.pid) if "bash" in child.name() else 0
+        return 0
+
+    def on(self, name: str) -> list[str]:
+        """The words that run a command on a host."""
+        spaces = ("--net", "--uts", "--pid", "--mount")
+        return ["nsenter", "-t", str(self._first(name)), *spaces, f"--wd={Path.cwd()}", "--"]
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a command on h0."""
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [*self.on("h0"), *words],
+                env={**environment, "PRTE_MCA_plm_ssh_agent": self.agent},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def crash(self, name: str) -> None:
+        """Cut a host off from the network, then kill all of its processes."""
+        _ip(self.switch.pid, "link", "set", f"port{name[1:]}", "nomaster")
+        first = self._first(name)
+        psutil.Process(first).kill()
+        self.hosts[name].wait(20)
+
+    def close(self) -> None:
+        for process in (*self.hosts.values(), self.switch):
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(process.pid).children():
+                    child.kill()
+            process.kill()
+            process.wait(20)
+
+
+@contextlib.contextmanager
+def machines(folder: Path, number: int) -> Iterator[Machines]:
+    """Hosts that see each other and the files of this machine."""
+    folder.mkdir()
+    for name in ("key", "hostkey"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    addresses = "".join(f"{NETWORK}.{10 + each} h{each}\n" for each in range(number))
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
+    (folder / "ssh").write_text(SSH.format(folder=folder))
+    (folder / "ssh").chmod(0o755)
+    switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+    found = Machines(folder, number, switch)
+    try:
+        own = Path("/proc/self/ns/net").readlink()
+        until(lambda: Path(f"/proc/{switch.pid}/ns/net").readlink() != own, limit_s=20)
+        _ip(switch.pid, "link", "add", "br0", "type", "bridge")
+        _ip(switch.pid, "link", "set", "br0", "up")
+        for each in range(number):
+            found.boot(each)
+        yield found
+    finally:
+        found.close()
+
+
+def _ip(process: int, *words: str) -> None:
+    subprocess.run(["nsenter", "-t", str(process), "--net", "ip", *words], check=True, capture_output=True)

@@ -114,7 +114,8 @@ def test_every_kind_is_told_from_what_the_attempt_left_behind(found: Evidence, k
 
 @pytest.mark.parametrize("output", [DAEMON, DEAF])
 def test_a_host_that_mpirun_has_lost_is_named(output: str) -> None:
-    assert sentence_of(evidence(output=output, returncode=213)).startswith("mpirun cannot reach host h1, or has lost it; ")
+    sentence = sentence_of(evidence(output=output, returncode=213))
+    assert sentence.startswith("mpirun cannot reach host h1, or has lost it; ")
 
 
 def test_a_rank_that_hangs_is_named_and_not_the_healthy_one_that_waited_for_it() -> None:

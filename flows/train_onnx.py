@@ -23,6 +23,7 @@ from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from onward.flows.approval import ask_for_approval
+from onward.flows.cancellation import stopped_from_prefect
 from onward.flows.deployment_limits import check_limits
 from onward.flows.ending import Ending
 from onward.flows.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
@@ -126,7 +127,7 @@ def train_onnx(
         check_limits(deployment, settings)
     run = run_directory(resume)
     # for the whole flow: a retry or a resume in another process must not work in the same directory
-    with locked(run), Ending(run) as ending:
+    with locked(run), Ending(run) as ending, stopped_from_prefect(run) as request:
         configure(run, settings)
         init_runtime(run)
         shard_data(run)
@@ -148,6 +149,7 @@ def train_onnx(
             raise Stopped(read_record(run.pruned, Pruned).reason)
         if trained.is_cancelled():
             raise Stopped(f"stopped; {how_to_continue(run)}")
+        request.check()
         keeping.result()  # raises the error of the checkpoint task, if it failed
         result = cast(TrainResult, trained.result())  # raises that of the training
         if (trial := membership(run)) and not trial.exports:

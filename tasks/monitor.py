@@ -1,8 +1,7 @@
 """monitor: beside the training, send the event log to MLflow, TensorBoard, Prefect and the terminal.
 
 The event log stays on disk, so nothing is lost: MLflow may be unavailable for hours, this process may be killed at any
-moment, and the next monitor continues at the cursor. Training never waits for this task. In the other direction, a flow
-run that is cancelled or suspended in Prefect's UI stops its job.
+moment, and the next monitor continues at the cursor. Training never waits for this task.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from collections.abc import Iterable
 from typing import Literal, cast
 from uuid import UUID
 
-from prefect import runtime, task
+from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
 from prefect.context import TaskRunContext
 from prefect.settings import get_current_settings
 
-from onward.infra import mpirun
 from onward.infra.service_state import responds
 from onward.infra.tensorboard import TensorBoard
 from onward.infra.tracking import Tracker
@@ -37,11 +34,9 @@ from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import AttemptResult, MetricsSummary, RunIdentity, read_record, write_record
 from onward.trainer.run.reserved import is_full
-from onward.trainer.run.sweeps import membership
 
 LOG_PERIOD_S = 10.0
 ARTIFACT_PERIOD_S = 5.0
-STATE_PERIOD_S = 3.0
 
 
 @task(name="monitor", task_run_name="monitor", cache_policy=NO_CACHE)
@@ -56,7 +51,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     shipping = RetryingShipper(Shipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id)), log)
     board = TensorBoard(run.tensorboard, wanted=read_config(run).monitor.tensorboard)
     progress, lines, confusions = Progress(), LogLines(log), dict[str, Event]()
-    artifact, stop, pruning, reports = ProgressArtifact(), StopRequest(run), MedianRule(run), EndingReports(run)
+    artifact, pruning, reports = ProgressArtifact(), MedianRule(run), EndingReports(run)
     offset, closed = 0, False
     while not closed:
         # Read first, so that the last pass reads everything that was written before the log was closed.
@@ -77,7 +72,6 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
         artifact.show(progress, now=closed)
         if not closed:
             lines.tick(progress)
-            stop.poll()
             pruning.poll()
             time.sleep(tick_s)
     board.close()
@@ -192,30 +186,3 @@ def show_tables(tables: Iterable[ClassTable]) -> None:
             if not prefect_answers():
                 return
             create_markdown_artifact(table.markdown(), key=key, description="How well each class is recognised")
-
-
-class StopRequest:
-    """Stops the job when its flow run or that of its sweep is cancelled or suspended in Prefect. Outside of a flow run
-    it does nothing.
-
-    Prefect itself stops only the runs that a worker started. Without this class any other run would stay in the state
-    Cancelling, and a suspended run would go on training.
-    """
-
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._is_trial = membership(run) is not None
-        self._due = Periodic(STATE_PERIOD_S)
-
-    def poll(self) -> None:
-        """Read the flow run's state every STATE_PERIOD_S, and let the job save and stop if it is to end."""
-        flow_run_id = runtime.flow_run.get_id()
-        if not flow_run_id or not self._due() or not prefect_answers():
-            return
-        # An error of the Prefect server must not end the monitor; the next poll tries again.
-        with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-            above = runtime.flow_run.get_parent_flow_run_id() if self._is_trial else None  # the sweep
-            for each in (flow_run_id, above) if above else (flow_run_id,):
-                state = client.read_flow_run(UUID(each)).state
-                if state and (state.is_cancelling() or state.is_cancelled() or state.is_paused()):
-                    mpirun.stop_running(self._run.root)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from onward.flows.runs import is_running
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.ending import ending_of
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.workshop import Workshop, api, ranks_of, reached, signed_in, until
 
@@ -127,3 +129,29 @@ def test_parameters_that_name_other_files_are_refused_before_anything_is_read(wo
         state = api(server, f"/flow_runs/{begun}")["state"]
         assert (state["type"], reason in state["message"]) == ("FAILED", True), state
         assert not (workshop.home / "runs" / begun).exists()
+
+
+@pytest.mark.slow
+def test_a_deployed_run_that_is_cancelled_saves_ends_as_cancelled_and_can_be_resumed(
+    workshop: Workshop, server: str
+) -> None:
+    made = workshop.onward("deploy", str(workshop.root / "config.toml"), "train.num_steps=3000", "--name", "cancelled")
+    begun = api(server, f"/deployments/{made['deployment_id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
+    run = RunDir(workshop.home / "runs" / begun)
+    until(lambda: reached(run, 60), limit_s=240)
+    cancel = {"state": {"type": "CANCELLING", "name": "Cancelling"}}  # what the UI's Cancel button sends
+    assert api(server, f"/flow_runs/{begun}/set_state", cancel)["status"] == "ACCEPT"
+    until(lambda: not is_running(run), limit_s=60)
+    until(lambda: state_of(server, begun) not in ("RUNNING", "CANCELLING"), limit_s=30)
+    assert state_of(server, begun) == "CANCELLED"
+    assert [found.info.status for found in workshop.mlflow_runs(run)] == ["KILLED"]
+    assert not ranks_of(run)
+    described = workshop.onward("status", begun)
+    assert described["state"] == "stopped"
+    assert described["step"] >= 60
+    assert run.checkpoint(described["step"]).is_dir(), "the ranks have saved where they stopped"
+    ending = ending_of(run)
+    assert ending is not None
+    assert ending.status == "cancelled"
+    assert workshop.onward("resume", begun)["step"] == 3000
+    assert [found.info.status for found in workshop.mlflow_runs(run)] == ["FINISHED"]

@@ -5,8 +5,8 @@ A test puts this folder first in PYTHONPATH, and a description into ONWARD_TEST_
     {"phase": "open .*/train.log", "action": "SIGKILL", "once": "/tmp/.../reached", "home": "/tmp/.../home"}
 
 phase: a pattern over what processes do: "open PATH" for writing, "os.rename FROM TO", "sqlite3.connect PATH",
-"subprocess.Popen PROGRAM WORDS", "event KIND STEP" of the event log. action: a signal to the flow, or "fill" the disk
-of `home`. The flow is the first process with this variable.
+"subprocess.Popen PROGRAM WORDS", "event KIND STEP" of the event log. action: a signal to the flow, "fill" the disk of
+`home`, or "wait" until the file `once`.go exists. The flow is the first process with this variable.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import sys
+import time
 from typing import Any
 
 WATCHED = ("open", "os.rename", "sqlite3.connect", "subprocess.Popen", "event")
@@ -63,6 +64,11 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _act() -> None:
+    if SETTINGS["action"] == "wait":
+        deadline = time.monotonic() + 60
+        while not os.path.exists(f"{SETTINGS['once']}.go") and time.monotonic() < deadline:  # noqa: PTH110
+            time.sleep(0.05)
+        return
     if SETTINGS["action"] != "fill":
         os.kill(int(os.environ["ONWARD_TEST_FLOW"]), signal.Signals[SETTINGS["action"]])
         return

@@ -88,6 +88,8 @@ RULES: Sequence[Rule] = (
     # ranks that saved and left although this flow has not asked for it
     ("preempted", lambda e: e.result is not None),
     ("data_error", lambda e: e.error_class in ("DataError", "DeviceAssertion")),
+    # before the refusals: a rank says of a full disk that the machine cannot run it
+    ("storage", lambda e: e.error_class == "RuntimeUnavailable" and STORAGE.search(e.cause)),
     ("user_error", lambda e: e.error_class in ("ConfigError", "UnsupportedModel", "RuntimeUnavailable", "Refused")),
     ("non_finite", lambda e: e.error_class == "Diverged"),
     ("out_of_memory", lambda e: e.error_class in ("OutOfMemory", "MemoryError")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import os
@@ -70,4 +71,6 @@ def storage_problem(folder: Path, needed: int = 1 << 20) -> str:
     except OSError as error:
         return f"{folder} cannot be written: {error.strerror}"
     free = found.f_bavail * found.f_frsize
-    return f"{folder} has {free:,} bytes free of the {needed:,} that are needed" if free < needed else ""
+    if free >= needed:
+        return ""
+    return f"{os.strerror(errno.ENOSPC)}: {folder} has {free:,} bytes free of the {needed:,} that are needed"

@@ -52,6 +52,7 @@ EXECUTED = (
     "docs/how-to/write-a-config.md",
     "docs/how-to/sweep.md",
     "docs/how-to/verify-a-run.md",
+    "docs/how-to/free-disk-space.md",
 )
 BASE = {
     "model": {"path": "model.onnx"},

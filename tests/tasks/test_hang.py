@@ -21,6 +21,7 @@ from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RankError, TrainResult, write_record
 from tests.support.attempts import TIMED_OUT
 from tests.support.graphs import tiny_conv_net
+from tests.support.quotes import assert_quoted
 from tests.support.runs import make_run, tiny_images
 
 pytestmark = pytest.mark.mpi
@@ -89,6 +90,8 @@ def test_the_rank_that_does_not_wait_for_the_others_is_named_with_its_line(
         train.fn(run)
     assert "; rank 0 waits for it. The stacks of all ranks: " in str(hung.value)
     assert endings(run)[0].kind == "hang"
+    if mode == "c":
+        assert_quoted(str(endings(run)[0]), "attempt 1 ended at step ")
     stacks = run.stacks(1).read_text()
     assert "== rank 0: waits for other ranks: is in " in stacks
     assert "== rank 1: " in stacks

@@ -17,6 +17,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import Diverged
 from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, read_config
+from tests.support.quotes import assert_quoted
 from tests.support.ranks import run_ranks
 from tests.support.runs import Array, events, make_run
 
@@ -135,6 +136,8 @@ def test_the_row_whose_logarithm_is_not_finite_is_named_among_many_with_its_node
     )
     assert re.search(r"Its inputs: h \[\d, \d\]: -5", told), told
     assert "The weights have grown" not in told
+    if layout == "data":
+        assert_quoted(told, "Replayed, the first bad value")
 
 
 def test_a_huge_row_is_named_also_where_it_has_ruined_the_weights_before(tmp_path: Path) -> None:
@@ -143,6 +146,7 @@ def test_a_huge_row_is_named_also_where_it_has_ruined_the_weights_before(tmp_pat
     told = message(a_run(tmp_path, model("LeakyRelu"), data, data={"evaluation_fraction": 0.1}))
     assert "The weights have grown: the largest magnitude in " in told
     assert re.search(r"row \d+ of the training data \(\S+data\.npz, row 21\) has 3e\+38 in column 'x'", told), told
+    assert_quoted(told, "In that step row ")
 
 
 def test_a_learning_rate_that_ruins_the_weights_is_not_blamed_on_a_row(tmp_path: Path) -> None:
@@ -150,6 +154,7 @@ def test_a_learning_rate_that_ruins_the_weights_is_not_blamed_on_a_row(tmp_path:
     assert re.search(r"The weights have grown: .* after step 0 and is \S+ now; .* in step 1\.", told), told
     assert "The updates are the cause, and not a row of the data" in told
     assert "of the training data" not in told
+    assert_quoted(told, "The weights have grown")
 
 
 def test_a_bad_gradient_is_traced_to_the_node_whose_backward_pass_makes_it(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from onward.trainer.errors import ReplicasDiffer
 from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support.graphs import tiny_transformer
+from tests.support.quotes import assert_quoted
 from tests.support.ranks import run_ranks
 from tests.support.runs import make_run, tiny_text
 
@@ -86,4 +87,6 @@ def test_a_flipped_bit_in_one_copy_is_named_with_step_and_ranks_at_the_next_comp
     assert f"model/{name}" in message
     assert f" is not that on rank {world_size - 1}" in message or f"on rank {world_size - 1} is not that" in message
     assert newest == "4", "the checkpoint before"
+    if parallel == {"data": 2}:
+        assert_quoted(message, "after step 5: ")
     assert [each[1] for each in found] == [message] * world_size

@@ -275,7 +275,7 @@ def run_page(page: str, folder: Path, *, shell: bool) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_setting_that_a_page_names_exists(page: str) -> None:
     text = re.sub(r"^\s*```.*?^\s*```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S | re.M)
-    suffixes = {"py", "toml", "json", "jsonl", "onnx", "npz", "md", "csv"}
+    suffixes = {"py", "log", "toml", "json", "jsonl", "onnx", "npz", "md", "csv"}
     for code in re.findall(r"`([^`\n]+)`", text):
         for section, key in re.findall(r"(?<![\w./])([a-z]+)\.([a-z_]+)\b", code):
             if section in RunConfig.model_fields and section != "name" and key not in suffixes:

@@ -30,7 +30,7 @@ from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.ending import ending_of
 from onward.trainer.run.private_home import make_private
 from onward.trainer.run.records import ExportedModel, read_record
-from onward.trainer.run.sweeps import Sweep, SweepDir
+from onward.trainer.run.sweeps import Sweep, SweepDir, membership
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -215,6 +215,8 @@ def _how_it_ended(flow_run_id: UUID, run: RunDir) -> tuple[State[object], Status
 def _may_be_orphan(flow_run: FlowRun, run: RunDir) -> bool:
     """Return whether a flow run that nothing runs belongs to this machine and is not about to begin."""
     if flow_run.state_type and flow_run.state_type.value == "PENDING":
+        if flow_run.parent_task_run_id and (trial := membership(run)):
+            return not is_running(RunDir(SweepDir.of(trial.sweep_id).root))
         return is_gone(flow_run.context.get(CREATOR))  # a worker's, which has no such entry, is about to begin
     return run.root.exists()
 
@@ -277,14 +279,28 @@ def run_sweep(folder: SweepDir) -> None:
     Raises Stopped when the sweep or one of its trials was cancelled, else the error that made it fail.
     """
     import prefect
+    from prefect.client.orchestration import get_client
+    from prefect.flow_engine import run_flow
+    from prefect.states import Pending
 
     from onward.flows.ending import raise_stop
     from onward.flows.sweep import sweep_onnx
 
     mark_orphaned_runs_crashed()
     name = read_record(folder.sweep, Sweep).name
+    parameters = {"sweep": folder.root.name, "name": name}
     with prefect.tags("sweep"), flow_log(RunDir(folder.root)):
-        state = sweep_onnx(folder.root.name, name=name, return_state=True)
+        with get_client(sync_client=True) as client:
+            flow_run = client.create_flow_run(
+                sweep_onnx,
+                name=name,
+                parameters=parameters,
+                tags=["sweep"],
+                context={CREATOR: this_process()},
+                state=Pending(),
+            )
+        final_state = run_flow(sweep_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
+    state = cast("State[object]", final_state)
     if state.is_cancelled():
         raise_stop(RunDir(folder.root), state.message or "")
     state.result(_sync=True)  # type: ignore[call-overload]

@@ -181,9 +181,10 @@ def discard_damaged(run: RunDir) -> None:
     Raises ConfigError when one of them is complete.
     """
     if (newest := newest_complete(run)) is not None:
+        kind = "sweep" if membership(run) else "run"
         raise ConfigError(
-            f"{newest.path} is complete, so `onward resume {run.root.name}` goes on from step {newest.info.step}, and "
-            "needs no --from-start; to train from step 0 without it, start a new run"
+            f"{newest.path} is complete, so `{command_to_continue(run)}` goes on from step {newest.info.step}, and "
+            f"needs no --from-start; to train from step 0 without it, start a new {kind}"
         )
     discard(run)
 

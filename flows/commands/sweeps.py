@@ -37,6 +37,14 @@ def sweep(
     resume: Annotated[
         str, typer.Option(metavar="SWEEP", help="Continue a sweep: last, its name or the first characters of its id.")
     ] = "",
+    from_start: Annotated[
+        bool,
+        typer.Option(
+            "--from-start",
+            help="With --resume: begin the trial that has not ended again at step 0, if all of its checkpoints are "
+            "damaged; they are kept.",
+        ),
+    ] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List all sweeps, newest first.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -56,11 +64,14 @@ def sweep(
         )
     if not config and (settings or trials or prune or seed):
         raise ConfigError(f"{chosen[0]} takes no settings: a sweep goes on with those that it began with")
+    if from_start and not resume:
+        raise ConfigError("--from-start needs --resume SWEEP: a new sweep begins at step 0 anyway")
     if list_all:
         _list(api.sweeps(), as_json=as_json)
+    elif resume:
+        _show(api.resume_sweep(resume, from_start=from_start), as_json=as_json)
     else:
-        found = api.resume_sweep(resume) if resume else _start(config, settings, trials, prune, seed)
-        _show(found, as_json=as_json)
+        _show(_start(config, settings, trials, prune, seed), as_json=as_json)
 
 
 def _start(config: str, settings: list[str] | None, trials: int, prune: bool, seed: int) -> SweepOutcome:

@@ -44,20 +44,26 @@ def sweep(
     return _run_sweep(folder.root.name)
 
 
-def resume_sweep(sweep: str = "last") -> SweepOutcome:
+def resume_sweep(sweep: str = "last", *, from_start: bool = False) -> SweepOutcome:
     """Continue a sweep that was killed or stopped: the trials that have not ended, each from its newest checkpoint.
 
-    `sweep`: a name, the beginning of an id, or "last". A sweep that has ended is returned as it is. Raises ConfigError
-    when there is no such sweep or it is running; else as `onward.sweep`, and from the main thread like it.
+    `sweep`: a name, the beginning of an id, or "last". A sweep that has ended is returned as it is. `from_start`: begin
+    the trial that has not ended again at step 0, if all of its checkpoints are damaged. Raises ConfigError when there
+    is no such sweep or it is running; else as `onward.sweep`, and from the main thread like it.
     """
     require_flow("onward.resume_sweep")
-    from onward.flows.runs import is_running
+    from onward.flows.runs import discard_damaged, is_running
     from onward.flows.sweeps.outcome import find_sweep, outcome_of
     from onward.trainer.run.directory import RunDir
 
     folder = find_sweep(sweep)
     if is_running(RunDir(folder.root)):
         raise ConfigError(f"the sweep {folder.root.name} is running already; wait for its end, or stop it first")
+    unended = [trial for trial in folder.trials() if trial.status == "running"] if from_start else []
+    if from_start and not unended:
+        raise ConfigError(f"the sweep {folder.root.name} has no trial that has begun and not ended; omit --from-start")
+    for trial in unended:
+        discard_damaged(trial.run)
     return outcome_of(folder) if folder.result.exists() else _run_sweep(folder.root.name)
 
 

@@ -15,7 +15,7 @@ from prefect.exceptions import TerminationSignal
 
 from onward.flows.ending import Ending, own_error, raise_stop, recorded
 from onward.flows.flow_log import flow_log
-from onward.flows.local_run import is_gone, this_process
+from onward.flows.local_run import CREATOR, is_gone, mark_orphaned_runs_crashed, this_process
 from onward.flows.run_status import describe
 from onward.flows.runs import how_to_continue, may_continue
 from onward.infra.mpirun import boot_id
@@ -29,6 +29,8 @@ from onward.trainer.errors import (
 )
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import ending_of
+from onward.trainer.run.records import write_record
+from onward.trainer.run.sweeps import Membership, SweepDir
 from tests.flows.test_cli import make_run
 
 
@@ -133,6 +135,42 @@ def test_only_a_process_of_this_machine_that_has_ended_is_gone() -> None:
     assert is_gone(me | {"pid": max(psutil.pids()) + 10_000})
     assert not is_gone(me | {"host": "another"})
     assert not is_gone(None)
+
+
+@pytest.mark.slow  # a Prefect server is started
+def test_a_sweep_and_its_trial_that_were_killed_while_pending_are_closed_and_a_workers_run_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import task
+    from prefect.client.orchestration import get_client
+    from prefect.states import Pending
+    from prefect.testing.utilities import prefect_test_harness
+
+    from onward.flows.sweep import locked, sweep_onnx
+    from onward.flows.train_onnx import train_onnx
+
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path))
+    folder = SweepDir.of("abc")
+    folder.root.mkdir(parents=True)
+    write_record(RunDir(tmp_path / "runs" / "first").trial, Membership(sweep_id="abc", number=1, mlflow_run_id=""))
+    killed = {CREATOR: this_process() | {"pid": max(psutil.pids()) + 10_000}}
+    with prefect_test_harness(server_startup_timeout=120), get_client(sync_client=True) as client:
+        sweep = client.create_flow_run(sweep_onnx, parameters={"sweep": "abc"}, context=killed, state=Pending())
+        above = client.create_task_run(task(lambda: None, name="trial"), sweep.id, dynamic_key="1")
+        trial = client.create_flow_run(
+            train_onnx, parameters={"resume": "first"}, parent_task_run_id=above.id, state=Pending()
+        )
+        workers = client.create_flow_run(train_onnx, parameters={}, state=Pending())
+
+        def states() -> list[str]:
+            found = (client.read_flow_run(each.id).state for each in (sweep, trial, workers))
+            return [state.type.value for state in found if state]
+
+        with locked(folder):  # by a process that resumes it
+            mark_orphaned_runs_crashed()
+        assert states() == ["PENDING"] * 3
+        mark_orphaned_runs_crashed()
+        assert states() == ["CRASHED", "CRASHED", "PENDING"]
 
 
 def test_what_libraries_print_goes_into_the_log_and_a_full_disk_is_one_line_on_the_terminal(

@@ -143,7 +143,6 @@ def test_a_run_whose_users_prefect_server_dies_ends_with_its_result_and_one_line
         until(lambda: reached(run, 50), limit_s=300)
         server.kill()
         out, error = process.communicate(timeout=500)
-    Path("/tmp/keeper_prefect.err").write_text(error)
     assert process.returncode == 0, error[-3000:]
     assert json.loads(out)["state"] == "exported"
     assert error.count("its Prefect server does not answer any more") == 1

@@ -315,6 +315,25 @@ def test_a_sweep_is_described_by_its_directory_and_found_by_name_id_and_last(fol
     assert [each.sweep_id for each in onward.sweeps()] == [second.root.name, first.root.name]
 
 
+def test_from_start_lets_only_the_trial_begin_again_that_has_not_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_, plan = made(folder, "optimizer.learning_rate=1e-3,1e-2")
+    with pytest.raises(ConfigError, match="has no trial that has begun and not ended"):
+        onward.resume_sweep(made_.root.name, from_start=True)
+    write_record(made_.trial(1), ended(plan, 1, {"optimizer.learning_rate": 1e-3}, "complete"))
+    write_record(made_.trial(2), Trial(number=2, run_id="second", settings={"optimizer.learning_rate": 1e-2}))
+    runs = [trial.run for trial in made_.trials()]
+    for run in runs:
+        run.checkpoint(20).mkdir(parents=True)  # without its files
+    monkeypatch.setattr("onward.flows.sweeps.api._run_sweep", lambda sweep: sweep)
+    assert onward.resume_sweep(made_.root.name, from_start=True) == made_.root.name
+    assert [[path.name for path in run.checkpoints.iterdir()] for run in runs] == [
+        ["step-000000020"],
+        ["step-000000020.discarded"],
+    ]
+
+
 def test_a_trial_is_not_resumed_by_itself(folder: Path) -> None:
     run = RunDir(folder / "home" / "runs" / "0123")
     write_record(run.config, load_config(folder / "digits.toml"))

@@ -143,12 +143,16 @@ def shown(workshop: Workshop, folder: SweepDir, facts: dict[str, Any], runs: lis
             "where flow.name = 'sweep-onnx'"
         ).fetchone()
         states = shown.execute(
-            "select state_type from flow_run join flow on flow_run.flow_id = flow.id where flow.name = 'sweep-onnx'"
+            "select state_type, context from flow_run join flow on flow_run.flow_id = flow.id "
+            "where flow.name = 'sweep-onnx'"
         ).fetchall()
         (table,) = shown.execute("select data from artifact where key = 'sweep'").fetchone()
     shown.close()
     assert above in [(8,), (9,)], "6 trials, one or two of them in two flow runs, and the export of the best one"
-    assert sorted(states) == [("COMPLETED",), ("CRASHED",), ("CRASHED",)]
+    assert sorted(state for state, _ in states) == ["COMPLETED", "CRASHED", "CRASHED"]
+    assert all(json.loads(context)["onward.process"]["pid"] for _, context in states), (
+        "one killed while pending is closed"
+    )
     rows = json.loads(json.loads(table)) if isinstance(json.loads(table), str) else json.loads(table)
     assert [row["status"] for row in rows].count("complete, the best") == 1
     listed = finished(workshop.start("sweep", "--list"))["sweeps"]
@@ -169,9 +173,17 @@ def test_a_sweep_that_is_interrupted_and_cancelled_goes_on_and_prunes_what_is_wo
     assert process.returncode == 130, error[-3000:]
     assert f"to continue the sweep: onward sweep --resume {folder.root.name}" in error
     assert status_of(folder, 2) == "running"
-    assert list(second.checkpoints.glob("step-*")), "the running trial has saved a checkpoint"
+    saved = list(second.checkpoints.glob("step-*"))
+    assert saved, "the running trial has saved a checkpoint"
 
+    for path in saved:
+        (path / "manifest.json").unlink()
     process = workshop.start("sweep", "--resume", folder.root.name)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 4, error[-3000:]
+    command = f"onward sweep --resume {folder.root.name} --from-start"
+    assert f"begin trial 2 of its sweep again at step 0 with `{command}`" in error
+    process = workshop.start(*command.split()[1:])
     third = run_of(workshop, folder, 3)
     until(lambda: reached(third, 30), limit_s=300)
     url, _, flow_run_id = read_record(folder.identity, RunIdentity).prefect_url.partition("/v2/runs/flow-run/")

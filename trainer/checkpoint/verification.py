@@ -27,6 +27,7 @@ from onward.trainer.distributed.weights import NUM_NAMED, overlap
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import CheckpointInfo
+from onward.trainer.run.sweeps import membership
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +124,14 @@ def all_damaged(run: RunDir, damaged: Sequence[str], problem: str = "") -> Check
     """
     many = "the only checkpoint" if len(damaged) == 1 else f"all {len(damaged)} checkpoints"
     named = ", ".join(damaged[:NUM_NAMED]) + (" ..." if len(damaged) > NUM_NAMED else "")
+    trial = membership(run)
+    what = f"trial {trial.number} of its sweep" if trial else "it"
+    command = f"sweep --resume {trial.sweep_id}" if trial else f"resume {run.root.name}"
     return CheckpointError(
         f"{many} of run {run.root.name} {'is' if len(damaged) == 1 else 'are'} damaged ({named}), so there is nothing "
         f"to go on from{f'; {problem}' if problem else ''}; put an undamaged copy back as "
-        f"{run.checkpoints / damaged[0]}, or begin again at step 0 with `onward resume {run.root.name} --from-start`, "
-        f"which keeps the damaged ones in {run.checkpoints}, or start a new run"
+        f"{run.checkpoints / damaged[0]}, or begin {what} again at step 0 with `onward {command} --from-start`, "
+        f"which keeps the damaged ones in {run.checkpoints}, or start a new {'sweep' if trial else 'run'}"
     )
 
 

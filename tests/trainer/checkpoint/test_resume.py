@@ -19,6 +19,8 @@ from onward.trainer.distributed.weights import Placement
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.events import EventWriter
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import write_record
+from onward.trainer.run.sweeps import Membership
 from tests.support import graphs
 from tests.support.ranks import run_ranks
 from tests.support.runs import events as events_of
@@ -132,6 +134,18 @@ def test_a_run_with_damaged_checkpoints_alone_is_refused_with_the_choices(tmp_pa
         "step-000000020.discarded",
         "step-000000040.discarded",
     ]
+
+
+def test_a_trial_with_damaged_checkpoints_alone_is_told_what_its_sweep_can_do(tmp_path: Path) -> None:
+    run = with_checkpoints(tmp_path, 20, 40)
+    write_record(run.trial, Membership(sweep_id="abc", number=3, mlflow_run_id=""))
+    damage(run.checkpoint(40))
+    with pytest.raises(ConfigError, match=r"so `onward sweep --resume abc` goes on from step 20.*start a new sweep"):
+        discard_damaged(run)
+    damage(run.checkpoint(20))
+    told = "begin trial 3 of its sweep again at step 0 with `onward sweep --resume abc --from-start`, .* new sweep"
+    with pytest.raises(CheckpointError, match=told):
+        find_resume_point(run, mpi=ALONE)
 
 
 def test_from_start_is_refused_where_a_checkpoint_is_complete(tmp_path: Path) -> None:

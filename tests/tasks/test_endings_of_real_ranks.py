@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,8 @@ LAUNCH = {"retry_delay_s": 0.1, "collective_timeout_s": 5, "heartbeat_timeout_s"
 
 
 def new_run(folder: Path, **sections: Any) -> RunDir:
-    return make_run(
-        folder,
-        tiny_conv_net(),
-        tiny_images(80),
-        train=STEP,
-        **{"parallel": {"data": 2}, "checkpoint": {"period": 20}, "launch": LAUNCH} | sections,
-    )
+    usual = {"train": STEP, "parallel": {"data": 2}, "checkpoint": {"period": 20}, "launch": LAUNCH}
+    return make_run(folder, tiny_conv_net(), tiny_images(80), **usual | sections)
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +138,35 @@ def test_a_rank_that_can_write_neither_log_nor_record_is_a_matter_of_the_storage
     first, second = endings(run)
     assert (first.kind, second.kind) == ("storage", "done")
     assert re.match(r"rank \d on \S+ failed: \w*Error: .*File too large", first.sentence), first.sentence
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A control group (version 1 or 2) with 1 MB of memory."""
+    version_1 = Path("/sys/fs/cgroup/memory")
+    group = (version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")) / f"onward-{uuid.uuid4().hex}"
+    try:
+        group.mkdir()
+        limit = group / ("memory.limit_in_bytes" if version_1.is_dir() else "memory.max")
+        limit.write_text("1000000")
+    except OSError as error:
+        pytest.skip(f"a control group with a limit of its memory needs root, and cgroups that can be written: {error}")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_rank_that_the_kernel_ends_for_want_of_memory_is_told_from_one_that_a_person_kills(
+    small_memory: Path, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path, train={**STEP, "num_steps": 2000})
+
+    def confine() -> None:
+        until(lambda: any(event.attempt == 1 for event in events(run, "checkpoint")), limit_s=120)
+        (small_memory / "cgroup.procs").write_text(str(job_of(run)["rank 1"].pid))
+
+    threading.Thread(target=confine, daemon=True).start()
+    train_to_end(run)
+    first, second = endings(run)
+    assert (first.kind, first.rank, second.kind) == ("out_of_memory", 1, "done")
+    assert "was ended by SIGKILL: the kernel's out-of-memory killer ended 1 process on this host" in first.sentence
